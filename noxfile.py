@@ -1,0 +1,138 @@
+"""The developer's front door: ``nox -l`` is the menu, and every session works by itself on a fresh clone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2026.4"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.sessions = ["lint", "types", "plans_alone", "tests"]
+
+PACKAGES = ["tp-plans", "fsdp-runtime", "rl-logprobs"]
+TORCH_VERSIONS = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+DIST = Path("dist")
+
+# pip takes wheels from this folder by itself; uv has to be told under its own name.
+FIND_LINKS = os.environ.get("PIP_FIND_LINKS", "").split()
+os.environ.setdefault("UV_FIND_LINKS", ",".join(FIND_LINKS))
+
+
+def group(name: str) -> list[str]:
+    """The requirements of a dependency group."""
+    return list(nox.project.dependency_groups(PYPROJECT, name))
+
+
+def artifact(package: str, kind: str) -> Path:
+    """The one wheel or sdist of a package that the session ``dist`` left in ``dist``."""
+    suffix = {"wheel": "whl", "sdist": "tar.gz"}[kind]
+    (path,) = DIST.glob(f"{package.replace('-', '_')}-*.{suffix}")
+    return path
+
+
+def install_editable(session: nox.Session, *groups: str, torch: str | None = None) -> None:
+    """Install the three packages from this tree, one torch (the pinned one by default) and some groups."""
+    editable = [argument for package in PACKAGES for argument in ("-e", f"packages/{package}")]
+    pinned = [f"torch=={torch}"] if torch else group("torch")
+    session.install(*editable, *pinned, *(requirement for name in groups for requirement in group(name)))
+
+
+def install_alone(session: nox.Session, path: Path) -> None:
+    """Install one artifact and what it asks for: torch at the pinned version, our packages from ``dist``."""
+    constraints = Path(session.create_tmp(), "constraints.txt")
+    constraints.write_text("\n".join(group("torch")))
+    links = [str(DIST), *FIND_LINKS]
+    session.install(
+        str(path),
+        *("--constraint", str(constraints)),
+        env={"PIP_FIND_LINKS": " ".join(links), "UV_FIND_LINKS": ",".join(links)},
+    )
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Run the main job: GRPO on four CPU ranks, from a checkpoint on disk to a better policy."""
+    install_editable(session, "demo")
+    torchrun = ("torchrun", "--standalone", "--nproc-per-node=4")
+    session.run(*torchrun, "docs/examples/grpo/train.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run every package's tests and the integration tests on the pinned torch."""
+    install_editable(session, "test")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("torch", TORCH_VERSIONS)
+def torch_versions(session: nox.Session, torch: str) -> None:
+    """Run the tests on one supported torch (several GB to install where only CUDA wheels are offered)."""
+    install_editable(session, "test", torch=torch)
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Run the integration tests: model parity on two and four ranks."""
+    install_editable(session, "test")
+    session.run("pytest", "integration_tests", *session.posargs)
+
+
+@nox.session(requires=["dist"], reuse_venv=False)
+def plans_alone(session: nox.Session) -> None:
+    """Run tp-plans' pure tests from its wheel, in an environment without torch and transformers."""
+    session.install(str(artifact("tp-plans", "wheel")), *group("pure-test"))
+    session.run("python", "tools/check_absent.py", "torch", "transformers")
+    elsewhere = Path(session.create_tmp(), "pure")
+    shutil.copytree("packages/tp-plans/tests/pure", elsewhere)
+    (elsewhere / "pytest.ini").touch()  # makes this folder pytest's root: the repository's settings stay out
+    session.chdir(elsewhere)
+    session.run("pytest", "--import-mode=importlib", *session.posargs)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of the three packages with mypy --strict."""
+    install_editable(session, "types")
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff."""
+    session.install(*group("lint"))
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def dist(session: nox.Session) -> None:
+    """Make the sdist and wheel of each package, in dist/, and check what is inside."""
+    session.install(*group("build"))
+    shutil.rmtree(DIST, ignore_errors=True)
+    for package in PACKAGES:
+        session.run("python", "-m", "build", "--outdir", str(DIST), f"packages/{package}", silent=True)
+    session.run("python", "tools/check_artifacts.py", *map(str, sorted(DIST.iterdir())))
+
+
+@nox.session(requires=["dist"], reuse_venv=False)
+@nox.parametrize("kind", ["wheel", "sdist"])
+@nox.parametrize("package", PACKAGES)
+def build(session: nox.Session, package: str, kind: str) -> None:
+    """Install one wheel or sdist alone in a fresh environment and import it."""
+    install_alone(session, artifact(package, kind))
+    module = package.replace("-", "_")
+    session.run("python", "-I", "-c", f"import {module}; print({module}.__name__, {module}.__version__)")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks of all packages."""
+    install_editable(session, "bench")
+    for script in sorted(Path("packages").glob("*/benchmarks/bench_*.py")):
+        session.run("python", str(script), *session.posargs)

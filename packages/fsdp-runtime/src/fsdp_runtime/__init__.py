@@ -1,0 +1,3 @@
+"""Make a PyTorch model train on a device mesh."""
+
+__version__ = "0.1.0"
