@@ -14,12 +14,14 @@ def problems(artifact: Path) -> list[str]:
     """What is missing from one wheel or sdist, and what should not be there."""
     name, version = re.match(r"(\w+)-([\w.]+?)(-py3|\.tar\.gz)", artifact.name).group(1, 2)
     if artifact.suffix == ".whl":
-        members = zipfile.ZipFile(artifact).namelist()
+        with zipfile.ZipFile(artifact) as archive:
+            members = archive.namelist()
         info = f"{name}-{version}.dist-info"
         required = {f"{name}/py.typed", f"{info}/licenses/LICENSE"}
         allowed = (f"{name}/", f"{info}/")
     else:
-        members = tarfile.open(artifact).getnames()
+        with tarfile.open(artifact) as archive:
+            members = archive.getnames()
         root = f"{name}-{version}"
         files = {f"{root}/{file}" for file in ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml")}
         required = files | {f"{root}/src/{name}/py.typed"}
