@@ -1,3 +1,33 @@
-"""Make a PyTorch model train on a device mesh."""
+"""Everything between a model and a running mesh: plans applied, FSDP2, weights in and out."""
+
+from __future__ import annotations
+
+from fsdp_runtime.anatomy import Anatomy, anatomy_of
+from fsdp_runtime.checkpointing import checkpoint_activations
+from fsdp_runtime.errors import FsdpRuntimeError, MeshError, ModelError, OptionError, WeightsError
+from fsdp_runtime.mesh import MeshSpec, submesh
+from fsdp_runtime.parallelize import parallelize
+from fsdp_runtime.sharding import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
+from fsdp_runtime.tensor_parallel import apply_plan
+from fsdp_runtime.unshard import unsharded
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Anatomy",
+    "FsdpRuntimeError",
+    "MeshError",
+    "MeshSpec",
+    "ModelError",
+    "OptionError",
+    "ShardingOptions",
+    "WeightsError",
+    "anatomy_of",
+    "apply_plan",
+    "checkpoint_activations",
+    "data_parallel_mesh",
+    "parallelize",
+    "shard_over_data_parallel",
+    "submesh",
+    "unsharded",
+]

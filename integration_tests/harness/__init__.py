@@ -1,0 +1,1 @@
+"""Test support shared by the three packages: persistent ranks and model parity."""

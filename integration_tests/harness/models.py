@@ -1,0 +1,108 @@
+"""Tiny but real models: Hugging Face classes with every parameter jittered.
+
+Fresh models have zero biases and one-valued norms, under which a bias added twice or a norm's missing gradient
+reduction cannot be seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCAB = 131  # does not divide by 2 or 4
+IMAGE_TOKEN = 130
+HIDDEN = 64
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 2,
+}
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+)
+
+
+def tiny_config(architecture: str, *, tied: bool = False, **changes: Any) -> Any:
+    """The config of a tiny model of a Hugging Face class; ``changes`` go to the text model's config."""
+    import transformers
+
+    text = {**_TEXT, "tie_word_embeddings": tied, **changes}
+    match architecture:
+        case "LlamaForCausalLM":
+            return transformers.LlamaConfig(**text, attention_bias=True, mlp_bias=True)
+        case "Qwen2ForCausalLM":
+            text.pop("head_dim")
+            return transformers.Qwen2Config(**text)
+        case "Qwen3ForCausalLM":
+            return transformers.Qwen3Config(**text)
+        case "Gemma3ForCausalLM":
+            return transformers.Gemma3TextConfig(**_gemma(text))
+        case "Gemma3ForConditionalGeneration":
+            return transformers.Gemma3Config(
+                text_config=_gemma(text),
+                vision_config=_VISION,
+                mm_tokens_per_image=4,
+                image_token_index=IMAGE_TOKEN,
+                tie_word_embeddings=tied,
+            )
+    raise ValueError(f"no tiny config for {architecture}")
+
+
+def tiny_model(architecture: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any) -> nn.Module:
+    """A tiny jittered model in evaluation mode, the same on every rank; ``options`` go to :func:`tiny_config`."""
+    import transformers
+
+    torch.manual_seed(seed)
+    model: nn.Module = getattr(transformers, architecture)(tiny_config(architecture, **options))
+    model.eval()  # no dropout; gradients flow as in training
+    model.to(dtype)
+    jitter(model)
+    return model
+
+
+def jitter(model: nn.Module, scale: float = 0.05) -> None:
+    """Move every parameter away from its initial value."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * scale)
+
+
+def tiny_inputs(model: nn.Module, *, batch: int, length: int, seed: int = 1) -> dict[str, Tensor]:
+    """Token ids (and images, for a model that takes them) of a batch, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {"input_ids": torch.randint(3, IMAGE_TOKEN, (batch, length), generator=generator)}
+    if hasattr(model.config, "vision_config"):
+        tokens = model.config.mm_tokens_per_image
+        inputs["input_ids"][:, 1 : 1 + tokens] = IMAGE_TOKEN
+        inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).long()
+        size = model.config.vision_config.image_size
+        dtype = next(model.parameters()).dtype
+        inputs["pixel_values"] = torch.randn(batch, 3, size, size, generator=generator).to(dtype)
+    return inputs
+
+
+def _gemma(text: dict[str, Any]) -> dict[str, Any]:
+    return {**text, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}

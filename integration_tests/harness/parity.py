@@ -1,0 +1,207 @@
+"""Whether a parallelized model computes what the single-process model computes, on every rank.
+
+Each rank builds the same tiny model twice, runs one copy whole and the other parallelized, and compares the
+output and every parameter's gradient: this rank's part of it against the same part of the reference's, cut here
+by our own arithmetic.  So a gradient that is wrong on one rank only, still a partial sum, or laid out otherwise
+than its parameter is found and named.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from harness.models import tiny_inputs, tiny_model
+
+#: The bounds of the numerics contract for Hugging Face models, whose norms and rotary code pass through float32:
+#: outputs absolute, gradients relative to the tensor's largest element.
+OUTPUT_BOUND = 1e-5
+GRADIENT_BOUND = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, one mesh, one way of parallelizing.
+
+    Args:
+        architecture: a Hugging Face class in ``harness.models``.
+        mesh: axis sizes by name, as ``{"dp_shard": 2, "tp": 2}``.
+        parallelize: an importable function of the model and the mesh that returns the parallelized model.
+        options: further keywords for ``parallelize``.
+        model: options of ``tiny_model``.
+        length: tokens a sequence; odd, so that it divides by no axis.
+        padding: ``"left"`` or ``"right"`` to pass an attention mask with padding on that side.
+    """
+
+    architecture: str
+    mesh: Mapping[str, int]
+    parallelize: Callable[..., nn.Module]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    length: int = 7
+    padding: str | None = None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank found: the largest output error, each parameter's gradient error, and other problems."""
+
+    output_error: float
+    gradient_errors: dict[str, float]
+    problems: list[str]
+
+
+def compare(case: Case) -> RankReport:
+    """Run one case on this rank; every rank of the world must call it."""
+    reference = tiny_model(case.architecture, **case.model)
+    candidate = copy.deepcopy(reference)
+    mesh = mesh_for(case.mesh)
+    candidate = case.parallelize(candidate, mesh, **case.options)
+
+    inputs = tiny_inputs(reference, batch=4, length=case.length)
+    if case.padding is not None:
+        inputs["attention_mask"] = _mask(inputs["input_ids"], case.padding)
+    expected = _logits(reference, inputs)
+    weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
+    if case.padding is not None:
+        weights = weights * inputs["attention_mask"].unsqueeze(-1)  # what padding positions compute is undefined
+    (expected * weights).sum().backward()
+
+    own = _own_rows(len(weights), mesh)
+    logits = _logits(candidate, {name: value[own] for name, value in inputs.items()})
+    # FSDP averages over the data-parallel ranks, each of which has its own share of the sum.
+    (logits * weights[own]).sum().mul(_data_parallel_size(mesh)).backward()
+    return RankReport(
+        output_error=_largest((logits - expected[own]) * (weights[own] != 0)),
+        gradient_errors=_gradient_errors(reference, candidate),
+        problems=[*_structural_problems(reference, candidate)],
+    )
+
+
+def assert_parity(
+    reports: Iterable[RankReport], *, output: float = OUTPUT_BOUND, gradient: float = GRADIENT_BOUND
+) -> None:
+    """Raise one ``AssertionError`` that names every rank, parameter and error beyond its bound."""
+    faults = [fault for rank, report in enumerate(reports) for fault in _faults(rank, report, output, gradient)]
+    if faults:
+        raise AssertionError("\n".join(faults))
+
+
+def mesh_for(axes: Mapping[str, int]) -> DeviceMesh:
+    """A CPU mesh of the runtime's kind, one per process and shape, since process groups are slow to make."""
+    from fsdp_runtime import MeshSpec
+
+    key = tuple(sorted(axes.items()))
+    if key not in _meshes:
+        _meshes[key] = MeshSpec(**axes).build(device_type="cpu")
+    return _meshes[key]
+
+
+_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+
+
+def own_part(full: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of ``full``, cut as ``like`` is: axes left to right, strided ones (FSDP over TP) last."""
+    mesh = like.device_mesh
+    placements = list(enumerate(like.placements))
+    ordered = [p for p in placements if not _is_strided(p[1])] + [p for p in placements if _is_strided(p[1])]
+    for axis, placement in ordered:
+        if placement.is_shard() or _is_strided(placement):
+            chunk = -(-full.shape[placement.dim] // mesh.size(axis)) if full.shape[placement.dim] else 0
+            start = min(chunk * mesh.get_local_rank(axis), full.shape[placement.dim])
+            full = full.narrow(placement.dim, start, min(chunk, full.shape[placement.dim] - start))
+    return full
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    logits: Tensor = model(**inputs, use_cache=False).logits
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+def _mask(ids: Tensor, side: str) -> Tensor:
+    """Row ``i`` has ``i`` padding positions, so that rows differ."""
+    length = ids.shape[1]
+    padding = torch.arange(len(ids)).clamp(max=length - 1)
+    mask = torch.arange(length).unsqueeze(0) >= padding.unsqueeze(1)
+    return (mask if side == "left" else mask.flip(1)).long()
+
+
+def _data_parallel_size(mesh: DeviceMesh) -> int:
+    from fsdp_runtime import submesh
+
+    return submesh(mesh, "dp").size()
+
+
+def _own_rows(batch: int, mesh: DeviceMesh) -> slice:
+    from fsdp_runtime import submesh
+
+    share = batch // _data_parallel_size(mesh)
+    start = share * submesh(mesh, "dp").get_local_rank()
+    return slice(start, start + share)
+
+
+def _gradient_errors(reference: nn.Module, candidate: nn.Module) -> dict[str, float]:
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    # Some gradients vanish mathematically (a key bias shifts every score of a query alike), and what is left of
+    # them is rounding: errors are measured against no less than this share of the model's largest gradient.
+    floor = 1e-9 * max(_largest(gradient) for gradient in expected.values() if gradient is not None)
+    errors: dict[str, float] = {}
+    for name, parameter in candidate.named_parameters():
+        wanted, actual = expected[name], parameter.grad
+        if wanted is None and actual is None:
+            continue
+        if wanted is None or actual is None:
+            errors[name] = float("inf")
+            continue
+        scale = max(_largest(wanted), floor)
+        if isinstance(actual, DTensor):
+            wanted, actual = own_part(wanted, actual), actual.to_local()
+        errors[name] = _largest(actual - wanted) / scale if actual.shape == wanted.shape else float("inf")
+    return errors
+
+
+def _structural_problems(reference: nn.Module, candidate: nn.Module) -> Iterable[str]:
+    wanted, actual = _ties(reference), _ties(candidate)
+    if wanted != actual:
+        yield f"ties: the reference shares {wanted}, the parallelized model {actual}"
+    missing = {n for n, _ in reference.named_parameters()} ^ {n for n, _ in candidate.named_parameters()}
+    if missing:
+        yield f"parameters in only one of the two models: {sorted(missing)}"
+    for name, parameter in candidate.named_parameters():
+        gradient = parameter.grad
+        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+            continue
+        if parameter.placements != gradient.placements:
+            yield f"{name}: laid out as {parameter.placements}, its gradient as {gradient.placements}"
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    return sorted(sorted(names) for names in owners.values() if len(names) > 1)
+
+
+def _faults(rank: int, report: RankReport, output: float, gradient: float) -> Iterable[str]:
+    if not report.output_error <= output:
+        yield f"rank {rank}: output off by {report.output_error:.2e} (bound {output:.0e})"
+    for name, error in report.gradient_errors.items():
+        if not error <= gradient:
+            yield f"rank {rank}: gradient of {name} off by {error:.2e} of its largest element (bound {gradient:.0e})"
+    for problem in report.problems:
+        yield f"rank {rank}: {problem}"
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0

@@ -1,0 +1,144 @@
+"""Persistent worker processes that form one gloo world.
+
+Importing torch and transformers costs seconds a process, so the processes are started once and every
+test sends them a function.  A failure on any rank reaches the test as one exception that holds what each
+rank said; a world that may be out of step afterwards (a rank died, or hangs) is replaced by a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+#: After one rank has failed, how long the others may take to finish before they count as stranded.
+GRACE_SECONDS = 10.0
+#: Collectives inside a rank give up after this long, so that a stranded rank reports instead of hanging.
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class RankError:
+    """What one rank raised: the exception's type name, its message and the traceback as text."""
+
+    type_name: str
+    message: str
+    traceback: str
+
+
+class RanksFailed(RuntimeError):
+    """At least one rank raised, died or did not answer; ``errors`` maps those ranks to what they said."""
+
+    def __init__(self, errors: dict[int, RankError]) -> None:
+        self.errors = errors
+        lines = [f"rank {rank}: {error.type_name}: {error.message}" for rank, error in sorted(errors.items())]
+        first = errors[min(errors)]
+        super().__init__("\n".join([*lines, f"--- rank {min(errors)} ---", first.traceback]))
+
+
+def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+    os.environ.update(
+        OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), USE_LIBUV="0"
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
+    while (task := connection.recv()) is not None:
+        function, args, kwargs = task
+        try:
+            connection.send((True, function(*args, **kwargs)))
+        except BaseException as error:  # everything a rank raises must reach the test
+            report = RankError(type(error).__name__, str(error), traceback.format_exc())
+            connection.send((False, report))
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """``world_size`` processes that run one function at a time, each as a rank of a gloo world."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._connections: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], /, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+        """Run ``function(*args, **kwargs)`` on every rank and return the results in rank order.
+
+        ``function`` must be importable from a module and everything passed or returned picklable.
+
+        Raises:
+            RanksFailed: a rank raised, died, or did not answer within ``timeout`` seconds (or within
+                ``GRACE_SECONDS`` of another rank's failure).
+        """
+        self._start()
+        for connection in self._connections:
+            connection.send((function, args, kwargs))
+        results, errors = self._collect(timeout)
+        if errors:
+            if len(errors) < self.world_size or any(e.type_name in ("Died", "Stranded") for e in errors.values()):
+                self.close(force=True)  # collectives may be out of step: begin again with a fresh world
+            raise RanksFailed(errors)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self, *, force: bool = False) -> None:
+        """End the processes; ``force`` does not wait for them to finish what they are doing."""
+        for connection in self._connections:
+            if not force:
+                with contextlib.suppress(OSError):
+                    connection.send(None)
+        for process in self._processes:
+            if not force:
+                process.join(timeout=GRACE_SECONDS)
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        context = multiprocessing.get_context("spawn")
+        store = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _collect(self, timeout: float) -> tuple[dict[int, Any], dict[int, RankError]]:
+        results: dict[int, Any] = {}
+        errors: dict[int, RankError] = {}
+        deadline = time.monotonic() + timeout
+        pending = dict(enumerate(self._connections))
+        while pending:
+            ready = wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in pending:
+                    errors[rank] = RankError("Stranded", f"no answer within {timeout:g} s", "")
+                break
+            for rank in [rank for rank, connection in pending.items() if connection in ready]:
+                try:
+                    succeeded, value = pending.pop(rank).recv()
+                except (EOFError, OSError):
+                    succeeded, value = False, RankError("Died", "the process ended without an answer", "")
+                if succeeded:
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return results, errors

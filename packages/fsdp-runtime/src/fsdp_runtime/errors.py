@@ -1,0 +1,23 @@
+"""What can go wrong between a model and a running mesh, as types; each message names the numbers and the fix."""
+
+from __future__ import annotations
+
+
+class FsdpRuntimeError(Exception):
+    """Base class of every error that this package raises on purpose."""
+
+
+class MeshError(FsdpRuntimeError, ValueError):
+    """A mesh cannot be built, or is not one that a model can use."""
+
+
+class ModelError(FsdpRuntimeError, ValueError):
+    """A model has no structure that the runtime can work with, or is in a state in which it must not."""
+
+
+class OptionError(FsdpRuntimeError, ValueError):
+    """An option has a value that is not allowed, alone or beside another."""
+
+
+class WeightsError(FsdpRuntimeError, RuntimeError):
+    """A checkpoint cannot be read into the model, or written from it."""

@@ -1,0 +1,70 @@
+"""Tensor-parallel plans as pure data: which layer of which architecture is split how.
+
+Importing this package imports neither torch nor transformers; ``Plan.to_torch`` imports torch when called.
+"""
+
+from __future__ import annotations
+
+from tp_plans.architectures import Architecture
+from tp_plans.check import Finding, Report, check
+from tp_plans.decoder import Decoder, Mixer, decoder_plan
+from tp_plans.errors import (
+    AlreadyParallelizedError,
+    CheckFailedError,
+    CustomPlanError,
+    LayoutError,
+    PlanError,
+    TpPlansError,
+    UnknownArchitectureError,
+    UnknownStyleError,
+)
+from tp_plans.hugging_face import from_hugging_face
+from tp_plans.layouts import Layout, Partial, Replicate, Shard
+from tp_plans.plan import Plan
+from tp_plans.registry import architectures, plan_for
+from tp_plans.resolve import resolve_plan
+from tp_plans.styles import (
+    ColwiseParallel,
+    PrepareInput,
+    Replicated,
+    RowwiseParallel,
+    SequenceParallel,
+    Style,
+    VocabParallelEmbedding,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyParallelizedError",
+    "Architecture",
+    "CheckFailedError",
+    "ColwiseParallel",
+    "CustomPlanError",
+    "Decoder",
+    "Finding",
+    "Layout",
+    "LayoutError",
+    "Mixer",
+    "Partial",
+    "Plan",
+    "PlanError",
+    "PrepareInput",
+    "Replicate",
+    "Replicated",
+    "Report",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "Shard",
+    "Style",
+    "TpPlansError",
+    "UnknownArchitectureError",
+    "UnknownStyleError",
+    "VocabParallelEmbedding",
+    "architectures",
+    "check",
+    "decoder_plan",
+    "from_hugging_face",
+    "plan_for",
+    "resolve_plan",
+]

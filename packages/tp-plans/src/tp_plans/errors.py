@@ -1,0 +1,35 @@
+"""What can go wrong with a plan, as types; every message names the pattern or module and the fix."""
+
+from __future__ import annotations
+
+
+class TpPlansError(Exception):
+    """Base class of every error that this package raises on purpose."""
+
+
+class PlanError(TpPlansError, ValueError):
+    """A plan, a pattern or a style is malformed."""
+
+
+class UnknownStyleError(PlanError):
+    """A style word that no table knows."""
+
+
+class CustomPlanError(PlanError):
+    """A user's plan (a dict, or a dotted path to one) cannot be used."""
+
+
+class UnknownArchitectureError(TpPlansError, LookupError):
+    """No plan is known for an architecture."""
+
+
+class CheckFailedError(TpPlansError, ValueError):
+    """A plan does not fit a model; the message lists every finding at once."""
+
+
+class LayoutError(TpPlansError, RuntimeError):
+    """A module was given a tensor in a layout under which it would train wrongly."""
+
+
+class AlreadyParallelizedError(TpPlansError, RuntimeError):
+    """A style was applied to a module that already carries one."""

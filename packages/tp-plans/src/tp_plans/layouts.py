@@ -1,0 +1,57 @@
+"""How a tensor lies across one mesh axis: whole on every rank, cut along a dim, or as partial sums.
+
+These mirror ``torch.distributed.tensor``'s placements of the same names, without importing torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tp_plans.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank holds the whole tensor."""
+
+    def __str__(self) -> str:
+        return "replicate"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Each rank holds a contiguous chunk along ``dim``, ceiling-sized except at the end, as ``torch.chunk`` cuts."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"shard({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Each rank holds an addend; the tensor is their sum."""
+
+    def __str__(self) -> str:
+        return "partial"
+
+
+Layout = Replicate | Shard | Partial
+
+_SHARD = re.compile(r"shard\((-?\d+)\)")
+
+
+def layout_from_str(text: str) -> Layout:
+    """Parse what ``str(layout)`` gives: ``"replicate"``, ``"partial"`` or ``"shard(DIM)"``.
+
+    Raises:
+        PlanError: ``text`` is none of these.
+    """
+    if text == "replicate":
+        return Replicate()
+    if text == "partial":
+        return Partial()
+    if match := _SHARD.fullmatch(text):
+        return Shard(int(match[1]))
+    raise PlanError(f"{text!r} is not a layout: write 'replicate', 'partial' or 'shard(DIM)'")

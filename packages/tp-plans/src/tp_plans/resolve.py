@@ -1,0 +1,111 @@
+"""From what a user gives as a plan (``"auto"``, a plan, a dict, a dotted path) to a plan."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tp_plans.errors import CustomPlanError, TpPlansError, UnknownArchitectureError
+from tp_plans.hugging_face import from_hugging_face, style_from_word
+from tp_plans.plan import Plan
+from tp_plans.registry import plan_for
+from tp_plans.styles import Style
+
+logger = logging.getLogger(__name__)
+
+_KINDS = "a Plan, a dict of pattern to style, or a dotted path to a dict or to a function that returns one"
+
+
+def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False) -> Plan:
+    """The plan that a user's ``plan`` argument means for a model.
+
+    Args:
+        plan: ``"auto"`` (the architecture's own plan, else the one that transformers ships for it), a
+            :class:`Plan`, a dict of pattern to style or style word, or a dotted path (``"package.module.name"``)
+            to one of these or to a function that returns one.
+        model: the model that the plan is for.
+        sequence_parallel: wanted of ``"auto"``; a plan given by the user must say the same.
+
+    Raises:
+        CustomPlanError: the user's plan cannot be used; the message says what was wrong with it.
+        UnknownArchitectureError: ``"auto"`` found no plan.
+    """
+    if plan == "auto":
+        return _automatic(model, sequence_parallel=sequence_parallel)
+    custom = _custom(plan)
+    if sequence_parallel and not custom.sequence_parallel:
+        raise CustomPlanError(
+            f"sequence_parallel=True was asked, but the plan {custom.name} is not a sequence-parallel one: "
+            "build it as Plan(rules, sequence_parallel=True), or leave sequence_parallel off"
+        )
+    return custom
+
+
+def _automatic(model: Any, *, sequence_parallel: bool) -> Plan:
+    try:
+        plan = plan_for(model, sequence_parallel=sequence_parallel)
+    except UnknownArchitectureError as unknown:
+        try:
+            plan = from_hugging_face(model)
+        except TpPlansError as error:
+            raise UnknownArchitectureError(f"{unknown} Its Hugging Face plan does not serve either: {error}") from error
+        if sequence_parallel:
+            raise UnknownArchitectureError(
+                f"{unknown} transformers ships a plan for it, but without sequence parallelism: "
+                "pass sequence_parallel=False, or a plan of your own."
+            ) from None
+        logger.warning("no plan of our own for %s: using the one that transformers ships", type(model).__name__)
+    logger.info("tensor-parallel plan: %r", plan)
+    return plan
+
+
+def _custom(plan: object) -> Plan:
+    if isinstance(plan, str):
+        return _from_value(_imported(plan), what=f"{plan!r}")
+    return _from_value(plan, what="the custom plan")
+
+
+def _imported(path: str) -> object:
+    """The object at a dotted path, called when it is a function."""
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        raise CustomPlanError(f"{path!r} is neither 'auto' nor a dotted path like 'package.module.name'")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise CustomPlanError(f"custom plan {path!r}: module {module_name!r} cannot be imported: {error}") from error
+    try:
+        value = getattr(module, attribute)
+    except AttributeError:
+        raise CustomPlanError(f"custom plan {path!r}: module {module_name!r} has no {attribute!r}") from None
+    if not callable(value):
+        return value
+    try:
+        return value()
+    except Exception as error:
+        raise CustomPlanError(
+            f"custom plan {path!r}: calling it without arguments raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _from_value(value: object, *, what: str) -> Plan:
+    if isinstance(value, Plan):
+        return value
+    if not isinstance(value, Mapping):
+        raise CustomPlanError(f"{what} is a {type(value).__name__}, not {_KINDS}")
+    if not value:
+        raise CustomPlanError(f"{what} is an empty dict: it would split nothing; pass plan=None to use no plan")
+    rules: dict[str, Style] = {}
+    for pattern, style in value.items():
+        if isinstance(style, str):
+            rules[pattern] = style_from_word(style, where=pattern)
+        elif isinstance(style, Style):
+            rules[pattern] = style
+        else:
+            raise CustomPlanError(
+                f"{what}: the rule for {pattern!r} is a {type(style).__name__}; write a style of tp_plans, "
+                "as ColwiseParallel(), or a style word, as 'colwise'"
+            )
+    return Plan(rules, name=what)

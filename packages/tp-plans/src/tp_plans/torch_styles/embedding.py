@@ -1,0 +1,46 @@
+"""The vocabulary-parallel embedding."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from tp_plans import layouts
+from tp_plans.styles import VocabParallelEmbedding
+from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
+from tp_plans.torch_styles.placement import as_dtensor, redistribute
+
+
+class LocalEmbedding(LocalStyle):
+    """``VocabParallelEmbedding``: looks up this rank's ids, zeros for the others, sums over the ranks.
+
+    The lookup is local, so a rank's gradient has the size of its own slice; DTensor's embedding gives every
+    rank a gradient of the whole table.
+    """
+
+    style: VocabParallelEmbedding
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+        start, end = self._own_rows(call)
+
+        def own_ids(ids: Tensor) -> Tensor:
+            foreign = (ids < start) | (ids >= end)
+            call.memory["foreign"] = foreign
+            return (ids - start).masked_fill(foreign, 0)
+
+        padding = getattr(module, "padding_idx", None)
+        if padding is not None:  # an index into the whole table, which the module applies to its slice
+            call.attributes["padding_idx"] = padding
+            module.padding_idx = padding - start if start <= padding < end else None  # type: ignore[assignment]
+        return first_argument(args, kwargs, own_ids)
+
+    def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
+        own = output.masked_fill(call.memory["foreign"].unsqueeze(-1), 0)
+        summed = redistribute(as_dtensor(own, call.mesh, layouts.Partial()), self.style.output)
+        return summed.to_local() if self.style.use_local_output else summed
+
+    def _own_rows(self, call: Call) -> tuple[int, int]:
+        """The ids whose rows this rank holds; DTensor deals ceiling-sized chunks."""
+        rows = call.parameters["weight"].shape[0]
+        chunk = -(-rows // call.mesh.size())
+        start = min(rows, chunk * call.mesh.get_local_rank())
+        return start, min(rows, start + chunk)

@@ -1,0 +1,81 @@
+"""Column-wise and row-wise linear layers."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from tp_plans import layouts
+from tp_plans.styles import ColwiseParallel, RowwiseParallel
+from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
+from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
+
+
+class LocalColwise(LocalStyle):
+    """``ColwiseParallel``: gathers the input, computes this rank's features."""
+
+    style: ColwiseParallel
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+        def whole(tensor: Tensor) -> Tensor:
+            gathered = redistribute(as_dtensor(tensor, call.mesh, layouts.Replicate()), layouts.Replicate())
+            # Each rank's features give a part of the input's gradient.
+            return gathered.to_local(grad_placements=[Partial()])
+
+        return first_argument(args, kwargs, whole)
+
+    def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
+        style = self.style
+        if style.use_local_output and style.output == layouts.Shard(-1):
+            return output
+        features = call.parameters["weight"].shape[0]
+        sharded = wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=features)
+        return _hand_on(redistribute(sharded, style.output), use_local_output=style.use_local_output)
+
+
+class LocalRowwise(LocalStyle):
+    """``RowwiseParallel``: computes this rank's addend of the output, sums over the ranks."""
+
+    style: RowwiseParallel
+
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
+        local = parameter.to_local()
+        if name == "bias":
+            is_first = parameter.device_mesh.get_local_rank() == 0
+            return cast(Tensor, _OnFirstRank.apply(local, is_first))  # type: ignore[no-untyped-call]
+        return local
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+        def own_features(tensor: Tensor) -> Tensor:
+            features = layouts.Shard(tensor.ndim - 1)
+            if not isinstance(tensor, DTensor) and isinstance(self.style.input, layouts.Shard):
+                return tensor
+            return redistribute(as_dtensor(tensor, call.mesh, self.style.input), features).to_local()
+
+        return first_argument(args, kwargs, own_features)
+
+    def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
+        partial = as_dtensor(output, call.mesh, layouts.Partial())
+        return _hand_on(redistribute(partial, self.style.output), use_local_output=self.style.use_local_output)
+
+
+class _OnFirstRank(torch.autograd.Function):
+    """A replicated bias on the first rank and zeros on the others, so that the sum over ranks adds it once.
+
+    Backward is the identity: the gradient of that sum is whole on every rank, and so is the bias's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, is_first: bool) -> Tensor:
+        return bias.view_as(bias) if is_first else torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _hand_on(tensor: DTensor, *, use_local_output: bool) -> Tensor:
+    return tensor.to_local() if use_local_output else tensor

@@ -1,0 +1,157 @@
+"""The one mechanism of all styles: a module in a plan keeps DTensor parameters and computes on local tensors.
+
+Parameters are DTensors, so that FSDP, optimizers, checkpoints and norms see how they lie.  For the duration of
+its forward the module finds in their place this rank's plain tensors, taken by differentiable views that give
+each parameter its whole gradient in the parameter's own layout.  Model code, fused kernels and the compiler
+therefore meet ordinary tensors only, and no operator needs a sharding strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from tp_plans.check import parameter_layout
+from tp_plans.errors import AlreadyParallelizedError
+from tp_plans.styles import Style
+from tp_plans.torch_styles.placement import placement
+
+_STYLE = "_tp_plans_style"
+_SHARDED = "_tp_plans_sharded"
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@dataclass
+class Call:
+    """One forward call of a module: its mesh, what to put back afterwards, what to remember until then."""
+
+    mesh: DeviceMesh
+    parameters: dict[str, DTensor] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+
+
+class LocalStyle(ParallelStyle):
+    """Base of the styles: distributes a module's parameters and runs its forward on local tensors.
+
+    A subclass says how each parameter is viewed locally and how activations enter and leave.
+    """
+
+    def __init__(self, style: Style) -> None:
+        super().__init__()
+        self.style = style
+
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
+        """The plain tensor that stands for a parameter during forward."""
+        return parameter.to_local()
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+        """The arguments that the module's forward gets instead."""
+        return args, kwargs
+
+    def leave(self, module: nn.Module, output: Any, call: Call) -> Any:
+        """The output that the caller gets instead; parameters are DTensors again by now."""
+        return output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if (applied := module.__dict__.get(_STYLE)) is not None:
+            raise AlreadyParallelizedError(
+                f"this {type(module).__name__} already carries {applied}: "
+                "parallelize a model once, and let one rule of the plan match each module"
+            )
+        self._distribute(module, device_mesh)
+        self._install(module, device_mesh)
+        module.__dict__[_STYLE] = self.style
+        return module
+
+    def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            layout = parameter_layout(self.style, name, parameter.ndim)
+            if layout is not None:
+                sharded = _distributed_once(parameter, mesh, layout, self.src_data_rank)
+                module.register_parameter(name, sharded)
+
+    def _install(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        # Plain closures, since deepcopy of a model keeps functions as they are but would copy bound objects.
+        calls: list[Call] = []
+
+        def before(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+            call = Call(mesh)
+            calls.append(call)
+            parameters = cast("dict[str, Tensor | None]", module._parameters)
+            call.parameters = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
+            parameters.update({n: self.local_parameter(n, p) for n, p in call.parameters.items()})
+            return self.enter(module, args, kwargs, call)
+
+        def after(module: nn.Module, args: Args, output: Any) -> Any:
+            if not calls:  # a hook before ours raised
+                return None
+            call = calls.pop()
+            cast("dict[str, Tensor | None]", module._parameters).update(call.parameters)
+            for name, value in call.attributes.items():
+                setattr(module, name, value)
+            if output is None:  # forward raised, or recomputation under checkpointing stopped early
+                return None
+            return self.leave(module, output, call)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
+
+
+def _distributed_once(
+    parameter: nn.Parameter, mesh: DeviceMesh, layout: Any, src_data_rank: int | None
+) -> nn.Parameter:
+    """A parameter distributed; the same new parameter for every place that shares the old one, so ties hold."""
+    wanted = placement(layout)
+    known = getattr(parameter, _SHARDED, None)
+    if isinstance(known, DTensor) and known.device_mesh == mesh and known.placements == (wanted,):
+        return known  # type: ignore[return-value]
+    distributed = distribute_tensor(parameter.detach(), mesh, [wanted], src_data_rank=src_data_rank)
+    sharded = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+    setattr(parameter, _SHARDED, sharded)
+    return sharded
+
+
+def summed_gradient(parameter: DTensor) -> Tensor:
+    """A whole parameter's local view whose gradient is summed over the axis, so every rank gets the full one."""
+    return cast(Tensor, _SumGradient.apply(parameter.to_local(), parameter.device_mesh))  # type: ignore[no-untyped-call]
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity forward; the sum over the mesh backward (Megatron-LM's ``f``, arXiv:1909.08053)."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        partial = DTensor.from_local(gradient, ctx.mesh, [Partial()], run_check=False)
+        return partial.full_tensor(), None
+
+
+def first_argument(
+    args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor], *, names: tuple[str, ...] = ()
+) -> tuple[Args, Kwargs]:
+    """The arguments with the first tensor changed, be it positional or one of the keywords."""
+    if args and isinstance(args[0], Tensor):
+        return (change(args[0]), *args[1:]), kwargs
+    name = next((name for name in (*names, *kwargs) if isinstance(kwargs.get(name), Tensor)), None)
+    return (args, kwargs) if name is None else (args, replaced(kwargs, name, change(kwargs[name])))
+
+
+def replaced(kwargs: Mapping[str, Any], name: str, value: Any) -> Kwargs:
+    """``kwargs`` with one value replaced."""
+    return {**kwargs, name: value}

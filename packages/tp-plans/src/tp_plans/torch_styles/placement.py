@@ -1,0 +1,55 @@
+"""From layouts to placements, and from local tensors to DTensors and back, without a hidden collective."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from tp_plans import layouts
+from tp_plans.layouts import Layout
+
+
+def placement(layout: Layout) -> Placement:
+    """torch's placement of the same name."""
+    match layout:
+        case layouts.Replicate():
+            return Replicate()
+        case layouts.Shard(dim):
+            return Shard(dim)
+        case layouts.Partial():
+            return Partial()
+
+
+def as_dtensor(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
+    """``tensor`` itself where it is a DTensor already, else a DTensor that reads it in ``layout``."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, [placement(layout)], run_check=False)
+
+
+def wrap(local: Tensor, mesh: DeviceMesh, layout: Layout, *, size: int | None = None) -> DTensor:
+    """A DTensor over this rank's part, where ranks may hold parts of different size.
+
+    Args:
+        local: this rank's part.
+        mesh: the one-axis mesh.
+        layout: how ``local`` lies.
+        size: the full size of the sharded dim; needed for a shard, whose parts need not be equal.
+    """
+    shape = list(local.shape)
+    if isinstance(layout, layouts.Shard) and size is not None:
+        shape[layout.dim] = size
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [placement(layout)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
+    """``tensor`` in ``layout``; the backward redistributes the gradient the other way."""
+    wanted = placement(layout)
+    if isinstance(wanted, Shard) and wanted.dim < 0:
+        wanted = Shard(wanted.dim + tensor.ndim)
+    if tensor.placements == (wanted,):
+        return tensor
+    return tensor.redistribute(placements=[wanted])
