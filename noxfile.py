@@ -116,7 +116,9 @@ def dist(session: nox.Session) -> None:
     session.install(*group("build"))
     shutil.rmtree(DIST, ignore_errors=True)
     for package in PACKAGES:
-        session.run("python", "-m", "build", "--outdir", str(DIST), f"packages/{package}", silent=True)
+        session.run(
+            "python", "-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{package}", silent=True
+        )
     session.run("python", "tools/check_artifacts.py", *map(str, sorted(DIST.iterdir())))
 
 
