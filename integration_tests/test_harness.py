@@ -1,0 +1,81 @@
+"""The harness itself: it catches what it is there to catch, and a failing rank does not hang a test."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+
+from harness import planted
+from harness.parity import Case, assert_parity, compare
+from harness.ranks import RankPool, RanksFailed
+
+TP = {"tp": 2}
+
+
+def test_unreduced_norm_gradient_is_caught(two_ranks: RankPool) -> None:
+    reports = two_ranks.run(compare, Case("Qwen3ForCausalLM", TP, planted.unreduced_query_norm))
+    with pytest.raises(AssertionError) as caught:
+        assert_parity(reports)
+    named = {line.split("gradient of ")[1].split(" ")[0] for line in str(caught.value).splitlines()}
+    assert named == {f"model.layers.{i}.self_attn.q_norm.weight" for i in range(2)}
+
+
+def test_bias_added_twice_is_caught(two_ranks: RankPool) -> None:
+    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, planted.bias_added_twice))
+    with pytest.raises(AssertionError, match="rank 0: output off by"):
+        assert_parity(reports)
+
+
+def test_broken_tie_is_caught(two_ranks: RankPool) -> None:
+    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, planted.broken_tie, model={"tied": True}))
+    with pytest.raises(AssertionError, match=r"ties: the reference shares .*lm_head\.weight"):
+        assert_parity(reports)
+
+
+def test_gradient_wrong_on_one_rank_only_is_caught_there(two_ranks: RankPool) -> None:
+    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, planted.wrong_on_rank_one))
+    with pytest.raises(AssertionError, match=r"rank 1: gradient of model\.norm\.weight") as caught:
+        assert_parity(reports)
+    assert "rank 0" not in str(caught.value)
+
+
+def _raise_on_rank_one() -> int:
+    if dist.get_rank() == 1:
+        raise ValueError("planted on rank 1")
+    dist.barrier()
+    return 0
+
+
+def _die_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+
+
+def _rank() -> int:
+    return dist.get_rank()
+
+
+@pytest.fixture
+def own_ranks() -> RankPool:
+    """A world of this test's own, which it may break."""
+    pool = RankPool(2)
+    yield pool
+    pool.close(force=True)
+
+
+def test_one_raising_rank_is_reported_with_its_message_and_the_world_serves_again(own_ranks: RankPool) -> None:
+    own_ranks.run(_rank)
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match="rank 1: ValueError: planted on rank 1"):
+        own_ranks.run(_raise_on_rank_one)
+    assert time.monotonic() - start < 30
+    assert own_ranks.run(_rank) == [0, 1]
+
+
+def test_a_dead_rank_is_reported(own_ranks: RankPool) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        own_ranks.run(_die_on_rank_one)
+    assert caught.value.errors[1].type_name == "Died"

@@ -1,0 +1,94 @@
+"""Parallelized models against the single-process model: outputs and every gradient on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_runtime import parallelize
+from harness.models import ARCHITECTURES
+from harness.parity import Case, assert_parity, compare
+from harness.ranks import RankPool
+
+TP = {"tp": 2}
+TP_FSDP = {"dp_shard": 2, "tp": 2}
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
+HSDP_TP = {"dp_replicate": 2, "tp": 2}
+SP = {"sequence_parallel": True}
+
+
+def identifier(value: Any) -> str:
+    """A readable test id for a mesh or options."""
+    if isinstance(value, dict):
+        return "-".join(f"{key}={item}" for key, item in value.items()) or "default"
+    return str(value)
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, mesh: dict[str, int]) -> RankPool:
+    """The world that fills the mesh of the test."""
+    world = 1
+    for size in mesh.values():
+        world *= size
+    return request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[world])
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("options", [{}, SP], ids=identifier)
+@pytest.mark.parametrize("mesh", [TP, TP_FSDP, HSDP_TP], ids=identifier)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tensor_parallel_model_equals_single_process(
+    ranks: RankPool, architecture: str, mesh: dict[str, int], options: dict[str, Any], tied: bool
+) -> None:
+    assert_parity(ranks.run(compare, Case(architecture, mesh, parallelize, options, {"tied": tied})))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, HSDP], ids=identifier)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForConditionalGeneration"])
+def test_data_parallel_model_equals_single_process(
+    ranks: RankPool, architecture: str, mesh: dict[str, int], tied: bool
+) -> None:
+    assert_parity(ranks.run(compare, Case(architecture, mesh, parallelize, {}, {"tied": tied})))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8])
+@pytest.mark.parametrize("mesh", [{"tp": 4}], ids=identifier)
+def test_sequence_parallel_takes_any_length(ranks: RankPool, mesh: dict[str, int], length: int) -> None:
+    assert_parity(ranks.run(compare, Case("Qwen3ForCausalLM", mesh, parallelize, SP, {"tied": True}, length=length)))
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("mesh", [TP_FSDP], ids=identifier)
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])
+def test_padding_masks_reach_sequence_parallel_attention(
+    ranks: RankPool, architecture: str, mesh: dict[str, int], padding: str
+) -> None:
+    assert_parity(ranks.run(compare, Case(architecture, mesh, parallelize, SP, padding=padding)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": "block"},
+        {"logits": "full"},
+        {"cpu_offload": True},
+        {"reshard_after_forward": False},
+    ],
+    ids=identifier,
+)
+@pytest.mark.parametrize("mesh", [TP_FSDP], ids=identifier)
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForConditionalGeneration"])
+def test_options_do_not_change_the_numbers(
+    ranks: RankPool, architecture: str, mesh: dict[str, int], options: dict[str, Any]
+) -> None:
+    assert_parity(ranks.run(compare, Case(architecture, mesh, parallelize, SP | options, {"tied": True})))
+
+
+@pytest.mark.parametrize("mesh", [TP_FSDP], ids=identifier)
+def test_a_model_in_float32_agrees_to_float32(ranks: RankPool, mesh: dict[str, int]) -> None:
+    import torch
+
+    reports = ranks.run(compare, Case("LlamaForCausalLM", mesh, parallelize, SP, {"dtype": torch.float32}))
+    assert_parity(reports)
