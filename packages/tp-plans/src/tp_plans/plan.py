@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tp_plans.errors import PlanError
@@ -37,7 +36,7 @@ class Plan(Mapping[str, Style]):
             _require_module_path(pattern)
             if not isinstance(style, Style):
                 raise PlanError(f"the rule for {pattern!r} is {style!r}, which is no style of tp_plans")
-        self._rules = MappingProxyType(dict(rules))
+        self._rules = dict(rules)
         self.name = name
         self.sequence_parallel = sequence_parallel
 
