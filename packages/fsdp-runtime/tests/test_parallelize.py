@@ -1,0 +1,176 @@
+"""The ordered story: what it refuses, that a refusal changes nothing, and what it leaves alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime import MeshSpec, parallelize
+from harness.models import tiny_inputs, tiny_model
+from harness.ranks import RankPool, RanksFailed
+from tp_plans import ColwiseParallel, Plan, plan_for
+
+
+def _state(model: nn.Module) -> list[Any]:
+    """What a refusal must not change: classes, hooks, parameter objects and their values."""
+    return [
+        (name, type(module), len(module._forward_pre_hooks), len(module._forward_hooks))
+        for name, module in model.named_modules()
+    ] + [(name, id(p), type(p), p.sum().item()) for name, p in model.named_parameters(remove_duplicate=False)]
+
+
+def _refusal(architecture: str, model_options: dict[str, Any], mesh: dict[str, int], **options: Any) -> str:
+    """What ``parallelize`` says when it refuses, once the model is seen to be untouched."""
+    model = tiny_model(architecture, **model_options)
+    before = _state(model)
+    built = MeshSpec(**mesh).build(device_type="cpu")
+    try:
+        parallelize(model, built, **options)
+    except Exception as error:
+        assert _state(model) == before, "a refused model was changed"
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("parallelize accepted it")
+
+
+QWEN3_PLAN = plan_for("Qwen3ForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("model_options", "options", "expected"),
+    [
+        (
+            {"num_key_value_heads": 1},
+            {},
+            ["CheckFailedError", "k_proj: 1 heads of 16 (16 features) cannot be split over tp=2", "use a tp out of 1"],
+        ),
+        (
+            {},
+            {"plan": QWEN3_PLAN.override({"model.layers.*.mlp.up": ColwiseParallel()})},
+            ["CheckFailedError", "model.layers.*.mlp.up: the pattern matches no module", "gate_proj, up_proj"],
+        ),
+        (
+            {"tied": True},
+            {"plan": QWEN3_PLAN.override({"lm_head": None})},
+            ["CheckFailedError", "tied weights laid out differently", "lm_head.weight: not in the plan"],
+        ),
+        ({}, {"plan": {"lm_head": "diagonal"}}, ["UnknownStyleError", "'diagonal'", "colwise"]),
+        ({}, {"plan": "no.such.module.plan"}, ["CustomPlanError", "'no.such.module' cannot be imported"]),
+        ({}, {"plan": QWEN3_PLAN, "sequence_parallel": True}, ["CustomPlanError", "not a sequence-parallel one"]),
+        ({}, {"plan": None, "sequence_parallel": True}, ["OptionError", "plan=None"]),
+        ({}, {"logits": "whole"}, ["OptionError", "'sharded' or 'full'"]),
+        ({}, {"activation_checkpointing": "all"}, ["OptionError", "'none', 'block'"]),
+    ],
+    ids=["heads", "pattern", "tie", "word", "path", "no-sp-plan", "sp-without-plan", "logits", "checkpointing"],
+)
+def test_a_refusal_names_the_fix_on_every_rank_and_leaves_the_model_untouched(
+    two_ranks: RankPool, model_options: dict[str, Any], options: dict[str, Any], expected: list[str]
+) -> None:
+    for message in two_ranks.run(_refusal, "Qwen3ForCausalLM", model_options, {"tp": 2}, **options):
+        for part in expected:
+            assert part in message
+
+
+def _refusal_of_unknown_class() -> str:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4))])
+    try:
+        parallelize(model, MeshSpec(tp=2).build(device_type="cpu"))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("parallelize accepted it")
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(two_ranks: RankPool) -> None:
+    (message, _) = two_ranks.run(_refusal_of_unknown_class)
+    assert message.startswith("UnknownArchitectureError: no plan is known for Module")
+    assert "Qwen3ForCausalLM" in message
+
+
+def test_context_parallelism_is_refused_rather_than_ignored(two_ranks: RankPool) -> None:
+    (message, _) = two_ranks.run(_refusal, "LlamaForCausalLM", {}, {"cp": 2})
+    assert message == "MeshError: cp=2: context parallelism is not supported yet; use cp=1"
+
+
+def _parallelize_twice(mesh: dict[str, int]) -> None:
+    built = MeshSpec(**mesh).build(device_type="cpu")
+    parallelize(parallelize(tiny_model("LlamaForCausalLM"), built), built)
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+def test_a_second_call_is_refused(two_ranks: RankPool, mesh: dict[str, int]) -> None:
+    with pytest.raises(RanksFailed, match="ModelError: .*already"):
+        two_ranks.run(_parallelize_twice, mesh)
+
+
+def _foreign_axes() -> None:
+    parallelize(tiny_model("LlamaForCausalLM"), init_device_mesh("cpu", (2,), mesh_dim_names=("model",)))
+
+
+def test_axes_of_other_names_are_refused(two_ranks: RankPool) -> None:
+    with pytest.raises(RanksFailed, match="MeshError: the mesh has axes model; name them out of dp_replicate"):
+        two_ranks.run(_foreign_axes)
+
+
+def _on_a_mesh_with_tp_only() -> dict[str, Any]:
+    model = parallelize(tiny_model("LlamaForCausalLM"), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    return {
+        "wrapped": any(isinstance(module, FSDPModule) for module in model.modules()),
+        "dtensors": all(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        "axes": {parameter.device_mesh.mesh_dim_names for parameter in model.parameters()},
+    }
+
+
+def test_without_a_data_parallel_axis_nothing_is_wrapped(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_on_a_mesh_with_tp_only)[0] == {"wrapped": False, "dtensors": True, "axes": {("tp",)}}
+
+
+def _every_parameter_on_the_whole_mesh() -> set[tuple[str, ...]]:
+    mesh = MeshSpec(dp_shard=2, tp=2).build(device_type="cpu")
+    model = parallelize(tiny_model("Qwen3ForCausalLM"), mesh, sequence_parallel=True)
+    return {tuple(parameter.device_mesh.mesh_dim_names) for parameter in model.parameters()}
+
+
+def test_parameters_share_one_mesh_so_that_fused_optimizers_work(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_every_parameter_on_the_whole_mesh)[0] == {("dp_shard", "tp")}
+
+
+def test_a_single_process_keeps_a_plain_model() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    before = _state(model)
+    assert parallelize(model, MeshSpec().build(device_type="cpu"), sequence_parallel=True) is model
+    assert _state(model) == before
+
+
+def _mixed_precision() -> dict[str, Any]:
+    mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = parallelize(tiny_model("LlamaForCausalLM", dtype=torch.float32), mesh, mixed_precision=policy)
+    logits = model(**tiny_inputs(model, batch=2, length=5), use_cache=False).logits
+    logits.float().sum().backward()
+    return {
+        "logits": logits.dtype,
+        "parameters": {parameter.dtype for parameter in model.parameters()},
+        "gradients": {parameter.grad.dtype for parameter in model.parameters()},
+    }
+
+
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_parameters(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_mixed_precision)[0] == {
+        "logits": torch.bfloat16,
+        "parameters": {torch.float32},
+        "gradients": {torch.float32},
+    }
+
+
+def test_plan_overrides_survive_the_choice_of_logits() -> None:
+    from fsdp_runtime.tensor_parallel import prepared_plan
+
+    full = prepared_plan(QWEN3_PLAN, logits="full")
+    assert isinstance(full, Plan)
+    assert {pattern for pattern in full if full[pattern] != QWEN3_PLAN[pattern]} == {"lm_head"}
