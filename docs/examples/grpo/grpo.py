@@ -1,0 +1,83 @@
+"""One GRPO step: stream weights, sample, reward, recompute log-probs, update."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from batch import Batch, Sample, chunks, collate, padded_length
+from objective import clipped_policy_loss, group_advantages
+from report import Step
+from run import Run, mean_and_max, scheduled
+from task import Question, draw_questions, reward
+
+
+def grpo_step(run: Run, step: int) -> Step:
+    """Improve the policy by what one batch of its own samples earns.
+
+    Args:
+        run: The run.
+        step: Counted from zero.
+
+    Returns:
+        The step's figures.
+    """
+    settings, start = run.settings, time.perf_counter()
+    run.generator.load(run.trainer.weights())
+    questions = draw_questions(settings.prompts, run.questions, held_out=False)
+    samples = _sample_on_all_ranks(run, questions)
+    rewards = torch.tensor(
+        [
+            [reward(question, run.generator.completion_text(sample)) for sample in group]
+            for question, group in zip(questions, chunks(samples, len(questions)), strict=True)
+        ]
+    )
+
+    updates = chunks(samples, settings.updates)
+    advantages = [part.to(run.device) for part in _my_rows(run, group_advantages(rewards).flatten())]
+    batches = [_my_batch(run, update) for update in updates]
+    old_logprobs = run.trainer.frozen_logprobs(batches, settings.temperature)
+    differences = [(old - batch.logprobs)[batch.mask].abs() for old, batch in zip(old_logprobs, batches, strict=True)]
+    mean_difference, max_difference = mean_and_max(torch.cat(differences))
+
+    norms = []
+    for update, batch, old, advantage in zip(updates, batches, old_logprobs, advantages, strict=True):
+        # Averaging over the data-parallel ranks happens to the gradients; it must leave the mean over all tokens.
+        tokens = sum(len(sample.completion) for sample in update) / run.dp_size
+        loss = clipped_policy_loss(
+            run.trainer.logprobs(batch, settings.temperature), old, advantage, batch.mask, tokens, settings.clip
+        )
+        lr = scheduled(settings.lr, step, settings.steps)
+        norms.append(run.trainer.step(loss, lr, settings.max_grad_norm))
+
+    tokens_seen = sum(len(sample.prompt) + len(sample.completion) for sample in samples)
+    return Step(
+        step=step + 1,
+        reward=rewards.mean().item(),
+        logprob_diff_mean=mean_difference,
+        logprob_diff_max=max_difference,
+        grad_norm=torch.stack(norms).mean().item(),
+        tokens_per_second=tokens_seen / (time.perf_counter() - start),
+    )
+
+
+def _sample_on_all_ranks(run: Run, questions: Sequence[Question]) -> list[Sample]:
+    """Every rank samples whole groups for its share of the questions; all ranks then hold all samples, in order."""
+    world_size = dist.get_world_size()
+    mine = chunks(questions, world_size)[dist.get_rank()]
+    prompts = [question.prompt for question in mine for _ in range(run.settings.group)]
+    sampled = run.generator.sample(prompts, run.settings.max_new_tokens, run.settings.temperature, run.sampling)
+    gathered: list[list[Sample]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(gathered, sampled)
+    return [sample for part in gathered for sample in part]
+
+
+def _my_batch(run: Run, update: Sequence[Sample]) -> Batch:
+    """This rank's part of an update's samples, padded to a length that all ranks agree on."""
+    mine = chunks(update, run.dp_size)[run.dp_rank]
+    return collate(mine, padded_length(update), run.generator.tokenizer.pad_token_id, run.device)
+
+
+def _my_rows(run: Run, values: torch.Tensor) -> list[torch.Tensor]:
+    """This rank's part of one value for each sample, for each update."""
+    return list(values.view(run.settings.updates, run.dp_size, -1)[:, run.dp_rank])

@@ -1,0 +1,106 @@
+"""The generator: a plain ``transformers`` model that takes streamed weights and samples. It stands in for vLLM."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from batch import Sample
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+UNFINISHED = "…"
+"""What the text of a completion ends with if it never reached its end-of-text token; no right answer does."""
+
+
+class Generator:
+    """A full copy of the policy that samples with a key/value cache.
+
+    Args:
+        model: A causal language model of ``transformers``, in the dtype in which the trainer computes, so that the
+            log-probs of the two agree.
+        tokenizer: Its tokenizer, which must have an end-of-text token and a padding token.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.device = model.device
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take over streamed weights, one tensor at a time.
+
+        Args:
+            weights: Full tensors by their Hugging Face names. A tied weight may come once or under both names.
+
+        Raises:
+            KeyError: A name that the model does not have, or a weight that did not come.
+        """
+        # state_dict() lists a tied weight under both of its names; the two share one storage.
+        targets = self.model.state_dict()
+        filled = set()
+        for name, tensor in weights:
+            if name not in targets:
+                raise KeyError(f"the stream holds {name!r}, which the generator's model does not have")
+            targets[name].copy_(tensor)
+            filled.add(targets[name].data_ptr())
+        missing = [name for name, target in targets.items() if target.data_ptr() not in filled]
+        if missing:
+            raise KeyError(f"the stream left out {len(missing)} of {len(targets)} weights, first {missing[0]!r}")
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int,
+        temperature: float,
+        rng: torch.Generator | None = None,
+    ) -> list[Sample]:
+        """Continue every prompt up to its end-of-text token, or by ``max_new_tokens``.
+
+        Args:
+            prompts: The texts to continue, at least one.
+            max_new_tokens: The most tokens to add to a prompt.
+            temperature: What to divide the logits by; 0 takes the likeliest token every time.
+            rng: The source of randomness, on the generator's device.
+
+        Returns:
+            The samples in the prompts' order. Their log-probs are those of the distribution that was sampled from,
+            and at temperature 0 those of temperature 1.
+        """
+        inputs = self.tokenizer(list(prompts), padding=True, padding_side="left", return_tensors="pt")
+        tokens, mask = inputs["input_ids"].to(self.device), inputs["attention_mask"].to(self.device)
+        prompt_ids = [row[kept.bool()].tolist() for row, kept in zip(tokens, mask, strict=True)]
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        running = torch.ones(len(prompts), dtype=torch.bool, device=self.device)
+        cache, sampled, logprobs, kept = None, [], [], []
+
+        for _ in range(max_new_tokens):
+            output = self.model(
+                tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            )
+            cache = output.past_key_values
+            scores = (output.logits[:, -1].float() / (temperature or 1.0)).log_softmax(dim=-1)
+            if temperature == 0:
+                token = scores.argmax(dim=-1)
+            else:
+                token = torch.multinomial(scores.exp(), 1, generator=rng).squeeze(1)
+            sampled.append(token)
+            logprobs.append(scores.gather(1, token[:, None]).squeeze(1))
+            kept.append(running)
+            running = running & (token != self.tokenizer.eos_token_id)
+            if not running.any():
+                break
+            tokens, positions = token[:, None], positions[:, -1:] + 1
+            mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+
+        lengths = torch.stack(kept).sum(dim=0).tolist()
+        rows = zip(
+            prompt_ids, torch.stack(sampled, 1).tolist(), torch.stack(logprobs, 1).tolist(), lengths, strict=True
+        )
+        return [Sample(prompt, ids[:length], scores[:length]) for prompt, ids, scores, length in rows]
+
+    def completion_text(self, sample: Sample) -> str:
+        """A sample's completion as text: without its end-of-text token, or with a mark at the end if it has none."""
+        *body, last = sample.completion
+        if last == self.tokenizer.eos_token_id:
+            return str(self.tokenizer.decode(body))
+        return str(self.tokenizer.decode(sample.completion)) + UNFINISHED
