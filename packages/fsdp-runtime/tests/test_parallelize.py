@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import MeshSpec, parallelize
+from fsdp_runtime import FsdpRuntimeError, MeshSpec, parallelize
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool, RanksFailed
-from tp_plans import ColwiseParallel, Plan, plan_for
+from tp_plans import ColwiseParallel, Plan, TpPlansError, plan_for
 
 
 def _state(model: nn.Module) -> list[Any]:
@@ -32,7 +32,7 @@ def _refusal(architecture: str, model_options: dict[str, Any], mesh: dict[str, i
     built = MeshSpec(**mesh).build(device_type="cpu")
     try:
         parallelize(model, built, **options)
-    except Exception as error:
+    except (FsdpRuntimeError, TpPlansError) as error:
         assert _state(model) == before, "a refused model was changed"
         return f"{type(error).__name__}: {error}"
     raise AssertionError("parallelize accepted it")
@@ -81,7 +81,7 @@ def _refusal_of_unknown_class() -> str:
     model.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4))])
     try:
         parallelize(model, MeshSpec(tp=2).build(device_type="cpu"))
-    except Exception as error:
+    except (FsdpRuntimeError, TpPlansError) as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("parallelize accepted it")
 
@@ -104,7 +104,7 @@ def _parallelize_twice(mesh: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}], ids=str)
 def test_a_second_call_is_refused(two_ranks: RankPool, mesh: dict[str, int]) -> None:
-    with pytest.raises(RanksFailed, match="ModelError: .*already"):
+    with pytest.raises(RanksFailed, match=r"ModelError: .*already"):
         two_ranks.run(_parallelize_twice, mesh)
 
 
