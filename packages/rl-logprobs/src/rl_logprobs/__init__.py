@@ -1,0 +1,39 @@
+"""Token log-probabilities and gradient norms for sharded models.
+
+Log-probabilities:  ``token_logprobs``, ``token_statistics``, ``next_token_targets``
+Gradient norms:     ``grad_norm``, ``grad_norms``, ``clip_grad_norm_``, ``clip_grads_with_norm_``
+Errors:             ``LogprobsError`` and its subclasses
+"""
+
+from rl_logprobs.errors import (
+    DtypeError,
+    LogprobsError,
+    NonFiniteNormError,
+    OptionError,
+    PlacementError,
+    ShapeError,
+    TargetError,
+)
+from rl_logprobs.grad_norm import clip_grad_norm_, clip_grads_with_norm_, grad_norm, grad_norms
+from rl_logprobs.logprobs import TokenStatistics, token_logprobs, token_statistics
+from rl_logprobs.targets import next_token_targets
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DtypeError",
+    "LogprobsError",
+    "NonFiniteNormError",
+    "OptionError",
+    "PlacementError",
+    "ShapeError",
+    "TargetError",
+    "TokenStatistics",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "grad_norm",
+    "grad_norms",
+    "next_token_targets",
+    "token_logprobs",
+    "token_statistics",
+]

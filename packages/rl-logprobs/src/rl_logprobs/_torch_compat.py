@@ -1,0 +1,49 @@
+"""Every use of a torch API that torch does not document as public, with the reason for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """This rank's extent of ``tensor`` in every dim, and where it begins in the full tensor.
+
+    torch 2.10 to 2.15 have no public function that answers this for every placement (strided shards
+    included); distributed checkpointing uses the same one.
+    """
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
+
+
+def same_root(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether two meshes are slices of one mesh (torch 2.10 to 2.15: no public way to ask)."""
+    return bool(mesh._get_root_mesh() == other._get_root_mesh())
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Fail on the device if ``condition`` is false, without the host waiting (torch 2.10 to 2.15)."""
+    torch._assert_async(condition, message)
+
+
+def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """``function.apply``, which torch leaves without a type."""
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
+def foreach_norm(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The norm of each tensor in few kernel launches, accumulated and returned in ``dtype``.
+
+    ``torch.nn.utils.get_total_norm`` is built on the same function but only returns the total.
+    """
+    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Scale every tensor in place by a 0-d tensor, in few kernel launches."""
+    torch._foreach_mul_(list(tensors), factor)

@@ -1,0 +1,105 @@
+"""Over which ranks a norm is summed, and how often the sum meets each gradient.
+
+Parameters of one model usually live on several meshes (the FSDP axis alone, FSDP and tensor parallelism).  A
+mesh that is part of another is summed together with it: every rank of the larger mesh adds its local part,
+scaled down by how many ranks hold the same part, so that one collective serves both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from rl_logprobs._torch_compat import same_root
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Ranks that add up their parts: those of ``mesh`` (None: this rank alone), crossed with ``groups``.
+
+    ``groups`` hold ranks that own *different* parameters, such as the stages of a pipeline.
+    """
+
+    mesh: DeviceMesh | None
+    groups: tuple[dist.ProcessGroup, ...]
+
+    @property
+    def different(self) -> int:
+        """Ranks of ``groups``: each parameter is held by one in so many."""
+        return math.prod(dist.get_world_size(group) for group in self.groups)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that add up."""
+        return (1 if self.mesh is None else self.mesh.size()) * self.different
+
+    def share(self, tensor: torch.Tensor) -> float:
+        """The factor by which a rank scales its part, so that the sum counts every element once."""
+        return shard_count(tensor) * self.different / self.size
+
+    def device(self, default: torch.device) -> torch.device:
+        """Where the collective can run: gradients may be offloaded to a CPU that has no backend."""
+        return default if self.mesh is None else torch.device(self.mesh.device_type)
+
+    def process_groups(self) -> list[dist.ProcessGroup | None]:
+        """The groups to reduce over in turn; only the world (None) where that is the same ranks."""
+        if self.size > 1 and self.size == dist.get_world_size():
+            return [None]
+        dims = [] if self.mesh is None else [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
+        return [group for group in (*dims, *self.groups) if dist.get_world_size(group) > 1]
+
+    def reduce_(self, values: torch.Tensor, *, largest: bool) -> None:
+        """Sum ``values`` over the domain in place, or take their maximum."""
+        operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        for group in self.process_groups():
+            dist.all_reduce(values, operation, group=group)
+
+
+def shard_count(tensor: torch.Tensor) -> int:
+    """Into how many different parts ``tensor`` is cut over its mesh (1: every rank holds all of it)."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    return math.prod(
+        tensor.device_mesh.size(dim)
+        for dim, placement in enumerate(tensor.placements)
+        if not isinstance(placement, Replicate | Partial)
+    )
+
+
+def domains(parameters: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup]) -> list[Domain]:
+    """The fewest domains that hold every parameter's mesh, in the order in which they are met.
+
+    Derived from the parameters alone: a rank without gradients takes part in the same collectives.
+    """
+    meshes = list(dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)))
+    outer: list[DeviceMesh] = []
+    for mesh in meshes:
+        if not any(_part_of(mesh, other) for other in outer):
+            outer = [*(other for other in outer if not _part_of(other, mesh)), mesh]
+    return [Domain(mesh, tuple(groups)) for mesh in outer] or [Domain(None, tuple(groups))]
+
+
+def domain_of(parameter: torch.Tensor, candidates: Sequence[Domain]) -> Domain:
+    """The domain in which ``parameter`` is counted; any will do for a plain tensor, the same on all ranks."""
+    if not isinstance(parameter, DTensor):
+        return candidates[0]
+    mesh = parameter.device_mesh
+    return next(domain for domain in candidates if domain.mesh is not None and _part_of(mesh, domain.mesh))
+
+
+def _part_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether ``other`` is made of ``mesh`` and its siblings, so that summing over it serves both.
+
+    Equal ranks suffice; a subset must be a slice of the same root, else nothing says that the remaining
+    ranks of ``other`` hold that parameter at all.
+    """
+    if mesh == other:
+        return True
+    mine, theirs = set(mesh.mesh.flatten().tolist()), set(other.mesh.flatten().tolist())
+    return mine == theirs or (mine < theirs and same_root(mesh, other))
