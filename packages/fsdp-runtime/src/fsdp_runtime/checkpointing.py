@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -58,9 +59,14 @@ class _Recomputing:
 
 
 def _recompute(module: nn.Module) -> None:
-    cls = type(module)
-    if not issubclass(cls, _Recomputing):
-        module.__class__ = type(f"Recomputing{cls.__name__}", (_Recomputing, cls), {})
+    if not isinstance(module, _Recomputing):
+        module.__class__ = _recomputing(type(module))
+
+
+@cache
+def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
+    """One subclass a class: the compiler guards on types and would compile each block anew."""
+    return type(f"Recomputing{cls.__name__}", (_Recomputing, cls), {})
 
 
 def _turn_off_cache(model: nn.Module) -> None:
