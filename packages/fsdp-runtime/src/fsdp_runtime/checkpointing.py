@@ -60,7 +60,7 @@ class _Recomputing:
 
 def _recompute(module: nn.Module) -> None:
     if not isinstance(module, _Recomputing):
-        module.__class__ = _recomputing(type(module))
+        module.__class__ = _recomputing(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
 
 
 @cache
