@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
@@ -13,3 +22,58 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
     """
     sliced = mesh[axes] if len(axes) > 1 else mesh[axes[0]]
     return sliced._flatten(name)
+
+
+def is_strided(placement: Placement) -> bool:
+    """Whether a placement is ``_StridedShard``, the one that FSDP2 gives to a dim that is split over ``tp`` already.
+
+    The class is private in torch 2.10 to 2.15, where parameters of TP x FSDP2 carry it.
+    """
+    return isinstance(placement, _StridedShard)
+
+
+def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    """FSDP2's sharded parameters by owning module and name; tied ones under every owner.
+
+    While a unit is gathered its modules hold other tensors, in the dtype of the mixed-precision policy, and torch
+    2.10 to 2.15 have no public way to the shards but to drop the gathered ones (``FSDPModule.reshard``).
+    """
+    found: dict[tuple[nn.Module, str], nn.Parameter] = {}
+    for fsdp_parameter in _fsdp_parameters(model):
+        info = fsdp_parameter._module_info
+        places = [
+            (info.module, info.param_name),
+            *zip(info.shared_modules, info.shared_param_names, strict=True),
+        ]
+        found.update(dict.fromkeys(places, fsdp_parameter.sharded_param))
+    return found
+
+
+def offloads_to_cpu(model: nn.Module) -> bool:
+    """Whether FSDP2 keeps the model's shards on the CPU (torch 2.10 to 2.15: the policy is not public again)."""
+    return any(bool(parameter.offload_to_cpu) for parameter in _fsdp_parameters(model))
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own buffers that its state dict holds.
+
+    Public API tells them from the others only through ``state_dict()``, whose hooks drop FSDP2's gathered
+    parameters (torch 2.10 to 2.15).
+    """
+    hidden = module._non_persistent_buffers_set
+    return {name: buffer for name, buffer in module.named_buffers(recurse=False) if name not in hidden}
+
+
+def all_gather_flat(output: Tensor, own: Tensor, group: ProcessGroup) -> None:
+    """Gather flat tensors of one size into one; torch 2.13 renamed the function and deprecated the old name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, own, group=group)
+
+
+def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # several a unit from torch 2.12 on
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                yield from group.fsdp_params if group is not None else ()

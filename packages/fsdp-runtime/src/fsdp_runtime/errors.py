@@ -21,3 +21,23 @@ class OptionError(FsdpRuntimeError, ValueError):
 
 class WeightsError(FsdpRuntimeError, RuntimeError):
     """A checkpoint cannot be read into the model, or written from it."""
+
+
+class CheckpointError(WeightsError):
+    """Files of a checkpoint are missing, truncated, or not what they claim to be."""
+
+
+class MismatchError(WeightsError, ValueError):
+    """A checkpoint's tensors are not those of the model: missing, of another shape, or not to be converted."""
+
+
+class ConversionError(WeightsError):
+    """A checkpoint names or cuts its tensors as this package cannot translate yet."""
+
+
+class MetaBufferError(WeightsError):
+    """A buffer on the meta device is in no checkpoint, and nothing in the model computes it again."""
+
+
+class OtherRankError(WeightsError):
+    """This rank did its part, and another did not; the message is that rank's."""

@@ -1,0 +1,160 @@
+"""Every use of transformers' semi-private API, with its reason; seen to work on transformers 5.23.
+
+transformers is imported only where the model is one of its own, so this package does not depend on it.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_runtime._torch_compat import persistent_buffers
+
+#: The flag by which transformers' initialisation functions leave a tensor alone.
+_INITIALIZED = "_is_hf_initialized"
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Whether a module is a ``PreTrainedModel``; false without importing anything where transformers is unused."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def model_names(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> dict[str, tuple[str, bool]]:
+    """For every name in a checkpoint, the model's name, and whether its tensor must be fused or cut to fit.
+
+    ``from_pretrained`` renames (and for some architectures merges) what it reads by a table that has no public
+    reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.  The
+    rules that applied are kept where ``save_pretrained`` looks for them, so that saving writes the same names.
+
+    Args:
+        model: the model.
+        checkpoint_names: names as the files have them.
+        known: the model's own names.
+    """
+    if not is_transformers_model(model):
+        return {name: (name, False) for name in checkpoint_names}
+    from transformers.core_model_loading import rename_source_key
+
+    rules = _conversion_rules(model)
+    renamings, converters = _by_kind(rules)
+    own: dict[str, Any] = dict.fromkeys(known, True)
+    found: dict[str, tuple[str, bool]] = {}
+    for name in checkpoint_names:
+        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if renamed not in known and name in known:  # a rule meant for another layout of the same architecture
+            renamed, pattern = name, None
+        found[name] = (renamed, pattern is not None)
+    model._weight_conversions = [rule for rule in rules if rule.was_used()]
+    return found
+
+
+def checkpoint_names(model: Any, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
+    """For every name of the model, the name that ``save_pretrained`` writes, and whether it would be cut first."""
+    if not is_transformers_model(model):
+        return {name: (name, False) for name in names}
+    from transformers.core_model_loading import PrefixChange, apply_converters, apply_renamings
+
+    rules = getattr(model, "_weight_conversions", None)
+    if rules is None:  # as in save_pretrained of a model that was not loaded: nothing tells whether a prefix was there
+        rules = [rule for rule in _conversion_rules(model, add_legacy=False) if not isinstance(rule, PrefixChange)]
+    renamings, converters = _by_kind([rule.reverse_transform() for rule in reversed(rules)])
+    found: dict[str, tuple[str, bool]] = {}
+    for name in names:
+        converted, pattern = apply_converters(name, converters)
+        found[name] = (apply_renamings(converted, renamings), pattern is not None)
+    return found
+
+
+def declared_aliases(model: Any) -> set[str]:
+    """Names that the model declares to be tied to another's tensor, as ``lm_head.weight``; not saved."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ()) if is_transformers_model(model) else set()
+
+
+def ignored_on_save(model: Any) -> set[str]:
+    """Names that ``save_pretrained`` leaves out."""
+    return set(model._keys_to_ignore_on_save or ()) if is_transformers_model(model) else set()
+
+
+def is_ignored_on_load(model: Any, name: str) -> bool:
+    """Whether the model's class says that a name may be in a checkpoint without being in the model."""
+    patterns = (model._keys_to_ignore_on_load_unexpected or ()) if is_transformers_model(model) else ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def initialize_module(owner: Any, module: nn.Module) -> None:
+    """Let a ``PreTrainedModel`` compute the buffers of one of its modules, leaving every parameter as it is.
+
+    ``from_pretrained`` builds on the meta device itself and relies on ``_init_weights`` for non-persistent buffers,
+    so every architecture of transformers 5 has it right.
+    """
+    from transformers.initialization import guard_torch_init_functions
+
+    # Some modules initialise their children's parameters too.
+    kept = [*module.parameters(), *(b for part in module.modules() for b in persistent_buffers(part).values())]
+    marked = [tensor for tensor in kept if not hasattr(tensor, _INITIALIZED)]
+    for tensor in marked:
+        setattr(tensor, _INITIALIZED, True)
+    try:
+        with torch.no_grad(), guard_torch_init_functions():
+            owner._init_weights(module)
+    finally:
+        for tensor in marked:
+            delattr(tensor, _INITIALIZED)
+
+
+def save_config(model: Any, directory: Path, dtype: torch.dtype) -> None:
+    """Write ``config.json`` (and ``generation_config.json``) as ``save_pretrained`` would."""
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [_original_class(model).__name__]
+    config.save_pretrained(directory)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+def _conversion_rules(model: Any, **options: Any) -> list[Any]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    with _original_classes(model):
+        return list(get_model_conversion_mapping(model, **options))
+
+
+def _by_kind(rules: list[Any]) -> tuple[list[Any], list[Any]]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+
+@contextmanager
+def _original_classes(model: nn.Module) -> Iterator[None]:
+    """The model with its classes as they were before ``fully_shard``.
+
+    FSDP2 gives a module a class of another name and Python module; transformers' table goes by the name, and
+    takes such a class for code from elsewhere, to which no renaming applies.
+    """
+    changed = [(module, type(module)) for module in model.modules() if type(module) is not _original_class(module)]
+    try:
+        for module, _ in changed:
+            module.__class__ = _original_class(module)
+        yield
+    finally:
+        for module, cls in changed:
+            module.__class__ = cls
+
+
+def _original_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a ``PreTrainedModel`` without those that were mixed in at run time; of other modules, its own."""
+    if not is_transformers_model(module):
+        return type(module)
+    return next(c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule))

@@ -1,0 +1,11 @@
+"""Weights in and out: meta device to real, safetensors to shards, shards to full tensors, shards to safetensors."""
+
+from __future__ import annotations
+
+from fsdp_runtime.weights.buffers import meta_device
+from fsdp_runtime.weights.load import LoadReport, load_weights
+from fsdp_runtime.weights.materialize import materialize
+from fsdp_runtime.weights.save import save_weights
+from fsdp_runtime.weights.stream import stream_weights
+
+__all__ = ["LoadReport", "load_weights", "materialize", "meta_device", "save_weights", "stream_weights"]
