@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tp_plans.errors import CheckFailedError
-from tp_plans.layouts import Layout, Replicate, Shard
+from tp_plans.layouts import Layout
 from tp_plans.plan import Plan
 from tp_plans.styles import (
     ColwiseParallel,
@@ -20,6 +20,7 @@ from tp_plans.styles import (
     RowwiseParallel,
     Style,
     VocabParallelEmbedding,
+    parameter_layout,
 )
 
 
@@ -92,19 +93,6 @@ def check(plan: Plan, model: Any, *, tp: int) -> Report:
         *_untied(plan, matched, modules),
     ]
     return Report(plan, tp, tuple(findings))
-
-
-def parameter_layout(style: Style | None, name: str, ndim: int) -> Layout | None:
-    """How a style lays one parameter of its module over the axis, or ``None`` where it does not touch it."""
-    match style:
-        case None | PrepareInput():
-            return None
-        case ColwiseParallel() | VocabParallelEmbedding():
-            return Shard(0)
-        case RowwiseParallel():
-            return Shard(1) if ndim > 1 else Replicate()
-        case _:
-            return Replicate()
 
 
 def _unmatched_patterns(plan: Plan, matched: Mapping[str, list[str]]) -> Iterator[Finding]:
@@ -211,7 +199,7 @@ def _untied(plan: Plan, matched: Mapping[str, list[str]], modules: Mapping[str, 
         style = plan[matched[path][0]] if matched[path] else None
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                layout = parameter_layout(style, name, parameter.ndim)
+                layout = parameter_layout(style, parameter.ndim)
                 owners[id(parameter)].append((f"{path}.{name}", layout))
     for places in owners.values():
         if len({layout for _, layout in places}) > 1:

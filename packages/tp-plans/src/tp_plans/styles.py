@@ -126,6 +126,19 @@ _STYLES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Style)}
 _LAYOUT_FIELDS = ("input", "output", "layout")
 
 
+def parameter_layout(style: Style | None, ndim: int) -> Layout | None:
+    """How a style lays a parameter of its module with ``ndim`` dims over the axis, or ``None`` where it leaves it alone."""
+    match style:
+        case None | PrepareInput():
+            return None
+        case ColwiseParallel() | VocabParallelEmbedding():
+            return Shard(0)
+        case RowwiseParallel():
+            return Shard(1) if ndim > 1 else Replicate()
+        case _:
+            return Replicate()
+
+
 def style_to_dict(style: Style) -> dict[str, Any]:
     """A style as JSON-ready data: its name under ``"style"`` and the fields that differ from their defaults."""
     data: dict[str, Any] = {"style": type(style).__name__}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tp_plans.plan import Plan
 from tp_plans.styles import (
     ColwiseParallel,
     PrepareInput,
@@ -22,7 +23,7 @@ from tp_plans.torch_styles.stream import PreparedInput
 __all__ = ["style_to_torch", "to_torch"]
 
 
-def to_torch(plan: Plan) -> dict[str, ParallelStyle]:
+def to_torch(plan: Mapping[str, Style]) -> dict[str, ParallelStyle]:
     """A plan as the dict that ``torch.distributed.tensor.parallel.parallelize_module`` takes."""
     return {pattern: style_to_torch(style) for pattern, style in plan.items()}
 

@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tp_plans.check import parameter_layout
 from tp_plans.errors import AlreadyParallelizedError
-from tp_plans.styles import Style
+from tp_plans.styles import Style, parameter_layout
 from tp_plans.torch_styles.placement import placement
 
 _STYLE = "_tp_plans_style"
@@ -77,7 +76,7 @@ class LocalStyle(ParallelStyle):
         for name, parameter in list(module._parameters.items()):
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            layout = parameter_layout(self.style, name, parameter.ndim)
+            layout = parameter_layout(self.style, parameter.ndim)
             if layout is not None:
                 sharded = _distributed_once(parameter, mesh, layout, self.src_data_rank)
                 module.register_parameter(name, sharded)
