@@ -4,30 +4,53 @@ from __future__ import annotations
 
 from fsdp_runtime.anatomy import Anatomy, anatomy_of
 from fsdp_runtime.checkpointing import checkpoint_activations
-from fsdp_runtime.errors import FsdpRuntimeError, MeshError, ModelError, OptionError, WeightsError
+from fsdp_runtime.errors import (
+    CheckpointError,
+    ConversionError,
+    FsdpRuntimeError,
+    MeshError,
+    MetaBufferError,
+    MismatchError,
+    ModelError,
+    OptionError,
+    OtherRankError,
+    WeightsError,
+)
 from fsdp_runtime.mesh import MeshSpec, submesh
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.sharding import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
 from fsdp_runtime.tensor_parallel import apply_plan
 from fsdp_runtime.unshard import unsharded
+from fsdp_runtime.weights import LoadReport, load_weights, materialize, meta_device, save_weights, stream_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Anatomy",
+    "CheckpointError",
+    "ConversionError",
     "FsdpRuntimeError",
+    "LoadReport",
     "MeshError",
     "MeshSpec",
+    "MetaBufferError",
+    "MismatchError",
     "ModelError",
     "OptionError",
+    "OtherRankError",
     "ShardingOptions",
     "WeightsError",
     "anatomy_of",
     "apply_plan",
     "checkpoint_activations",
     "data_parallel_mesh",
+    "load_weights",
+    "materialize",
+    "meta_device",
     "parallelize",
+    "save_weights",
     "shard_over_data_parallel",
+    "stream_weights",
     "submesh",
     "unsharded",
 ]

@@ -127,7 +127,7 @@ _LAYOUT_FIELDS = ("input", "output", "layout")
 
 
 def parameter_layout(style: Style | None, ndim: int) -> Layout | None:
-    """How a style lays a parameter of its module with ``ndim`` dims over the axis, or ``None`` where it leaves it alone."""
+    """How a style lays a parameter with ``ndim`` dims of its module over the axis; ``None`` where it does not touch it."""
     match style:
         case None | PrepareInput():
             return None
