@@ -25,6 +25,10 @@ class Shard:
 
     dim: int
 
+    def __post_init__(self) -> None:
+        if type(self.dim) is not int:
+            raise PlanError(f"{self.dim!r} is no dim: write Shard(0), or Shard(-1) for the last one")
+
     def __str__(self) -> str:
         return f"shard({self.dim})"
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tp_plans.errors import PlanError, UnknownStyleError
+from tp_plans.fields import is_integer, is_name, require, require_flag, require_layout, require_unit
 from tp_plans.layouts import Layout, Partial, Replicate, Shard, layout_from_str
 
 
@@ -33,6 +34,11 @@ class ColwiseParallel:
     use_local_output: bool = True
     unit: int | str = 1
 
+    def __post_init__(self) -> None:
+        require_layout(self, "output")
+        require_flag(self, "use_local_output")
+        require_unit(self, "unit")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowwiseParallel:
@@ -42,7 +48,8 @@ class RowwiseParallel:
 
     Args:
         input: how a plain input tensor is read: ``Shard(-1)``, or ``Replicate()`` to cut it first.
-        output: layout of the output: ``Replicate()``, or ``Shard(dim)`` to reduce-scatter onto a dim.
+        output: layout of the output: ``Replicate()``, ``Shard(dim)`` to reduce-scatter onto a dim, or
+            ``Partial()`` to leave the sum to whoever adds more to it.
         use_local_output: hand on this rank's plain tensor rather than a DTensor.
         unit: the features are split in whole multiples of this many, as in ``ColwiseParallel``.
     """
@@ -51,6 +58,13 @@ class RowwiseParallel:
     output: Layout = Replicate()
     use_local_output: bool = True
     unit: int | str = 1
+
+    def __post_init__(self) -> None:
+        # A plain tensor tells nothing of the other ranks' sizes, so a cut of any other dim could not be read.
+        require(self, "input", self.input in (Shard(-1), Replicate()), "Shard(-1) or Replicate()")
+        require_layout(self, "output", Replicate, Shard, Partial)
+        require_flag(self, "use_local_output")
+        require_unit(self, "unit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +82,10 @@ class VocabParallelEmbedding:
     output: Layout = Replicate()
     use_local_output: bool = True
 
+    def __post_init__(self) -> None:
+        require_layout(self, "output")
+        require_flag(self, "use_local_output")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceParallel:
@@ -83,6 +101,9 @@ class SequenceParallel:
 
     sequence_dim: int = 1
 
+    def __post_init__(self) -> None:
+        require(self, "sequence_dim", is_integer(self.sequence_dim), "an integer, as 1")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
@@ -97,8 +118,7 @@ class Replicated:
     gradient: Literal["full", "partial"] = "full"
 
     def __post_init__(self) -> None:
-        if self.gradient not in ("full", "partial"):
-            raise PlanError(f"Replicated.gradient is {self.gradient!r}: write 'full' or 'partial'")
+        require(self, "gradient", self.gradient in ("full", "partial"), "'full' or 'partial'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +139,11 @@ class PrepareInput:
     argument: str = "hidden_states"
     position: int | None = 0
 
+    def __post_init__(self) -> None:
+        require_layout(self, "layout")
+        require(self, "argument", is_name(self.argument), "the keyword's name, as 'hidden_states'")
+        require(self, "position", self.position is None or is_integer(self.position, least=0), "0 or more, or None")
+
 
 Style = ColwiseParallel | RowwiseParallel | VocabParallelEmbedding | SequenceParallel | Replicated | PrepareInput
 
@@ -127,7 +152,7 @@ _LAYOUT_FIELDS = ("input", "output", "layout")
 
 
 def parameter_layout(style: Style | None, ndim: int) -> Layout | None:
-    """How a style lays a parameter with ``ndim`` dims of its module over the axis; ``None`` where it does not touch it."""
+    """How a style lays its module's parameter of ``ndim`` dims over the axis; ``None`` where it leaves it alone."""
     match style:
         case None | PrepareInput():
             return None
@@ -154,7 +179,7 @@ def style_from_dict(data: Mapping[str, Any]) -> Style:
 
     Raises:
         UnknownStyleError: ``data["style"]`` names no style.
-        PlanError: a field is unknown to the style or holds no layout.
+        PlanError: a field is unknown to the style or holds a value of the wrong kind.
     """
     fields = dict(data)
     name = fields.pop("style", None)

@@ -1,0 +1,43 @@
+"""What the fields of a style may hold: a wrong value is refused when the style is made, not when it is used."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+from tp_plans.errors import PlanError
+from tp_plans.layouts import Replicate, Shard
+
+
+def require(style: Any, field: str, allowed: bool, wanted: str) -> None:
+    """Raise :class:`PlanError` unless ``allowed``, saying what the field holds and what is wanted of it."""
+    if not allowed:
+        raise PlanError(f"{type(style).__name__}.{field} is {getattr(style, field)!r}: write {wanted}")
+
+
+def require_layout(style: Any, field: str, *kinds: type) -> None:
+    """Raise unless a field holds a layout of one of ``kinds``, by default one that a whole tensor can be brought to."""
+    kinds = kinds or (Replicate, Shard)
+    written = [f"{kind.__name__}({'dim' if kind is Shard else ''})" for kind in kinds]
+    require(style, field, isinstance(getattr(style, field), kinds), " or ".join(written))
+
+
+def require_flag(style: Any, field: str) -> None:
+    """Raise unless a field holds a boolean."""
+    require(style, field, isinstance(getattr(style, field), bool), "True or False")
+
+
+def require_unit(style: Any, field: str) -> None:
+    """Raise unless a field holds a number of features, or the name of an attribute that does."""
+    value = getattr(style, field)
+    wanted = "1 or more features, or the name of an attribute of the parent module, as 'head_dim'"
+    require(style, field, is_integer(value, least=1) or is_name(value), wanted)
+
+
+def is_integer(value: object, *, least: int | None = None) -> TypeGuard[int]:
+    """Whether a value is an integer (a boolean is none), not below ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def is_name(value: object) -> bool:
+    """Whether a value can be the name of an argument or attribute."""
+    return isinstance(value, str) and value.isidentifier()
