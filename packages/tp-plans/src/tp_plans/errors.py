@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 
+def type_name(value: object) -> str:
+    """The type of a value as messages name it: in full where it is not built in, since short names are shared."""
+    cls = type(value)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
 class TpPlansError(Exception):
     """Base class of every error that this package raises on purpose."""
 

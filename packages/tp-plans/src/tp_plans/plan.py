@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from tp_plans.errors import PlanError
+from tp_plans.errors import PlanError, type_name
 from tp_plans.styles import Style, style_from_dict, style_to_dict
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 FORMAT = 1
+_FIELDS = ("format", "name", "sequence_parallel", "rules")
 
 
 class Plan(Mapping[str, Style]):
@@ -32,13 +33,28 @@ class Plan(Mapping[str, Style]):
     """
 
     def __init__(self, rules: Mapping[str, Style], *, name: str = "custom", sequence_parallel: bool = False) -> None:
+        if not isinstance(rules, Mapping):
+            raise PlanError(f"the rules of a plan are a mapping of pattern to style, not of type {type_name(rules)}")
         for pattern, style in rules.items():
             _require_module_path(pattern)
             if not isinstance(style, Style):
-                raise PlanError(f"the rule for {pattern!r} is {style!r}, which is no style of tp_plans")
+                raise PlanError(
+                    f"the rule for {pattern!r} is of type {type_name(style)}, which is no style of tp_plans: "
+                    "write one, as ColwiseParallel()"
+                )
         self._rules = dict(rules)
-        self.name = name
-        self.sequence_parallel = sequence_parallel
+        self._name = name
+        self._sequence_parallel = sequence_parallel
+
+    @property
+    def name(self) -> str:
+        """What the plan is for."""
+        return self._name
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations between blocks are cut on the sequence."""
+        return self._sequence_parallel
 
     def __getitem__(self, pattern: str) -> Style:
         return self._rules[pattern]
@@ -81,6 +97,8 @@ class Plan(Mapping[str, Style]):
     def with_prefix(self, prefix: str) -> Plan:
         """The same plan for a model that sits at ``prefix`` inside another, as ``"model.language_model"``."""
         _require_module_path(prefix)
+        if not prefix:
+            return self
         return self._with({f"{prefix}.{pattern}" if pattern else prefix: s for pattern, s in self.items()})
 
     def match(self, path: str) -> list[str]:
@@ -107,22 +125,21 @@ class Plan(Mapping[str, Style]):
         """
         try:
             data = json.loads(text, object_pairs_hook=_unique)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise PlanError(f"not JSON: {error}") from error
         if not isinstance(data, dict) or not isinstance(data.get("rules"), dict):
             raise PlanError("a plan in JSON is an object with an object 'rules' of pattern to style")
         if data.get("format") != FORMAT:
             raise PlanError(f"plan format {data.get('format')!r}: this release reads format {FORMAT}")
-        rules: dict[str, Style] = {}
-        for pattern, style in data["rules"].items():
-            if not isinstance(style, dict):
-                raise PlanError(f"the rule for {pattern!r} is {style!r}: write an object with a 'style'")
-            rules[pattern] = style_from_dict(style)
-        return cls(
-            rules,
-            name=str(data.get("name", "custom")),
-            sequence_parallel=bool(data.get("sequence_parallel", False)),
-        )
+        if unknown := sorted(set(data) - set(_FIELDS)):
+            raise PlanError(f"a plan in JSON has no field {', '.join(unknown)}: its fields are {', '.join(_FIELDS)}")
+        name, sequence_parallel = data.get("name", "custom"), data.get("sequence_parallel", False)
+        if not isinstance(name, str):
+            raise PlanError(f"name is {name!r}: write a string")
+        if not isinstance(sequence_parallel, bool):
+            raise PlanError(f"sequence_parallel is {sequence_parallel!r}: write true or false")
+        rules = {pattern: _rule_from_json(pattern, style) for pattern, style in data["rules"].items()}
+        return cls(rules, name=name, sequence_parallel=sequence_parallel)
 
     def to_torch(self) -> dict[str, ParallelStyle]:
         """The plan for ``torch.distributed.tensor.parallel.parallelize_module`` (imports torch).
@@ -143,10 +160,21 @@ def _matches(pattern: str, parts: list[str]) -> bool:
 
 
 def _require_module_path(pattern: object) -> None:
-    if not isinstance(pattern, str):
+    if not (isinstance(pattern, str) and (pattern == "" or all(map(_is_path_part, pattern.split("."))))):
         raise PlanError(f"{pattern!r} is not a module path: write dotted names, as 'model.layers.*.mlp.up_proj'")
-    if pattern and not all(part and not any(c.isspace() or c == "/" for c in part) for part in pattern.split(".")):
-        raise PlanError(f"{pattern!r} is not a module path: write dotted names, as 'model.layers.*.mlp.up_proj'")
+
+
+def _is_path_part(part: str) -> bool:
+    return part != "" and not any(character.isspace() or character == "/" for character in part)
+
+
+def _rule_from_json(pattern: str, style: object) -> Style:
+    if not isinstance(style, dict):
+        raise PlanError(f"the rule for {pattern!r} is {style!r}: write an object with a 'style'")
+    try:
+        return style_from_dict(style)
+    except PlanError as error:
+        raise type(error)(f"the rule for {pattern!r}: {error}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
