@@ -7,11 +7,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from tp_plans.errors import CustomPlanError, TpPlansError, UnknownArchitectureError
+from tp_plans.errors import CustomPlanError, PlanError, TpPlansError, UnknownArchitectureError, type_name
 from tp_plans.hugging_face import from_hugging_face, style_from_word
 from tp_plans.plan import Plan
 from tp_plans.registry import plan_for
-from tp_plans.styles import Style
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +25,11 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False) -
             :class:`Plan`, a dict of pattern to style or style word, or a dotted path (``"package.module.name"``)
             to one of these or to a function that returns one.
         model: the model that the plan is for.
-        sequence_parallel: wanted of ``"auto"``; a plan given by the user must say the same.
+        sequence_parallel: wanted of ``"auto"``; a plan of the user's must then be a sequence-parallel one.
 
     Raises:
         CustomPlanError: the user's plan cannot be used; the message says what was wrong with it.
+        UnknownStyleError: it holds a word that names no style.
         UnknownArchitectureError: ``"auto"`` found no plan.
     """
     if plan == "auto":
@@ -63,19 +63,21 @@ def _automatic(model: Any, *, sequence_parallel: bool) -> Plan:
 
 def _custom(plan: object) -> Plan:
     if isinstance(plan, str):
-        return _from_value(_imported(plan), what=f"{plan!r}")
-    return _from_value(plan, what="the custom plan")
+        return _from_value(_imported(plan), name=plan)
+    return _from_value(plan, name="the custom plan")
 
 
 def _imported(path: str) -> object:
     """The object at a dotted path, called when it is a function."""
     module_name, _, attribute = path.rpartition(".")
-    if not module_name:
+    if not module_name or not all(part.isidentifier() for part in path.split(".")):
         raise CustomPlanError(f"{path!r} is neither 'auto' nor a dotted path like 'package.module.name'")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise CustomPlanError(f"custom plan {path!r}: module {module_name!r} cannot be imported: {error}") from error
+    except Exception as error:
+        raise CustomPlanError(
+            f"custom plan {path!r}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     try:
         value = getattr(module, attribute)
     except AttributeError:
@@ -90,22 +92,18 @@ def _imported(path: str) -> object:
         ) from error
 
 
-def _from_value(value: object, *, what: str) -> Plan:
+def _from_value(value: object, *, name: str) -> Plan:
     if isinstance(value, Plan):
         return value
     if not isinstance(value, Mapping):
-        raise CustomPlanError(f"{what} is a {type(value).__name__}, not {_KINDS}")
+        raise CustomPlanError(f"{name} is of type {type_name(value)}, not {_KINDS}")
     if not value:
-        raise CustomPlanError(f"{what} is an empty dict: it would split nothing; pass plan=None to use no plan")
-    rules: dict[str, Style] = {}
-    for pattern, style in value.items():
-        if isinstance(style, str):
-            rules[pattern] = style_from_word(style, where=pattern)
-        elif isinstance(style, Style):
-            rules[pattern] = style
-        else:
-            raise CustomPlanError(
-                f"{what}: the rule for {pattern!r} is a {type(style).__name__}; write a style of tp_plans, "
-                "as ColwiseParallel(), or a style word, as 'colwise'"
-            )
-    return Plan(rules, name=what)
+        raise CustomPlanError(f"{name} is an empty dict: it would split nothing")
+    rules = {
+        pattern: style_from_word(style, where=pattern) if isinstance(style, str) else style
+        for pattern, style in value.items()
+    }
+    try:
+        return Plan(rules, name=name)
+    except PlanError as error:
+        raise CustomPlanError(f"{name}: {error}") from error
