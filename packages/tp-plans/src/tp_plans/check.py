@@ -7,11 +7,12 @@ so one on the meta device serves, and so does anything that answers alike.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tp_plans.errors import CheckFailedError
+from tp_plans.fields import is_integer
 from tp_plans.layouts import Layout
 from tp_plans.plan import Plan
 from tp_plans.styles import (
@@ -81,8 +82,11 @@ def check(plan: Plan, model: Any, *, tp: int) -> Report:
 
     Returns:
         The report: patterns that match nothing, modules matched twice, modules a style does not suit, sizes that
-        do not divide (with those that would), tied weights that would be untied.
+        do not divide (with those that would), tied weights that would be untied.  What is wrong with many modules
+        of one rule alike is one finding.
     """
+    if not is_integer(tp, least=1):
+        return Report(plan, tp, (Finding("error", "", f"tp is {tp!r}", "give the axis's size, 1 or more"),))
     modules: dict[str, Any] = dict(model.named_modules())
     matched = {path: plan.match(path) for path in modules}
     findings = [
@@ -92,7 +96,7 @@ def check(plan: Plan, model: Any, *, tp: int) -> Report:
         *_indivisible(plan, matched, modules, tp),
         *_untied(plan, matched, modules),
     ]
-    return Report(plan, tp, tuple(findings))
+    return Report(plan, tp, tuple(_once_a_rule(findings, matched)))
 
 
 def _unmatched_patterns(plan: Plan, matched: Mapping[str, list[str]]) -> Iterator[Finding]:
@@ -112,7 +116,8 @@ def _nearest_existing(pattern: str, matched: Mapping[str, list[str]]) -> str:
     parts = pattern.split(".")
     for length in range(len(parts) - 1, -1, -1):
         prefix = Plan({".".join(parts[:length]): PrepareInput()})
-        if owner := next((path for path in matched if prefix.match(path)), None):
+        owner = next((path for path in matched if prefix.match(path)), None)
+        if owner is not None:
             start = f"{owner}." if owner else ""
             children = [path[len(start) :] for path in matched if path.startswith(start) and path != owner]
             names = [child for child in children if "." not in child]
@@ -134,14 +139,24 @@ def _unsuited(plan: Plan, matched: Mapping[str, list[str]], modules: Mapping[str
         kind = type(modules[path]).__name__
         if weight is None or weight.ndim != 2:
             shape = "no weight" if weight is None else f"a weight of shape {list(weight.shape)}"
-            yield Finding("error", path, f"{kind} has {shape}, not two dims", f"{type(style).__name__} splits matrices")
-        elif isinstance(style, VocabParallelEmbedding) and getattr(modules[path], "max_norm", None) is not None:
-            yield Finding(
-                "error",
-                path,
-                "max_norm renormalises rows in place, on one rank only",
-                "build the embedding without it",
-            )
+            needs = f"{kind} has {shape}, and {type(style).__name__} splits a matrix"
+            yield Finding("error", path, needs, "let the rule match a linear or embedding layer")
+        elif isinstance(style, VocabParallelEmbedding):
+            yield from _unsuited_embedding(path, modules[path])
+
+
+#: Options of ``nn.Embedding`` that need the ids or rows that other ranks hold.
+_WHOLE_TABLE_OPTIONS = {
+    "max_norm": "renormalises rows in place, on one rank only",
+    "scale_grad_by_freq": "counts ids, of which each rank sees its own only",
+    "sparse": "gives sparse gradients, which DTensor does not lay out",
+}
+
+
+def _unsuited_embedding(path: str, embedding: Any) -> Iterator[Finding]:
+    for option, effect in _WHOLE_TABLE_OPTIONS.items():
+        if getattr(embedding, option, None) not in (None, False):
+            yield Finding("error", path, f"{option} {effect}", f"build the embedding without {option}")
 
 
 def _indivisible(
@@ -152,10 +167,11 @@ def _indivisible(
         if weight is None or weight.ndim != 2:
             continue
         size = weight.shape[1 if isinstance(style, RowwiseParallel) else 0]
-        if isinstance(style, (ColwiseParallel, RowwiseParallel)) and style.unit != 1:
-            yield from _uneven_units(path, size, _unit(style.unit, path, modules), tp)
-        elif isinstance(style, (ColwiseParallel, RowwiseParallel, VocabParallelEmbedding)):
-            yield from _empty_shard(path, size, tp)
+        match style:
+            case ColwiseParallel(unit=1) | RowwiseParallel(unit=1) | VocabParallelEmbedding():
+                yield from _empty_shard(path, size, tp)
+            case ColwiseParallel(unit=unit) | RowwiseParallel(unit=unit):
+                yield from _uneven_units(path, size, unit, modules[path.rpartition(".")[0]], tp)
 
 
 def _empty_shard(path: str, size: int, tp: int) -> Iterator[Finding]:
@@ -170,27 +186,20 @@ def _empty_shard(path: str, size: int, tp: int) -> Iterator[Finding]:
         )
 
 
-def _uneven_units(path: str, size: int, unit: int | Finding, tp: int) -> Iterator[Finding]:
-    if isinstance(unit, Finding):
-        yield unit
+def _uneven_units(path: str, size: int, unit: int | str, parent: Any, tp: int) -> Iterator[Finding]:
+    width = getattr(parent, unit, None) if isinstance(unit, str) else unit
+    if not is_integer(width, least=1):
+        what = f"its unit is {unit!r}, but the {type(parent).__name__} above it has no positive integer of that name"
+        yield Finding("error", path, what, "give the unit as a number")
         return
-    units, rest = divmod(size, unit)
-    if rest or units % tp:
-        what = f"{units} heads of {unit} ({size} features) cannot be split over tp={tp}"
+    units, rest = divmod(size, width)
+    if rest:
+        what = f"{size} features are no multiple of its unit of {width}"
+        yield Finding("error", path, what, f"correct the unit {unit!r} of the rule")
+    elif units % tp:
+        what = f"{units} heads of {width} ({size} features) cannot be split over tp={tp}"
         legal = ", ".join(str(n) for n in range(1, units + 1) if units % n == 0)
         yield Finding("error", path, what, f"use a tp out of {legal}")
-
-
-def _unit(unit: int | str, path: str, modules: Mapping[str, Any]) -> int | Finding:
-    if isinstance(unit, int):
-        return unit
-    parent = path.rpartition(".")[0]
-    value = getattr(modules[parent], unit, None)
-    if isinstance(value, int):
-        return value
-    return Finding(
-        "error", path, f"its unit is {unit!r}, but {parent} has no such integer", "give the unit as a number"
-    )
 
 
 def _untied(plan: Plan, matched: Mapping[str, list[str]], modules: Mapping[str, Any]) -> Iterator[Finding]:
@@ -200,11 +209,25 @@ def _untied(plan: Plan, matched: Mapping[str, list[str]], modules: Mapping[str, 
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 layout = parameter_layout(style, parameter.ndim)
-                owners[id(parameter)].append((f"{path}.{name}", layout))
+                owners[id(parameter)].append((f"{path}.{name}" if path else name, layout))
     for places in owners.values():
         if len({layout for _, layout in places}) > 1:
             told = ", ".join(f"{path}: {layout or 'not in the plan'}" for path, layout in places)
             yield Finding("error", places[0][0], f"tied weights laid out differently ({told})", "give them one layout")
+
+
+def _once_a_rule(findings: Iterable[Finding], matched: Mapping[str, list[str]]) -> Iterator[Finding]:
+    """Findings that differ only in the module, of which one rule matches many, as one finding on the rule."""
+    groups: dict[tuple[str, Finding], list[Finding]] = defaultdict(list)
+    for finding in findings:
+        rule = next(iter(matched.get(finding.where, ())), finding.where)
+        groups[rule, replace(finding, where="")].append(finding)
+    for (rule, _), group in groups.items():
+        first = group[0]
+        if len(group) == 1:
+            yield first
+        else:
+            yield replace(first, where=rule, message=f"{first.message} ({len(group)} modules, first {first.where})")
 
 
 def _styled(plan: Plan, matched: Mapping[str, list[str]]) -> Iterator[tuple[str, Style]]:
