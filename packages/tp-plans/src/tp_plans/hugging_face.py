@@ -7,6 +7,7 @@ the config (the blocks), and on every inner model, each relative to where that m
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tp_plans.errors import PlanError, UnknownStyleError
@@ -47,11 +48,11 @@ def style_from_word(word: str, *, where: str = "") -> Style:
     """
     try:
         return STYLE_WORDS[word]
-    except KeyError:
+    except (KeyError, TypeError):
         place = f" for {where!r}" if where else ""
         raise UnknownStyleError(
             f"unknown style word {word!r}{place}: known are {', '.join(sorted(STYLE_WORDS))}. "
-            "Replace the rule with a style of tp_plans: plan.override({pattern: style})."
+            "Give a plan of your own in which this rule is a style of tp_plans, as ColwiseParallel()."
         ) from None
 
 
@@ -65,9 +66,14 @@ def from_hugging_face(model: Any) -> Plan:
         model: a ``transformers`` model; the meta device is enough.
 
     Raises:
-        PlanError: the model ships no plan.
+        PlanError: the model ships no plan, or is no model.
         UnknownStyleError: it uses a style word that has no translation.
     """
+    if isinstance(model, type) or not hasattr(model, "named_modules"):
+        raise PlanError(
+            f"from_hugging_face needs a model, since its plan comes from every inner model and config; {model!r} is "
+            "none (build it on the meta device, or use tp_plans.plan_for)"
+        )
     words = _merged_words(model)
     name = type(model).__name__
     if not words:
@@ -81,16 +87,16 @@ def from_hugging_face(model: Any) -> Plan:
     rules = {pattern: style_from_word(word, where=pattern) for pattern, word in words.items()}
     if head is not None and words.get(head) in _HEAD_WORDS:
         rules[head] = ColwiseParallel(use_local_output=False)
-    if embedding is not None and embedding not in rules and _may_split(model, head, rules):
+    if embedding is not None and embedding not in rules and _may_split(modules, embedding, head, rules):
         rules[embedding] = VocabParallelEmbedding()
     plan = Plan(rules, name=f"hf:{name}")
     return plan.override(dict(_in_whole_heads(plan, modules)))
 
 
 def _merged_words(model: Any) -> dict[str, str]:
-    """Class plan, then the base model's plan from its config, then every inner model's, then the instance's."""
+    """The class's plan under those of all inner models, from the config and the instance; outer over inner."""
     words: dict[str, str] = dict(getattr(type(model), "_tp_plan", None) or {})
-    for path, module in model.named_modules():
+    for path, module in reversed(list(model.named_modules())):
         prefix = f"{path}." if path else ""
         config = getattr(module, "config", None)
         if getattr(module, "base_model", None) is module:  # the config's plan is relative to the base model
@@ -111,9 +117,9 @@ def _path_of(modules: Mapping[str, Any], model: Any, getter: str) -> str | None:
     return next((path for path, module in modules.items() if module is wanted), None)
 
 
-def _may_split(model: Any, head: str | None, rules: Mapping[str, Style]) -> bool:
+def _may_split(modules: Mapping[str, Any], embedding: str, head: str | None, rules: Mapping[str, Style]) -> bool:
     """Whether the embedding may be split: not where it is tied to a head that stays whole."""
-    return head in rules or not getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    return head is None or head in rules or getattr(modules[head], "weight", None) is not modules[embedding].weight
 
 
 def _in_whole_heads(plan: Plan, modules: Mapping[str, Any]) -> Iterator[tuple[str, Style]]:
@@ -123,7 +129,5 @@ def _in_whole_heads(plan: Plan, modules: Mapping[str, Any]) -> Iterator[tuple[st
             continue
         for pattern in plan.match(path):
             style = plan[pattern]
-            if isinstance(style, ColwiseParallel):
-                yield pattern, ColwiseParallel(output=style.output, unit="head_dim")
-            elif isinstance(style, RowwiseParallel):
-                yield pattern, RowwiseParallel(input=style.input, output=style.output, unit="head_dim")
+            if isinstance(style, (ColwiseParallel, RowwiseParallel)):
+                yield pattern, replace(style, unit="head_dim")

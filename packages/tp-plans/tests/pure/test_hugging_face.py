@@ -1,0 +1,209 @@
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from tp_plans import (
+    ColwiseParallel,
+    PlanError,
+    Replicate,
+    Replicated,
+    RowwiseParallel,
+    SequenceParallel,
+    UnknownStyleError,
+    VocabParallelEmbedding,
+    from_hugging_face,
+)
+from tp_plans.hugging_face import STYLE_WORDS, style_from_word
+
+HEADS_COLUMN, HEADS_ROW = ColwiseParallel(unit="head_dim"), RowwiseParallel(unit="head_dim")
+INNER_WORDS = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "layers.*.mlp.up_proj": "colwise",
+}
+
+
+class Module:
+    """A fake of ``torch.nn.Module``: a tree with attributes."""
+
+    def __init__(self, children=None, **attributes):
+        self.children = children or {}
+        self.__dict__.update(attributes)
+
+    def named_modules(self, prefix=""):
+        yield prefix, self
+        for name, child in self.children.items():
+            yield from child.named_modules(f"{prefix}.{name}".lstrip("."))
+
+
+class PreTrained(Module):
+    """What transformers' base class adds: the inner model, embeddings and a plan on the class."""
+
+    _tp_plan = None
+    base_model_prefix = "model"
+
+    @property
+    def base_model(self):
+        return self.children.get(self.base_model_prefix, self)
+
+    def get_input_embeddings(self):
+        return self.base_model.children["embed_tokens"]
+
+    def get_output_embeddings(self):
+        return self.children.get("lm_head")
+
+
+class TinyModel(PreTrained):
+    """The inner model."""
+
+
+class TinyForCausalLM(PreTrained):
+    """The class with the head."""
+
+    _tp_plan: ClassVar = {"lm_head": "colwise_gather_output"}
+
+
+class TinyForClassification(PreTrained):
+    """A class without an output embedding."""
+
+
+def inner(words=INNER_WORDS):
+    block = Module(
+        {
+            "self_attn": Module({"q_proj": Module(), "o_proj": Module(), "q_norm": Module()}, head_dim=8),
+            "mlp": Module({"up_proj": Module()}),
+        }
+    )
+    children = {"embed_tokens": Module(weight=object()), "layers": Module({"0": block, "1": block}), "norm": Module()}
+    return TinyModel(children, config=SimpleNamespace(base_model_tp_plan=words))
+
+
+def causal(cls=TinyForCausalLM, words=INNER_WORDS, *, tied=False):
+    model = inner(words)
+    weight = model.children["embed_tokens"].weight if tied else object()
+    return cls({"model": model, "lm_head": Module(weight=weight)}, config=model.config)
+
+
+def test_class_plan_and_inner_plan_are_merged_and_translated():
+    plan = from_hugging_face(causal())
+    assert dict(plan) == {
+        "lm_head": ColwiseParallel(use_local_output=False),
+        "model.embed_tokens": VocabParallelEmbedding(),
+        "model.layers.*.self_attn.q_proj": HEADS_COLUMN,
+        "model.layers.*.self_attn.o_proj": HEADS_ROW,
+        "model.layers.*.self_attn.q_norm": Replicated(gradient="partial"),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+    }
+    assert plan.name == "hf:TinyForCausalLM"
+    assert not plan.sequence_parallel
+
+
+def test_a_bare_inner_model_needs_no_prefix():
+    plan = from_hugging_face(inner())
+    assert set(plan) == {*INNER_WORDS, "embed_tokens"}
+
+
+def test_the_plan_of_a_nested_model_gets_the_path_where_it_sits():
+    tower = TinyModel({"fc": Module()}, config=SimpleNamespace(base_model_tp_plan={"fc": "colwise"}))
+    model = causal()
+    model.children["model"].children["vision_tower"] = tower
+    assert from_hugging_face(model)["model.vision_tower.fc"] == ColwiseParallel()
+
+
+def test_the_plan_of_an_instance_counts_over_the_class_and_the_config():
+    model = causal()
+    model._tp_plan = {"model.layers.*.mlp.up_proj": "replicate"}
+    plan = from_hugging_face(model)
+    assert plan["model.layers.*.mlp.up_proj"] == Replicated()
+    assert plan["lm_head"] == ColwiseParallel(use_local_output=False)
+
+
+@pytest.mark.parametrize("word", ["colwise", "colwise_rep", "colwise_gather_output"])
+def test_a_head_keeps_its_logits_cut_on_the_vocabulary(word):
+    model = causal(type("Other", (TinyForCausalLM,), {"_tp_plan": {"lm_head": word}}))
+    assert from_hugging_face(model)["lm_head"] == ColwiseParallel(use_local_output=False)
+
+
+def test_gathering_elsewhere_than_at_the_head_stays():
+    words = {**INNER_WORDS, "layers.*.mlp.up_proj": "colwise_gather_output"}
+    assert from_hugging_face(causal(words=words))["model.layers.*.mlp.up_proj"] == ColwiseParallel(output=Replicate())
+
+
+def test_whole_heads_keep_what_else_the_word_says():
+    words = {"layers.*.self_attn.q_proj": "colwise_rep", "layers.*.self_attn.o_proj": "rowwise_rep"}
+    plan = from_hugging_face(causal(words=words))
+    assert plan["model.layers.*.self_attn.q_proj"] == ColwiseParallel(output=Replicate(), unit="head_dim")
+    assert plan["model.layers.*.self_attn.o_proj"] == RowwiseParallel(input=Replicate(), unit="head_dim")
+
+
+def test_an_embedding_in_the_plan_keeps_its_word():
+    plan = from_hugging_face(causal(words={**INNER_WORDS, "embed_tokens": "replicate"}))
+    assert plan["model.embed_tokens"] == Replicated()
+
+
+def test_an_embedding_tied_to_a_head_that_stays_whole_stays_whole():
+    headless = type("Headless", (TinyForCausalLM,), {"_tp_plan": None})
+    assert "model.embed_tokens" not in from_hugging_face(causal(headless, tied=True))
+    assert "model.embed_tokens" in from_hugging_face(causal(headless, tied=False))
+    assert "model.embed_tokens" in from_hugging_face(causal(tied=True))
+
+
+def test_a_model_without_an_output_embedding_has_its_embedding_split():
+    plan = from_hugging_face(TinyForClassification({"model": inner()}, config=SimpleNamespace()))
+    assert plan["model.embed_tokens"] == VocabParallelEmbedding()
+
+
+def test_a_model_that_cannot_tell_its_embeddings_still_gets_a_plan():
+    class Vision(PreTrained):
+        def get_input_embeddings(self):
+            raise NotImplementedError
+
+    model = Vision({"fc": Module()}, config=SimpleNamespace(base_model_tp_plan={"fc": "rowwise"}))
+    assert dict(from_hugging_face(model)) == {"fc": RowwiseParallel()}
+
+
+@pytest.mark.parametrize("model", [Module(), causal(TinyForClassification, words=None)])
+def test_a_model_that_ships_no_plan_is_told_so(model):
+    with pytest.raises(PlanError, match=rf"{type(model).__name__} ships no tensor-parallel plan .*plan of your own"):
+        from_hugging_face(model)
+
+
+@pytest.mark.parametrize("target", ["LlamaForCausalLM", None, {"a": "colwise"}, TinyForCausalLM])
+def test_only_a_model_has_a_plan_to_translate(target):
+    with pytest.raises(PlanError, match="needs a model"):
+        from_hugging_face(target)
+
+
+def test_an_unknown_word_names_its_pattern_and_the_known_words():
+    with pytest.raises(UnknownStyleError) as caught:
+        from_hugging_face(causal(words={"layers.*.mlp.up_proj": "colwise_quantum"}))
+    message = str(caught.value)
+    assert "unknown style word 'colwise_quantum' for 'model.layers.*.mlp.up_proj'" in message
+    assert all(word in message for word in STYLE_WORDS)
+
+
+@pytest.mark.parametrize(
+    ("word", "style"),
+    [
+        ("colwise", ColwiseParallel()),
+        ("colwise_rep", ColwiseParallel(output=Replicate())),
+        ("colwise_gather_output", ColwiseParallel(output=Replicate())),
+        ("rowwise", RowwiseParallel()),
+        ("rowwise_rep", RowwiseParallel(input=Replicate())),
+        ("rowwise_split_input", RowwiseParallel(input=Replicate())),
+        ("embedding_rowwise", VocabParallelEmbedding()),
+        ("sequence_parallel", SequenceParallel()),
+        ("replicate", Replicated()),
+        ("replicated_with_grad_allreduce", Replicated(gradient="partial")),
+    ],
+)
+def test_words_mean(word, style):
+    assert style_from_word(word) == style
+
+
+@pytest.mark.parametrize("word", ["", "Colwise", None, 3, ["colwise"]])
+def test_what_is_no_word_is_refused(word):
+    with pytest.raises(UnknownStyleError, match="unknown style word"):
+        style_from_word(word)
