@@ -38,7 +38,7 @@ def plan_for(target: object, *, sequence_parallel: bool = False) -> Plan:
         if (entry := _BY_NAME.get(name)) is not None:
             return entry.plan(sequence_parallel=sequence_parallel)
     near = [match for name in names for match in difflib.get_close_matches(name, _BY_NAME, n=2)]
-    hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+    hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else "."
     raise UnknownArchitectureError(
         f"no plan is known for {' / '.join(names) or repr(target)}{hint} "
         f"Known: {', '.join(entry.class_name for entry in ARCHITECTURES)}. "

@@ -7,9 +7,7 @@ import pytest
 def modules_after(statement: str) -> set[str]:
     """Top-level modules that a fresh interpreter holds after one statement."""
     script = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    printed = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True
-    ).stdout
+    printed = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     return set(printed.split())
 
 

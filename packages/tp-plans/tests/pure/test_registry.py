@@ -1,0 +1,108 @@
+import types
+
+import pytest
+
+from tp_plans import Plan, UnknownArchitectureError, architectures, plan_for
+
+
+def config_of(**fields):
+    return types.SimpleNamespace(**fields)
+
+
+ENTRIES = architectures()
+NAMES = [entry.class_name for entry in ENTRIES]
+
+
+def test_the_four_families_are_there():
+    assert set(NAMES) == {
+        "LlamaForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+    }
+
+
+def test_no_two_entries_share_a_name():
+    keys = [key for entry in ENTRIES for key in (entry.class_name, entry.model_type)]
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=NAMES)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_every_name_of_an_architecture_finds_its_plan(entry, sequence_parallel):
+    expected = entry.plan(sequence_parallel=sequence_parallel)
+    cls = type(entry.class_name, (), {})
+    model = cls()
+    model.config = config_of(model_type="something else")
+    targets = [
+        entry.class_name,
+        entry.model_type,
+        f"transformers.models.x.{entry.class_name}",
+        cls,
+        model,
+        config_of(architectures=[entry.class_name], model_type="new"),
+        config_of(architectures=(entry.class_name,)),
+        config_of(architectures=None, model_type=entry.model_type),
+        config_of(model_type=entry.model_type),
+    ]
+    for target in targets:
+        plan = plan_for(target, sequence_parallel=sequence_parallel)
+        assert plan == expected
+        assert plan.name == entry.class_name
+        assert plan.sequence_parallel is sequence_parallel
+
+
+def test_a_wrapped_class_is_found_by_its_base():
+    llama = type("LlamaForCausalLM", (), {})
+    wrapped = type("FSDPLlama", (type("Recomputing", (), {}), type("Mine", (llama,), {})), {})
+    assert plan_for(wrapped) == plan_for(wrapped()) == plan_for("LlamaForCausalLM")
+
+
+def test_a_re_created_class_is_found_by_its_name():
+    re_created = types.new_class("Qwen3ForCausalLM")
+    re_created.__module__ = "transformers_modules.remote.modeling"
+    assert plan_for(re_created()) == plan_for("Qwen3ForCausalLM")
+
+
+def test_a_wrapper_is_found_by_the_config_it_hands_through():
+    wrapper = type("OptimizedModule", (), {"config": config_of(architectures=["Gemma3ForCausalLM"])})
+    assert plan_for(wrapper()) == plan_for("Gemma3ForCausalLM")
+
+
+def test_the_class_counts_before_the_config():
+    model = type("LlamaForCausalLM", (), {"config": config_of(model_type="qwen3")})()
+    assert plan_for(model) == plan_for("LlamaForCausalLM")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_all_known():
+    with pytest.raises(UnknownArchitectureError) as caught:
+        plan_for("pkg.Qwen3ForCasualLM")
+    message = str(caught.value)
+    assert message.startswith("no plan is known for Qwen3ForCasualLM; did you mean Qwen3ForCausalLM or ")
+    assert all(name in message for name in NAMES)
+    assert "from_hugging_face(model)" in message
+
+
+def test_an_unknown_model_is_answered_with_every_name_that_was_tried():
+    model = type("Newest", (type("Base", (), {}),), {"config": config_of(architectures=["N"], model_type="n")})()
+    with pytest.raises(UnknownArchitectureError, match=r"no plan is known for Newest / Base / N / n\. Known: "):
+        plan_for(model)
+
+
+@pytest.mark.parametrize("target", ["", None, 3, {}, "a.b."])
+def test_what_names_no_architecture_is_refused_by_type(target):
+    with pytest.raises(UnknownArchitectureError):
+        plan_for(target)
+
+
+def test_an_unknown_architecture_is_a_lookup_error():
+    with pytest.raises(LookupError):
+        plan_for("nothing")
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=NAMES)
+def test_every_plan_survives_json(entry):
+    for sequence_parallel in (False, True):
+        plan = entry.plan(sequence_parallel=sequence_parallel)
+        assert Plan.from_json(plan.to_json()) == plan
