@@ -51,8 +51,9 @@ def own_slice(
 ) -> tuple[slice, ...]:
     """The part of a full tensor of ``shape`` that the rank at ``coordinate`` of the mesh holds, as one slice a dim.
 
-    Unlike DTensor's own arithmetic, this is where FSDP2 puts the elements for uneven strided shards too: a dim
-    of 9 over ``dp_shard=4, tp=2``, for example, leaves rank (3, 0) empty and not (3, 1).
+    This is where FSDP2 puts the elements for uneven strided shards too, where DTensor's own arithmetic (torch
+    2.13) goes wrong from three data-parallel ranks on: of a dim of 7 over ``dp_shard=3, tp=2`` it expects the last
+    element on rank (2, 0), and FSDP2 has it on (2, 1).
     """
     start, size = [0] * len(shape), list(shape)
     for cut in cuts(placements, mesh_shape):

@@ -1,0 +1,269 @@
+"""Loading: every rank gets its own part bit by bit, reads nothing else, and bad files change nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime import WeightsError, parallelize, unsharded
+from fsdp_runtime.weights import load_weights
+from harness.models import ARCHITECTURES, tiny_config, tiny_model
+from harness.parity import mesh_for, own_part
+from harness.ranks import RankPool
+
+TWO = ({"tp": 2}, {"dp_shard": 2})
+FOUR = ({"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2})
+
+
+def _reference(architecture: str, **options: Any) -> nn.Module:
+    return tiny_model(architecture, dtype=torch.float32, **options)
+
+
+def _checkpoint(tmp_path: Path, architecture: str = "Qwen3ForCausalLM", **options: Any) -> Path:
+    _reference(architecture, **options).save_pretrained(tmp_path, max_shard_size="100KB")
+    return tmp_path
+
+
+def _single_file(tmp_path: Path, architecture: str = "Qwen3ForCausalLM", **options: Any) -> Path:
+    _reference(architecture, **options).save_pretrained(tmp_path)
+    return tmp_path / "model.safetensors"
+
+
+def _on_meta(architecture: str, **options: Any) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = getattr(transformers, architecture)(tiny_config(architecture, **options))
+    return model
+
+
+def _differences(model: nn.Module, reference: nn.Module) -> list[str]:
+    """Names of tensors of which this rank holds anything but its part of the reference's."""
+    wanted = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    wrong = sorted(wanted.keys() ^ found.keys())
+    with torch.no_grad():
+        for name, tensor in found.items():
+            is_sharded = isinstance(tensor, DTensor)
+            expected = own_part(wanted[name], tensor) if is_sharded else wanted[name]
+            if not torch.equal(tensor.to_local() if is_sharded else tensor, expected):
+                wrong.append(name)
+    return wrong
+
+
+def _load(architecture: str, axes: dict[str, int], path: Path, *, meta: bool, **options: Any) -> dict[str, Any]:
+    model = _on_meta(architecture, **options) if meta else _reference(architecture, seed=9, **options)
+    parallelize(model, mesh_for(axes))
+    report = load_weights(model, path)
+    with torch.no_grad():
+        held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+    return {
+        "differences": _differences(model, _reference(architecture, **options)),
+        "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        "read": report.bytes_read,
+        "held": held,
+    }
+
+
+@pytest.mark.parametrize("meta", [True, False], ids=["meta", "materialised"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_rank_holds_its_part_of_the_checkpoint(
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, architecture: str, tied: bool, meta: bool
+) -> None:
+    path = _checkpoint(tmp_path, architecture, tied=tied)
+    for axes in (*TWO, *FOUR):
+        pool = two_ranks if axes in TWO else four_ranks
+        for result in pool.run(_load, architecture, axes, path, meta=meta, tied=tied):
+            assert result["differences"] == []
+            assert result["tied"] is tied
+            assert result["read"] == result["held"]
+
+
+def test_ranks_of_fsdp_read_the_checkpoint_once_between_them(two_ranks: RankPool, tmp_path: Path) -> None:
+    path = _checkpoint(tmp_path)
+    results = two_ranks.run(_load, "Qwen3ForCausalLM", {"dp_shard": 2}, path, meta=True)
+    total = sum(tensor.nbytes for file in path.glob("*.safetensors") for tensor in load_file(file).values())
+    assert sum(result["read"] for result in results) == total
+    assert max(result["read"] for result in results) < 0.51 * total
+
+
+def test_a_plain_model_loads_without_distributed(tmp_path: Path) -> None:
+    model = _on_meta("Gemma3ForConditionalGeneration", tied=True)
+    load_weights(model, _checkpoint(tmp_path, "Gemma3ForConditionalGeneration", tied=True))
+    assert _differences(model, _reference("Gemma3ForConditionalGeneration", tied=True)) == []
+
+
+def test_values_are_converted_to_the_parameters_dtype(tmp_path: Path) -> None:
+    model = _on_meta("Qwen3ForCausalLM").to(torch.bfloat16)
+    load_weights(model, _single_file(tmp_path))
+    expected = _reference("Qwen3ForCausalLM").to(torch.bfloat16)
+    assert _differences(model, expected) == []
+
+
+def _loaded_while_gathered(path: Path) -> list[str]:
+    model = parallelize(_reference("Qwen3ForCausalLM", seed=9), mesh_for({"dp_shard": 2}))
+    with unsharded(model):
+        load_weights(model, path)
+    return _differences(model, _reference("Qwen3ForCausalLM"))
+
+
+def test_gathered_parameters_do_not_survive_a_load(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(_loaded_while_gathered, _checkpoint(tmp_path)) == [[], []]
+
+
+def _offloaded(path: Path) -> list[str]:
+    model = parallelize(_on_meta("Qwen3ForCausalLM"), mesh_for({"dp_shard": 2}), cpu_offload=True)
+    load_weights(model, path)
+    return _differences(model, _reference("Qwen3ForCausalLM"))
+
+
+def test_offloaded_shards_load(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(_offloaded, _checkpoint(tmp_path)) == [[], []]
+
+
+# Bad input: every rank says the same, and nothing has changed.
+
+
+def _refusal(axes: dict[str, int], path: Path, *, strict: bool = False) -> str:
+    messages = []
+    for model in (_on_meta("Qwen3ForCausalLM"), _reference("Qwen3ForCausalLM", seed=9)):
+        parallelize(model, mesh_for(axes))
+        before = [(p.is_meta, None if p.is_meta else p.detach().clone()) for p in model.parameters()]
+        with pytest.raises(WeightsError) as refusal:
+            load_weights(model, path, strict=strict)
+        for (was_meta, value), parameter in zip(before, model.parameters(), strict=True):
+            assert parameter.is_meta == was_meta
+            if value is not None:
+                assert torch.equal(_local(value), _local(parameter)), "a refused load changed a parameter"
+        messages.append(f"{type(refusal.value).__name__}: {refusal.value}")
+    assert messages[0] == messages[1]
+    return messages[0]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _rewrite(file: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def _break_tensors(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.norm.weight"]
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1]
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].T
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("axes", TWO, ids=["tp", "fsdp"])
+def test_missing_and_misshapen_tensors_are_all_named_in_one_error(
+    two_ranks: RankPool, tmp_path: Path, axes: dict[str, int]
+) -> None:
+    file = _single_file(tmp_path)
+    _rewrite(file, _break_tensors)
+    messages = two_ranks.run(_refusal, axes, tmp_path)
+    assert messages[0] == messages[1]
+    for part in (
+        "MismatchError: the checkpoint does not fit the model in 4 tensors",
+        "model.norm.weight: missing; the model has shape (64,)",
+        f"lm_head.weight: shape (130, 64) in {file}, (131, 64) in the model",
+        f"model.layers.0.mlp.up_proj.weight: shape (64, 96) in {file}, (96, 64) in the model",
+        f"model.layers.1.mlp.up_proj.weight: F8_E4M3 in {file}",
+    ):
+        assert part in messages[0]
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def _cut_into_the_header(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def _scramble(file: Path) -> None:
+    file.write_bytes(b"\xff" * 1000)
+
+
+def _empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [_truncate, _cut_into_the_header, _scramble, _empty])
+def test_a_damaged_file_is_named(two_ranks: RankPool, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    file = _single_file(tmp_path)
+    damage(file)
+    for message in two_ranks.run(_refusal, {"dp_shard": 2}, tmp_path):
+        assert message.startswith(f"CheckpointError: {file} ({file.stat().st_size} bytes) is truncated or corrupt")
+
+
+def test_an_incomplete_checkpoint_names_the_file(two_ranks: RankPool, tmp_path: Path) -> None:
+    lost = sorted(_checkpoint(tmp_path).glob("*.safetensors"))[1]
+    lost.unlink()
+    for message in two_ranks.run(_refusal, {"dp_shard": 2}, tmp_path):
+        assert f"CheckpointError: {lost} is missing" in message
+
+
+def test_an_index_of_other_files_is_refused(tmp_path: Path) -> None:
+    index = _checkpoint(tmp_path) / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = content["weight_map"]["model.embed_tokens.weight"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(WeightsError, match=r"lists 1 tensors .*model\.norm\.weight in model-00001"):
+        load_weights(_on_meta("Qwen3ForCausalLM"), tmp_path)
+    index.write_text("{")
+    with pytest.raises(WeightsError, match="is no index"):
+        load_weights(_on_meta("Qwen3ForCausalLM"), tmp_path)
+
+
+def test_a_path_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"holds neither model\.safetensors nor"):
+        load_weights(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(WeightsError, match="is no directory"):
+        load_weights(nn.Linear(2, 2), tmp_path / "nowhere" / "at" / "all")
+
+
+def _refusal_where_one_rank_has_no_files(path: Path) -> str:
+    model = parallelize(_on_meta("Qwen3ForCausalLM"), mesh_for({"dp_shard": 2}))
+    with pytest.raises(WeightsError) as refusal:
+        load_weights(model, path if dist.get_rank() == 0 else path / "elsewhere")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return f"{type(refusal.value).__name__}: {refusal.value}"
+
+
+def test_every_rank_hears_of_the_one_that_cannot_read(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = two_ranks.run(_refusal_where_one_rank_has_no_files, _checkpoint(tmp_path))
+    assert first.startswith("OtherRankError: rank 1: CheckpointError:")
+    assert second.startswith("CheckpointError:")
+
+
+def _add_stranger(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.7.stranger"] = torch.zeros(2)
+
+
+def test_tensors_that_the_model_lacks_are_told_once_or_refused(
+    two_ranks: RankPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _rewrite(_single_file(tmp_path), _add_stranger)
+    model = _on_meta("Qwen3ForCausalLM")
+    with caplog.at_level(logging.WARNING, logger="fsdp_runtime"):
+        report = load_weights(model, tmp_path)
+    assert report.unexpected == ("model.layers.7.stranger",)
+    assert [record.message for record in caplog.records] == [
+        "the checkpoint has 1 tensors that the model lacks: model.layers.7.stranger"
+    ]
+    for message in two_ranks.run(_refusal, {"tp": 2}, tmp_path, strict=True):
+        assert "MismatchError" in message
+        assert "model.layers.7.stranger; pass strict=False" in message
