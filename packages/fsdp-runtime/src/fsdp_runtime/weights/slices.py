@@ -30,20 +30,21 @@ class Cut:
 
 
 def cuts(placements: Sequence[Placement], mesh_shape: Sequence[int]) -> list[Cut]:
-    """The cuts in the order in which they were made.
+    """The cuts in an order in which they give every rank its part.
 
-    Plain shards divide from the first mesh axis to the last.  A strided one was made after the axes to its right:
-    FSDP2 cuts what ``tp`` has left of a parameter, though its own axis comes first in the mesh.
+    Cuts of different dims commute.  Of one dim, plain shards divide it from the first mesh axis to the last; a
+    strided one divides what the axes to its right have left: FSDP2 comes after ``tp``, though first in the mesh.
+    So the last axis goes first wherever it may, and parameters that ``tp`` and FSDP2 cut agree on the order.
     """
-    plain: list[Cut] = []
-    strided: list[Cut] = []
-    for axis, placement in enumerate(placements):
+    ordered: list[Cut] = []
+    for axis, placement in reversed(list(enumerate(placements))):
         if is_strided(placement) or placement.is_shard():
             cut = Cut(axis, placement.dim, mesh_shape[axis])  # type: ignore[attr-defined]
-            (strided if is_strided(placement) else plain).append(cut)
+            same_dim = (place for place, other in enumerate(ordered) if other.dim == cut.dim)
+            ordered.insert(len(ordered) if is_strided(placement) else next(same_dim, len(ordered)), cut)
         elif not placement.is_replicate():
             raise WeightsError(f"a parameter is laid out as {placement}: only shards and replicas can be read or saved")
-    return [*plain, *reversed(strided)]
+    return ordered
 
 
 def own_slice(

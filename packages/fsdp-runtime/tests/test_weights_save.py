@@ -1,0 +1,224 @@
+"""Saving: transformers loads it, an old checkpoint is whole until the new one is, and no rank is left waiting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fsdp_runtime import WeightsError, parallelize
+from fsdp_runtime.weights import load_weights, save, save_weights
+from fsdp_runtime.weights.checkpoint import Checkpoint
+from fsdp_runtime.weights.safetensors_file import Planned, SafetensorsFile
+from harness.models import ARCHITECTURES, tiny_model
+from harness.parity import mesh_for
+from harness.ranks import RankPool
+
+AXES = ({"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2})
+
+
+def _model(architecture: str = "LlamaForCausalLM", *, seed: int = 0, **options: Any) -> nn.Module:
+    return tiny_model(architecture, dtype=torch.float32, seed=seed, **options)
+
+
+def _save(architecture: str, axes: dict[str, int], directory: Path, *, tied: bool = False, **options: Any) -> None:
+    save_weights(parallelize(_model(architecture, tied=tied), mesh_for(axes)), directory, **options)
+
+
+def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_transformers_loads_what_is_saved_and_finds_what_it_would_have_written(
+    four_ranks: RankPool, tmp_path: Path, architecture: str, tied: bool
+) -> None:
+    reference = _model(architecture, tied=tied)
+    reference.save_pretrained(tmp_path / "theirs")
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    for number, axes in enumerate(AXES):
+        directory = tmp_path / str(number)
+        four_ranks.run(_save, architecture, axes, directory, tied=tied, max_shard_bytes=100_000)
+        reloaded, found = getattr(transformers, architecture).from_pretrained(directory, output_loading_info=True)
+        assert not any(found.values())
+        _assert_equal(reloaded.state_dict(), reference.state_dict())
+        shards = list(directory.glob("*.safetensors"))
+        assert len(shards) > 2
+        assert all(file.stat().st_size < 110_000 for file in shards)
+        _assert_equal({k: v for file in shards for k, v in load_file(file).items()}, expected)
+        for name in ("config.json", "generation_config.json"):
+            ours, theirs = (json.loads((d / name).read_text()) for d in (directory, tmp_path / "theirs"))
+            assert ours == theirs
+
+
+def test_a_model_that_fits_one_file_has_no_index(tmp_path: Path) -> None:
+    save_weights(_model(), tmp_path, dtype=torch.bfloat16)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    _assert_equal(reloaded.state_dict(), _model().to(torch.bfloat16).state_dict())
+
+
+def test_a_model_without_a_config_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    save_weights(model, tmp_path)
+    other = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    load_weights(other, tmp_path)
+    _assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_files_hold_any_dtype_and_shape_aligned_and_in_any_order(tmp_path: Path) -> None:
+    tensors = {
+        "bytes": torch.arange(3, dtype=torch.uint8),
+        "flag": torch.tensor(True),
+        "half": torch.randn(3, 5).to(torch.bfloat16),
+        "nothing": torch.empty(0, 4),
+        "wide": torch.randn(2, 3, dtype=torch.float64).T,
+    }
+    planned = [Planned(name, tuple(t.shape), t.dtype, t.nbytes) for name, t in tensors.items()]
+    with SafetensorsFile(tmp_path / "x.safetensors", planned) as file:
+        for name in reversed(tensors):
+            file.write(name, tensors[name])
+    _assert_equal(load_file(tmp_path / "x.safetensors"), tensors)
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+# An old checkpoint in the same directory.
+
+
+def _tensors(directory: Path) -> dict[str, Tensor]:
+    with Checkpoint(directory) as checkpoint:
+        return {name: checkpoint.read(name, ()) for name in checkpoint.tensors}
+
+
+SIZES = {"one file": 10**9, "several": 100_000}
+
+
+@pytest.mark.parametrize("new", SIZES)
+@pytest.mark.parametrize("old", SIZES)
+def test_a_new_checkpoint_replaces_the_old_and_nothing_else(tmp_path: Path, old: str, new: str) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    save_weights(_model(seed=1), tmp_path, max_shard_bytes=SIZES[old])
+    save_weights(_model(seed=2), tmp_path, max_shard_bytes=SIZES[new])
+    fresh = tmp_path / "fresh"
+    save_weights(_model(seed=2), fresh, max_shard_bytes=SIZES[new])
+    _assert_equal(_tensors(tmp_path), _tensors(fresh))
+    _assert_equal(transformers.LlamaForCausalLM.from_pretrained(tmp_path).state_dict(), _model(seed=2).state_dict())
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    assert len([f for f in tmp_path.iterdir() if f.is_file()]) == len(list(fresh.iterdir())) + 1
+
+
+class _Killed(BaseException):
+    """Stands for a kill: no handler of ours may catch it."""
+
+
+@pytest.fixture
+def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Arm a kill at the n-th change to the directory; the clean-up of the process that is killed does not run."""
+    budget = [10**9]
+
+    def counted(original: Any) -> Any:
+        def change(*args: Any, **kwargs: Any) -> Any:
+            if budget[0] == 0:
+                raise _Killed
+            budget[0] -= 1
+            return original(*args, **kwargs)
+
+        return change
+
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
+    remove = save.shutil.rmtree
+    monkeypatch.setattr(save.shutil, "rmtree", lambda *args, **kwargs: budget[0] and remove(*args, **kwargs))
+    yield lambda count: budget.__setitem__(0, count)
+    budget[0] = 10**9
+
+
+@pytest.mark.parametrize("new", SIZES)
+@pytest.mark.parametrize("old", SIZES)
+def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint_whole(
+    tmp_path: Path, kill_at: Any, old: str, new: str
+) -> None:
+    states = [_model(seed=seed).state_dict() for seed in (1, 2)]
+    seen = []
+    for count in range(100):
+        directory = tmp_path / str(count)
+        kill_at(10**9)
+        save_weights(_model(seed=1), directory, max_shard_bytes=SIZES[old])
+        kill_at(count)
+        try:
+            save_weights(_model(seed=2), directory, max_shard_bytes=SIZES[new])
+        except _Killed:
+            found = _tensors(directory)
+            matching = [all(torch.equal(found[name], state[name]) for name in state) for state in states]
+            assert any(matching)
+            seen.append(matching.index(True))
+            kill_at(10**9)
+            save_weights(_model(seed=2), directory, max_shard_bytes=SIZES[new])
+            assert not list(directory.glob(".saving-*"))
+        else:
+            break
+    assert seen == sorted(seen)
+    assert seen[0] == 0
+    assert len(seen) >= 3
+
+
+# A first rank that fails.
+
+
+def _failing_save(directory: Path, *, tensors_before_failure: int) -> str:
+    """What this rank is told when the first rank's disk is full after some tensors."""
+    model = parallelize(_model(seed=2), mesh_for({"dp_shard": 2}))
+    written = []
+    original = SafetensorsFile.write
+
+    def write(self: SafetensorsFile, name: str, tensor: Tensor) -> None:
+        if len(written) == tensors_before_failure:
+            raise OSError("no space left on device")
+        written.append(name)
+        original(self, name, tensor)
+
+    SafetensorsFile.write = write  # type: ignore[method-assign]
+    try:
+        save_weights(model, directory, max_shard_bytes=100_000, bucket_bytes=20_000)
+    except (OSError, WeightsError) as error:
+        dist.barrier()  # the ranks are still in step
+        return f"{type(error).__name__}: {error}"
+    finally:
+        SafetensorsFile.write = original  # type: ignore[method-assign]
+    return "saved"
+
+
+@pytest.mark.parametrize("tensors", [0, 7, 20])
+def test_a_full_disk_ends_every_rank_and_leaves_the_old_checkpoint(
+    two_ranks: RankPool, tmp_path: Path, tensors: int
+) -> None:
+    save_weights(_model(seed=1), tmp_path, max_shard_bytes=100_000)
+    before = sorted(file.name for file in tmp_path.iterdir())
+    first, second = two_ranks.run(_failing_save, tmp_path, tensors_before_failure=tensors)
+    assert first == "OSError: no space left on device"
+    assert second == "OtherRankError: rank 0: OSError: no space left on device"
+    assert sorted(file.name for file in tmp_path.iterdir()) == before
+    _assert_equal(_tensors(tmp_path), dict(_model(seed=1).state_dict()))
+
+
+def test_a_directory_that_cannot_be_made_ends_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    first, second = two_ranks.run(_failing_save, tmp_path / "file", tensors_before_failure=0)
+    assert first.startswith(("FileExistsError", "NotADirectoryError"))
+    assert second.startswith(f"OtherRankError: rank 0: {first[:10]}")

@@ -1,0 +1,206 @@
+"""Streaming: full weights with their checkpoint names on every rank, a bounded number of bytes at a time."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdp_runtime import OptionError, parallelize, unsharded
+from fsdp_runtime.weights import gather, stream_weights
+from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
+from harness.parity import mesh_for
+from harness.ranks import RankPool
+
+TWO = ({"tp": 2}, {"dp_shard": 2})
+FOUR = ({"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2})
+
+
+def _parallel(architecture: str, axes: dict[str, int], *, tied: bool = False, **options: Any) -> nn.Module:
+    return parallelize(tiny_model(architecture, dtype=torch.float32, tied=tied), mesh_for(axes), **options)
+
+
+def _saved(path: Path, architecture: str, *, tied: bool) -> dict[str, Tensor]:
+    tiny_model(architecture, dtype=torch.float32, tied=tied).save_pretrained(path)
+    return load_file(path / "model.safetensors")
+
+
+def _streamed(architecture: str, axes: dict[str, int], path: Path, *, tied: bool) -> list[str]:
+    """Names that are not streamed as the checkpoint has them, sharded and gathered, in small buckets and in one."""
+    expected = load_file(path / "model.safetensors")
+    model = _parallel(architecture, axes, tied=tied)
+    wrong = []
+    for bucket_bytes in (1, 40_000, 10**9):
+        wrong += _differences(stream_weights(model, bucket_bytes=bucket_bytes), expected)
+        with unsharded(model):
+            wrong += _differences(stream_weights(model, bucket_bytes=bucket_bytes), expected)
+    return wrong
+
+
+def _differences(stream: Iterator[tuple[str, Tensor]], expected: dict[str, Tensor]) -> list[str]:
+    left, wrong = dict(expected), []
+    for name, tensor in stream:
+        if name not in left or type(tensor) is not Tensor or not torch.equal(tensor, left.pop(name)):
+            wrong.append(name)
+    return wrong + list(left)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_stream_is_what_save_pretrained_writes(
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, architecture: str, tied: bool
+) -> None:
+    _saved(tmp_path, architecture, tied=tied)
+    for axes in (*TWO, *FOUR):
+        pool = two_ranks if axes in TWO else four_ranks
+        for wrong in pool.run(_streamed, architecture, axes, tmp_path, tied=tied):
+            assert wrong == []
+
+
+def test_a_plain_model_streams_its_own_storage_without_distributed() -> None:
+    model = tiny_model("LlamaForCausalLM", tied=True)
+    stream = dict(stream_weights(model))
+    parameters = dict(model.named_parameters())
+    assert list(stream) == list(parameters)
+    assert all(tensor.data_ptr() == parameters[name].data_ptr() for name, tensor in stream.items())
+    assert not any(tensor.requires_grad for tensor in stream.values())
+
+
+def test_the_models_own_names_can_be_asked_for() -> None:
+    model = tiny_model("Gemma3ForConditionalGeneration", tied=True)
+    own = {name for name, _ in stream_weights(model, names="model")}
+    assert own == {name for name, _ in model.named_parameters()}
+    assert own != {name for name, _ in stream_weights(model)}
+    with pytest.raises(OptionError, match="'checkpoint' or 'model'"):
+        next(stream_weights(model, names="hub"))  # type: ignore[arg-type]
+
+
+def test_persistent_buffers_are_streamed_in_their_dtype() -> None:
+    model = nn.BatchNorm1d(3)
+    stream = dict(stream_weights(model, dtype=torch.bfloat16))
+    assert list(stream) == ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+    assert stream["running_mean"].dtype == torch.bfloat16
+    assert stream["num_batches_tracked"].dtype == torch.int64
+
+
+def _masters_while_gathered() -> bool:
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = _parallel("LlamaForCausalLM", {"dp_shard": 2}, mixed_precision=precision)
+    expected = dict(tiny_model("LlamaForCausalLM", dtype=torch.float32).named_parameters())
+    with unsharded(model):
+        model(**tiny_inputs(model, batch=2, length=5))
+        return all(torch.equal(tensor, expected[name]) for name, tensor in stream_weights(model))
+
+
+def test_master_weights_are_streamed_while_low_precision_copies_are_held(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_masters_while_gathered) == [True, True]
+
+
+def _rounded(axes: dict[str, int]) -> bool:
+    model = _parallel("LlamaForCausalLM", axes)
+    expected = dict(tiny_model("LlamaForCausalLM", dtype=torch.float32).named_parameters())
+    stream = stream_weights(model, dtype=torch.bfloat16)
+    return all(torch.equal(tensor, expected[name].to(torch.bfloat16)) for name, tensor in stream)
+
+
+def test_a_dtype_that_is_asked_for_is_that_of_rounding_the_full_tensor(four_ranks: RankPool) -> None:
+    assert all(four_ranks.run(_rounded, {"dp_shard": 2, "tp": 2}))
+
+
+# Memory and traffic.
+
+
+class _LiveBytes(TorchDispatchMode):
+    """The bytes of tensors that are made under it and still alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and type(leaf) is Tensor:
+                self._count(leaf, given)
+        return result
+
+    def _count(self, tensor: Tensor, given: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in given or storage._cdata in self._known:
+            return
+        self._known.add(storage._cdata)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def _peak_of_stream(axes: dict[str, int], bucket_bytes: int) -> tuple[int, int, int, int]:
+    """Peak live bytes of a stream, what is left after it, the model's bytes and its largest tensor's."""
+    model = tiny_model("LlamaForCausalLM", dtype=torch.float32, num_hidden_layers=12)
+    parallelize(model, mesh_for(axes))
+    sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+    live = _LiveBytes()
+    with live:
+        for _, tensor in stream_weights(model, bucket_bytes=bucket_bytes):
+            del tensor
+    deadline = time.monotonic() + 5  # gloo's threads let go of a finished collective's tensors in their own time
+    while live.live and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return live.peak, live.live, sum(sizes), max(sizes)
+
+
+@pytest.mark.parametrize("axes", [*TWO, FOUR[0]], ids=["tp", "fsdp", "fsdp-tp"])
+def test_a_stream_holds_a_bucket_and_a_tensor_at_a_time(
+    two_ranks: RankPool, four_ranks: RankPool, axes: dict[str, int]
+) -> None:
+    pool = two_ranks if axes in TWO else four_ranks
+    for bucket in (1, 30_000, 60_000):
+        for peak, left, total, largest in pool.run(_peak_of_stream, axes, bucket):
+            # The bucket, padded, and the shards of it that go in; the bucket before may still be gloo's.
+            gathered = max(bucket, largest) * 1.02
+            assert gathered / 3 < peak <= 2 * 1.5 * gathered + largest
+            assert peak < total / 5
+            assert left == 0
+
+
+def _collectives_of_stream(axes: dict[str, int], bucket_bytes: int) -> tuple[int, int]:
+    model = _parallel("LlamaForCausalLM", axes)
+    calls = []
+    original = gather.all_gather_flat
+
+    def counted(output: Tensor, own: Tensor, group: Any) -> None:
+        calls.append(own.nbytes)
+        original(output, own, group)
+
+    gather.all_gather_flat = counted
+    try:
+        tensors = sum(1 for _ in stream_weights(model, bucket_bytes=bucket_bytes))
+    finally:
+        gather.all_gather_flat = original
+    return len(calls), tensors
+
+
+def test_a_bucket_takes_one_collective_an_axis(two_ranks: RankPool, four_ranks: RankPool) -> None:
+    for calls, tensors in two_ranks.run(_collectives_of_stream, {"dp_shard": 2}, 10**9):
+        assert calls == 1
+        assert tensors > 20
+    for calls, _ in four_ranks.run(_collectives_of_stream, {"dp_shard": 2, "tp": 2}, 10**9):
+        assert calls == 2
+    for calls, tensors in two_ranks.run(_collectives_of_stream, {"dp_shard": 2}, 1):
+        assert calls == tensors
