@@ -29,7 +29,7 @@ class Generator:
         """Take over streamed weights, one tensor at a time.
 
         Args:
-            weights: Full tensors by their Hugging Face names. A tied weight may come once or under both names.
+            weights: Full tensors by the model's own names. A tied weight may come once or under both names.
 
         Raises:
             KeyError: A name that the model does not have, or a weight that did not come.

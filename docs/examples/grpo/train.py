@@ -7,6 +7,7 @@ trains a small Qwen3 on four CPU ranks; ``--help`` lists what can be changed.
 
 import random
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from settings import Settings, parse_settings
 from torch.distributed.elastic.multiprocessing.errors import record
 from trainer import Trainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 from warmup import warm_up
 
 import fsdp_runtime
@@ -32,6 +34,7 @@ def main() -> None:
     """The run from start to end, on every rank."""
     start = time.perf_counter()
     settings = parse_settings()
+    quieten()
     run = set_up(settings)
 
     run.report.add_score(score(run, after=-1), "before warm-up")
@@ -44,6 +47,12 @@ def main() -> None:
     run.report.say(f"wrote {settings.output} in {time.perf_counter() - start:.0f} s")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def quieten() -> None:
+    """Keep other libraries' bars, and warnings that torch raises about its own code, out of the report."""
+    disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
 
 
 def set_up(settings: Settings) -> Run:

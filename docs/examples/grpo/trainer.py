@@ -35,7 +35,7 @@ class Trainer:
         dtype: torch.dtype,
         sequence_parallel: bool,
     ) -> None:
-        with torch.device("meta"):
+        with fsdp_runtime.meta_device():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         policy = None
         if dtype is not torch.float32:
@@ -84,8 +84,8 @@ class Trainer:
         return norm
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The full weights by their Hugging Face names, one after another, on every rank."""
-        return fsdp_runtime.stream_weights(self.model, bucket_bytes=STREAM_BUCKET)
+        """The full weights by the names of the ``transformers`` model, one after another, on every rank."""
+        return fsdp_runtime.stream_weights(self.model, bucket_bytes=STREAM_BUCKET, names="model")
 
     def save(self, folder: Path) -> None:
         """Write an ordinary Hugging Face checkpoint."""
