@@ -62,6 +62,20 @@ def test_every_split_of_every_vocabulary_agrees_with_one_process(four_ranks, tp,
         torch.testing.assert_close(found[3], expected[3], rtol=rounding, atol=1e-12)
 
 
+def winners(vocab, device_mesh_shape):
+    mesh = init_device_mesh("cpu", device_mesh_shape, mesh_dim_names=("dp", "tp"))
+    logits, targets = whole_logits(vocab)
+    logits = logits.round()  # many ties
+    sharded = distribute_tensor(logits, mesh, [Replicate(), Shard(2)])
+    return token_statistics(sharded, targets, argmax=True).argmax, logits.argmax(-1) * (targets != -100)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_argmax_is_the_lowest_id_of_a_tie_on_every_split(four_ranks, tp):
+    for found, expected in four_ranks.run(winners, 97, (4 // tp, tp)):
+        assert torch.equal(found, expected)
+
+
 def counted(vocab):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     logits, targets = whole_logits(vocab)

@@ -1,6 +1,7 @@
 """Token log-probabilities and gradient norms for sharded models.
 
 Log-probabilities:  ``token_logprobs``, ``token_statistics``, ``next_token_targets``
+From hidden states: ``linear_token_logprobs``, ``linear_token_statistics``
 Gradient norms:     ``grad_norm``, ``grad_norms``, ``clip_grad_norm_``, ``clip_grads_with_norm_``
 Errors:             ``LogprobsError`` and its subclasses
 """
@@ -15,6 +16,7 @@ from rl_logprobs.errors import (
     TargetError,
 )
 from rl_logprobs.grad_norm import clip_grad_norm_, clip_grads_with_norm_, grad_norm, grad_norms
+from rl_logprobs.linear_logprobs import linear_token_logprobs, linear_token_statistics
 from rl_logprobs.logprobs import TokenStatistics, token_logprobs, token_statistics
 from rl_logprobs.targets import next_token_targets
 
@@ -33,6 +35,8 @@ __all__ = [
     "clip_grads_with_norm_",
     "grad_norm",
     "grad_norms",
+    "linear_token_logprobs",
+    "linear_token_statistics",
     "next_token_targets",
     "token_logprobs",
     "token_statistics",

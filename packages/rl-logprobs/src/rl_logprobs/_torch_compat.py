@@ -9,15 +9,22 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 
 
-def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_shape_and_offset(
+    tensor: DTensor, placements: Sequence[Placement] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """This rank's extent of ``tensor`` in every dim, and where it begins in the full tensor.
+
+    ``placements`` are the tensor's own unless given.
 
     torch 2.10 to 2.15 have no public function that answers this for every placement (strided shards
     included); distributed checkpointing uses the same one.
     """
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, placements or tensor.placements
+    )
     return tuple(shape), tuple(offset)
 
 
@@ -47,3 +54,18 @@ def foreach_norm(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dty
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Scale every tensor in place by a 0-d tensor, in few kernel launches."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``left @ right`` in ``dtype``, also from half precision (CUDA only; torch 2.10 to 2.15, untyped there)."""
+    if left.dtype == dtype:
+        return left @ right
+    return torch.mm(left, right, out_dtype=dtype)
+
+
+def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """``total += left @ right`` in ``total``'s dtype."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += wide_product(left, right, total.dtype)

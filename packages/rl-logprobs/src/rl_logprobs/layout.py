@@ -6,11 +6,13 @@ before any of them starts a collective.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from rl_logprobs._torch_compat import local_shape_and_offset
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
@@ -82,7 +84,7 @@ def locate_logits(
     leading = tuple(logits.shape[:-1])
     return LocalLogits(
         values=logits,
-        vocab=_locate_columns(logits.shape[-1], group, vocab_size, vocab_start),
+        vocab=locate_columns(logits.shape[-1], group, vocab_size, vocab_start),
         tokens=TokenSlice(full=leading, shape=leading, offset=(0,) * len(leading)),
     )
 
@@ -117,30 +119,52 @@ def vocabulary_axis(tensor: DTensor, dim: int) -> int | None:
     return found[0] if found else None
 
 
+def locate_vocabulary(tensor: DTensor, dim: int, vocab_size: int | None) -> VocabShard:
+    """Which vocabulary ids a DTensor's local shard holds along ``dim``; see ``vocabulary_axis`` for refusals.
+
+    Raises:
+        ShapeError: ``vocab_size`` exceeds the DTensor's own size.
+    """
+    axis = vocabulary_axis(tensor, dim)
+    shape, offset = local_shape_and_offset(tensor)
+    columns = tensor.shape[dim]
+    if vocab_size is not None and not 0 < vocab_size <= columns:
+        raise ShapeError(f"vocab_size {vocab_size} is outside 1..{columns}, the tensor's own columns")
+    return VocabShard(
+        start=offset[dim],
+        width=_clip_width(offset[dim], shape[dim], vocab_size or columns),
+        vocab_size=vocab_size or columns,
+        group=None if axis is None else tensor.device_mesh.get_group(axis),
+    )
+
+
+def locate_tokens(tensor: DTensor, placements: Sequence[Placement] | None = None) -> TokenSlice:
+    """Which tokens (all dims but the last) the local part of ``tensor`` holds, or would under ``placements``."""
+    shape, offset = local_shape_and_offset(tensor, placements)
+    return TokenSlice(tuple(tensor.shape[:-1]), shape[:-1], offset[:-1])
+
+
 def _locate_dtensor(logits: DTensor, vocab_size: int | None) -> LocalLogits:
-    axis = vocabulary_axis(logits, logits.dim() - 1)
-    shape, offset = local_shape_and_offset(logits)
+    vocab = locate_vocabulary(logits, logits.dim() - 1, vocab_size)
     values = logits.to_local()
+    shape, _ = local_shape_and_offset(logits)
     if tuple(values.shape) != shape:
         raise ShapeError(
             f"the local shard has shape {tuple(values.shape)} where a DTensor of shape {tuple(logits.shape)} "
             f"with {logits.placements} has {shape} on this rank; give DTensor.from_local the full shape"
         )
-    columns = logits.shape[-1]
-    if vocab_size is not None and not 0 < vocab_size <= columns:
-        raise ShapeError(f"vocab_size {vocab_size} is outside 1..{columns}, the logits' own columns")
-    vocab = VocabShard(
-        start=offset[-1],
-        width=_clip_width(offset[-1], shape[-1], vocab_size or columns),
-        vocab_size=vocab_size or columns,
-        group=None if axis is None else logits.device_mesh.get_group(axis),
-    )
-    return LocalLogits(values, vocab, TokenSlice(tuple(logits.shape[:-1]), shape[:-1], offset[:-1]))
+    return LocalLogits(values, vocab, locate_tokens(logits))
 
 
-def _locate_columns(
+def locate_columns(
     columns: int, group: dist.ProcessGroup | None, vocab_size: int | None, vocab_start: int | None
 ) -> VocabShard:
+    """Which vocabulary ids a plain tensor's ``columns`` are; with a group, those of this rank.
+
+    Raises:
+        ShapeError: the numbers contradict each other.
+        OptionError: a group without ``vocab_size``.
+    """
     if vocab_size is not None and vocab_size < 1:
         raise ShapeError(f"vocab_size must be positive, got {vocab_size}")
     ranks = 1 if group is None else dist.get_world_size(group)

@@ -12,7 +12,7 @@ from rl_logprobs._torch_compat import assert_on_device
 from rl_logprobs.errors import OptionError, ShapeError
 from rl_logprobs.layout import locate_logits
 from rl_logprobs.targets import ignored_targets, local_targets
-from rl_logprobs.vocab_parallel import SoftmaxOptions, softmax_statistics
+from rl_logprobs.vocab_parallel import SoftmaxOptions, SoftmaxStatistics, softmax_statistics
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,14 @@ class TokenStatistics:
         logprobs: log-probability of the target.
         logsumexp: log of the partition sum; its square is the z-loss of PaLM (arXiv:2204.02311, section 5).
         entropy: entropy of the distribution, or None if it was not asked for.
+        argmax: the most probable vocabulary id (the lowest of several), int64, or None if it was not asked
+            for.
     """
 
     logprobs: torch.Tensor
     logsumexp: torch.Tensor
-    entropy: torch.Tensor | None
+    entropy: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
 
 
 def token_logprobs(
@@ -94,6 +97,7 @@ def token_statistics(
     targets: torch.Tensor,
     *,
     entropy: bool = False,
+    argmax: bool = False,
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     vocab_start: int | None = None,
@@ -102,12 +106,13 @@ def token_statistics(
     ignore_index: int = -100,
     inplace_backward: bool = False,
 ) -> TokenStatistics:
-    """Log-probability, log-sum-exp and (if asked) entropy of each token, from the same pass and collective.
+    """Log-probability, log-sum-exp and what else is asked of each token, from one pass and one collective.
 
     Args:
-        logits: as for ``token_logprobs``, like all that follow but one.
+        logits: as for ``token_logprobs``.
         targets: as there.
         entropy: also compute the entropy; costs a second workspace and some arithmetic, no communication.
+        argmax: also find the most probable token.
         group: as there.
         vocab_size: as there.
         vocab_start: as there.
@@ -128,13 +133,22 @@ def token_statistics(
         raise OptionError(f"targets are on {mine.device} and logits on {located.values.device}; move the targets")
     ignored = ignored_targets(mine, vocab_size=located.vocab.vocab_size, ignore_index=ignore_index)
     options = SoftmaxOptions(
-        temperature=checked_temperature(temperature, mine), entropy=entropy, inplace_backward=inplace_backward
+        temperature=checked_temperature(temperature, mine),
+        entropy=entropy,
+        argmax=argmax,
+        inplace_backward=inplace_backward,
     )
     flat = softmax_statistics(located.values, mine.reshape(-1), ignored.reshape(-1), located.vocab, options)
+    return shaped_like(mine, flat)
+
+
+def shaped_like(targets: torch.Tensor, flat: SoftmaxStatistics) -> TokenStatistics:
+    """Flat statistics in the shape of their targets."""
     return TokenStatistics(
-        logprobs=flat.logprobs.view(mine.shape),
-        logsumexp=flat.logsumexp.view(mine.shape),
-        entropy=None if flat.entropy is None else flat.entropy.view(mine.shape),
+        logprobs=flat.logprobs.view(targets.shape),
+        logsumexp=flat.logsumexp.view(targets.shape),
+        entropy=None if flat.entropy is None else flat.entropy.view(targets.shape),
+        argmax=None if flat.argmax is None else flat.argmax.view(targets.shape),
     )
 
 
