@@ -2,10 +2,12 @@
 
 Log-probabilities:  ``token_logprobs``, ``token_statistics``, ``next_token_targets``
 From hidden states: ``linear_token_logprobs``, ``linear_token_statistics``
+Context parallelism: ``load_balanced_order``, ``sequence_shard``, ``gather_sequence``
 Gradient norms:     ``grad_norm``, ``grad_norms``, ``clip_grad_norm_``, ``clip_grads_with_norm_``
 Errors:             ``LogprobsError`` and its subclasses
 """
 
+from rl_logprobs.context_parallel import gather_sequence, load_balanced_order, sequence_shard
 from rl_logprobs.errors import (
     DtypeError,
     LogprobsError,
@@ -33,11 +35,14 @@ __all__ = [
     "TokenStatistics",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
+    "gather_sequence",
     "grad_norm",
     "grad_norms",
     "linear_token_logprobs",
     "linear_token_statistics",
+    "load_balanced_order",
     "next_token_targets",
+    "sequence_shard",
     "token_logprobs",
     "token_statistics",
 ]

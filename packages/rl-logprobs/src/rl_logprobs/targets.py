@@ -10,18 +10,65 @@ from rl_logprobs.errors import DtypeError, PlacementError, ShapeError, TargetErr
 from rl_logprobs.layout import TokenSlice
 
 
-def next_token_targets(token_ids: torch.Tensor, *, ignore_index: int = -100) -> torch.Tensor:
-    """Targets that score each position against the token after it.
+def next_token_targets(
+    token_ids: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """Targets that score each position against the token after it, across no boundary and no padding.
 
     Args:
         token_ids: ``[..., seq]`` integers.
-        ignore_index: what the last position gets, which has no next token.
+        attention_mask: ``[..., seq]``, nonzero at tokens and zero at padding on either side; a position is
+            scored only if it and the next one are tokens.
+        cu_seqlens: ``[sequences + 1]``, where each packed sequence begins along the last dim, and its length.
+        ignore_index: the target of positions that are not scored, such as the last.
 
     Returns:
-        ``[..., seq]``: position ``i`` holds ``token_ids[..., i + 1]``.
+        ``[..., seq]`` int64: position ``i`` holds ``token_ids[..., i + 1]`` or ``ignore_index``.
+
+    Raises:
+        ShapeError: the mask has another shape, or ``cu_seqlens`` does not rise from 0 to ``seq`` (on an
+            accelerator its values are checked there).
+        DtypeError: ``cu_seqlens`` is not an integer tensor.
     """
+    token_ids = token_ids.long()
     last = torch.full_like(token_ids[..., :1], ignore_index)
-    return torch.cat([token_ids[..., 1:], last], dim=-1)
+    targets = torch.cat([token_ids[..., 1:], last], dim=-1)
+    if attention_mask is not None:
+        if attention_mask.shape != token_ids.shape:
+            raise ShapeError(
+                f"attention_mask has shape {tuple(attention_mask.shape)} and token_ids {tuple(token_ids.shape)}"
+            )
+        scored = (attention_mask[..., :-1] != 0) & (attention_mask[..., 1:] != 0)
+        targets[..., :-1].masked_fill_(~scored, ignore_index)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, token_ids.shape[-1])
+        # An empty sequence points at the end of the one before it, or at the last position: both are ends.
+        targets.index_fill_(-1, (cu_seqlens[1:].long() - 1) % token_ids.shape[-1], ignore_index)
+    return targets
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int) -> None:
+    """See that packed sequences cover ``tokens`` tokens in order.
+
+    Raises:
+        ShapeError, DtypeError: as ``next_token_targets``.
+    """
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ShapeError(f"cu_seqlens must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
+    right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (cu_seqlens.diff() >= 0).all()
+    if cu_seqlens.device.type != "cpu":
+        assert_on_device(right, f"cu_seqlens must rise from 0 to {tokens}")
+    elif not right:
+        raise ShapeError(
+            f"cu_seqlens must rise from 0 to the {tokens} tokens; it goes from {cu_seqlens[0].item()} to "
+            f"{cu_seqlens[-1].item()}" + (" and falls in between" if (cu_seqlens.diff() < 0).any() else "")
+        )
 
 
 def local_targets(targets: torch.Tensor, tokens: TokenSlice, *, shift: bool, ignore_index: int) -> torch.Tensor:

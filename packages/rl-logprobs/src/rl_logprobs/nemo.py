@@ -1,0 +1,108 @@
+"""The functions of NeMo RL's ``nemo_rl.models.dtensor.parallelize``, by their names and signatures.
+
+A user of NeMo RL changes one import line.  The results differ where the originals are wrong: a vocabulary that
+does not divide, parameters that are replicated over tensor parallelism, bfloat16 gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from rl_logprobs.context_parallel import gather_sequence, sequence_shard
+from rl_logprobs.errors import OptionError, PlacementError
+from rl_logprobs.grad_norm import clip_grads_with_norm_, grad_norm
+from rl_logprobs.logprobs import token_logprobs
+from rl_logprobs.targets import next_token_targets
+
+
+def to_local_if_dtensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The local shard of a DTensor, without autograd; any other tensor as it is."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def get_grad_norm(
+    parameters: torch.Tensor | Sequence[torch.Tensor],
+    dp_cp_group: dist.ProcessGroup,
+    tp_group: dist.ProcessGroup,
+    norm_type: int | float | str = 2,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """The norm of all gradients, each parameter counted once.
+
+    Args:
+        parameters: as for ``rl_logprobs.grad_norm``.
+        dp_cp_group: unused; a DTensor knows over which ranks it is sharded.
+        tp_group: unused, likewise.
+        norm_type: order of the norm, or ``"inf"``.
+        dtype: unused; the sum is always taken in float64.
+
+    Returns:
+        The norm as a float: the host waits for it.
+
+    Raises:
+        OptionError, DtypeError: as ``rl_logprobs.grad_norm``.
+    """
+    del dp_cp_group, tp_group, dtype
+    return grad_norm(parameters, float(norm_type)).item()
+
+
+def clip_grad_by_total_norm_(
+    parameters: torch.Tensor | Sequence[torch.Tensor],
+    max_grad_norm: int | float,
+    total_norm: float,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Scale the gradients in place by ``max_grad_norm / (total_norm + 1e-6)`` if that is less than one.
+
+    Args:
+        parameters: as for ``rl_logprobs.grad_norm``.
+        max_grad_norm: not negative.
+        total_norm: from ``get_grad_norm``.
+        dtype: unused; the gradients themselves are scaled, whatever their dtype.
+
+    Raises:
+        OptionError, DtypeError: as ``rl_logprobs.clip_grads_with_norm_``.
+    """
+    del dtype
+    clip_grads_with_norm_(parameters, max_grad_norm, total_norm)
+
+
+def get_logprobs_from_vocab_parallel_logits(
+    vocab_parallel_logits: DTensor,
+    input_ids: torch.Tensor,
+    seq_index: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Log-probability of every token but the first, given those before it.
+
+    Args:
+        vocab_parallel_logits: ``[batch, seq, vocab]``, the vocabulary sharded over ``tp`` and, with
+            ``seq_index``, the sequence over ``cp``.
+        input_ids: ``[batch, seq]``.  With ``seq_index`` a DTensor sharded on the sequence over ``cp``, in the
+            same order as the logits.
+        seq_index: ``[seq]``, the position of each token in the order in which ``cp`` deals them.
+
+    Returns:
+        ``[batch, seq - 1]`` in sequence order, float32, the same on all ranks of ``tp`` and ``cp``.
+
+    Raises:
+        OptionError: ``seq_index`` without an axis ``cp``.
+        PlacementError: ``seq_index`` with ids that are not a DTensor.
+        ShapeError, DtypeError, TargetError: as ``rl_logprobs.token_logprobs``.
+    """
+    if seq_index is None:
+        return token_logprobs(vocab_parallel_logits, input_ids, shift=True)[:, :-1]
+    mesh = vocab_parallel_logits.device_mesh
+    if "cp" not in (mesh.mesh_dim_names or ()):
+        raise OptionError(f"seq_index is for logits sharded over an axis named cp; the mesh has {mesh.mesh_dim_names}")
+    if not isinstance(input_ids, DTensor):
+        raise PlacementError("with seq_index, input_ids must be a DTensor sharded on the sequence over cp")
+    group = mesh.get_group("cp")
+    in_order = input_ids.full_tensor().index_select(1, seq_index.argsort())
+    targets = sequence_shard(next_token_targets(in_order), seq_index, group)
+    logprobs = token_logprobs(vocab_parallel_logits, targets)
+    return gather_sequence(logprobs, seq_index, group)[:, :-1]
