@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import WeightsError, parallelize, unsharded
 from fsdp_runtime.weights import load_weights
+from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_config, tiny_model
 from harness.parity import mesh_for, own_part
 from harness.ranks import RankPool
@@ -95,6 +96,19 @@ def test_ranks_of_fsdp_read_the_checkpoint_once_between_them(two_ranks: RankPool
     total = sum(tensor.nbytes for file in path.glob("*.safetensors") for tensor in load_file(file).values())
     assert sum(result["read"] for result in results) == total
     assert max(result["read"] for result in results) < 0.51 * total
+
+
+def _peak_of_load(path: Path) -> tuple[int, int]:
+    """Peak live bytes while a materialised model is loaded, and those of the largest tensor."""
+    model = parallelize(_reference("Qwen3ForCausalLM", seed=9), mesh_for({"dp_shard": 2}))
+    with LiveBytes() as live:
+        load_weights(model, path)
+    return live.peak, max(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_a_load_holds_no_more_than_one_tensor_beside_the_model(two_ranks: RankPool, tmp_path: Path) -> None:
+    for peak, largest in two_ranks.run(_peak_of_load, _checkpoint(tmp_path)):
+        assert 0 < peak <= largest  # safetensors maps a whole tensor and touches the pages of its slice
 
 
 def test_a_plain_model_loads_without_distributed(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fsdp_runtime import OptionError, parallelize, unsharded
 from fsdp_runtime.weights import gather, stream_weights
+from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -120,42 +118,12 @@ def test_a_dtype_that_is_asked_for_is_that_of_rounding_the_full_tensor(four_rank
 # Memory and traffic.
 
 
-class _LiveBytes(TorchDispatchMode):
-    """The bytes of tensors that are made under it and still alive, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and type(leaf) is Tensor:
-                self._count(leaf, given)
-        return result
-
-    def _count(self, tensor: Tensor, given: set[int]) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata in given or storage._cdata in self._known:
-            return
-        self._known.add(storage._cdata)
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
-
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-
 def _peak_of_stream(axes: dict[str, int], bucket_bytes: int) -> tuple[int, int, int, int]:
     """Peak live bytes of a stream, what is left after it, the model's bytes and its largest tensor's."""
     model = tiny_model("LlamaForCausalLM", dtype=torch.float32, num_hidden_layers=12)
     parallelize(model, mesh_for(axes))
     sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
-    live = _LiveBytes()
+    live = LiveBytes()
     with live:
         for _, tensor in stream_weights(model, bucket_bytes=bucket_bytes):
             del tensor

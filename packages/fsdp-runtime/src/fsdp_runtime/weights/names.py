@@ -74,4 +74,4 @@ def outgoing_names(model: nn.Module, found: Sequence[Entry], names: Names) -> li
 
 
 def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

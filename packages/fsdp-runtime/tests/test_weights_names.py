@@ -1,0 +1,128 @@
+"""Names: checkpoints of another form load, and what leaves has the names that it came with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from fsdp_runtime import WeightsError
+from fsdp_runtime.weights import load_weights, save_weights, stream_weights
+from harness.models import tiny_config, tiny_model
+
+
+def _model(architecture: str = "LlamaForCausalLM", *, seed: int = 0, **options: Any) -> nn.Module:
+    return tiny_model(architecture, dtype=torch.float32, seed=seed, **options)
+
+
+def _mixture(seed: int) -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=131,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(seed)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def _assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    wanted = other.state_dict()
+    assert [name for name, tensor in one.state_dict().items() if not torch.equal(tensor, wanted[name])] == []
+
+
+@pytest.mark.parametrize("original_format", [True, False])
+def test_renamed_checkpoints_load_and_leave_under_the_names_they_came_with(
+    tmp_path: Path, original_format: bool
+) -> None:
+    reference = _model("Gemma3ForConditionalGeneration")
+    reference.save_pretrained(tmp_path, save_original_format=original_format)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert ("language_model.model.norm.weight" in stored) is original_format
+    model = _model("Gemma3ForConditionalGeneration", seed=1)
+    load_weights(model, tmp_path)
+    _assert_same_weights(model, reference)
+    assert {name for name, _ in stream_weights(model)} == stored.keys()
+
+
+def test_a_base_models_checkpoint_loads_into_a_model_with_a_head(tmp_path: Path) -> None:
+    reference = _model(tied=True)
+    reference.model.save_pretrained(tmp_path)
+    assert "norm.weight" in load_file(tmp_path / "model.safetensors")
+    model = _model(tied=True, seed=1)
+    load_weights(model, tmp_path)
+    _assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize("stored_as", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_weight_loads_from_either_name(tmp_path: Path, stored_as: str) -> None:
+    reference = _model(tied=True)
+    tensors: dict[str, Tensor] = {k: v for k, v in reference.state_dict().items() if "lm_head" not in k}
+    tensors[stored_as] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = _model(tied=True, seed=1)
+    load_weights(model, tmp_path)
+    _assert_same_weights(model, reference)
+
+
+def test_an_untied_head_is_missed_in_a_tied_checkpoint(tmp_path: Path) -> None:
+    _model(tied=True).save_pretrained(tmp_path)
+    with pytest.raises(WeightsError, match=r"1 tensors:\n  lm_head\.weight: missing"):
+        load_weights(_model(tied=False), tmp_path)
+
+
+def test_tensors_that_must_be_fused_are_named_with_a_way_round(tmp_path: Path) -> None:
+    reference, model = _mixture(0), _mixture(1)
+    reference.save_pretrained(tmp_path / "experts apart")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(WeightsError, match=r"24 of the checkpoint's tensors.*experts\.0\.down_proj.*and 16 more"):
+        load_weights(model, tmp_path / "experts apart")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+    reference.save_pretrained(tmp_path / "fused", save_original_format=False)  # as the message says
+    load_weights(model, tmp_path / "fused")
+    _assert_same_weights(model, reference)
+
+
+def test_tensors_that_would_be_cut_on_the_way_out_leave_under_the_models_names(tmp_path: Path) -> None:
+    model = _mixture(0)
+    for leave in (lambda: list(stream_weights(model)), lambda: save_weights(model, tmp_path / "cut")):
+        with pytest.raises(WeightsError, match=r"4 of the model's tensors.*experts\.gate_up_proj.*names='model'"):
+            leave()
+    save_weights(model, tmp_path / "own", names="model")
+    _assert_same_weights(transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "own"), model)
+
+
+def test_wrappers_do_not_show_in_names() -> None:
+    expected = [name for name, _ in stream_weights(_model())]
+    model = _model()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer)
+    assert [name for name, _ in stream_weights(torch.compile(model), names="model")] == expected
+
+
+def test_nothing_of_transformers_is_needed_for_other_models(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
+    model[1].weight = nn.Parameter(model[1].weight.detach())
+    save_weights(model, tmp_path)
+    assert sorted(load_file(tmp_path / "model.safetensors")) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_the_config_of_the_model_is_not_changed_by_saving(tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM(tiny_config("LlamaForCausalLM"))
+    before = model.config.to_dict()
+    save_weights(model, tmp_path, dtype=torch.bfloat16)
+    assert model.config.to_dict() == before
