@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
 from tp_plans.styles import VocabParallelEmbedding
@@ -20,10 +21,14 @@ class LocalEmbedding(LocalStyle):
     style: VocabParallelEmbedding
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
-        start, end = self._own_rows(call)
+        rows = call.parameters["weight"].shape[0]
+        start, end = self._own_rows(rows, call)
 
         def own_ids(ids: Tensor) -> Tensor:
-            foreign = (ids < start) | (ids >= end)
+            if isinstance(ids, DTensor):
+                ids = redistribute(as_dtensor(ids, call.mesh, layouts.Replicate()), layouts.Replicate()).to_local()
+            # Ids outside the vocabulary stay outside this rank's rows, so that the lookup fails as it would whole.
+            foreign = ((ids >= 0) & (ids < start)) | ((ids >= end) & (ids < rows))
             call.memory["foreign"] = foreign
             return (ids - start).masked_fill(foreign, 0)
 
@@ -38,9 +43,8 @@ class LocalEmbedding(LocalStyle):
         summed = redistribute(as_dtensor(own, call.mesh, layouts.Partial()), self.style.output)
         return summed.to_local() if self.style.use_local_output else summed
 
-    def _own_rows(self, call: Call) -> tuple[int, int]:
+    def _own_rows(self, rows: int, call: Call) -> tuple[int, int]:
         """The ids whose rows this rank holds; DTensor deals ceiling-sized chunks."""
-        rows = call.parameters["weight"].shape[0]
         chunk = -(-rows // call.mesh.size())
         start = min(rows, chunk * call.mesh.get_local_rank())
         return start, min(rows, start + chunk)

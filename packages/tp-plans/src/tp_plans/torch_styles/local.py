@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tp_plans.errors import AlreadyParallelizedError
+from tp_plans.errors import AlreadyParallelizedError, LayoutError
 from tp_plans.styles import Style, parameter_layout
 from tp_plans.torch_styles.placement import placement
 
@@ -37,6 +37,12 @@ class Call:
     parameters: dict[str, DTensor] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
+
+    def put_back(self, module: nn.Module) -> None:
+        """Give the module its DTensor parameters and its attributes again."""
+        cast("dict[str, Tensor | None]", module._parameters).update(self.parameters)
+        for name, value in self.attributes.items():
+            setattr(module, name, value)
 
 
 class LocalStyle(ParallelStyle):
@@ -62,14 +68,17 @@ class LocalStyle(ParallelStyle):
         return output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if (applied := module.__dict__.get(_STYLE)) is not None:
+        applied: LocalStyle | None = module.__dict__.get(_STYLE)
+        if applied is self:  # the same rule led here before: the module sits at several places of the model
+            return module
+        if applied is not None:
             raise AlreadyParallelizedError(
-                f"this {type(module).__name__} already carries {applied}: "
+                f"this {type(module).__name__} already carries {applied.style}: "
                 "parallelize a model once, and let one rule of the plan match each module"
             )
         self._distribute(module, device_mesh)
         self._install(module, device_mesh)
-        module.__dict__[_STYLE] = self.style
+        module.__dict__[_STYLE] = self
         return module
 
     def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -83,23 +92,22 @@ class LocalStyle(ParallelStyle):
 
     def _install(self, module: nn.Module, mesh: DeviceMesh) -> None:
         # Plain closures, since deepcopy of a model keeps functions as they are but would copy bound objects.
-        calls: list[Call] = []
+        calls: dict[nn.Module, Call] = {}
 
         def before(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-            call = Call(mesh)
-            calls.append(call)
+            if module in calls:  # left by an interrupt, upon which torch runs no hooks
+                calls.pop(module).put_back(module)
+            call = calls[module] = Call(mesh)
             parameters = cast("dict[str, Tensor | None]", module._parameters)
             call.parameters = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
             parameters.update({n: self.local_parameter(n, p) for n, p in call.parameters.items()})
             return self.enter(module, args, kwargs, call)
 
         def after(module: nn.Module, args: Args, output: Any) -> Any:
-            if not calls:  # a hook before ours raised
+            call = calls.pop(module, None)
+            if call is None:  # a hook before ours raised
                 return None
-            call = calls.pop()
-            cast("dict[str, Tensor | None]", module._parameters).update(call.parameters)
-            for name, value in call.attributes.items():
-                setattr(module, name, value)
+            call.put_back(module)
             if output is None:  # forward raised, or recomputation under checkpointing stopped early
                 return None
             return self.leave(module, output, call)
@@ -114,7 +122,13 @@ def _distributed_once(
     """A parameter distributed; the same new parameter for every place that shares the old one, so ties hold."""
     wanted = placement(layout)
     known = getattr(parameter, _SHARDED, None)
-    if isinstance(known, DTensor) and known.device_mesh == mesh and known.placements == (wanted,):
+    if isinstance(known, DTensor) and known.device_mesh == mesh:
+        if known.placements != (wanted,):
+            raise LayoutError(
+                f"a weight of shape {list(parameter.shape)} is tied: another module has it laid out as "
+                f"{known.placements[0]}, this rule wants {wanted}, which would untie it; give both places one "
+                "layout (tp_plans.check tells their names)"
+            )
         return known  # type: ignore[return-value]
     distributed = distribute_tensor(parameter.detach(), mesh, [wanted], src_data_rank=src_data_rank)
     sharded = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
@@ -141,13 +155,11 @@ class _SumGradient(torch.autograd.Function):
         return partial.full_tensor(), None
 
 
-def first_argument(
-    args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor], *, names: tuple[str, ...] = ()
-) -> tuple[Args, Kwargs]:
+def first_argument(args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:
     """The arguments with the first tensor changed, be it positional or one of the keywords."""
     if args and isinstance(args[0], Tensor):
         return (change(args[0]), *args[1:]), kwargs
-    name = next((name for name in (*names, *kwargs) if isinstance(kwargs.get(name), Tensor)), None)
+    name = next((name for name in kwargs if isinstance(kwargs[name], Tensor)), None)
     return (args, kwargs) if name is None else (args, replaced(kwargs, name, change(kwargs[name])))
 
 

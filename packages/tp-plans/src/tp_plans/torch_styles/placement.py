@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tp_plans import layouts
+from tp_plans.errors import LayoutError
 from tp_plans.layouts import Layout
 
 
@@ -23,8 +24,17 @@ def placement(layout: Layout) -> Placement:
 
 
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    """``tensor`` itself where it is a DTensor already, else a DTensor that reads it in ``layout``."""
+    """``tensor`` itself where it is a DTensor already, else a DTensor that reads it in ``layout``.
+
+    Raises:
+        LayoutError: it is a DTensor on another mesh.
+    """
     if isinstance(tensor, DTensor):
+        if tensor.device_mesh != mesh:
+            raise LayoutError(
+                f"a DTensor on the mesh {tensor.device_mesh} came to a module that is split over {mesh}: hand it a "
+                "plain tensor, or a DTensor on the mesh that the plan was applied to"
+            )
         return tensor
     return DTensor.from_local(tensor, mesh, [placement(layout)], run_check=False)
 

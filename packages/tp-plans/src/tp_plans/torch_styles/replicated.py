@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tp_plans import layouts
 from tp_plans.errors import LayoutError
@@ -15,7 +15,7 @@ from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
 
 
 class LocalReplicated(LocalStyle):
-    """``Replicated``: computes on the activation as it comes; the output of a DTensor has the input's shape."""
+    """``Replicated``: computes on the activation as it comes, and hands on a DTensor where one came."""
 
     style: Replicated
 
@@ -26,35 +26,43 @@ class LocalReplicated(LocalStyle):
         def local(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):
                 return tensor
-            self._require_matching(module, tensor)
-            call.memory["input"] = tensor
+            self._require_matching(module, as_dtensor(tensor, call.mesh, layouts.Replicate()))
+            call.memory["arrived"] = tensor
             return tensor.to_local()
 
         return first_argument(args, kwargs, local)
 
     def leave(self, module: nn.Module, output: Any, call: Call) -> Any:
-        arrived: DTensor | None = call.memory.get("input")
+        arrived: DTensor | None = call.memory.get("arrived")
         if arrived is None or not isinstance(output, Tensor):
             return output
-        return DTensor.from_local(
-            output,
-            call.mesh,
-            arrived.placements,
-            run_check=False,
-            shape=arrived.shape,
-            stride=arrived.stride(),
-        )
+        (cut,) = arrived.placements
+        if not isinstance(cut, Shard):
+            return as_dtensor(output, call.mesh, layouts.Replicate())
+        own = arrived.to_local().shape[cut.dim]
+        if cut.dim >= output.ndim or output.shape[cut.dim] != own:
+            raise LayoutError(
+                f"{type(module).__name__} got a DTensor cut on dim {cut.dim}, {own} of it here, and gave "
+                f"{list(output.shape)}, where that dim cannot be found again: Replicated is for modules that keep "
+                "it; hand it a plain tensor"
+            )
+        return wrap(output, call.mesh, layouts.Shard(cut.dim), size=arrived.shape[cut.dim])
 
     def _require_matching(self, module: nn.Module, tensor: DTensor) -> None:
-        """A whole activation gives a full gradient, and nothing else does."""
-        whole = tensor.placements == (Replicate(),)
-        if whole != (self.style.gradient == "full") or any(p.is_partial() for p in tensor.placements):
-            raise LayoutError(
-                f"{type(module).__name__} is Replicated(gradient={self.style.gradient!r}) but its input is a DTensor "
-                f"with placements {tensor.placements}, so its gradient would be wrong: use "
-                f"Replicated(gradient={'full' if whole else 'partial'!r}), or SequenceParallel() for a norm on the "
-                "sequence-parallel stream"
-            )
+        """A whole activation gives a full gradient, a cut one a partial gradient; addends give neither."""
+        (arrived,) = tensor.placements
+        wanted = {"full": Replicate, "partial": Shard}[self.style.gradient]
+        if isinstance(arrived, wanted):
+            return
+        if arrived.is_partial():
+            fix = "give it the summed activation"
+        else:
+            fix = f"use Replicated(gradient={'partial' if arrived.is_shard() else 'full'!r})"
+            fix += ", or SequenceParallel() for a norm on the sequence-parallel stream" * arrived.is_shard()
+        raise LayoutError(
+            f"{type(module).__name__} is Replicated(gradient={self.style.gradient!r}) but its input is a DTensor "
+            f"that lies as {arrived}, so its gradient would be wrong: {fix}"
+        )
 
 
 class LocalSequenceParallel(LocalStyle):

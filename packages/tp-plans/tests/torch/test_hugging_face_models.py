@@ -1,0 +1,89 @@
+"""Plans that transformers ships, translated, against the single-process model; and ours against its class trees."""
+
+import pytest
+import torch
+from torch.distributed.tensor.parallel import parallelize_module
+
+from harness.models import ARCHITECTURES, tiny_config, tiny_model
+from harness.parity import Case, assert_parity, compare
+from tp_plans import ColwiseParallel, Plan, VocabParallelEmbedding, check, from_hugging_face, plan_for
+from tp_plans.hugging_face import STYLE_WORDS, style_from_word
+
+EVERY = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def parallelize_as_shipped(model, mesh):
+    return parallelize_module(model, mesh["tp"], from_hugging_face(model).to_torch())
+
+
+def parallelize_from_json(model, mesh):
+    """Our plan, once through JSON, by torch's own function."""
+    plan = Plan.from_json(plan_for(model, sequence_parallel=True).to_json())
+    return parallelize_module(model, mesh["tp"], plan.to_torch())
+
+
+def meta_model(architecture, **options):
+    import transformers
+
+    with torch.device("meta"):
+        return getattr(transformers, architecture)(tiny_config(architecture, **options))
+
+
+@EVERY
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_shipped_plan_translated_equals_single_process(two_ranks, architecture, tied):
+    case = Case(architecture, {"tp": 2}, parallelize_as_shipped, {}, {"tied": tied})
+    assert_parity(two_ranks.run(compare, case))
+
+
+def test_torchs_own_function_suffices_for_a_sequence_parallel_tied_model(two_ranks):
+    case = Case("Qwen3ForCausalLM", {"tp": 2}, parallelize_from_json, {}, {"tied": True})
+    assert_parity(two_ranks.run(compare, case))
+
+
+@EVERY
+def test_the_shipped_plan_fits_and_keeps_head_and_embedding_cut(architecture):
+    model = meta_model(architecture, tied=True)
+    plan = from_hugging_face(model)
+    assert check(plan, model, tp=2).findings == ()
+    assert plan["lm_head"] == ColwiseParallel(use_local_output=False)
+    assert VocabParallelEmbedding() in plan.values()
+
+
+@EVERY
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_our_plan_fits_the_class_and_leaves_no_text_matrix_whole(architecture, sequence_parallel, tied):
+    model = meta_model(architecture, tied=tied)
+    plan = plan_for(model, sequence_parallel=sequence_parallel)
+    assert check(plan, model, tp=4).findings == ()
+    whole = [
+        path
+        for path, module in model.named_modules()
+        if not plan.match(path) and getattr(module, "weight", None) is not None and module.weight.ndim == 2
+    ]
+    assert [path for path in whole if "vision" not in path and "projector" not in path] == []
+
+
+@EVERY
+def test_a_model_its_class_its_config_and_its_name_have_one_plan(architecture):
+    import transformers
+
+    model = meta_model(architecture)
+    targets = [model, type(model), model.config, architecture, model.config.model_type]
+    assert {plan_for(target) for target in targets} == {plan_for(getattr(transformers, architecture))}
+
+
+def test_the_words_of_the_four_architectures_are_all_translated():
+    for architecture in ARCHITECTURES:
+        config = meta_model(architecture).config.get_text_config()
+        for word in (config.base_model_tp_plan or {}).values():
+            assert style_from_word(word) is STYLE_WORDS[word]
+
+
+def test_heads_that_do_not_divide_are_told_before_anything_changes():
+    model = tiny_model("LlamaForCausalLM", num_key_value_heads=1)
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    errors = check(from_hugging_face(model), model, tp=2).errors
+    assert [error.where.rpartition(".")[2] for error in errors] == ["k_proj", "v_proj"]
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
