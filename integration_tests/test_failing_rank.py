@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from harness.torchrun import torchrun
+
+SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def test_a_failing_rank_ends_the_job_with_its_message() -> None:
     start = time.monotonic()
-    job = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "failing_rank.py"],
-        cwd=HERE / "scripts",
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path[1:]])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    job = torchrun("failing_rank.py", ranks=2, cwd=SCRIPTS, timeout=120)
     assert job.returncode != 0
     assert "ValueError: planted: the data of rank 1 is broken" in job.stderr
     assert "rank      : 1 (local_rank: 1)" in job.stderr

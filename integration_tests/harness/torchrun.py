@@ -1,0 +1,30 @@
+"""Starting a script under torchrun, as a user does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def torchrun(
+    script: str | Path, *arguments: str, ranks: int, cwd: Path, timeout: float = 300.0
+) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` on ``ranks`` processes of this machine, with this process's import path, and wait for it."""
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            script,
+            *arguments,
+        ],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
