@@ -21,11 +21,11 @@ class Settings:
     tp: Annotated[int, "ranks that split each layer (tensor parallelism)"] = 2
     sequence_parallel: Annotated[bool, "split the activations between layers over tp, too"] = True
 
-    warmup_steps: Annotated[int, "supervised steps; 0 starts from the checkpoint as it is"] = 100
+    warmup_steps: Annotated[int, "supervised steps; 0 starts from the checkpoint as it is"] = 140
     warmup_batch: Annotated[int, "texts in a supervised step"] = 256
     warmup_lr: Annotated[float, "peak learning rate of the supervised steps"] = 5e-3
 
-    steps: Annotated[int, "GRPO steps"] = 50
+    steps: Annotated[int, "GRPO steps"] = 60
     prompts: Annotated[int, "prompts in a GRPO step"] = 32
     group: Annotated[int, "samples for each prompt"] = 8
     updates: Annotated[int, "optimizer steps that a GRPO step's samples are cut into"] = 2

@@ -1,0 +1,110 @@
+"""The GRPO example as a user starts it: four ranks under torchrun, with very few steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TRAIN = Path(__file__).parents[1] / "docs" / "examples" / "grpo" / "train.py"
+SMALL = ("--warmup-batch=16", "--prompts=8", "--group=4", "--held-out=24", "--report-every=1")
+
+# Sums of float32 logits taken in another order, by a cache and by two halves of every layer, stay within this.
+FLOAT32_ROUNDING = 5e-5
+
+
+def train(*arguments: str, ranks: int = 4) -> subprocess.CompletedProcess[str]:
+    """Run the example to its end."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return subprocess.run(
+        [*launcher, str(TRAIN), "--device=cpu", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The output folder and the printed text of one run on two data-parallel times two tensor-parallel ranks."""
+    output = tmp_path_factory.mktemp("grpo")
+    job = train(*SMALL, f"--output={output}", "--warmup-steps=3", "--steps=2", "--score-every=1")
+    assert job.returncode == 0, job.stderr
+    return output, job.stdout
+
+
+def metrics(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def test_prints_one_row_a_step_and_every_score(finished: tuple[Path, str]) -> None:
+    _, printed = finished
+    lines = printed.splitlines()
+    header = next(index for index, line in enumerate(lines) if "reward" in line and "tokens/s" in line)
+    assert [line.split()[0] for line in lines[header + 1 :] if line.split()[0].isdigit()] == ["1", "2"]
+    assert sum("held-out exact match" in line for line in lines) == 4  # before, after the warm-up, and two steps
+    assert "dp_shard=2, tp=2, sequence parallelism on" in printed
+
+
+def test_trainer_and_generator_agree_to_rounding(finished: tuple[Path, str]) -> None:
+    steps = metrics(finished[0])["steps"]
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert 0 < step["logprob_diff_mean"] <= step["logprob_diff_max"] < FLOAT32_ROUNDING
+        assert math.isfinite(step["grad_norm"])
+        assert step["tokens_per_second"] > 0
+
+
+def test_reloaded_checkpoint_is_the_trained_policy(finished: tuple[Path, str]) -> None:
+    figures = metrics(finished[0])
+    assert figures["reloaded"]["logprob_diff"] < FLOAT32_ROUNDING
+    assert figures["reloaded"]["greedy"] == pytest.approx(figures["scores"][-1]["greedy"], abs=1e-6)
+
+
+def test_tuned_checkpoint_is_an_ordinary_one_with_other_weights(finished: tuple[Path, str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    initial, tuned = (AutoModelForCausalLM.from_pretrained(finished[0] / name) for name in ("initial", "tuned"))
+    assert type(tuned) is type(initial)
+    assert tuned.lm_head.weight is tuned.model.embed_tokens.weight
+    before = initial.state_dict()
+    assert all(not torch.equal(before[name], weight) for name, weight in tuned.state_dict().items())
+    assert AutoTokenizer.from_pretrained(finished[0] / "tuned").eos_token_id == tuned.config.eos_token_id
+
+
+def test_plot_is_a_png(finished: tuple[Path, str]) -> None:
+    assert (finished[0] / "reward.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_a_users_checkpoint_in_bfloat16_without_warmup(finished: tuple[Path, str], tmp_path: Path) -> None:
+    job = train(
+        *SMALL,
+        f"--model={finished[0] / 'tuned'}",
+        f"--output={tmp_path}",
+        "--warmup-steps=0",
+        "--steps=1",
+        "--dtype=bfloat16",
+        ranks=2,
+    )
+    assert job.returncode == 0, job.stderr
+    figures = metrics(tmp_path)
+    assert not (tmp_path / "initial").exists()
+    assert len(figures["scores"]) == 2
+    # Eight bits of mantissa on logits of a few units, summed in another order.
+    assert figures["steps"][0]["logprob_diff_max"] < 0.2
+    assert figures["steps"][0]["logprob_diff_mean"] < 0.02
+
+
+def test_impossible_settings_end_the_job_with_the_reason(tmp_path: Path) -> None:
+    job = train(f"--output={tmp_path}", "--prompts=3", "--tp=1", ranks=2)
+    assert job.returncode != 0
+    assert "ValueError: --prompts 3 must divide by the 2 ranks that sample" in job.stderr
+    assert not (tmp_path / "initial").exists()

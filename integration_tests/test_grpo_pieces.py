@@ -1,0 +1,252 @@
+"""The parts of the GRPO example in one process: split and reward, objective, layout of batches, sampling."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "grpo"
+MODULES = ("batch", "checkpoint", "objective", "rollout", "run", "settings", "task")
+
+
+@pytest.fixture(scope="module")
+def grpo() -> Iterator[SimpleNamespace]:
+    """The example's modules; their short names leave ``sys.modules`` again afterwards."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLE))
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    for name in set(sys.modules) - before:
+        if str(EXAMPLE) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def folder(grpo: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small checkpoint, on disk."""
+    return grpo.checkpoint.write_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=0)
+
+
+@pytest.fixture
+def generator(grpo: SimpleNamespace, folder: Path) -> Any:
+    """A generator that read the small checkpoint, with weights spread so that its distributions are not flat."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    return grpo.rollout.Generator(model, AutoTokenizer.from_pretrained(folder))
+
+
+# The task
+
+
+def test_no_held_out_answer_is_ever_drawn_for_training(grpo: SimpleNamespace) -> None:
+    draw = grpo.task.draw_questions
+    held_out = {question.answer for question in draw(2000, random.Random(0), held_out=True)}
+    training = {question.answer for question in draw(20000, random.Random(1), held_out=False)}
+    assert len(held_out) > 200
+    assert not held_out & training
+
+
+def test_the_same_seed_draws_the_same_questions(grpo: SimpleNamespace) -> None:
+    first, second = (grpo.task.draw_questions(50, random.Random(3), held_out=False) for _ in range(2))
+    assert first == second
+
+
+def test_only_the_exact_answer_is_rewarded(grpo: SimpleNamespace) -> None:
+    question = grpo.task.Question("4027")
+    assert question.prompt == "order 4027 ="
+    assert grpo.task.reward(question, " 0247") == 1.0
+    for wrong in ("0247", " 0247 ", " 02477", " 7420", " 4027", "", " 0247" + grpo.rollout.UNFINISHED):
+        assert grpo.task.reward(question, wrong) == 0.0
+
+
+def test_warmup_text_mixes_three_habits_in_the_stated_shares(grpo: SimpleNamespace) -> None:
+    question, rng = grpo.task.Question("4027"), random.Random(0)
+    answers = [grpo.task.warmup_answer(question, rng) for _ in range(4000)]
+    assert set(answers) == {" 0247", " 7420", " 4027"}
+    assert answers.count(" 0247") / 4000 == pytest.approx(grpo.task.ASCENDING_TEXTS, abs=0.03)
+    assert answers.count(" 7420") / 4000 == pytest.approx((1 - grpo.task.ASCENDING_TEXTS) / 2, abs=0.03)
+
+
+# The objective
+
+
+def test_advantages_compare_within_a_group_only(grpo: SimpleNamespace) -> None:
+    rewards = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
+    advantages = grpo.objective.group_advantages(rewards)
+    torch.testing.assert_close(advantages.mean(dim=1), torch.zeros(3), atol=1e-6, rtol=0)
+    assert (advantages[1] == 0).all()
+    torch.testing.assert_close(advantages[0], torch.tensor([-1.0, 1.0, 1.0, -1.0]), atol=1e-3, rtol=0)
+    assert advantages[2, 3] > advantages[0, 1]  # the rarer success counts for more
+
+
+def test_first_update_is_the_plain_policy_gradient(grpo: SimpleNamespace) -> None:
+    logprobs = torch.randn(3, 5, requires_grad=True)
+    mask = torch.rand(3, 5) > 0.3
+    advantages = torch.tensor([1.0, -0.5, 0.0])
+    grpo.objective.clipped_policy_loss(logprobs, logprobs.detach(), advantages, mask, 7.0).backward()
+    torch.testing.assert_close(logprobs.grad, -(advantages[:, None] * mask) / 7.0)
+
+
+@pytest.mark.parametrize(
+    ("shift", "advantage", "moves"),
+    [(0.5, 1.0, False), (0.5, -1.0, True), (-0.5, 1.0, True), (-0.5, -1.0, False), (0.1, 1.0, True)],
+)
+def test_clip_stops_only_steps_that_go_further_out(
+    grpo: SimpleNamespace, shift: float, advantage: float, moves: bool
+) -> None:
+    old = torch.tensor([[-1.0]])
+    new = (old + shift).requires_grad_()
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    grpo.objective.clipped_policy_loss(new, old, torch.tensor([advantage]), mask, 1.0, clip=0.2).backward()
+    assert bool(new.grad.abs().item() > 0) is moves
+
+
+def test_padding_adds_nothing_even_where_its_logprobs_are_wild(grpo: SimpleNamespace) -> None:
+    new = torch.tensor([[-1.0, 500.0], [-2.0, -math.inf]], requires_grad=True)
+    old = torch.tensor([[-1.1, -500.0], [-2.0, 0.0]])
+    mask = torch.tensor([[True, False], [True, False]])
+    loss = grpo.objective.clipped_policy_loss(new, old, torch.tensor([1.0, -1.0]), mask, 2.0)
+    loss.backward()
+    assert loss.isfinite()
+    assert new.grad.isfinite().all()
+    assert (new.grad[:, 1] == 0).all()
+
+
+def test_losses_of_the_parts_sum_to_the_loss_of_the_whole(grpo: SimpleNamespace) -> None:
+    new, old, advantages = torch.randn(6, 4), torch.randn(6, 4), torch.randn(6)
+    mask = torch.rand(6, 4) > 0.4
+    count = mask.sum().item()
+    loss = grpo.objective.clipped_policy_loss
+    whole = loss(new, old, advantages, mask, count)
+    parts = [loss(new[own], old[own], advantages[own], mask[own], count) for own in (slice(0, 3), slice(3, 6))]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+# Batches
+
+
+def test_targets_are_the_next_tokens_of_the_completion_only(grpo: SimpleNamespace) -> None:
+    samples = [grpo.batch.Sample([5, 6, 7], [8, 9], [-0.1, -0.2]), grpo.batch.Sample([5], [6], [-0.3])]
+    batch = grpo.batch.collate(samples, length=6, pad_id=0, device=torch.device("cpu"))
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, 0], [5, 6, 0, 0, 0, 0]]
+    assert batch.targets.tolist() == [[-100, -100, 8, 9, -100, -100], [6, *[-100] * 5]]
+    torch.testing.assert_close(batch.logprobs[batch.mask], torch.tensor([-0.1, -0.2, -0.3]))
+    assert grpo.batch.padded_length(samples) == 8
+
+
+def test_uneven_parts_are_refused(grpo: SimpleNamespace) -> None:
+    assert grpo.batch.chunks([1, 2, 3, 4, 5, 6], 3) == [[1, 2], [3, 4], [5, 6]]
+    with pytest.raises(ValueError, match="5 items cannot be dealt evenly into 2 parts"):
+        grpo.batch.chunks([1, 2, 3, 4, 5], 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": 30}, "--prompts 30 must divide by the 4 ranks"),
+        ({"prompts": 4, "group": 1, "updates": 3}, "4 samples, which must divide by 6"),
+        ({"warmup_batch": 3}, "--warmup-batch 3 must divide by 2"),
+    ],
+)
+def test_batches_that_cannot_be_dealt_are_refused_with_the_numbers(
+    grpo: SimpleNamespace, changes: dict[str, int], message: str
+) -> None:
+    settings = grpo.settings.Settings(**changes)
+    with pytest.raises(ValueError, match=message):
+        grpo.run.check_divisible(settings, world_size=4, dp_size=2)
+
+
+def test_every_setting_is_an_option_with_its_default(grpo: SimpleNamespace) -> None:
+    settings = grpo.settings
+    assert settings.parse_settings([]) == settings.Settings()
+    changed = settings.parse_settings(["--no-sequence-parallel", "--lr", "1e-6", "--model", "a", "--output", "b"])
+    assert changed == settings.Settings(sequence_parallel=False, lr=1e-6, model="a", output=Path("b"))
+    assert all(isinstance(getattr(changed, option.name), type(option.default)) for option in fields(changed)[1:])
+
+
+# The generator
+
+
+def test_any_text_survives_the_tokenizer_on_disk(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for text in ("order 4027 =", " 0247", "ordne 7 für Ærø, 順", ""):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_logprobs_are_those_of_a_forward_without_cache_and_padding(generator: Any, temperature: float) -> None:
+    rng = torch.Generator().manual_seed(0)
+    samples = generator.sample(["order 1 =", "order 98765 ="], 6, temperature, rng)
+    for sample in samples:
+        with torch.no_grad():
+            logits = generator.model(torch.tensor([sample.prompt + sample.completion])).logits[0]
+        scores = (logits / temperature).log_softmax(dim=-1)[len(sample.prompt) - 1 : -1]
+        expected = scores.gather(1, torch.tensor(sample.completion)[:, None])[:, 0]
+        # The spread weights make logits of several tens; this is some roundings of float32 at that size.
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=5e-5, rtol=0)
+
+
+def test_samples_follow_the_distribution(generator: Any) -> None:
+    samples = generator.sample(["order 1 ="] * 4000, 1, 1.0, torch.Generator().manual_seed(0))
+    first = torch.tensor([sample.completion[0] for sample in samples])
+    with torch.no_grad():
+        expected = generator.model(torch.tensor([samples[0].prompt])).logits[0, -1].softmax(dim=-1)
+    found = torch.bincount(first, minlength=len(expected)) / 4000
+    likeliest = expected.topk(5).indices
+    # Three standard deviations of a share from 4000 draws.
+    bound = 3 * (expected[likeliest] * (1 - expected[likeliest]) / 4000).sqrt()
+    assert ((found - expected)[likeliest].abs() <= bound + 1e-3).all()
+
+
+def test_temperature_zero_takes_the_likeliest_token(generator: Any) -> None:
+    (sample,) = generator.sample(["order 31 ="], 1, 0.0)
+    with torch.no_grad():
+        logits = generator.model(torch.tensor([sample.prompt])).logits[0, -1]
+    assert sample.completion == [logits.argmax().item()]
+
+
+def test_sampling_stops_behind_the_end_of_text(grpo: SimpleNamespace, generator: Any) -> None:
+    eos = generator.tokenizer.eos_token_id
+    samples = generator.sample(
+        [f"order {digit} =" for digit in range(10)] * 20, 12, 3.0, torch.Generator().manual_seed(0)
+    )
+    ended = [sample for sample in samples if eos in sample.completion]
+    assert ended
+    assert all(sample.completion.index(eos) == len(sample.completion) - 1 for sample in ended)
+    assert all(len(sample.completion) == 12 for sample in samples if eos not in sample.completion)
+
+
+def test_text_hides_neither_a_missing_end_nor_a_special_token_inside(grpo: SimpleNamespace, generator: Any) -> None:
+    tokenizer, sample = generator.tokenizer, grpo.batch.Sample
+    answer = tokenizer(" 0247")["input_ids"]
+    assert generator.completion_text(sample([1], [*answer, tokenizer.eos_token_id], [])) == " 0247"
+    assert generator.completion_text(sample([1], answer, [])) != " 0247"
+    inside = [*answer[:2], tokenizer.bos_token_id, *answer[2:], tokenizer.eos_token_id]
+    assert generator.completion_text(sample([1], inside, [])) != " 0247"
+
+
+def test_streamed_weights_must_be_exactly_the_models(generator: Any) -> None:
+    weights = {name: parameter.clone() for name, parameter in generator.model.named_parameters()}
+    assert "lm_head.weight" not in weights  # tied: the embedding's value fills both
+    generator.load(iter(weights.items()))
+    with pytest.raises(KeyError, match="the stream holds 'other'"):
+        generator.load([("other", torch.zeros(1))])
+    del weights["model.norm.weight"]
+    with pytest.raises(KeyError, match=r"left out 1 of \d+ weights, first 'model.norm.weight'"):
+        generator.load(iter(weights.items()))
