@@ -8,6 +8,7 @@ from __future__ import annotations
 from tp_plans.architectures import Architecture
 from tp_plans.check import Finding, Report, check
 from tp_plans.decoder import Decoder, Mixer, decoder_plan
+from tp_plans.diff import Change, PlanDiff
 from tp_plans.errors import (
     AlreadyParallelizedError,
     CheckFailedError,
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyParallelizedError",
     "Architecture",
+    "Change",
     "CheckFailedError",
     "ColwiseParallel",
     "CustomPlanError",
@@ -48,6 +50,7 @@ __all__ = [
     "Mixer",
     "Partial",
     "Plan",
+    "PlanDiff",
     "PlanError",
     "PrepareInput",
     "Replicate",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from tp_plans.diff import PlanDiff, diff_plans
 from tp_plans.errors import PlanError, type_name
 from tp_plans.styles import Style, style_from_dict, style_to_dict
 
@@ -105,6 +106,10 @@ class Plan(Mapping[str, Style]):
         """The patterns that a module path matches; more than one is a mistake in the plan."""
         parts = path.split(".") if path else []
         return [pattern for pattern in self if _matches(pattern, parts)]
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """The rules that ``other`` adds, drops or says otherwise; false where there are none."""
+        return diff_plans(self, other)
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """The plan as JSON text, which :meth:`from_json` reads back to an equal plan."""
