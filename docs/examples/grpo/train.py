@@ -61,8 +61,7 @@ def set_up(settings: Settings) -> Run:
     mesh = fsdp_runtime.MeshSpec(dp_shard=settings.dp_shard, tp=settings.tp).build(device_type=device_type)
     rank, dp_size = dist.get_rank(), fsdp_runtime.submesh(mesh, "dp").size()
     check_divisible(settings, dist.get_world_size(), dp_size)
-    device = torch.get_device_module(mesh.device_type).current_device()
-    device = torch.device(mesh.device_type, device if isinstance(device, int) else None)
+    device = torch.device(mesh.device_type)
     dtype = getattr(torch, settings.dtype)
 
     folder = prepare_checkpoint(settings)
