@@ -195,53 +195,49 @@ def test_a_deepcopy_computes_with_its_own_parameters_forward_and_backward(two_ra
 
 
 class Failing(nn.Linear):
+    """Raises what it holds, once."""
+
+    error = None
+
     def forward(self, activation):
-        raise RuntimeError("on purpose")
+        if (error := self.error) is not None:
+            self.error = None
+            raise error
+        return super().forward(activation)
 
 
 def after_failure(kind):
     module = model()
-    if kind == "forward":
-        module.mlp.down.__class__ = Failing
+    module.mlp.down.__class__ = Failing
     candidate = parallelized(module, TP)
-    remove = None
-    if kind == "later hook":
-        remove = candidate.mlp.down.register_forward_hook(fail)
-    elif kind == "later pre-hook":
-        remove = candidate.mlp.down.register_forward_pre_hook(fail)
-    elif kind == "earlier pre-hook":
-        remove = candidate.mlp.down.register_forward_pre_hook(fail, prepend=True)
-    raised = KeyboardInterrupt if kind == "interrupt" else RuntimeError
-    if kind == "interrupt":
-        candidate.mlp.down.__class__ = Interrupted
-    with pytest.raises(raised):
+    down, hook = candidate.mlp.down, None
+    match kind:
+        case "forward":
+            down.error = RuntimeError("on purpose")
+        case "interrupt":
+            down.error = KeyboardInterrupt()
+        case "later hook":
+            hook = down.register_forward_hook(fail)
+        case "later pre-hook":
+            hook = down.register_forward_pre_hook(fail)
+        case "earlier pre-hook":
+            hook = down.register_forward_pre_hook(fail, prepend=True)
+    with pytest.raises(KeyboardInterrupt if kind == "interrupt" else RuntimeError):
         candidate(IDS)
     left = local_tensors(candidate)
-    if remove is not None:
-        remove.remove()
-    candidate.mlp.down.__class__ = nn.Linear
+    if hook is not None:
+        hook.remove()
     off = (step(candidate) - step(model())).abs().max().item()
     return left, off < 1e-12, local_tensors(candidate)
-
-
-class Interrupted(nn.Linear):
-    def forward(self, activation):
-        raise KeyboardInterrupt
 
 
 def fail(*arguments):
     raise RuntimeError("on purpose")
 
 
-@pytest.mark.parametrize("kind", ["forward", "later hook", "later pre-hook", "earlier pre-hook"])
+@pytest.mark.parametrize("kind", ["forward", "interrupt", "later hook", "later pre-hook", "earlier pre-hook"])
 def test_a_failing_forward_leaves_the_dtensor_parameters_in_place(two_ranks, kind):
     assert two_ranks.run(after_failure, kind) == [([], True, [])] * 2
-
-
-def test_an_interrupted_forward_does_not_spoil_the_next(two_ranks):
-    for _, right, left in two_ranks.run(after_failure, "interrupt"):
-        assert right
-        assert left == []
 
 
 def apply_twice():
@@ -257,6 +253,26 @@ def apply_overlapping():
 def test_a_second_style_on_a_module_is_refused(two_ranks, function):
     with pytest.raises(RanksFailed, match=r"AlreadyParallelizedError: this \w+ already carries \w+Parallel"):
         two_ranks.run(function)
+
+
+def apply_to_patched():
+    module = model()
+    module.mlp.up.forward = module.mlp.up.forward
+    parallelized(module, TP)
+
+
+def test_a_module_whose_forward_is_patched_is_refused(two_ranks):
+    with pytest.raises(RanksFailed, match="AlreadyParallelizedError: this Linear carries a forward of its own"):
+        two_ranks.run(apply_to_patched)
+
+
+def class_after():
+    up = parallelized(model(), TP).mlp.up
+    return isinstance(up, nn.Linear), str(type(up)) == str(nn.Linear)
+
+
+def test_a_module_keeps_its_type_and_the_name_of_its_class(two_ranks):
+    assert two_ranks.run(class_after) == [(True, True)] * 2
 
 
 class Sharing(nn.Module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from tp_plans.errors import AlreadyParallelizedError, LayoutError
 from tp_plans.styles import Style, parameter_layout
 from tp_plans.torch_styles.placement import placement
 
-_STYLE = "_tp_plans_style"
 _SHARDED = "_tp_plans_sharded"
 
 Args = tuple[Any, ...]
@@ -54,6 +53,7 @@ class LocalStyle(ParallelStyle):
     def __init__(self, style: Style) -> None:
         super().__init__()
         self.style = style
+        self._classes: dict[tuple[type[nn.Module], DeviceMesh], type[nn.Module]] = {}
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         """The plain tensor that stands for a parameter during forward."""
@@ -68,17 +68,20 @@ class LocalStyle(ParallelStyle):
         return output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        applied: LocalStyle | None = module.__dict__.get(_STYLE)
-        if applied is self:  # the same rule led here before: the module sits at several places of the model
-            return module
-        if applied is not None:
+        if isinstance(module, _Parallel):
+            if module.tp_style is self:  # the same rule led here before: the module sits at several places
+                return module
             raise AlreadyParallelizedError(
-                f"this {type(module).__name__} already carries {applied.style}: "
+                f"this {type(module).__name__} already carries {module.tp_style.style}: "
                 "parallelize a model once, and let one rule of the plan match each module"
             )
+        if "forward" in module.__dict__:
+            raise AlreadyParallelizedError(
+                f"this {type(module).__name__} carries a forward of its own in place of its class's, which would "
+                "bypass the plan: parallelize the model before whatever patches its modules"
+            )
         self._distribute(module, device_mesh)
-        self._install(module, device_mesh)
-        module.__dict__[_STYLE] = self
+        module.__class__ = self._class_for(type(module), device_mesh)
         return module
 
     def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -90,30 +93,38 @@ class LocalStyle(ParallelStyle):
                 sharded = _distributed_once(parameter, mesh, layout, self.src_data_rank)
                 module.register_parameter(name, sharded)
 
-    def _install(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        # Plain closures, since deepcopy of a model keeps functions as they are but would copy bound objects.
-        calls: dict[nn.Module, Call] = {}
+    def _class_for(self, cls: type[nn.Module], mesh: DeviceMesh) -> type[nn.Module]:
+        """One class for all modules of a rule, so that equal blocks share one compiled graph."""
+        if (cls, mesh) not in self._classes:
+            # The names stay, since transformers looks up what to record by a class's full name.
+            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+            namespace = {**names, "tp_style": self, "tp_mesh": mesh}
+            self._classes[cls, mesh] = type(cls.__name__, (_Parallel, cls), namespace)
+        return self._classes[cls, mesh]
 
-        def before(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-            if module in calls:  # left by an interrupt, upon which torch runs no hooks
-                calls.pop(module).put_back(module)
-            call = calls[module] = Call(mesh)
-            parameters = cast("dict[str, Tensor | None]", module._parameters)
-            call.parameters = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
-            parameters.update({n: self.local_parameter(n, p) for n, p in call.parameters.items()})
-            return self.enter(module, args, kwargs, call)
 
-        def after(module: nn.Module, args: Args, output: Any) -> Any:
-            call = calls.pop(module, None)
-            if call is None:  # a hook before ours raised
-                return None
+class _Parallel:
+    """Mixed in before a module's class: runs its forward between a style's ``enter`` and ``leave``.
+
+    A class rather than hooks: ``torch.compile`` guards on the ids of hooks that are always called, which differ
+    from block to block, and an interrupt skips hooks.  deepcopy keeps a class and copies no state with it.
+    """
+
+    tp_style: ClassVar[LocalStyle]
+    tp_mesh: ClassVar[DeviceMesh]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module, style = cast(nn.Module, self), self.tp_style
+        call = Call(self.tp_mesh)
+        parameters = cast("dict[str, Tensor | None]", module._parameters)
+        call.parameters = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
+        try:
+            parameters.update({n: style.local_parameter(n, p) for n, p in call.parameters.items()})
+            args, kwargs = style.enter(module, args, kwargs, call)
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
             call.put_back(module)
-            if output is None:  # forward raised, or recomputation under checkpointing stopped early
-                return None
-            return self.leave(module, output, call)
-
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after, always_call=True)
+        return style.leave(module, output, call)
 
 
 def _distributed_once(
