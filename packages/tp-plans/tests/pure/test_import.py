@@ -21,3 +21,13 @@ def test_importing_the_package_leaves_heavy_modules_out(heavy):
 def test_touching_every_public_name_leaves_torch_out():
     loaded = modules_after("import tp_plans; [getattr(tp_plans, name) for name in tp_plans.__all__]")
     assert "torch" not in loaded
+
+
+def test_importing_the_package_loads_nothing_but_the_standard_library():
+    loaded = modules_after("import tp_plans") - modules_after("pass")
+    assert loaded - sys.stdlib_module_names == {"tp_plans"}
+
+
+def test_importing_the_package_leaves_the_costly_parts_of_the_standard_library_out():
+    costly = {"asyncio", "concurrent", "email", "http", "inspect", "multiprocessing", "socket", "unittest", "xml"}
+    assert not costly & (modules_after("import tp_plans") - modules_after("import dataclasses, logging"))
