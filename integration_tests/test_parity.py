@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_runtime import parallelize
-from harness.models import ARCHITECTURES
-from harness.parity import Case, assert_parity, compare
+from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
+from harness.parity import Case, assert_parity, compare, mesh_for
 from harness.ranks import RankPool
 
 TP = {"tp": 2}
@@ -68,6 +70,29 @@ def test_padding_masks_reach_sequence_parallel_attention(
     assert_parity(ranks.run(compare, Case(architecture, mesh, parallelize, SP, padding=padding)))
 
 
+@pytest.mark.parametrize("inputs", ["positions", "embeddings"])
+@pytest.mark.parametrize("options", [{}, SP], ids=identifier)
+@pytest.mark.parametrize("mesh", [TP], ids=identifier)
+def test_position_ids_and_embeddings_may_be_given(
+    ranks: RankPool, mesh: dict[str, int], options: dict[str, Any], inputs: str
+) -> None:
+    assert_parity(ranks.run(compare, Case("Gemma3ForCausalLM", mesh, parallelize, options, inputs=inputs)))
+
+
+def _labelled_losses(options: dict[str, Any]) -> tuple[float, float]:
+    """The loss that Hugging Face's own code computes, in one process and parallelized."""
+    reference = tiny_model("Qwen3ForCausalLM")
+    candidate = parallelize(copy.deepcopy(reference), mesh_for(TP), logits="full", **options)
+    inputs = tiny_inputs(reference, batch=2, length=7)
+    return tuple(model(**inputs, labels=inputs["input_ids"]).loss.item() for model in (reference, candidate))
+
+
+@pytest.mark.parametrize("options", [{}, SP], ids=identifier)
+def test_full_logits_serve_the_hugging_face_loss(two_ranks: RankPool, options: dict[str, Any]) -> None:
+    for expected, actual in two_ranks.run(_labelled_losses, options):
+        assert actual == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -88,7 +113,5 @@ def test_options_do_not_change_the_numbers(
 
 @pytest.mark.parametrize("mesh", [TP_FSDP], ids=identifier)
 def test_a_model_in_float32_agrees_to_float32(ranks: RankPool, mesh: dict[str, int]) -> None:
-    import torch
-
     reports = ranks.run(compare, Case("LlamaForCausalLM", mesh, parallelize, SP, {"dtype": torch.float32}))
     assert_parity(reports)

@@ -38,6 +38,7 @@ class Case:
         model: options of ``tiny_model``.
         length: tokens a sequence; odd, so that it divides by no axis.
         padding: ``"left"`` or ``"right"`` to pass an attention mask with padding on that side.
+        inputs: ``"ids"``; ``"positions"`` to pass position ids beside them; ``"embeddings"`` to pass those instead.
     """
 
     architecture: str
@@ -47,6 +48,7 @@ class Case:
     model: Mapping[str, Any] = field(default_factory=dict)
     length: int = 7
     padding: str | None = None
+    inputs: str = "ids"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def compare(case: Case) -> RankReport:
     mesh = mesh_for(case.mesh)
     candidate = case.parallelize(candidate, mesh, **case.options)
 
-    inputs = tiny_inputs(reference, batch=4, length=case.length)
+    inputs = _inputs(reference, case)
     if case.padding is not None:
         inputs["attention_mask"] = _mask(inputs["input_ids"], case.padding)
     expected = _logits(reference, inputs)
@@ -122,6 +124,19 @@ def own_part(full: Tensor, like: DTensor) -> Tensor:
 
 def _is_strided(placement: Any) -> bool:
     return type(placement).__name__ == "_StridedShard"
+
+
+def _inputs(model: nn.Module, case: Case) -> dict[str, Tensor]:
+    inputs = tiny_inputs(model, batch=4, length=case.length)
+    if case.inputs == "positions":
+        inputs["position_ids"] = (torch.arange(case.length) + 3).expand_as(inputs["input_ids"])
+    elif case.inputs == "embeddings":
+        ids = inputs.pop("input_ids")
+        table = next(model.parameters())
+        inputs["inputs_embeds"] = torch.randn(
+            *ids.shape, table.shape[1], dtype=table.dtype, generator=torch.Generator().manual_seed(3)
+        )
+    return inputs
 
 
 def _logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
