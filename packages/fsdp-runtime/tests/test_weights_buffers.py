@@ -85,6 +85,13 @@ def test_what_is_real_keeps_its_values() -> None:
     assert torch.equal(kept.embeddings.position_ids, torch.arange(16)[None])
 
 
+def test_a_model_with_nothing_on_meta_stays_where_it_is() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2)])
+    before = [(name, id(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()]
+    materialize(model)
+    assert [(name, id(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()] == before
+
+
 def test_the_random_state_is_left_alone() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)

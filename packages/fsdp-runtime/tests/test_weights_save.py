@@ -15,13 +15,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdp_runtime import WeightsError, parallelize
+from fsdp_runtime import WeightsError, apply_plan, parallelize
 from fsdp_runtime.weights import load_weights, save, save_weights
 from fsdp_runtime.weights.checkpoint import Checkpoint
 from fsdp_runtime.weights.safetensors_file import Planned, SafetensorsFile
 from harness.models import ARCHITECTURES, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
+from tp_plans import plan_for
 
 AXES = ({"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2})
 
@@ -60,6 +61,21 @@ def test_transformers_loads_what_is_saved_and_finds_what_it_would_have_written(
         for name in ("config.json", "generation_config.json"):
             ours, theirs = (json.loads((d / name).read_text()) for d in (directory, tmp_path / "theirs"))
             assert ours == theirs
+
+
+def _files_written_by_a_replica(directory: Path) -> list[str]:
+    """Split over ``tp`` only, so that no parameter knows of the replicas; each rank saves to its own directory."""
+    model = _model()
+    apply_plan(model, plan_for(model), mesh_for({"dp_replicate": 2, "tp": 2})["tp"])
+    own = directory / str(dist.get_rank())
+    save_weights(model, own)
+    return sorted(file.name for file in own.iterdir()) if own.exists() else []
+
+
+def test_one_rank_of_all_replicas_writes(four_ranks: RankPool, tmp_path: Path) -> None:
+    first, *others = four_ranks.run(_files_written_by_a_replica, tmp_path)
+    assert "model.safetensors" in first
+    assert others == [[], [], []]
 
 
 def test_a_model_that_fits_one_file_has_no_index(tmp_path: Path) -> None:

@@ -24,6 +24,11 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
     return sliced._flatten(name)
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was sliced from, or itself (torch 2.10 to 2.15: no public way to ask)."""
+    return mesh._get_root_mesh()
+
+
 def is_strided(placement: Placement) -> bool:
     """Whether a placement is ``_StridedShard``, the one that FSDP2 gives to a dim that is split over ``tp`` already.
 
@@ -74,6 +79,6 @@ def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # several a unit from torch 2.12 on
+            groups = getattr(state, "_fsdp_param_groups", None)  # several a unit in newer versions
             for group in [state._fsdp_param_group] if groups is None else groups:
                 yield from group.fsdp_params if group is not None else ()

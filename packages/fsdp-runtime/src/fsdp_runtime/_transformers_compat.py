@@ -29,20 +29,24 @@ def is_transformers_model(module: nn.Module) -> bool:
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
-def model_names(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> dict[str, tuple[str, bool]]:
+def model_names(
+    model: Any, checkpoint_names: Iterable[str], known: set[str]
+) -> tuple[dict[str, tuple[str, bool]], list[Any]]:
     """For every name in a checkpoint, the model's name, and whether its tensor must be fused or cut to fit.
 
     ``from_pretrained`` renames (and for some architectures merges) what it reads by a table that has no public
-    reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.  The
-    rules that applied are kept where ``save_pretrained`` looks for them, so that saving writes the same names.
+    reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.
 
     Args:
         model: the model.
         checkpoint_names: names as the files have them.
         known: the model's own names.
+
+    Returns:
+        The names, and the rules that applied, for :func:`remember_rules`.
     """
     if not is_transformers_model(model):
-        return {name: (name, False) for name in checkpoint_names}
+        return {name: (name, False) for name in checkpoint_names}, []
     from transformers.core_model_loading import rename_source_key
 
     rules = _conversion_rules(model)
@@ -54,8 +58,13 @@ def model_names(model: Any, checkpoint_names: Iterable[str], known: set[str]) ->
         if renamed not in known and name in known:  # a rule meant for another layout of the same architecture
             renamed, pattern = name, None
         found[name] = (renamed, pattern is not None)
-    model._weight_conversions = [rule for rule in rules if rule.was_used()]
-    return found
+    return found, [rule for rule in rules if rule.was_used()]
+
+
+def remember_rules(model: Any, rules: list[Any]) -> None:
+    """Keep the rules of a load where ``from_pretrained`` does, so that saving writes the names that were read."""
+    if is_transformers_model(model):
+        model._weight_conversions = rules
 
 
 def checkpoint_names(model: Any, names: Iterable[str]) -> dict[str, tuple[str, bool]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime.errors import MismatchError
 from fsdp_runtime.weights.checkpoint import Checkpoint, StoredTensor
 from fsdp_runtime.weights.entries import Entry, entries
@@ -82,6 +83,7 @@ def load_weights(
             loaded = entries(model)
             for entry in loaded:
                 _fill(entry.tensor, checkpoint, chosen.by_model_name[_loaded_name(entry, chosen)])
+    transformers_compat.remember_rules(model, chosen.rules)
     return LoadReport(len(loaded), checkpoint.bytes_read, tuple(chosen.unexpected))
 
 

@@ -20,8 +20,9 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
 
     Args:
         model: before or after ``parallelize``.
-        device: by default the current device of the mesh's type, for a plain model the CPU.  Parameters that
-            FSDP2 offloads go to the CPU in any case.
+        device: by default the current device of the mesh's type, for a plain model that of its real tensors, else
+            the CPU; a model with nothing on meta then stays where it is.  Parameters that FSDP2 offloads go to the
+            CPU in any case.
 
     Returns:
         The same model.
@@ -29,6 +30,8 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     Raises:
         MetaBufferError: a non-persistent buffer is on meta and nothing computes it; nothing has changed then.
     """
+    if device is None and not _is_on_meta(model):
+        return model
     compute_device = torch.device(device) if device is not None else home_device(model)
     compute_meta_buffers(model)
     parameter_device = torch.device("cpu") if offloads_to_cpu(model) else compute_device
@@ -57,6 +60,11 @@ def home_device(model: nn.Module) -> torch.device:
         if not entry.tensor.is_meta:
             plain = entry.tensor.device
     return plain
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    shards = (entry.tensor for entry in entries(model))
+    return any(tensor.is_meta for tensor in (*shards, *model.buffers()))
 
 
 def _materialize_parameter(parameter: nn.Parameter, device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -19,10 +19,17 @@ _LISTED = 8
 
 @dataclass(frozen=True)
 class Sources:
-    """Where a model's tensors come from: checkpoint name by model name, and checkpoint names that fit nothing."""
+    """Where a model's tensors come from.
+
+    Args:
+        by_model_name: the checkpoint's name by the model's.
+        unexpected: names in the checkpoint that fit nothing.
+        rules: the renamings that applied, as transformers has them.
+    """
 
     by_model_name: Mapping[str, str]
     unexpected: Sequence[str]
+    rules: list[Any]
 
 
 def sources(model: nn.Module, found: Sequence[Entry], stored: Sequence[str]) -> Sources:
@@ -32,7 +39,7 @@ def sources(model: nn.Module, found: Sequence[Entry], stored: Sequence[str]) -> 
         ConversionError: the checkpoint has tensors that would have to be fused or cut to fit the model.
     """
     known = {name for entry in found for name in entry.names}
-    renamed = transformers_compat.model_names(model, stored, known)
+    renamed, rules = transformers_compat.model_names(model, stored, known)
     to_convert = [name for name, (target, converts) in renamed.items() if converts and target in known]
     if to_convert:
         raise ConversionError(
@@ -47,6 +54,7 @@ def sources(model: nn.Module, found: Sequence[Entry], stored: Sequence[str]) -> 
             for name, (target, _) in renamed.items()
             if target not in known and not transformers_compat.is_ignored_on_load(model, target)
         ],
+        rules=rules,
     )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import OtherRankError
 from fsdp_runtime.weights.entries import entries
 
@@ -24,11 +25,11 @@ class Ranks:
 
 
 def ranks_of(model: nn.Module) -> Ranks:
-    """The ranks of the widest mesh that a parameter lies on; this rank alone for a model of plain tensors."""
-    meshes = [entry.tensor.device_mesh for entry in entries(model) if isinstance(entry.tensor, DTensor)]
-    if not meshes:
+    """The ranks of the mesh that the model is on, replicas included; this rank alone for a model of plain tensors."""
+    on_mesh = next((entry.tensor for entry in entries(model) if isinstance(entry.tensor, DTensor)), None)
+    if on_mesh is None:
         return Ranks(groups=(), is_first=True)
-    mesh = max(meshes, key=lambda mesh: mesh.size())
+    mesh = root_mesh(on_mesh.device_mesh)
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     return Ranks(groups, is_first=not any(mesh.get_coordinate() or ()))
 
