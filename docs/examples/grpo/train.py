@@ -40,7 +40,7 @@ def main() -> None:
     run.report.add_score(score(run, after=-1), "before warm-up")
     if settings.warmup_steps:
         warm_up(run)
-        run.report.add_score(score(run, after=0), "after warm-up ")
+        run.report.add_score(score(run, after=0), "after warm-up")
     optimise(run)
     save_and_reload(run)
 
@@ -63,6 +63,7 @@ def set_up(settings: Settings) -> Run:
     check_divisible(settings, dist.get_world_size(), dp_size)
     device = torch.device(mesh.device_type)
     dtype = getattr(torch, settings.dtype)
+    sequence_parallel = settings.sequence_parallel and settings.tp > 1
 
     folder = prepare_checkpoint(settings)
     config = AutoConfig.from_pretrained(folder)
@@ -75,7 +76,7 @@ def set_up(settings: Settings) -> Run:
         settings=settings,
         mesh=mesh,
         device=device,
-        trainer=Trainer(config, folder, mesh, dtype, settings.sequence_parallel),
+        trainer=Trainer(config, folder, mesh, dtype, sequence_parallel),
         generator=generator,
         report=Report(visible=rank == 0, every=settings.report_every),
         questions=random.Random(settings.seed),
@@ -84,7 +85,7 @@ def set_up(settings: Settings) -> Run:
     parameters = sum(parameter.numel() for parameter in generator.model.parameters())
     run.report.say(
         f"{type(generator.model).__name__}, {parameters:,} parameters, {settings.dtype}, on {device.type}: "
-        f"dp_shard={dp_size}, tp={settings.tp}, sequence parallelism {'on' if settings.sequence_parallel else 'off'}"
+        f"dp_shard={dp_size}, tp={settings.tp}, sequence parallelism {'on' if sequence_parallel else 'off'}"
     )
     return run
 
@@ -111,7 +112,7 @@ def optimise(run: Run) -> None:
             bar.advance(f"reward {figures.reward:.2f}")
             done = step + 1
             if done % settings.score_every == 0 or done == settings.steps:
-                report.add_score(score(run, after=done), f"after {done} GRPO steps")
+                report.add_score(score(run, after=done), f"after GRPO step {done}")
 
 
 def save_and_reload(run: Run) -> None:

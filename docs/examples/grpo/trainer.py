@@ -44,7 +44,7 @@ class Trainer:
             model,
             mesh,
             plan="auto",
-            sequence_parallel=sequence_parallel and mesh["tp"].size() > 1,
+            sequence_parallel=sequence_parallel,
             activation_checkpointing="block",
             mixed_precision=policy,
         )
