@@ -2,12 +2,14 @@
 
 Log-probabilities:  ``token_logprobs``, ``token_statistics``, ``next_token_targets``
 From hidden states: ``linear_token_logprobs``, ``linear_token_statistics``
+Divergence:         ``kl_estimate``, ``token_kl``
 Context parallelism: ``load_balanced_order``, ``sequence_shard``, ``gather_sequence``
 Gradient norms:     ``grad_norm``, ``grad_norms``, ``clip_grad_norm_``, ``clip_grads_with_norm_``
 Errors:             ``LogprobsError`` and its subclasses
 """
 
 from rl_logprobs.context_parallel import gather_sequence, load_balanced_order, sequence_shard
+from rl_logprobs.divergence import kl_estimate, token_kl
 from rl_logprobs.errors import (
     DtypeError,
     LogprobsError,
@@ -38,11 +40,13 @@ __all__ = [
     "gather_sequence",
     "grad_norm",
     "grad_norms",
+    "kl_estimate",
     "linear_token_logprobs",
     "linear_token_statistics",
     "load_balanced_order",
     "next_token_targets",
     "sequence_shard",
+    "token_kl",
     "token_logprobs",
     "token_statistics",
 ]

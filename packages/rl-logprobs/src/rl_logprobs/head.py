@@ -232,7 +232,7 @@ def _frozen_gradient(
     if shard.width:
         strength = (gradient.target * tiles.slope(target)).where(places.owned, 0)
         d_hidden += tiles.weight[places.column].to(tiles.dtype).mul_(strength[:, None])
-    return d_hidden.masked_fill_(tiles.ignored[:, None], 0)
+    return d_hidden.masked_fill_(gradient.ignored[:, None], 0)
 
 
 def _tiled_gradients(

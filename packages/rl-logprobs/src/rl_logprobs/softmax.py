@@ -100,9 +100,19 @@ class Sums(NamedTuple):
 
 
 def column_sums(
-    logits: torch.Tensor, targets: TargetColumns, scale: Scale, start: int, *, moment: bool, best: bool
+    logits: torch.Tensor,
+    targets: TargetColumns,
+    scale: Scale,
+    start: int,
+    *,
+    moment: bool,
+    best: bool,
+    floor: torch.Tensor | None = None,
 ) -> Sums:
-    """Reduce logits ``[..., width]`` of the vocabulary ids from ``start`` to sums, reading them once."""
+    """Reduce logits ``[..., width]`` of the vocabulary ids from ``start`` to sums, reading them once.
+
+    Logits below ``floor`` (``[tokens]``) are taken for ``-inf``.
+    """
     dtype, tokens, width = statistics_dtype(logits.dtype), targets.column.shape[0], logits.shape[-1]
     peak, total, target, moments = logits.new_zeros(4, tokens, dtype=dtype).unbind(0)
     winners = targets.column.new_zeros(tokens)
@@ -110,23 +120,28 @@ def column_sums(
         peak.fill_(-math.inf)
         return Sums(peak, total, target, moments if moment else None, winners if best else None)
     rows = min(tokens, rows_that_fit(width, logits.device))
-    powers = logits.new_empty(rows, width, dtype=dtype)
-    weights = torch.empty_like(powers) if moment else None
+    workspace = logits.new_empty(rows, width, dtype=dtype)
+    weights = torch.empty_like(workspace) if moment else None
     for span, (block,) in row_blocks(rows, logits):
-        power = powers[: block.shape[0]]
+        power = workspace[: block.shape[0]]
         values = block if block.dtype is dtype else power.copy_(block)
         if best:
             torch.max(values, -1, out=(peak[span], winners[span]))
         else:
             torch.amax(values, -1, out=peak[span])
         torch.gather(values, 1, targets.column[span, None], out=target[span, None])
-        _powers(values, peak[span], scale.rows(span), out=power)
+        below = None if floor is None else values < floor[span, None]
+        powers(values, peak[span], scale.rows(span), out=power)
+        if below is not None:
+            power.masked_fill_(below, -math.inf)
         if weights is None:
             torch.sum(power.exp2_(), -1, out=total[span])
         else:
             weight = torch.exp2(power.clamp_(min=FLOOR), out=weights[: block.shape[0]])
             torch.sum(weight, -1, out=total[span])
             torch.sum(weight.mul_(power), -1, out=moments[span])
+    if floor is not None:
+        target = target.masked_fill(target < floor, -math.inf)
     return Sums(
         peak=peak,
         total=total,
@@ -163,7 +178,7 @@ def peak_lag(peak: torch.Tensor, reference: torch.Tensor, scale: Scale) -> torch
 
 def write_weights(logits: torch.Tensor, peak: torch.Tensor, scale: Scale) -> None:
     """Replace logits ``[tokens, width]`` in the statistics dtype by their weights ``2**y``."""
-    _powers(logits, peak, scale, out=logits).exp2_()
+    powers(logits, peak, scale, out=logits).exp2_()
 
 
 def _finite(peak: torch.Tensor) -> torch.Tensor:
@@ -171,7 +186,8 @@ def _finite(peak: torch.Tensor) -> torch.Tensor:
     return peak.masked_fill(peak == -math.inf, 0)
 
 
-def _powers(values: torch.Tensor, peak: torch.Tensor, scale: Scale, out: torch.Tensor) -> torch.Tensor:
+def powers(values: torch.Tensor, peak: torch.Tensor, scale: Scale, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``y`` of logits ``[tokens, width]`` relative to ``peak``; ``-inf`` throughout for a peak of ``-inf``."""
     exponent = scale.exponent if isinstance(scale.exponent, float) else scale.exponent[:, None]
     return torch.sub(values, _finite(peak)[:, None], out=out).mul_(exponent)
 
@@ -179,7 +195,7 @@ def _powers(values: torch.Tensor, peak: torch.Tensor, scale: Scale, out: torch.T
 class LogitGradient(NamedTuple):
     """``d x_j = 2**y_j * (power + moment * y_j) + [j is the target] * target``, coefficients ``[tokens]``.
 
-    ``target`` is 0 where another rank holds the target; ``ignored`` tokens get zero whatever their logits.
+    ``ignored`` tokens get zero whatever their logits, and so do logits below ``floor``.
     """
 
     peak: torch.Tensor
@@ -187,6 +203,7 @@ class LogitGradient(NamedTuple):
     moment: torch.Tensor | None
     target: torch.Tensor
     ignored: torch.Tensor
+    floor: torch.Tensor | None
 
     def rows(self, span: slice) -> LogitGradient:
         """Those of some of the tokens."""
@@ -196,6 +213,7 @@ class LogitGradient(NamedTuple):
             moment=None if self.moment is None else self.moment[span],
             target=self.target[span],
             ignored=self.ignored[span],
+            floor=None if self.floor is None else self.floor[span],
         )
 
 
@@ -208,12 +226,15 @@ def write_gradient(
         return
     dtype = statistics_dtype(logits.dtype)
     rows = min(gradient.peak.shape[0], rows_that_fit(width, logits.device))
-    powers = None if out.dtype is dtype else logits.new_empty(rows, width, dtype=dtype)
+    workspace = None if out.dtype is dtype else logits.new_empty(rows, width, dtype=dtype)
     weights = None if gradient.moment is None else logits.new_empty(rows, width, dtype=dtype)
     for span, (block, sink) in row_blocks(rows, logits, out):
-        power = sink if powers is None else powers[: block.shape[0]]
+        power = sink if workspace is None else workspace[: block.shape[0]]
         values = block if block.dtype is dtype else power.copy_(block)
-        _powers(values, gradient.peak[span], scale.rows(span), out=power)
+        below = None if gradient.floor is None else values < gradient.floor[span, None]
+        powers(values, gradient.peak[span], scale.rows(span), out=power)
+        if below is not None:
+            power.masked_fill_(below, -math.inf)
         if weights is None or gradient.moment is None:
             power.exp2_().mul_(gradient.power[span, None])
         else:

@@ -7,6 +7,7 @@ columns and the finished statistics.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,13 +26,14 @@ from rl_logprobs.softmax import LogitGradient, Scale, Sums, TargetColumns, colum
 class SoftmaxOptions:
     """What to compute besides log-probabilities and log-sum-exp, and how.
 
-    ``temperature`` is a number or one number a token (flat).  With ``inplace_backward`` the gradient is
-    written over the logits.
+    ``temperature`` is a number or one number a token (flat).  Logits below ``floor`` (one a token, flat) have no
+    probability.  With ``inplace_backward`` the gradient is written over the logits.
     """
 
     temperature: float | torch.Tensor = 1.0
     entropy: bool = False
     argmax: bool = False
+    floor: torch.Tensor | None = None
     inplace_backward: bool = False
 
 
@@ -45,8 +47,13 @@ class SoftmaxStatistics(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What the backward pass needs of the whole vocabulary, per token; ``mean`` is the expectation of ``y``."""
+    """What the backward pass needs of the whole vocabulary, per token.
 
+    ``mean`` is the expectation of ``y``.  Where the target is ``impossible``, its log-probability is ``-inf`` and
+    sends no gradient.
+    """
+
+    impossible: torch.Tensor
     peak: torch.Tensor
     total: torch.Tensor
     mean: torch.Tensor | None
@@ -71,19 +78,24 @@ def softmax_statistics(
     return SoftmaxStatistics(*apply_function(_FromLogits, logits, targets, ignored, shard, options))
 
 
+def all_gather(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The ranks' ``[quantities, tokens]`` stacked to ``[ranks, quantities, tokens]``, in one collective."""
+    if group is None:
+        return part[None]
+    ranks = dist.get_world_size(group)
+    gathered = part.new_empty(ranks * part.shape[0], *part.shape[1:])
+    dist.all_gather_into_tensor(gathered, part, group=group)
+    return gathered.view(ranks, *part.shape)
+
+
 def finish(
     local: Sums, ignored: torch.Tensor, scale: Scale, group: dist.ProcessGroup | None
 ) -> tuple[SoftmaxStatistics, Finished]:
     """Exchange the ranks' sums in one collective and turn them into statistics."""
     dtype = local.peak.dtype
-    parts = local.stack()
-    gathered = parts.new_empty(1 if group is None else dist.get_world_size(group), *parts.shape)
-    if group is None:
-        gathered[0] = parts
-    else:
-        dist.all_gather_into_tensor(gathered.view(-1, parts.shape[1]), parts, group=group)
-    whole = merge(local.unstack(gathered), scale)
+    whole = merge(local.unstack(all_gather(local.stack(), group)), scale)
     finished = Finished(
+        impossible=whole.target == -math.inf,
         peak=whole.peak.to(dtype),
         total=whole.total,
         mean=None if whole.moment is None else whole.moment / whole.total,
@@ -104,12 +116,17 @@ def finish(
 
 
 def logit_gradient(
-    finished: Finished, ignored: torch.Tensor, scale: Scale, gradients: Sequence[torch.Tensor | None]
+    finished: Finished,
+    ignored: torch.Tensor,
+    scale: Scale,
+    gradients: Sequence[torch.Tensor | None],
+    floor: torch.Tensor | None = None,
 ) -> LogitGradient:
     """What the gradients of log-probability, log-sum-exp and entropy mean for a logit."""
-    peak, total, mean = finished
+    impossible, peak, total, mean = finished
     zero = total.new_zeros(total.shape)
     d_logprobs, d_logsumexp, d_entropy = (zero if g is None else g.to(total.dtype) for g in gradients[:3])
+    d_logprobs = d_logprobs.masked_fill(impossible, 0)
     d_power, d_moment = d_logsumexp - d_logprobs, None
     if mean is not None and gradients[2] is not None:
         d_power = d_power + d_entropy * scale.nats * mean
@@ -120,6 +137,7 @@ def logit_gradient(
         moment=d_moment,
         target=(d_logprobs * scale.slope).to(peak.dtype),
         ignored=ignored,
+        floor=floor,
     )
 
 
@@ -142,9 +160,10 @@ class _FromLogits(torch.autograd.Function):
             shard.start,
             moment=options.entropy,
             best=options.argmax,
+            floor=options.floor,
         )
         statistics, finished = finish(local, ignored, scale, shard.group)
-        ctx.save_for_backward(logits, ignored, *columns, *finished)
+        ctx.save_for_backward(logits, ignored, options.floor, *columns, *finished)
         ctx.scale, ctx.width, ctx.inplace = scale, shard.width, options.inplace_backward
         ctx.set_materialize_grads(False)
         if statistics.argmax is not None:
@@ -154,13 +173,13 @@ class _FromLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
-        logits, ignored, column, owned, *finished = ctx.saved_tensors
+        logits, ignored, floor, column, owned, *finished = ctx.saved_tensors
         out = logits if ctx.inplace else logits.new_empty(logits.shape)
         out[..., ctx.width :].zero_()
         write_gradient(
             logits[..., : ctx.width],
             TargetColumns(column, owned),
-            logit_gradient(Finished(*finished), ignored, ctx.scale, gradients),
+            logit_gradient(Finished(*finished), ignored, ctx.scale, gradients, floor),
             ctx.scale,
             out[..., : ctx.width],
         )

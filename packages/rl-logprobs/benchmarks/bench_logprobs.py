@@ -1,0 +1,104 @@
+"""Log-probabilities (and entropies) of vocabulary-sharded logits, ours beside the peers that are installed.
+
+Two gloo ranks, batch 2 x 1024 tokens.  ``--vocab 32000 --dtype bfloat16 --rounds 9`` narrows it down.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from measure import Step, run_ranks, table, take_turns
+from peers import HOW, gathered, megatron, torch_loss_parallel, verl_entropy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+import rl_logprobs
+
+TOKENS = (2, 1024)
+
+
+def bench(vocab: int, dtype: torch.dtype, rounds: int) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(dist.get_rank())
+    width = vocab // dist.get_world_size()
+    start = torch.randn(*TOKENS, width).mul_(3).to(dtype)
+    local = start.clone().requires_grad_()
+    logits = DTensor.from_local(local, mesh, [Shard(2)])
+    torch.manual_seed(0)
+    targets = torch.randint(0, vocab, TOKENS)
+    group = mesh.get_group("tp")
+
+    def ours(**options: bool) -> Callable[[], torch.Tensor]:
+        return lambda: rl_logprobs.token_logprobs(local, targets, group=group, vocab_size=vocab, **options)
+
+    def both() -> torch.Tensor:
+        found = rl_logprobs.token_statistics(local, targets, group=group, vocab_size=vocab, entropy=True)
+        assert found.entropy is not None
+        return found.logprobs + found.entropy
+
+    def fresh() -> torch.Tensor:
+        with torch.no_grad():
+            local.copy_(start)
+        return local
+
+    forward: dict[str, Callable[[], torch.Tensor]] = {
+        "rl_logprobs": ours(),
+        "rl_logprobs, in place": ours(inplace_backward=True),
+        "gather the vocabulary": lambda: gathered(logits, targets),
+        "torch loss_parallel": lambda: torch_loss_parallel(logits, targets),
+    }
+    log_probs, entropy = megatron(), verl_entropy()
+    if log_probs is not None:
+        forward["verl (Megatron)"] = lambda: log_probs(local, targets)
+    elif dist.get_rank() == 0:
+        print(f"verl's functions are left out; to have them: {HOW}")
+
+    def with_backward(function: Callable[[], torch.Tensor]) -> Step:
+        def step() -> torch.Tensor:
+            with loss_parallel():
+                return torch.autograd.grad(function().sum(), local)[0]
+
+        return step
+
+    def without_grad(function: Callable[[], torch.Tensor]) -> Step:
+        def step() -> torch.Tensor:
+            with torch.no_grad(), loss_parallel():
+                return function()
+
+        return step
+
+    size = local.nbytes
+    names = ("rl_logprobs", "rl_logprobs, in place")
+    here = f"vocabulary {vocab}, {str(dtype)[6:]}, {TOKENS[0]} x {TOKENS[1]} tokens, tp {dist.get_world_size()}"
+
+    def compare(what: str, functions: dict[str, Callable[[], torch.Tensor]]) -> None:
+        fresh()
+        steps = {name: without_grad(function) for name, function in functions.items() if "in place" not in name}
+        table(f"{what}, forward: {here}", take_turns(steps, lambda: (local,), rounds), names, size, "logits")
+        steps = {name: with_backward(function) for name, function in functions.items()}
+        results = take_turns(steps, lambda: (local,), rounds)
+        table(f"{what}, forward and backward: {here}", results, names, size, "logits")
+
+    compare("log-probabilities", forward)
+    if log_probs is not None and entropy is not None:
+        pair = {"rl_logprobs": both, "verl, both": lambda: log_probs(local, targets) + entropy(local)}
+        compare("log-probabilities and entropies", pair)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vocab", type=int, nargs="*", default=[32768, 131072])
+    parser.add_argument("--dtype", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    for vocab in options.vocab:
+        for dtype in options.dtype:
+            run_ranks(2, bench, vocab, getattr(torch, dtype), options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Sampling from, and log-probabilities under, filtered distributions of sharded logits; being written."""
