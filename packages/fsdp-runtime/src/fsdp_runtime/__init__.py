@@ -14,10 +14,12 @@ from fsdp_runtime.errors import (
     ModelError,
     OptionError,
     OtherRankError,
+    ReplicaError,
     WeightsError,
 )
 from fsdp_runtime.mesh import MeshSpec, submesh
 from fsdp_runtime.parallelize import parallelize
+from fsdp_runtime.replicas import assert_replicas_equal
 from fsdp_runtime.sharding import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
 from fsdp_runtime.tensor_parallel import apply_plan
 from fsdp_runtime.unshard import unsharded
@@ -38,10 +40,12 @@ __all__ = [
     "ModelError",
     "OptionError",
     "OtherRankError",
+    "ReplicaError",
     "ShardingOptions",
     "WeightsError",
     "anatomy_of",
     "apply_plan",
+    "assert_replicas_equal",
     "checkpoint_activations",
     "data_parallel_mesh",
     "load_weights",

@@ -19,6 +19,10 @@ class OptionError(FsdpRuntimeError, ValueError):
     """An option has a value that is not allowed, alone or beside another."""
 
 
+class ReplicaError(FsdpRuntimeError, RuntimeError):
+    """Copies of a tensor on several ranks are no longer equal."""
+
+
 class WeightsError(FsdpRuntimeError, RuntimeError):
     """A checkpoint cannot be read into the model, or written from it."""
 

@@ -1,0 +1,67 @@
+"""Copies that drift apart are found and named; sound training passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_runtime import MeshSpec, ReplicaError, assert_replicas_equal, parallelize
+from harness.models import tiny_inputs, tiny_model
+from harness.ranks import RankPool
+
+
+def _trained(
+    axes: dict[str, int], architecture: str = "Gemma3ForConditionalGeneration"
+) -> tuple[nn.Module, DeviceMesh]:
+    """A model after an optimizer step in which every data-parallel rank saw other tokens."""
+    mesh = MeshSpec(**axes).build(device_type="cpu")
+    model = parallelize(tiny_model(architecture), mesh, sequence_parallel="tp" in axes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seed = mesh["dp_replicate"].get_local_rank()
+    model(**tiny_inputs(model, batch=1, length=7, seed=seed)).logits.to_local().square().sum().backward()
+    optimizer.step()
+    return model, mesh
+
+
+def _drift(axes: dict[str, int], name: str, rank: int, by: float) -> str:
+    """What the check says once one element of one tensor on one rank has moved."""
+    model, mesh = _trained(axes)
+    if dist.get_rank() == rank:
+        with torch.no_grad():
+            tensor: Any = model.state_dict(keep_vars=True)[name]
+            getattr(tensor, "_local_tensor", tensor).view(-1)[0] += by
+    try:
+        assert_replicas_equal(model, mesh)
+    except ReplicaError as error:
+        return str(error)
+    return "equal"
+
+
+@pytest.mark.parametrize("axes", [{"dp_replicate": 2, "tp": 2}], ids=str)
+def test_sound_training_keeps_replicas_bit_identical(four_ranks: RankPool, axes: dict[str, int]) -> None:
+    name = "model.language_model.norm.weight"
+    assert four_ranks.run(_drift, axes, name, 0, 0.0) == ["equal"] * 4
+
+
+def test_one_drifted_element_is_found_on_the_ranks_that_hold_a_copy(four_ranks: RankPool) -> None:
+    name = "model.language_model.layers.1.self_attn.q_norm.weight"
+    told = four_ranks.run(_drift, {"dp_replicate": 2, "tp": 2}, name, 3, 1e-12)
+    assert told[0] == "equal"  # rank 0 shares no axis with rank 3
+    assert f"{name}: over axis dp_replicate (ranks 1, 3)" in told[1]
+    assert f"{name}: over axis tp (ranks 2, 3)" in told[2]
+    assert f"{name}: over axis dp_replicate (ranks 1, 3) and axis tp (ranks 2, 3)" in told[3]
+
+
+def test_a_tower_that_no_plan_covers_is_compared_over_tp_too(two_ranks: RankPool) -> None:
+    name = "model.multi_modal_projector.mm_input_projection_weight"
+    for told in two_ranks.run(_drift, {"tp": 2}, name, 1, 1e-12):
+        assert f"1 tensors differ between ranks that hold copies of them:\n  {name}: over axis tp (ranks 0, 1)" in told
+
+
+def test_a_plain_model_has_no_replicas() -> None:
+    assert_replicas_equal(nn.Linear(2, 2))
