@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_runtime import OptionError, parallelize, unsharded
 from fsdp_runtime.weights import gather, stream_weights
@@ -152,9 +154,9 @@ def _collectives_of_stream(axes: dict[str, int], bucket_bytes: int) -> tuple[int
     calls = []
     original = gather.all_gather_flat
 
-    def counted(output: Tensor, own: Tensor, group: Any) -> None:
+    def counted(output: Tensor, own: Tensor, group: Any) -> dist.Work:
         calls.append(own.nbytes)
-        original(output, own, group)
+        return original(output, own, group)
 
     gather.all_gather_flat = counted
     try:
@@ -164,7 +166,22 @@ def _collectives_of_stream(axes: dict[str, int], bucket_bytes: int) -> tuple[int
     return len(calls), tensors
 
 
-def test_a_bucket_takes_one_collective_an_axis(two_ranks: RankPool, four_ranks: RankPool) -> None:
+def _gathered_large_and_small(dims: tuple[int, ...]) -> bool:
+    """Whether tensors above and below the size that is gathered alone come back whole, in order."""
+    mesh = mesh_for({"dp_shard": 2, "tp": 2})["dp_shard", "tp"]
+    rows = (601, 3, 1024, 5)  # the first and third make shards of more than a mebibyte
+    whole = [torch.randn(count, 1024, generator=torch.Generator().manual_seed(count)) for count in rows]
+    shards = [distribute_tensor(tensor, mesh, [Shard(dim) for dim in dims]) for tensor in whole]
+    found = gather.full_tensors([shard.double() for shard in shards])
+    return all(torch.equal(tensor, wanted.double()) for tensor, wanted in zip(found, whole, strict=True))
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_large_shards_are_gathered_as_small_ones_are(four_ranks: RankPool, dims: tuple[int, int]) -> None:
+    assert all(four_ranks.run(_gathered_large_and_small, dims))
+
+
+def test_a_bucket_of_small_tensors_takes_one_collective_an_axis(two_ranks: RankPool, four_ranks: RankPool) -> None:
     for calls, tensors in two_ranks.run(_collectives_of_stream, {"dp_shard": 2}, 10**9):
         assert calls == 1
         assert tensors > 20

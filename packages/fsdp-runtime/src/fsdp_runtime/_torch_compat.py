@@ -69,10 +69,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers(recurse=False) if name not in hidden}
 
 
-def all_gather_flat(output: Tensor, own: Tensor, group: ProcessGroup) -> None:
-    """Gather flat tensors of one size into one; torch 2.13 renamed the function and deprecated the old name."""
+def all_gather_flat(output: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
+    """Start to gather flat tensors of one size into one; torch 2.13 renamed the function, and the old name warns."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, own, group=group)
+    work: dist.Work = gather(output, own, group=group, async_op=True)
+    return work
 
 
 def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:

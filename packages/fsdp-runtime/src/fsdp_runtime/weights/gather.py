@@ -1,7 +1,7 @@
-"""Full tensors from shards: a bucket of parameters by one collective for each mesh axis that cuts them.
+"""Full tensors from shards, a bucket of parameters at once.
 
-DTensor's ``full_tensor()`` waits for each parameter in turn.  Here the shards of a bucket are packed into one
-buffer, so that small parameters do not pay for a collective each.
+DTensor's ``full_tensor()`` waits for each parameter in turn.  Here the gathers of a bucket are in flight together, and
+the shards of small parameters share one, so that they do not pay for a collective each.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._torch_compat import all_gather_flat
 from fsdp_runtime.weights.slices import Cut, cuts, local_slice
 
+#: From this many bytes on, a shard is gathered by itself, which saves copying it into a buffer and out again.
+_LARGE = 2**20
 #: Where a tensor may begin in a packed buffer, in bytes: a multiple of every dtype's size.
 _ALIGNMENT = 16
 
@@ -35,6 +37,7 @@ class _Packed:
     """Where the shards of one tensor lie in a gathered buffer of one row of bytes a rank."""
 
     rows: Tensor
+    work: dist.Work
     offset: int
     shape: tuple[int, ...]  # of one rank's chunk, padded, the cut dim first
     dtype: torch.dtype
@@ -42,7 +45,8 @@ class _Packed:
     size: int
 
     def tensor(self) -> Tensor:
-        """The piece with the cut undone."""
+        """The piece with the cut undone; waits for the bytes."""
+        self.work.wait()
         count = _count(self.shape) * self.dtype.itemsize
         chunks = self.rows[:, self.offset : self.offset + count].view(self.dtype)
         whole = chunks.reshape(len(self.rows) * self.shape[0], *self.shape[1:])
@@ -53,7 +57,7 @@ class _Packed:
 def full_tensors(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
     """The full tensors of shards, in order; plain ones as they are.  Collective: every rank passes the same.
 
-    Everything is communicated before the first tensor comes; each is put together when it is asked for.
+    All communication is started before the first tensor comes; each is waited for when it is asked for.
 
     Args:
         tensors: parameters and buffers, plain or DTensors on any meshes.
@@ -98,26 +102,36 @@ def _piece(tensor: Tensor, dtype: torch.dtype | None) -> _Piece:
 
 
 def _gather(pieces: list[_Piece], group: ProcessGroup) -> list[_Packed]:
-    """Undo the last cut of each piece, all by one all-gather over the group that cut them."""
-    sizes, offset = [], 0
-    shapes: list[tuple[int, ...]] = []
-    for piece in pieces:
+    """Undo the last cut of each piece: large ones by an all-gather each, the others by one, all in flight at once."""
+    small = [piece for piece in pieces if piece.tensor.nbytes < _LARGE]
+    packs = [[piece] for piece in pieces if piece.tensor.nbytes >= _LARGE] + ([small] if small else [])
+    packed = {id(piece): result for pack in packs for piece, result in zip(pack, _launch(pack, group), strict=True)}
+    return [packed[id(piece)] for piece in pieces]
+
+
+def _launch(pieces: list[_Piece], group: ProcessGroup) -> list[_Packed]:
+    """Start one all-gather of the pieces' shards."""
+    shards = [piece.tensor.movedim(piece.undo[-1][1].dim, 0) for piece in pieces]
+    shapes, starts, total = [], [], 0
+    for piece, shard in zip(pieces, shards, strict=True):
         _, cut, size = piece.undo[-1]
-        first = piece.tensor.movedim(cut.dim, 0)
-        shapes.append((cut.chunk(size), *first.shape[1:]))
-        sizes.append(offset)
-        offset += -(-_count(shapes[-1]) * piece.tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
-    own = torch.empty(offset, dtype=torch.uint8, device=pieces[0].tensor.device)
-    for piece, start, shape in zip(pieces, sizes, shapes, strict=True):
-        first = piece.tensor.movedim(piece.undo[-1][1].dim, 0)
-        chunk = own[start : start + _count(shape) * piece.tensor.itemsize].view(piece.tensor.dtype).view(shape)
-        chunk[: len(first)].copy_(first)
-    everyone = own.new_empty(dist.get_world_size(group) * offset)
-    all_gather_flat(everyone, own, group)
-    rows = everyone.view(-1, offset)
+        shapes.append((cut.chunk(size), *shard.shape[1:]))
+        starts.append(total)
+        total += -(-_count(shapes[-1]) * shard.itemsize // _ALIGNMENT) * _ALIGNMENT
+    if len(shards) == 1 and shards[0].is_contiguous() and shards[0].nbytes == total:
+        own = shards[0].view(-1).view(torch.uint8)
+    else:
+        own = torch.empty(total, dtype=torch.uint8, device=shards[0].device)
+        for shard, start, shape in zip(shards, starts, shapes, strict=True):
+            chunk = own[start : start + _count(shape) * shard.itemsize].view(shard.dtype).view(shape)
+            chunk[: len(shard)].copy_(shard)
+    everyone = own.new_empty(dist.get_world_size(group) * total)
+    work = all_gather_flat(everyone, own, group)
     return [
-        _Packed(rows, start, shape, piece.tensor.dtype, piece.undo[-1][1].dim, piece.undo[-1][2])
-        for piece, start, shape in zip(pieces, sizes, shapes, strict=True)
+        _Packed(
+            everyone.view(-1, total), work, start, shape, piece.tensor.dtype, piece.undo[-1][1].dim, piece.undo[-1][2]
+        )
+        for piece, start, shape in zip(pieces, starts, shapes, strict=True)
     ]
 
 
