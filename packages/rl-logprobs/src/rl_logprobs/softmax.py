@@ -195,7 +195,8 @@ def powers(values: torch.Tensor, peak: torch.Tensor, scale: Scale, *, out: torch
 class LogitGradient(NamedTuple):
     """``d x_j = 2**y_j * (power + moment * y_j) + [j is the target] * target``, coefficients ``[tokens]``.
 
-    ``ignored`` tokens get zero whatever their logits, and so do logits below ``floor``.
+    ``target`` is ``[tokens, k]`` where the target columns are, for ``k`` targets a token.  ``ignored`` tokens get
+    zero whatever their logits, and so do logits below ``floor``.
     """
 
     peak: torch.Tensor
@@ -241,7 +242,8 @@ def write_gradient(
             weight = torch.exp2(power.clamp_(min=FLOOR), out=weights[: block.shape[0]])
             power.mul_(gradient.moment[span, None]).add_(gradient.power[span, None]).mul_(weight)
         here = targets.rows(span)
-        power.scatter_add_(1, here.column[:, None], gradient.target[span].where(here.owned, 0)[:, None])
+        at_targets = gradient.target[span].where(here.owned, 0)
+        power.scatter_add_(1, here.column.reshape(len(power), -1), at_targets.reshape(len(power), -1))
         if power is not sink:
             sink.copy_(power)
         _zero_rows_(sink, gradient.ignored[span])
