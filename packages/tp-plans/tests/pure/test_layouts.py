@@ -2,25 +2,29 @@ import copy
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_plans import Partial, PlanError, Replicate, Shard
 from tp_plans.layouts import layout_from_str
 
+on_any_machine = settings(deadline=None)  # a busy one exceeds hypothesis's 200 ms at times
 layouts = st.one_of(st.just(Replicate()), st.just(Partial()), st.builds(Shard, st.integers(-8, 8)))
 
 
+@on_any_machine
 @given(layouts)
 def test_text_of_a_layout_reads_back_as_the_same_layout(layout):
     assert layout_from_str(str(layout)) == layout
 
 
+@on_any_machine
 @given(layouts)
 def test_a_layout_survives_pickle_and_deepcopy(layout):
     assert pickle.loads(pickle.dumps(layout)) == layout == copy.deepcopy(layout)
 
 
+@on_any_machine
 @given(st.text().filter(lambda text: not text.startswith(("shard", "replicate", "partial"))))
 def test_any_other_text_is_refused_with_the_words_that_would_do(text):
     with pytest.raises(PlanError) as caught:
