@@ -79,7 +79,7 @@ def test_norm_of_mixed_meshes_is_that_of_the_whole_gradient_on_every_rank(four_r
         for ours, exact in found:
             assert type(ours) is torch.Tensor
             assert ours.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
-            torch.testing.assert_close(ours.double(), exact, rtol=2e-7, atol=0)
+            torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=0)
 
 
 def collectives_of_spread(order):
@@ -106,7 +106,7 @@ def clip_spread(dtype, order):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_clipping_scales_every_gradient_to_the_bound(four_ranks, dtype, order):
     for before, exact, clipped, gradients in four_ranks.run(clip_spread, dtype, order):
-        torch.testing.assert_close(before.double(), exact, rtol=2e-7, atol=0)
+        torch.testing.assert_close(before.double(), exact, rtol=1e-6, atol=0)
         rounding = 2**-9 if dtype is torch.bfloat16 else 1e-6
         torch.testing.assert_close(exact_norm(clipped, order), torch.tensor(0.25).double(), rtol=rounding, atol=0)
         for ours, gradient in zip(clipped, gradients, strict=True):
@@ -360,7 +360,7 @@ def test_any_shapes_dtype_and_order_give_the_float64_norm(shapes, dtype, scale, 
     gradients = [(torch.randn(shape) * scale).to(dtype) for shape in shapes]
     norm = grad_norm([with_gradient(g) for g in gradients], order)
     exact = exact_norm(gradients, order) if sum(g.numel() for g in gradients) else torch.zeros(()).double()
-    torch.testing.assert_close(norm.double(), exact.to(norm.dtype).double(), rtol=3e-7, atol=0)
+    torch.testing.assert_close(norm.double(), exact.to(norm.dtype).double(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("order", ORDERS)

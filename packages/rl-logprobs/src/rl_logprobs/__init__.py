@@ -2,6 +2,7 @@
 
 Log-probabilities:  ``token_logprobs``, ``token_statistics``, ``next_token_targets``
 From hidden states: ``linear_token_logprobs``, ``linear_token_statistics``
+Sampling:           ``SamplingFilter``, ``sample_tokens``, ``topk_logprobs``
 Divergence:         ``kl_estimate``, ``token_kl``
 Context parallelism: ``load_balanced_order``, ``sequence_shard``, ``gather_sequence``
 Gradient norms:     ``grad_norm``, ``grad_norms``, ``clip_grad_norm_``, ``clip_grads_with_norm_``
@@ -22,6 +23,8 @@ from rl_logprobs.errors import (
 from rl_logprobs.grad_norm import clip_grad_norm_, clip_grads_with_norm_, grad_norm, grad_norms
 from rl_logprobs.linear_logprobs import linear_token_logprobs, linear_token_statistics
 from rl_logprobs.logprobs import TokenStatistics, token_logprobs, token_statistics
+from rl_logprobs.sampling import TopTokens, sample_tokens, topk_logprobs
+from rl_logprobs.sampling_filter import SamplingFilter
 from rl_logprobs.targets import next_token_targets
 
 __version__ = "0.1.0"
@@ -32,9 +35,11 @@ __all__ = [
     "NonFiniteNormError",
     "OptionError",
     "PlacementError",
+    "SamplingFilter",
     "ShapeError",
     "TargetError",
     "TokenStatistics",
+    "TopTokens",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "gather_sequence",
@@ -45,8 +50,10 @@ __all__ = [
     "linear_token_statistics",
     "load_balanced_order",
     "next_token_targets",
+    "sample_tokens",
     "sequence_shard",
     "token_kl",
     "token_logprobs",
     "token_statistics",
+    "topk_logprobs",
 ]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rl_logprobs._torch_compat import assert_on_device
 from rl_logprobs.errors import OptionError, ShapeError
 from rl_logprobs.layout import locate_logits
+from rl_logprobs.sampling_filter import SamplingFilter, sampling_floor
 from rl_logprobs.targets import ignored_targets, local_targets
 from rl_logprobs.vocab_parallel import SoftmaxOptions, SoftmaxStatistics, softmax_statistics
 
@@ -45,6 +46,7 @@ def token_logprobs(
     shift: bool = False,
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
+    sampling: SamplingFilter | None = None,
     inplace_backward: bool = False,
 ) -> torch.Tensor:
     """Log-probability of each target under ``softmax(logits / temperature)``.
@@ -68,6 +70,8 @@ def token_logprobs(
             position gets 0.
         temperature: positive number, or positive tensor that broadcasts to the targets of this rank.
         ignore_index: target of tokens that are not scored: value 0 and gradient 0, whatever their logits.
+        sampling: score under the filtered and renormalised distribution that a sampler with these settings draws
+            from.  A target that the filter removes has ``-inf`` and no gradient.  Takes a few collectives more.
         inplace_backward: write the gradient over the logits' memory, so that no second tensor of their size
             exists.  The logits are then lost after the backward pass.
 
@@ -88,6 +92,7 @@ def token_logprobs(
         shift=shift,
         temperature=temperature,
         ignore_index=ignore_index,
+        sampling=sampling,
         inplace_backward=inplace_backward,
     ).logprobs
 
@@ -104,6 +109,7 @@ def token_statistics(
     shift: bool = False,
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
+    sampling: SamplingFilter | None = None,
     inplace_backward: bool = False,
 ) -> TokenStatistics:
     """Log-probability, log-sum-exp and what else is asked of each token, from one pass and one collective.
@@ -119,6 +125,7 @@ def token_statistics(
         shift: as there.
         temperature: as there.
         ignore_index: as there.
+        sampling: as there; the entropy is then that of the filtered distribution too.
         inplace_backward: as there.
 
     Returns:
@@ -132,10 +139,12 @@ def token_statistics(
     if mine.device != located.values.device:
         raise OptionError(f"targets are on {mine.device} and logits on {located.values.device}; move the targets")
     ignored = ignored_targets(mine, vocab_size=located.vocab.vocab_size, ignore_index=ignore_index)
+    heat = checked_temperature(temperature, mine)
     options = SoftmaxOptions(
-        temperature=checked_temperature(temperature, mine),
+        temperature=heat,
         entropy=entropy,
         argmax=argmax,
+        floor=None if sampling is None else sampling_floor(located.values, located.vocab, heat, sampling),
         inplace_backward=inplace_backward,
     )
     flat = softmax_statistics(located.values, mine.reshape(-1), ignored.reshape(-1), located.vocab, options)

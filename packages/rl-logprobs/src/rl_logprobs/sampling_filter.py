@@ -1,0 +1,179 @@
+"""Top-k, top-p and min-p as one threshold a token, found without gathering the vocabulary.
+
+A filter keeps the logits at or above some value.  The value is found digit by digit (a radix selection over the
+bits of the logits' own dtype): the ranks add up a histogram of counts or of probability, and the bin in which
+the cumulated sum crosses ``k`` or ``p`` names the next eight bits.  Two rounds for 16-bit logits, four for
+float32.
+
+Ties at the threshold are all kept, as vLLM and transformers do for top-k; for top-p they keep whichever of the
+tied tokens their sort puts first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from rl_logprobs.errors import OptionError
+from rl_logprobs.layout import VocabShard
+from rl_logprobs.rows import row_blocks, rows_that_fit, statistics_dtype, wide_dtype
+from rl_logprobs.softmax import Scale, powers
+
+BINS = 256
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class SamplingFilter:
+    """Which tokens a sampler may choose, after the temperature.
+
+    Attributes:
+        top_k: keep the ``k`` largest logits (and ties with the last); None keeps all.
+        top_p: keep the most probable tokens that together reach this probability, among those that ``top_k``
+            kept (Holtzman et al., arXiv:1904.09751); 1 keeps all.
+        min_p: keep tokens at least this probable relative to the most probable (Nguyen et al.,
+            arXiv:2407.01082); 0 keeps all.
+        order: ``"vllm"`` applies min-p, top-k, top-p; ``"transformers"`` top-k, top-p, min-p.  It matters where
+            min-p removes what top-p would have counted.
+
+    Raises:
+        OptionError: a number outside its range, or another order.
+    """
+
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    order: Literal["vllm", "transformers"] = "vllm"
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.top_k < 1:
+            raise OptionError(f"top_k must be 1 or more, got {self.top_k}; leave it out to keep all tokens")
+        if not 0 < self.top_p <= 1:
+            raise OptionError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise OptionError(f"min_p must be in [0, 1], got {self.min_p}")
+        if self.order not in ("vllm", "transformers"):
+            raise OptionError(f"order must be 'vllm' or 'transformers', got {self.order!r}")
+
+
+@torch.no_grad()
+def sampling_floor(
+    logits: torch.Tensor, shard: VocabShard, temperature: float | torch.Tensor, sampling: SamplingFilter
+) -> torch.Tensor | None:
+    """The least logit that the filter keeps, ``[tokens]`` in the statistics dtype; None if it keeps all.
+
+    One collective for the peak, and for each of top-k and top-p one a round.
+
+    Args:
+        logits: ``[..., columns]``, this rank's columns.
+        shard: which columns these are; the ranks of its group call together.
+        temperature: positive number, or one number a token (flat).
+        sampling: the filter.
+    """
+    if sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0:
+        return None
+    dtype = statistics_dtype(logits.dtype)
+    selection = _Selection(logits[..., : shard.width], shard.group, Scale.of(temperature, dtype))
+    peak = selection.peak()
+    floor = torch.full_like(peak, -math.inf)
+    relative = torch.full_like(peak, -math.inf)
+    if sampling.min_p > 0:
+        relative = peak + (math.log(sampling.min_p) / selection.scale.slope if sampling.min_p < 1 else 0.0)
+    if sampling.order == "vllm":
+        floor = relative
+    if sampling.top_k is not None and sampling.top_k < shard.vocab_size:
+        floor = torch.maximum(floor, selection.at_count(sampling.top_k))
+    if sampling.top_p < 1:
+        floor = torch.maximum(floor, selection.at_mass(sampling.top_p, peak, floor))
+    return torch.maximum(floor, relative).to(dtype)
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """Selection among the logits of all ranks, by the order-preserving integers that their bits make."""
+
+    logits: torch.Tensor
+    group: dist.ProcessGroup | None
+    scale: Scale
+
+    @property
+    def _tokens(self) -> int:
+        return self.logits.shape[:-1].numel()
+
+    def _sum_(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        if self.group is not None:
+            dist.all_reduce(values, operation, group=self.group)
+        return values
+
+    def peak(self) -> torch.Tensor:
+        """The largest logit of each token over all ranks, in the statistics dtype."""
+        peak = self.logits.new_full((self._tokens,), -math.inf, dtype=statistics_dtype(self.logits.dtype))
+        if self.logits.shape[-1]:
+            for span, (block,) in self._blocks():
+                peak[span] = block.amax(-1)
+        return self._sum_(peak, dist.ReduceOp.MAX)
+
+    def at_count(self, count: int) -> torch.Tensor:
+        """The ``count``-th largest logit."""
+        goal = torch.full((self._tokens,), count, dtype=torch.float64, device=self.logits.device)
+        return self._select(goal, None, None)
+
+    def at_mass(self, share: float, peak: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+        """The least logit above which less than ``share`` of the probability at or above ``floor`` lies."""
+        total = torch.zeros(self._tokens, dtype=wide_dtype(peak.device), device=peak.device)
+        for span, (block,) in self._blocks():
+            total[span] = self._weights(block, span, peak, floor).sum(-1)
+        return self._select(self._sum_(total) * share, peak, floor)
+
+    def _blocks(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        width = self.logits.shape[-1]
+        return row_blocks(rows_that_fit(width, self.logits.device), self.logits) if width else iter(())
+
+    def _weights(
+        self, block: torch.Tensor, span: slice, peak: torch.Tensor | None, floor: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What each logit adds to the sum: one, or its weight if it is at or above the floor."""
+        wide = wide_dtype(block.device)
+        if peak is None or floor is None:
+            return torch.ones(block.shape, dtype=wide, device=block.device)
+        values = block.to(peak.dtype)
+        weights = powers(values, peak[span], self.scale.rows(span)).exp2_()
+        return weights.masked_fill_(values < floor[span, None], 0).to(wide)
+
+    def _select(self, goal: torch.Tensor, peak: torch.Tensor | None, floor: torch.Tensor | None) -> torch.Tensor:
+        """The largest logit that, with all larger ones, adds up to ``goal``."""
+        bits = self.logits.dtype.itemsize * 8
+        above, prefix = torch.zeros_like(goal), torch.zeros(goal.shape, dtype=torch.int64, device=goal.device)
+        for shift in range(bits - 8, -1, -8):
+            leading = shift == bits - 8
+            histogram = goal.new_zeros(goal.shape[0], BINS)
+            for span, (block,) in self._blocks():
+                keys, weights = _keys(block), self._weights(block, span, peak, floor)
+                if leading:
+                    digits = (keys >> shift) + BINS // 2  # signed: the least key goes to the first bin
+                else:
+                    digits = (keys >> shift) & (BINS - 1)
+                    weights *= (keys >> (shift + 8)) == prefix[span, None]
+                histogram[span].scatter_add_(1, digits, weights)
+            at_or_above = self._sum_(histogram).flip(1).cumsum(1).flip(1) + above[:, None]
+            larger = torch.cat([at_or_above[:, 1:], above[:, None]], 1)
+            digit = (larger >= goal[:, None]).sum(1).clamp(max=BINS - 1)
+            above = larger.gather(1, digit[:, None])[:, 0]
+            prefix = digit - BINS // 2 if leading else prefix * BINS + digit
+        return _values(prefix, self.logits.dtype).to(statistics_dtype(self.logits.dtype))
+
+
+def _keys(block: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the floats: two's complement for the magnitude bits of negative ones."""
+    bits = block.contiguous().view(_INTEGERS[block.dtype.itemsize])
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).long()
+
+
+def _values(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    bits = keys.to(_INTEGERS[dtype.itemsize])
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype)
