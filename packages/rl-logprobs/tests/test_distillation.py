@@ -11,8 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import rl_logprobs
 from harness.ranks import RanksFailed
-from rl_logprobs import token_logprobs, topk_logprobs
-from rl_logprobs.distillation import logprobs_at
+from rl_logprobs import logprobs_at, token_logprobs, topk_logprobs
 
 TOKENS = (2, 5)
 

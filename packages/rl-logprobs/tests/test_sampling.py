@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import rl_logprobs
@@ -77,6 +77,27 @@ def test_samples_follow_the_distribution_and_agree_on_all_ranks(four_ranks, samp
         assert torch.equal(found, sample)
         assert repeated
         assert not unchanged
+
+
+def drawn_on_grid(dp, vocab):
+    mesh = init_device_mesh("cpu", (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "tp"))
+    sharded = distribute_tensor(tied_logits(vocab), mesh, [Shard(1), Shard(2)])
+    found = sample_tokens(sharded, seed=torch.Generator().manual_seed(4), temperature=1.5)
+    return DTensor.from_local(found, mesh, [Shard(1), Replicate()], shape=(2, 3), stride=(3, 1)).full_tensor()
+
+
+@pytest.mark.parametrize("vocab", [5, 130])
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_every_split_of_tokens_and_vocabulary_draws_the_same(four_ranks, dp, vocab):
+    expected = sample_tokens(tied_logits(vocab), seed=torch.Generator().manual_seed(4), temperature=1.5)
+    for found in four_ranks.run(drawn_on_grid, dp, vocab):
+        assert torch.equal(found, expected)
+
+
+def test_a_generator_moves_on_from_call_to_call():
+    generator = torch.Generator().manual_seed(0)
+    first, second = (sample_tokens(torch.zeros(50, 100), seed=generator) for _ in range(2))
+    assert not torch.equal(first, second)
 
 
 def test_one_temperature_a_token_sharpens_each_on_its_own():

@@ -2,7 +2,8 @@
 
 Log-probabilities:  ``token_logprobs``, ``token_statistics``, ``next_token_targets``
 From hidden states: ``linear_token_logprobs``, ``linear_token_statistics``
-Sampling:           ``SamplingFilter``, ``sample_tokens``, ``topk_logprobs``
+Sampling:           ``SamplingFilter``, ``sample_tokens``
+Distillation:       ``topk_logprobs``, ``logprobs_at``
 Divergence:         ``kl_estimate``, ``token_kl``
 Context parallelism: ``load_balanced_order``, ``sequence_shard``, ``gather_sequence``
 Gradient norms:     ``grad_norm``, ``grad_norms``, ``clip_grad_norm_``, ``clip_grads_with_norm_``
@@ -10,6 +11,7 @@ Errors:             ``LogprobsError`` and its subclasses
 """
 
 from rl_logprobs.context_parallel import gather_sequence, load_balanced_order, sequence_shard
+from rl_logprobs.distillation import logprobs_at
 from rl_logprobs.divergence import kl_estimate, token_kl
 from rl_logprobs.errors import (
     DtypeError,
@@ -49,6 +51,7 @@ __all__ = [
     "linear_token_logprobs",
     "linear_token_statistics",
     "load_balanced_order",
+    "logprobs_at",
     "next_token_targets",
     "sample_tokens",
     "sequence_shard",

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from rl_logprobs.errors import OptionError
-from rl_logprobs.layout import locate_logits
+from rl_logprobs.gumbel import gumbel_noise, token_keys
+from rl_logprobs.layout import TokenSlice, locate_logits
 from rl_logprobs.logprobs import checked_temperature
-from rl_logprobs.rows import row_blocks, rows_that_fit, statistics_dtype
+from rl_logprobs.rows import row_blocks, rows_that_fit, statistics_dtype, wide_dtype
 from rl_logprobs.sampling_filter import SamplingFilter, sampling_floor
 from rl_logprobs.softmax import Scale, TargetColumns, column_sums, merge
 from rl_logprobs.vocab_parallel import all_gather
@@ -112,59 +113,65 @@ def _lowest_of_the_largest(block: torch.Tensor, k: int) -> torch.Tensor:
 def sample_tokens(
     logits: torch.Tensor,
     *,
-    seed: int,
+    seed: int | torch.Generator,
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     vocab_start: int | None = None,
     temperature: float | torch.Tensor = 1.0,
     sampling: SamplingFilter | None = None,
 ) -> torch.Tensor:
-    """Draw one token from each distribution, the same on every rank of the vocabulary's group.
+    """Draw one token from each distribution, the same on every rank and for every number of ranks.
 
-    The Gumbel-max trick (Gumbel, 1954): the argmax of logits plus Gumbel noise is a sample of their softmax, and
-    an argmax is found with one collective.
+    The Gumbel-max trick (Maddison, Tarlow and Minka, arXiv:1411.0030): the argmax of logits plus Gumbel noise is a
+    sample of their softmax, and an argmax is found with one collective.  The noise is a function of the seed, the
+    token's place in the batch and the vocabulary id, so that no rank depends on what the others hold.
 
     Args:
         logits: as for ``token_logprobs``.
-        seed: the same on all ranks of the vocabulary's group, and another for each call and each data-parallel
-            rank; every rank makes its own columns' noise from it.
+        seed: the same on all ranks and another for each call; or a CPU generator in the same state on all ranks, from
+            which a seed is drawn.  Plain logits count their tokens' places from 0, so that data-parallel ranks need
+            different seeds; a DTensor knows its tokens' places.
         group: as for ``token_logprobs``.
         vocab_size: as for ``token_logprobs``.
         vocab_start: as for ``token_logprobs``.
-        temperature: as for ``token_logprobs``.
+        temperature: as for ``token_logprobs``; for the most probable token take ``topk_logprobs(logits, 1)``.
         sampling: draw from what this filter keeps.
 
     Returns:
         Vocabulary ids of the logits' leading shape, int64.
 
     Raises:
-        ShapeError, PlacementError, DtypeError, OptionError: as ``token_logprobs``.
+        OptionError: also for a generator of an accelerator.
+        ShapeError, PlacementError, DtypeError: as ``token_logprobs``.
     """
     located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
     shard, shape, values = located.vocab, located.values.shape[:-1], located.values
     heat = checked_temperature(temperature, torch.zeros(shape, dtype=torch.int64, device=values.device))
     floor = None if sampling is None else sampling_floor(values, shard, heat, sampling)
-    dtype = statistics_dtype(values.dtype)
-    slope = Scale.of(heat, dtype).slope
-    best = torch.full((2, shape.numel()), -math.inf, dtype=dtype, device=values.device)
+    slope = Scale.of(heat, statistics_dtype(values.dtype)).slope
+    streams = token_keys(_drawn(seed), _places(located.tokens, values.device))
+    best = torch.full((2, shape.numel()), -math.inf, dtype=wide_dtype(values.device), device=values.device)
     if shard.width:
-        rank = 0 if shard.group is None else dist.get_rank(shard.group)
-        generator = torch.Generator(values.device).manual_seed(_mix(seed, rank))
+        mine = torch.arange(shard.start, shard.start + shard.width, device=values.device)
         for span, (block,) in row_blocks(rows_that_fit(shard.width, values.device), values[..., : shard.width]):
-            keys = block.to(dtype) * (slope if isinstance(slope, float) else slope[span, None].to(dtype))
+            keys = block.to(best.dtype) * (slope if isinstance(slope, float) else slope[span, None])
             if floor is not None:
-                keys.masked_fill_(block.to(dtype) < floor[span, None], -math.inf)
-            noise = torch.empty_like(keys).exponential_(generator=generator)
-            best[0, span], winners = keys.sub_(noise.log_()).max(-1)
-            best[1, span] = (winners + shard.start).to(dtype)
+                keys.masked_fill_(block.to(floor.dtype) < floor[span, None], -math.inf)
+            best[0, span], winners = keys.add_(gumbel_noise(streams[span], mine)).max(-1)
+            best[1, span] = mine[winners].to(best.dtype)
     keys, ids = all_gather(best, shard.group).unbind(1)
     return ids.gather(0, keys.argmax(0, keepdim=True))[0].long().view(shape)
 
 
-def _mix(seed: int, rank: int) -> int:
-    """A seed for each rank, far from those of neighbouring seeds (the finaliser of SplitMix64)."""
-    mask = 2**64 - 1
-    state = (seed + (rank + 1) * 0x9E3779B97F4A7C15) & mask
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
-    return (state ^ (state >> 31)) >> 1
+def _drawn(seed: int | torch.Generator) -> int:
+    if isinstance(seed, int):
+        return seed
+    if seed.device.type != "cpu":
+        raise OptionError(f"the generator is on {seed.device}; pass a CPU generator or a number, so that no host waits")
+    return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), generator=seed))
+
+
+def _places(tokens: TokenSlice, device: torch.device) -> torch.Tensor:
+    """The place of each of this rank's tokens in the flattened batch."""
+    whole = torch.arange(math.prod(tokens.full), device=device)
+    return tokens.of(whole.view(tokens.full)).reshape(-1)
