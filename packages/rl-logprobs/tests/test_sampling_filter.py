@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import rl_logprobs
 from rl_logprobs import SamplingFilter, token_logprobs, token_statistics
@@ -23,6 +22,8 @@ FILTERS = {
     "all, vLLM": SamplingFilter(top_k=20, top_p=0.8, min_p=0.05),
     "all, transformers": SamplingFilter(top_k=20, top_p=0.8, min_p=0.05, order="transformers"),
     "top-k beyond the vocabulary": SamplingFilter(top_k=10_000),
+    "top-k of many": SamplingFilter(top_k=300),
+    "top-k of many, top-p": SamplingFilter(top_k=300, top_p=0.9),
     "nothing": SamplingFilter(),
 }
 
@@ -35,6 +36,8 @@ def problem(vocab, dtype=torch.float64, seed=0, tokens=(2, 5)):
 
 def warped(logits, sampling, temperature):
     """The filtered logits of transformers' warpers, in the order asked for."""
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper  # seconds that the ranks can spare
+
     top_k = [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     top_p = [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
     min_p = [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
@@ -75,6 +78,20 @@ def test_ties_with_the_last_of_top_k_are_all_kept():
     logits = torch.tensor([3.0, 1.0, 1.0, 1.0, 0.0]).expand(5, 5)
     found = token_logprobs(logits, torch.arange(5), sampling=SamplingFilter(top_k=2))
     assert found.isfinite().tolist() == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("top_k", [4, 300])
+@pytest.mark.parametrize("top_p", [0.3, 0.75, 0.999])
+def test_top_p_counts_the_ties_that_top_k_kept_beyond_its_number(top_k, top_p):
+    probabilities = torch.tensor([0.30, 0.20, 0.10, 0.05], dtype=torch.float64)
+    times = torch.tensor([1, 1, 3, 400])
+    logits = probabilities.log().repeat_interleave(times).flip(0).expand(405, 405)
+    sampling = SamplingFilter(top_k=top_k, top_p=top_p)
+    kept = token_logprobs(logits, torch.arange(405), sampling=sampling).isfinite()
+    counted = probabilities[: 3 if top_k == 4 else 4]
+    above = (counted * times[: len(counted)]).cumsum(0) - counted * times[: len(counted)]
+    levels = int((above < top_p * (above[-1] + counted[-1] * times[len(counted) - 1])).sum())
+    assert kept.sum() == times[:levels].sum()
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -144,9 +161,19 @@ def test_every_split_keeps_the_same_tokens(four_ranks, vocab, dtype, name):
         torch.testing.assert_close(entropy, expected.entropy, rtol=tolerance, atol=tolerance)
 
 
-def test_a_threshold_takes_two_rounds_for_half_precision(two_ranks):
-    counts = [four for *_, four in two_ranks.run(on_mesh, 130, "top-k", torch.bfloat16)]
-    assert counts == [1 + 2 + 1] * 2  # the peak, the rounds, the sums
+@pytest.mark.parametrize(
+    ("name", "collectives"),
+    [
+        ("top-k", 1 + 1),  # the candidates; the sums
+        ("all, vLLM", 1 + 1 + 1),  # the candidates, their ties; the sums
+        ("min-p", 1 + 1),  # the peak; the sums
+        ("top-p", 1 + 1 + 2 + 1),  # the peak, the total, two rounds for half precision; the sums
+        ("top-k of many", 1 + 2 + 1),  # the peak, two rounds; the sums
+    ],
+)
+def test_a_threshold_costs_few_collectives(two_ranks, name, collectives):
+    counts = [count for *_, count in two_ranks.run(on_mesh, 700, name, torch.bfloat16)]
+    assert counts == [collectives] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Top-k, top-p and min-p as one threshold a token, found without gathering the vocabulary.
 
-A filter keeps the logits at or above some value.  The value is found digit by digit (a radix selection over the
+A filter keeps the logits at or above some value.  For a small ``k`` every rank offers its ``k`` largest logits, and
+the value is among them, for top-p after top-k too.  Otherwise it is found digit by digit (a radix selection over the
 bits of the logits' own dtype): the ranks add up a histogram of counts or of probability, and the bin in which
 the cumulated sum crosses ``k`` or ``p`` names the next eight bits.  Two rounds for 16-bit logits, four for
 float32.
@@ -23,8 +24,11 @@ from rl_logprobs.errors import OptionError
 from rl_logprobs.layout import VocabShard
 from rl_logprobs.rows import row_blocks, rows_that_fit, statistics_dtype, wide_dtype
 from rl_logprobs.softmax import Scale, powers
+from rl_logprobs.vocab_parallel import all_gather
 
 BINS = 256
+#: Up to this ``k`` the ranks exchange their ``k`` largest logits of each token.
+FEW = 256
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -67,7 +71,8 @@ def sampling_floor(
 ) -> torch.Tensor | None:
     """The least logit that the filter keeps, ``[tokens]`` in the statistics dtype; None if it keeps all.
 
-    One collective for the peak, and for each of top-k and top-p one a round.
+    Up to a top-k of ``FEW``, one collective and another for top-p.  Otherwise one for the peak, one for what top-p
+    counts, and one a round for each of top-k and top-p.
 
     Args:
         logits: ``[..., columns]``, this rank's columns.
@@ -79,17 +84,19 @@ def sampling_floor(
         return None
     dtype = statistics_dtype(logits.dtype)
     selection = _Selection(logits[..., : shard.width], shard.group, Scale.of(temperature, dtype))
-    peak = selection.peak()
-    floor = torch.full_like(peak, -math.inf)
+    top_k = None if sampling.top_k is None or sampling.top_k >= shard.vocab_size else sampling.top_k
+    few = selection.largest(top_k) if top_k is not None and top_k <= FEW else None
+    peak = selection.peak() if few is None else few[:, 0]
     relative = torch.full_like(peak, -math.inf)
     if sampling.min_p > 0:
         relative = peak + (math.log(sampling.min_p) / selection.scale.slope if sampling.min_p < 1 else 0.0)
-    if sampling.order == "vllm":
-        floor = relative
-    if sampling.top_k is not None and sampling.top_k < shard.vocab_size:
-        floor = torch.maximum(floor, selection.at_count(sampling.top_k))
-    if sampling.top_p < 1:
+    floor = relative if sampling.order == "vllm" else torch.full_like(peak, -math.inf)
+    if top_k is not None:
+        floor = torch.maximum(floor, selection.at_count(top_k) if few is None else few[:, -1])
+    if sampling.top_p < 1 and few is None:
         floor = torch.maximum(floor, selection.at_mass(sampling.top_p, peak, floor))
+    elif sampling.top_p < 1 and few is not None:
+        floor = torch.maximum(floor, selection.at_mass_among(few, sampling.top_p, floor))
     return torch.maximum(floor, relative).to(dtype)
 
 
@@ -118,6 +125,14 @@ class _Selection:
                 peak[span] = block.amax(-1)
         return self._sum_(peak, dist.ReduceOp.MAX)
 
+    def largest(self, count: int) -> torch.Tensor:
+        """The ``count`` largest logits of each token over all ranks in falling order, in the statistics dtype."""
+        offered = self.logits.new_full((self._tokens, count), -math.inf, dtype=statistics_dtype(self.logits.dtype))
+        mine = min(count, self.logits.shape[-1])
+        for span, (block,) in self._blocks():
+            offered[span, :mine] = block.topk(mine, dim=1).values.to(offered.dtype)
+        return all_gather(offered, self.group).transpose(0, 1).flatten(1).topk(count, dim=1).values
+
     def at_count(self, count: int) -> torch.Tensor:
         """The ``count``-th largest logit."""
         goal = torch.full((self._tokens,), count, dtype=torch.float64, device=self.logits.device)
@@ -129,6 +144,20 @@ class _Selection:
         for span, (block,) in self._blocks():
             total[span] = self._weights(block, span, peak, floor).sum(-1)
         return self._select(self._sum_(total) * share, peak, floor)
+
+    def at_mass_among(self, largest: torch.Tensor, share: float, floor: torch.Tensor) -> torch.Tensor:
+        """``at_mass`` where only these (the largest, falling) and what ties with the last of them are left."""
+        last = largest[:, -1:]
+        ties = torch.zeros_like(last)
+        for span, (block,) in self._blocks():
+            ties[span] = (block.to(last.dtype) == last[span]).sum(1, keepdim=True).to(last.dtype)
+        further = self._sum_(ties) - (largest == last).sum(1, keepdim=True)
+        weights = powers(largest, largest[:, 0], self.scale).exp2_()
+        weights = weights.masked_fill_(largest < floor[:, None], 0).to(wide_dtype(largest.device))
+        cumulated = weights.cumsum(1)
+        goal = (cumulated[:, -1:] + further * weights[:, -1:]) * share
+        kept = (cumulated - weights < goal).sum(1, keepdim=True)
+        return largest.gather(1, (kept - 1).clamp(min=0))[:, 0]
 
     def _blocks(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         width = self.logits.shape[-1]
