@@ -9,7 +9,7 @@ import torch
 
 #: Elements of one workspace.  On a CPU it should stay in the second-level cache; on an accelerator it must be
 #: large enough to hide the kernel launches.
-CPU_WORKSPACE = 1 << 16
+CPU_WORKSPACE = 1 << 17
 ACCELERATOR_WORKSPACE = 1 << 23
 
 

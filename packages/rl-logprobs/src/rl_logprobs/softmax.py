@@ -45,6 +45,8 @@ class Scale(NamedTuple):
 
     def rows(self, span: slice) -> Scale:
         """The scale of some of the tokens."""
+        if isinstance(self.exponent, float):
+            return self
         return Scale(*(value if isinstance(value, float) else value[span] for value in self))
 
 
@@ -114,7 +116,7 @@ def column_sums(
     Logits below ``floor`` (``[tokens]``) are taken for ``-inf``.
     """
     dtype, tokens, width = statistics_dtype(logits.dtype), targets.column.shape[0], logits.shape[-1]
-    peak, total, target, moments = logits.new_zeros(4, tokens, dtype=dtype).unbind(0)
+    peak, total, moments, target = logits.new_zeros(4, tokens, dtype=dtype).unbind(0)
     winners = targets.column.new_zeros(tokens)
     if width == 0:
         peak.fill_(-math.inf)
@@ -129,7 +131,6 @@ def column_sums(
             torch.max(values, -1, out=(peak[span], winners[span]))
         else:
             torch.amax(values, -1, out=peak[span])
-        torch.gather(values, 1, targets.column[span, None], out=target[span, None])
         below = None if floor is None else values < floor[span, None]
         powers(values, peak[span], scale.rows(span), out=power)
         if below is not None:
@@ -140,6 +141,7 @@ def column_sums(
             weight = torch.exp2(power.clamp_(min=FLOOR), out=weights[: block.shape[0]])
             torch.sum(weight, -1, out=total[span])
             torch.sum(weight.mul_(power), -1, out=moments[span])
+    target = logits.gather(-1, targets.column.view(*logits.shape[:-1], 1)).flatten().to(dtype)
     if floor is not None:
         target = target.masked_fill(target < floor, -math.inf)
     return Sums(
@@ -182,8 +184,8 @@ def write_weights(logits: torch.Tensor, peak: torch.Tensor, scale: Scale) -> Non
 
 
 def _finite(peak: torch.Tensor) -> torch.Tensor:
-    """Zero for a row that is ``-inf`` throughout, whose weights must be zero and not NaN."""
-    return peak.masked_fill(peak == -math.inf, 0)
+    """Something finite for a row that is ``-inf`` throughout, whose weights must be zero and not NaN."""
+    return peak.clamp(min=torch.finfo(peak.dtype).min)
 
 
 def powers(values: torch.Tensor, peak: torch.Tensor, scale: Scale, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -229,6 +231,8 @@ def write_gradient(
     rows = min(gradient.peak.shape[0], rows_that_fit(width, logits.device))
     workspace = None if out.dtype is dtype else logits.new_empty(rows, width, dtype=dtype)
     weights = None if gradient.moment is None else logits.new_empty(rows, width, dtype=dtype)
+    columns = targets.column.reshape(len(gradient.peak), -1)
+    at_targets = gradient.target.where(targets.owned, 0).reshape(columns.shape)
     for span, (block, sink) in row_blocks(rows, logits, out):
         power = sink if workspace is None else workspace[: block.shape[0]]
         values = block if block.dtype is dtype else power.copy_(block)
@@ -241,16 +245,14 @@ def write_gradient(
         else:
             weight = torch.exp2(power.clamp_(min=FLOOR), out=weights[: block.shape[0]])
             power.mul_(gradient.moment[span, None]).add_(gradient.power[span, None]).mul_(weight)
-        here = targets.rows(span)
-        at_targets = gradient.target[span].where(here.owned, 0)
-        power.scatter_add_(1, here.column.reshape(len(power), -1), at_targets.reshape(len(power), -1))
+        power.scatter_add_(1, columns[span], at_targets[span])
         if power is not sink:
             sink.copy_(power)
-        _zero_rows_(sink, gradient.ignored[span])
+    _zero_tokens_(out, gradient.ignored.view(out.shape[:-1]))
 
 
-def _zero_rows_(block: torch.Tensor, mask: torch.Tensor) -> None:
-    if block.device.type == "cpu":  # finding the rows is cheap where it needs no synchronisation
-        block.index_fill_(0, mask.nonzero().squeeze(1), 0)
+def _zero_tokens_(values: torch.Tensor, mask: torch.Tensor) -> None:
+    if values.device.type == "cpu":  # finding the tokens is cheap where it needs no synchronisation
+        values[mask.nonzero(as_tuple=True)] = 0
     else:
-        block.masked_fill_(mask[:, None], 0)
+        values.masked_fill_(mask.unsqueeze(-1), 0)
