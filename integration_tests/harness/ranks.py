@@ -22,7 +22,7 @@ from typing import Any
 #: After one rank has failed, how long the others may take to finish before they count as stranded.
 GRACE_SECONDS = 10.0
 #: Collectives inside a rank give up after this long, so that a stranded rank reports instead of hanging.
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+COLLECTIVE_TIMEOUT = timedelta(seconds=150)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class RankPool:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], /, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], /, *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
         """Run ``function(*args, **kwargs)`` on every rank and return the results in rank order.
 
         ``function`` must be importable from a module and everything passed or returned picklable.

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from tp_plans import layouts
 from tp_plans.styles import ColwiseParallel, RowwiseParallel
-from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
+from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument, summed_gradient
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
 
 
@@ -21,8 +21,12 @@ class LocalColwise(LocalStyle):
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         def whole(tensor: Tensor) -> Tensor:
-            gathered = redistribute(as_dtensor(tensor, call.mesh, layouts.Replicate()), layouts.Replicate())
-            # Each rank's features give a part of the input's gradient.
+            arrived = as_dtensor(tensor, call.mesh, layouts.Replicate())
+            gathered = redistribute(arrived, layouts.Replicate())
+            # Each rank's features give a part of the input's gradient.  It is summed where the input came from,
+            # except that torch 2.10 sums nothing on the way back to addends.
+            if any(p.is_partial() for p in arrived.placements):
+                return summed_gradient(gathered)
             return gathered.to_local(grad_placements=[Partial()])
 
         return first_argument(args, kwargs, whole)
@@ -42,11 +46,10 @@ class LocalRowwise(LocalStyle):
     style: RowwiseParallel
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
-        local = parameter.to_local()
-        if name == "bias":
-            is_first = parameter.device_mesh.get_local_rank() == 0
-            return cast(Tensor, _OnFirstRank.apply(local, is_first))  # type: ignore[no-untyped-call]
-        return local
+        if name != "bias":
+            return super().local_parameter(name, parameter)
+        is_first = parameter.device_mesh.get_local_rank() == 0
+        return cast(Tensor, _OnFirstRank.apply(parameter.to_local(), is_first))  # type: ignore[no-untyped-call]
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         def own_features(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tp_plans.errors import AlreadyParallelizedError, LayoutError
@@ -57,7 +57,7 @@ class LocalStyle(ParallelStyle):
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         """The plain tensor that stands for a parameter during forward."""
-        return parameter.to_local()
+        return local_view(parameter)
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         """The arguments that the module's forward gets instead."""
@@ -147,9 +147,38 @@ def _distributed_once(
     return sharded
 
 
-def summed_gradient(parameter: DTensor) -> Tensor:
-    """A whole parameter's local view whose gradient is summed over the axis, so every rank gets the full one."""
-    return cast(Tensor, _SumGradient.apply(parameter.to_local(), parameter.device_mesh))  # type: ignore[no-untyped-call]
+def local_view(parameter: DTensor) -> Tensor:
+    """This rank's plain part of a parameter, whose gradient lies as the parameter does."""
+    (cut,) = parameter.placements
+    uneven = isinstance(cut, Shard) and cut.dim > 0 and parameter.shape[cut.dim] % parameter.device_mesh.size()
+    if uneven and parameter.requires_grad and torch.is_grad_enabled():
+        return cast(Tensor, _UnevenView.apply(parameter))  # type: ignore[no-untyped-call]
+    return parameter.to_local()
+
+
+class _UnevenView(torch.autograd.Function):
+    """``to_local`` for parts of different width.
+
+    torch 2.10's own takes the gradient's strides from this rank's width; they are not the parameter's then, and
+    gradient accumulation answers with a replicated copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
+        ctx.shape, ctx.stride = parameter.shape, parameter.stride()
+        return parameter.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        return DTensor.from_local(
+            gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )
+
+
+def summed_gradient(whole: DTensor) -> Tensor:
+    """A replicated tensor's local view whose gradient is summed over the axis, so every rank gets the full one."""
+    return cast(Tensor, _SumGradient.apply(whole.to_local(), whole.device_mesh))  # type: ignore[no-untyped-call]
 
 
 class _SumGradient(torch.autograd.Function):

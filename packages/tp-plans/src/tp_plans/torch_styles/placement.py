@@ -14,13 +14,10 @@ from tp_plans.layouts import Layout
 
 def placement(layout: Layout) -> Placement:
     """torch's placement of the same name."""
-    match layout:
-        case layouts.Replicate():
-            return Replicate()
-        case layouts.Shard(dim):
-            return Shard(dim)
-        case layouts.Partial():
-            return Partial()
+    # Not a match statement: torch 2.10's compiler cannot trace its class patterns.
+    if isinstance(layout, layouts.Shard):
+        return Shard(layout.dim)
+    return Replicate() if isinstance(layout, layouts.Replicate) else Partial()
 
 
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
