@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -54,6 +55,12 @@ def foreach_norm(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dty
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Scale every tensor in place by a 0-d tensor, in few kernel launches."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def all_gather_into(gathered: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill ``gathered`` with the ranks' parts; torch 2.13 renamed the function and warns of the old name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, part, group=group)
 
 
 def wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_logprobs._torch_compat import apply_function
+from rl_logprobs._torch_compat import all_gather_into, apply_function
 from rl_logprobs.errors import ShapeError
 
 
@@ -106,7 +106,7 @@ class _Gather(torch.autograd.Function):
     ) -> torch.Tensor:
         first = local.movedim(dim, 0).contiguous()
         gathered = first.new_empty(places.shape[0], *first.shape[1:])
-        dist.all_gather_into_tensor(gathered, first, group=group)
+        all_gather_into(gathered, first, group)
         ctx.save_for_backward(mine)
         ctx.dim = dim
         return gathered.index_select(0, places).movedim(0, dim)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from rl_logprobs._torch_compat import apply_function
+from rl_logprobs._torch_compat import all_gather_into, apply_function
 from rl_logprobs.layout import VocabShard
 from rl_logprobs.rows import statistics_dtype
 from rl_logprobs.softmax import LogitGradient, Scale, Sums, TargetColumns, column_sums, merge, write_gradient
@@ -84,7 +84,7 @@ def all_gather(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
         return part[None]
     ranks = dist.get_world_size(group)
     gathered = part.new_empty(ranks * part.shape[0], *part.shape[1:])
-    dist.all_gather_into_tensor(gathered, part, group=group)
+    all_gather_into(gathered, part, group)
     return gathered.view(ranks, *part.shape)
 
 
