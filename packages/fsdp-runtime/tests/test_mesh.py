@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_runtime import MeshError, MeshSpec, submesh
+from fsdp_runtime.mesh import default_device_type
 from harness.ranks import RankPool, RanksFailed
 
 SIZES = st.integers(min_value=1, max_value=8)
@@ -61,6 +63,14 @@ def test_every_axis_is_present_and_tp_ranks_are_neighbours(four_ranks: RankPool)
         "dp_shard_cp": [3],
         "dp_cp": [1, 3],
     }
+
+
+def test_a_build_for_an_accelerator_that_is_not_there_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cuda_build_without_gpu(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", cuda_build_without_gpu)
+    assert default_device_type() == "cpu"
 
 
 def _build_too_small() -> None:

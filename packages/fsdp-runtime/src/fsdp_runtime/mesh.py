@@ -91,7 +91,8 @@ class MeshSpec:
 
 def default_device_type() -> str:
     """This machine's accelerator, else ``"cpu"``."""
-    accelerator = torch.accelerator.current_accelerator()
+    # Builds for CUDA name it as their accelerator on machines without a GPU too.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
 

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from fsdp_runtime._torch_compat import all_gather_flat
 from fsdp_runtime.errors import ReplicaError
 
 #: Elements hashed at a time, so that a large parameter needs no copy of itself in 64 bits.
@@ -46,7 +47,7 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh | None = None) -> N
     for group, (axis, tensors) in groups.items():
         own = torch.stack([_fingerprint(tensor) for _, tensor in tensors])
         everyone = own.new_empty(dist.get_world_size(group), len(own))
-        dist.all_gather_into_tensor(everyone.view(-1), own, group=group)
+        all_gather_flat(everyone.view(-1), own, group).wait()
         differs = (everyone != everyone[0]).any(0).tolist()
         told = f"axis {axis} (ranks {', '.join(map(str, dist.get_process_group_ranks(group)))})"
         for (name, _), different in zip(tensors, differs, strict=True):
