@@ -15,7 +15,7 @@ from fsdp_runtime.checkpointing import ActivationCheckpointing, checkpoint_activ
 from fsdp_runtime.errors import MeshError, ModelError, OptionError
 from fsdp_runtime.mesh import axis_size, require_axes
 from fsdp_runtime.sharding import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
-from fsdp_runtime.tensor_parallel import Logits, apply_plan, check_plan, prepared_plan
+from fsdp_runtime.tensor_parallel import Logits, apply_plan, prepared_plan
 from tp_plans import Plan, Style, resolve_plan
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def parallelize(
     tp = axis_size(mesh, "tp")
     chosen = _chosen_plan(model, plan, tp, sequence_parallel=sequence_parallel, logits=logits)
 
-    if chosen is not None:
+    if chosen is not None:  # the first step that changes the model checks the plan before it does
         apply_plan(model, chosen, mesh["tp"])
     checkpoint_activations(model, anatomy, activation_checkpointing)
     if data_parallel is not None:
@@ -83,7 +83,7 @@ def parallelize(
 
 
 def _chosen_plan(model: nn.Module, plan: Any, tp: int, *, sequence_parallel: bool, logits: Logits) -> Plan | None:
-    """The plan to apply, checked, or ``None`` where layers stay whole."""
+    """The plan to apply, or ``None`` where layers stay whole."""
     if plan is None:
         if sequence_parallel:
             raise OptionError("sequence_parallel=True needs a plan, and plan=None was given")
@@ -92,9 +92,7 @@ def _chosen_plan(model: nn.Module, plan: Any, tp: int, *, sequence_parallel: boo
         return None
     if tp == 1:
         return None
-    chosen = prepared_plan(resolve_plan(plan, model, sequence_parallel=sequence_parallel), logits=logits)
-    check_plan(model, chosen, tp)
-    return chosen
+    return prepared_plan(resolve_plan(plan, model, sequence_parallel=sequence_parallel), logits=logits)
 
 
 def _data_parallel(mesh: DeviceMesh, options: ShardingOptions) -> DeviceMesh | None:
