@@ -30,12 +30,28 @@ def require_unit(style: Any, field: str) -> None:
     """Raise unless a field holds a number of features, or the name of an attribute that does."""
     value = getattr(style, field)
     wanted = "1 or more features, or the name of an attribute of the parent module, as 'head_dim'"
-    require(style, field, is_integer(value, least=1) or is_name(value), wanted)
+    require(style, field, _is_number_or_attribute(value), wanted)
+
+
+def require_pieces(style: Any, field: str) -> None:
+    """Raise unless a field holds sizes beside one another: none, or two and more."""
+    value = getattr(style, field)
+    sizes = isinstance(value, tuple) and len(value) != 1 and all(map(_is_number_or_attribute, value))
+    require(style, field, sizes, "a tuple of two or more numbers or attributes' names, as (1, 1)")
 
 
 def is_integer(value: object, *, least: int | None = None) -> TypeGuard[int]:
     """Whether a value is an integer (a boolean is none), not below ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def is_attribute(value: object) -> bool:
+    """Whether a value names an attribute, or an attribute's attribute, as ``"config.num_attention_heads"``."""
+    return isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
+
+
+def _is_number_or_attribute(value: object) -> bool:
+    return is_integer(value, least=1) or is_attribute(value)
 
 
 def is_name(value: object) -> bool:

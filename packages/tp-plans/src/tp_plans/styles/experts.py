@@ -1,0 +1,52 @@
+"""Mixtures of experts, and modules whose outputs are addends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tp_plans.fields import (
+    require_layout,
+)
+from tp_plans.layouts import Layout, Replicate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsParallel:
+    """The experts of a mixture, stacked in parameters ``[experts, ...]``: each rank holds and runs some of them.
+
+    Every rank has every token, runs those routed to its own experts, and the ranks' outputs are summed.  Whatever
+    a parameter's other dims mean (fused gate and up, transposed, a bias) stays whole.
+
+    The module's forward takes ``(hidden_states, top_k_index, top_k_weights)``; an index equal to its
+    ``num_experts`` stands for an expert of another rank, as in transformers 5.  Where a forward takes
+    ``hidden_states`` alone, they are ``[experts * tokens, hidden]``, every expert's in turn (Llama 4).
+
+    Args:
+        output: layout of the output: ``Replicate()``, or ``Shard(dim)`` to reduce-scatter onto a dim.
+    """
+
+    output: Layout = Replicate()
+
+    def __post_init__(self) -> None:
+        require_layout(self, "output")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedInput:
+    """A module without parameters inside split experts, whose output every rank would add: input over ``tp``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumOutput:
+    """A module whose output is this rank's addend, since what it holds is split: the ranks' outputs are summed.
+
+    The gradients of its input are addends too, and are summed.
+
+    Args:
+        output: layout of the output: ``Replicate()``, or ``Shard(dim)`` to reduce-scatter onto a dim.
+    """
+
+    output: Layout = Replicate()
+
+    def __post_init__(self) -> None:
+        require_layout(self, "output")

@@ -1,0 +1,98 @@
+"""Linear layers whose weight is split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tp_plans.fields import (
+    require,
+    require_flag,
+    require_layout,
+    require_pieces,
+    require_unit,
+)
+from tp_plans.layouts import Layout, Partial, Replicate, Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColwiseParallel:
+    """A linear layer whose output features (and bias) are split: ``[out, in]`` becomes ``[out / tp, in]``.
+
+    The input is gathered where it is not whole; its gradient is summed over the axis.
+
+    Args:
+        output: layout of the output: ``Shard(-1)``, or ``Replicate()`` to gather the features.
+        use_local_output: hand on this rank's plain tensor rather than a DTensor.
+        unit: the features are split in whole multiples of this many: a number, or the name of an integer
+            attribute of the parent module, as ``"head_dim"`` for a query projection.
+        pieces: where the weight is several matrices one after another (a fused ``qkv_proj`` or
+            ``gate_up_proj``), how large they are beside one another, as numbers or attributes of the parent:
+            ``(1, 1)`` for gate and up.  Each is split by itself, so that a rank gets its part of every one.
+        shared: where the axis is larger than the number of units (key/value heads), the ranks that need the same
+            unit share it: each computes with it, and their gradients are summed.
+    """
+
+    output: Layout = Shard(-1)
+    use_local_output: bool = True
+    unit: int | str = 1
+    pieces: tuple[int | str, ...] = ()
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        require_layout(self, "output")
+        require_flag(self, "use_local_output")
+        require_unit(self, "unit")
+        require_pieces(self, "pieces")
+        require_flag(self, "shared")
+        whole = self.output == Replicate() and (self.pieces or self.shared)
+        require(self, "output", not whole, "Shard(-1): features of several pieces, or shared ones, are not gathered")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowwiseParallel:
+    """A linear layer whose input features are split: ``[out, in]`` becomes ``[out, in / tp]``.
+
+    The ranks' partial outputs are summed.  A bias stays whole and is added once.
+
+    Args:
+        input: how a plain input tensor is read: ``Shard(-1)``, or ``Replicate()`` to cut it first.
+        output: layout of the output: ``Replicate()``, ``Shard(dim)`` to reduce-scatter onto a dim, or
+            ``Partial()`` to leave the sum to whoever adds more to it.
+        use_local_output: hand on this rank's plain tensor rather than a DTensor.
+        unit: the features are split in whole multiples of this many, as in ``ColwiseParallel``.
+        pieces: where the input is several vectors one after another, as in ``ColwiseParallel``.
+    """
+
+    input: Layout = Shard(-1)
+    output: Layout = Replicate()
+    use_local_output: bool = True
+    unit: int | str = 1
+    pieces: tuple[int | str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # A plain tensor tells nothing of the other ranks' sizes, so a cut of any other dim could not be read.
+        require(self, "input", self.input in (Shard(-1), Replicate()), "Shard(-1) or Replicate()")
+        require_layout(self, "output", Replicate, Shard, Partial)
+        require_flag(self, "use_local_output")
+        require_unit(self, "unit")
+        require_pieces(self, "pieces")
+        whole = self.input == Replicate() and self.pieces
+        require(self, "input", not whole, "Shard(-1): an input of several pieces arrives split")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentProjection:
+    """The projection of multi-head latent attention to the compressed keys and values (``kv_a_proj_with_mqa``).
+
+    The weight's rows are split and the output is gathered.  Its last features, the rotary key that all heads
+    share, go straight to this rank's heads, so the ranks' gradients of them are parts and are summed; the others
+    go through a column-wise layer, which sums.  Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
+
+    Args:
+        rotary: how many features the shared rotary key has: a number, or the name of an attribute of the parent.
+    """
+
+    rotary: int | str = "qk_rope_head_dim"
+
+    def __post_init__(self) -> None:
+        require_unit(self, "rotary")
