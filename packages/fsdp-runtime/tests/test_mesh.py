@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_runtime import MeshError, MeshSpec, submesh
+from fsdp_runtime import MeshError, MeshSpec, adopt_mesh, parallelize, submesh
 from fsdp_runtime.mesh import default_device_type
+from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool, RanksFailed
 
 SIZES = st.integers(min_value=1, max_value=8)
@@ -91,3 +96,77 @@ def _unknown_axis() -> None:
 def test_an_axis_that_the_mesh_lacks_is_named(two_ranks: RankPool) -> None:
     with pytest.raises(RanksFailed, match="MeshError: the mesh has no axis 'expert'"):
         two_ranks.run(_unknown_axis)
+
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+
+
+def _adopted(names: tuple[str, ...], shape: tuple[int, ...], **theirs: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    adopted = adopt_mesh(mesh, **theirs)
+    total = torch.ones(())
+    dist.all_reduce(total, group=submesh(adopted, "dp_cp").get_group())
+    return {
+        "sizes": {axis: adopted[axis].size() for axis in AXES},
+        "same groups": [adopted.get_group(axis) is mesh.get_group(name) for axis, name in theirs.items()],
+        "ranks of dp_cp": int(total),
+        "tp": submesh(adopted, "tp").mesh.tolist(),
+    }
+
+
+def test_a_mesh_of_other_names_is_adopted_with_its_groups(four_ranks: RankPool) -> None:
+    found = four_ranks.run(_adopted, ("data", "model"), (2, 2), dp_shard="data", tp="model")[3]
+    assert found == {
+        "sizes": {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2},
+        "same groups": [True, True],
+        "ranks of dp_cp": 2,
+        "tp": [2, 3],
+    }
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_a_mesh_of_one_axis_gets_the_others_at_size_one(two_ranks: RankPool, axis: str) -> None:
+    for found in two_ranks.run(_adopted, (axis,), (2,)):
+        assert found["sizes"] == {**dict.fromkeys(AXES, 1), axis: 2}
+        assert found["ranks of dp_cp"] == (1 if axis == "tp" else 2)
+
+
+def _trained_on_an_adopted_mesh() -> float:
+    mesh = adopt_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "model")), dp_shard="fsdp", tp="model")
+    model = tiny_model("Qwen3ForCausalLM")
+    inputs = tiny_inputs(model, batch=2, length=5)
+    expected = model(**inputs, use_cache=False).logits
+    logits = parallelize(model, mesh, logits="full")(**inputs, use_cache=False).logits
+    logits.sum().backward()
+    return (logits - expected).abs().max().item()
+
+
+def test_a_model_trains_on_an_adopted_mesh(four_ranks: RankPool) -> None:
+    assert max(four_ranks.run(_trained_on_an_adopted_mesh)) < 1e-5
+
+
+def _adopt(names: tuple[str, ...], shape: tuple[int, ...], **theirs: str) -> None:
+    adopt_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names), **theirs)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "message"),
+    [
+        (("fsdp",), (2,), r"of which fsdp bears none of the names.*adopt_mesh\(mesh, tp='fsdp'\)"),
+        (("tp", "dp_shard"), (1, 2), r"order tp, dp_shard; pass mesh\['dp_shard', 'tp'\]"),
+    ],
+)
+def test_a_mesh_that_cannot_be_adopted_is_refused_with_the_fix(
+    two_ranks: RankPool, names: tuple[str, ...], shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(RanksFailed, match=message):
+        two_ranks.run(_adopt, names, shape)
+
+
+def _flattened_of_a_subset() -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    return [submesh(mesh, axis).size() for axis in ("dp", "dp_shard_cp", "dp_cp")]
+
+
+def test_flattened_axes_of_a_mesh_that_lacks_some(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_flattened_of_a_subset)[0] == [2, 2, 2]

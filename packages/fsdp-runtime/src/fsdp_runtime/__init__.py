@@ -17,7 +17,8 @@ from fsdp_runtime.errors import (
     ReplicaError,
     WeightsError,
 )
-from fsdp_runtime.mesh import MeshSpec, submesh
+from fsdp_runtime.launch import Launch, launch_from_environment
+from fsdp_runtime.mesh import MeshSpec, adopt_mesh, submesh
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.replicas import assert_replicas_equal
 from fsdp_runtime.sharding import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
@@ -32,6 +33,7 @@ __all__ = [
     "CheckpointError",
     "ConversionError",
     "FsdpRuntimeError",
+    "Launch",
     "LoadReport",
     "MeshError",
     "MeshSpec",
@@ -43,11 +45,13 @@ __all__ = [
     "ReplicaError",
     "ShardingOptions",
     "WeightsError",
+    "adopt_mesh",
     "anatomy_of",
     "apply_plan",
     "assert_replicas_equal",
     "checkpoint_activations",
     "data_parallel_mesh",
+    "launch_from_environment",
     "load_weights",
     "materialize",
     "meta_device",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_runtime._torch_compat import flatten_axes
 from fsdp_runtime.errors import MeshError
+from fsdp_runtime.launch import launch_from_environment, start_distributed
 
 #: Flattened axes: all that divide the batch, all that shard parameters, all that split tokens.
 FLATTENED: dict[str, tuple[str, ...]] = {
@@ -70,19 +70,20 @@ class MeshSpec:
     def build(self, *, device_type: str | None = None) -> DeviceMesh:
         """The ``DeviceMesh`` with all four axes, and flattened ``dp``, ``dp_shard_cp`` and ``dp_cp`` (see ``submesh``).
 
-        Starts ``torch.distributed`` where it is not running yet: from torchrun's environment, or as a world of
-        one process where there is none.
+        Starts ``torch.distributed`` where it is not running yet: from torchrun's or Slurm's environment, or as a
+        world of one process where there is neither.
 
         Args:
             device_type: ``"cuda"``, ``"cpu"``, …; by default the accelerator of this machine, else the CPU.
 
         Raises:
-            MeshError: the sizes do not fill the world.
+            MeshError: the sizes do not fill the world, or the environment says only half of what is needed.
         """
         device_type = device_type or default_device_type()
-        world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-        spec = self.resolve(world_size)  # before any process group is made
-        _start_distributed(device_type)
+        launch = None if dist.is_initialized() else launch_from_environment()
+        spec = self.resolve(launch.world_size if launch else dist.get_world_size())  # before any group is made
+        if launch is not None:
+            start_distributed(launch, device_type)
         mesh = init_device_mesh(device_type, tuple(spec.sizes.values()), mesh_dim_names=tuple(spec.sizes))
         for name in FLATTENED:
             submesh(mesh, name)
@@ -96,16 +97,80 @@ def default_device_type() -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
+def adopt_mesh(
+    mesh: DeviceMesh,
+    *,
+    dp_replicate: str = "dp_replicate",
+    dp_shard: str = "dp_shard",
+    cp: str = "cp",
+    tp: str = "tp",
+) -> DeviceMesh:
+    """Someone else's mesh under this package's names, over the same process groups.
+
+    Args:
+        mesh: a mesh with named axes, any subset of the four, in any order.
+        dp_replicate: the name that the mesh gives to its axis of replicas, if it has one.
+        dp_shard: its name for the axis that shards parameters; one that was flattened out of ``dp_shard`` and ``cp``
+            will do, since ``cp`` is then 1 in what is returned.
+        cp: its name for the context-parallel axis.
+        tp: its name for the tensor-parallel axis.
+
+    Returns:
+        A mesh with all four axes, those that were missing of size 1.
+
+    Raises:
+        MeshError: the mesh has axes that no argument names, or lists its axes in another order than this package.
+    """
+    theirs = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    names = mesh.mesh_dim_names or ()
+    if unknown := [name for name in names if name not in theirs.values()]:
+        told = ", ".join(f"{ours}={name!r}" for ours, name in theirs.items())
+        raise MeshError(
+            f"the mesh has axes {', '.join(names)}, of which {', '.join(unknown)} bears none of the names given "
+            f"({told}): say which is which, as adopt_mesh(mesh, tp={unknown[0]!r}), or pass a slice of the mesh"
+        )
+    if not names:
+        raise MeshError(f"the mesh {tuple(mesh.shape)} has no axis names: build it with mesh_dim_names=(...)")
+    order = [name for name in theirs.values() if name in names]
+    if order != list(names):
+        raise MeshError(f"the axes are in the order {', '.join(names)}; pass mesh[{', '.join(map(repr, order))}]")
+    if mesh.get_coordinate() is None:
+        raise MeshError(f"rank {dist.get_rank()} is not one of the ranks {mesh.mesh.flatten().tolist()} of the mesh")
+    sizes = [mesh.size(names.index(name)) if name in names else 1 for name in theirs.values()]
+    alone = None
+    if 1 in sizes:
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    groups = [mesh.get_group(name) if name in names else alone for name in theirs.values()]
+    adopted = DeviceMesh.from_group(
+        groups,  # type: ignore[arg-type]  # no axis is left without a group
+        mesh.device_type,
+        mesh=mesh.mesh.view(sizes),
+        mesh_dim_names=tuple(theirs),
+    )
+    for name in FLATTENED:
+        submesh(adopted, name)
+    return adopted
+
+
 def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """One axis of a mesh, be it one of its own or a flattened one (``dp``, ``dp_shard_cp``, ``dp_cp``).
 
-    Unlike ``mesh[axis]``, this serves flattened axes without the warning that torch gives from 2.11 on.
+    Unlike ``mesh[axis]``, this serves flattened axes without the warning that torch gives from 2.11 on.  A mesh that
+    lacks some of the axes that are flattened gives those that it has.
+
+    Raises:
+        MeshError: the mesh has no such axis, nor any that it is flattened from.
     """
-    if axis in (mesh.mesh_dim_names or ()):
+    names = mesh.mesh_dim_names or ()
+    if axis in names:
         return mesh[axis]
-    if axis not in FLATTENED:
-        raise MeshError(f"the mesh has no axis {axis!r}: its axes are {', '.join(mesh.mesh_dim_names or ())}")
-    return flatten_axes(mesh, FLATTENED[axis], axis)
+    parts = tuple(part for part in FLATTENED.get(axis, ()) if part in names)
+    if not parts:
+        raise MeshError(
+            f"the mesh has no axis {axis!r}: its axes are {', '.join(names) or 'unnamed'}; adopt_mesh(mesh) "
+            "gives it every axis, at size 1"
+        )
+    return flatten_axes(mesh, parts, axis) if len(parts) > 1 else mesh[parts[0]]
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:
@@ -119,18 +184,7 @@ def require_axes(mesh: DeviceMesh) -> None:
     known = [field.name for field in fields(MeshSpec)]
     if not names or (unknown := [name for name in names if name not in known]):
         told = f"axes {', '.join(unknown)}" if names else "unnamed axes"
-        raise MeshError(f"the mesh has {told}; name them out of {', '.join(known)}, or build it with MeshSpec(...)")
-
-
-def _start_distributed(device_type: str) -> None:
-    if dist.is_initialized():
-        return
-    if device_type != "cpu" and "LOCAL_RANK" in os.environ:
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    backend = "gloo"
-    if device_type != "cpu":
-        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        raise MeshError(
+            f"the mesh has {told}; name them out of {', '.join(known)}, build it with MeshSpec(...), or rename them "
+            "with adopt_mesh(...)"
+        )

@@ -1,0 +1,113 @@
+"""Who this process is among the others, as torchrun or Slurm says in the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_runtime.errors import MeshError
+
+#: Slurm gives no port; jobs on one node get different ones out of this range, from their ids.
+_FIRST_PORT, _PORTS = 20000, 10000
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process of a job.
+
+    Args:
+        rank: its place among all processes.
+        world_size: how many there are.
+        local_rank: its place among those of its machine, which is also its device.
+        init_method: where ``torch.distributed`` meets the others; ``None`` for a process that is alone.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    init_method: str | None = None
+
+
+def launch_from_environment(environment: Mapping[str, str] | None = None) -> Launch:
+    """What torchrun's variables say, else those of a Slurm step (``srun``), else one process alone.
+
+    Args:
+        environment: by default this process's.
+
+    Raises:
+        MeshError: some of the variables are there and others are missing, or one is no number.
+    """
+    environment = os.environ if environment is None else environment
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return _by_torchrun(environment)
+    # A shell that salloc or sbatch opened has SLURM_NTASKS too, but only a task of srun has a step.
+    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+        return _by_slurm(environment)
+    return Launch()
+
+
+def start_distributed(launch: Launch, device_type: str) -> None:
+    """Start ``torch.distributed`` with a backend for the device and one for the CPU.
+
+    Gloo serves CPU tensors beside an accelerator's backend: offloaded gradients have a norm too.
+    """
+    backend = "gloo"
+    if device_type != "cpu":
+        if launch.local_rank is not None:
+            torch.accelerator.set_device_index(launch.local_rank)
+        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+    meeting: dict[str, Any] = {"init_method": launch.init_method}
+    if launch.init_method is None:
+        meeting = {"store": dist.HashStore()}  # type: ignore[attr-defined]
+    dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, **meeting)
+
+
+def _by_torchrun(environment: Mapping[str, str]) -> Launch:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in environment]:
+        raise MeshError(
+            f"the environment has {', '.join(n for n in names if n in environment)} but not {', '.join(missing)}: "
+            "start the job with torchrun, or unset them all for a single process"
+        )
+    local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else None
+    _number(environment, "MASTER_PORT")
+    # torchrun's agent listens at the address already, and env:// joins its store.
+    return Launch(_number(environment, "RANK"), _number(environment, "WORLD_SIZE"), local_rank, "env://")
+
+
+def _by_slurm(environment: Mapping[str, str]) -> Launch:
+    names = ("SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    if missing := [name for name in names if name not in environment] + ([] if nodes else ["SLURM_STEP_NODELIST"]):
+        raise MeshError(f"a Slurm step without {', '.join(missing)}: start the job with srun")
+    host = environment.get("MASTER_ADDR") or first_host(str(nodes))
+    if "MASTER_PORT" in environment:
+        port = _number(environment, "MASTER_PORT")
+    else:
+        port = _FIRST_PORT + _number(environment, "SLURM_JOB_ID") % _PORTS
+    rank, world_size = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
+    return Launch(rank, world_size, _number(environment, "SLURM_LOCALID"), f"tcp://{host}:{port}")
+
+
+def first_host(nodes: str) -> str:
+    """The first name in Slurm's short form of a list: ``node007`` of ``node[007-012,020],login1``."""
+    name, bracket, rest = nodes.partition("[")
+    if not bracket or "," in name:
+        return name.split(",")[0]
+    first = re.match(r"\d+", rest)
+    if first is None:
+        raise MeshError(f"the list of nodes {nodes!r} is not one of Slurm's: set MASTER_ADDR to the host of rank 0")
+    return name + first[0] + rest.partition("]")[2].partition(",")[0]
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise MeshError(f"the environment says {name}={environment[name]!r}, which is no number") from None
