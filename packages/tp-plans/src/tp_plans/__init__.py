@@ -1,89 +1,29 @@
 """Tensor-parallel plans as pure data: which layer of which architecture is split how.
 
-Importing this package imports neither torch nor transformers; ``Plan.to_torch`` imports torch when called.
+Importing this package costs next to nothing: ``tp_plans.names`` lists what is public, and is imported at the first
+use of a name.  Neither torch nor transformers is needed for that; ``Plan.to_torch`` imports torch when called.
 """
 
 from __future__ import annotations
 
-from tp_plans.architectures import Architecture
-from tp_plans.check import Finding, Report, check
-from tp_plans.decoder import Decoder, Mixer, decoder_plan
-from tp_plans.diff import Change, PlanDiff
-from tp_plans.errors import (
-    AlreadyParallelizedError,
-    CheckFailedError,
-    CustomPlanError,
-    LayoutError,
-    PlanError,
-    TpPlansError,
-    UnknownArchitectureError,
-    UnknownStyleError,
-)
-from tp_plans.hugging_face import from_hugging_face
-from tp_plans.layouts import Layout, Partial, Replicate, Shard
-from tp_plans.plan import Plan
-from tp_plans.registry import architectures, plan_for
-from tp_plans.resolve import resolve_plan
-from tp_plans.styles import (
-    BareParameter,
-    ColwiseParallel,
-    DividedInput,
-    ExpertsParallel,
-    FeatureParallelEmbedding,
-    LatentProjection,
-    ParallelAttention,
-    PrepareInput,
-    Replicated,
-    RowwiseParallel,
-    SequenceParallel,
-    Style,
-    SumOutput,
-    VocabParallelEmbedding,
-    WholeSequence,
-)
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AlreadyParallelizedError",
-    "Architecture",
-    "BareParameter",
-    "Change",
-    "CheckFailedError",
-    "ColwiseParallel",
-    "CustomPlanError",
-    "Decoder",
-    "DividedInput",
-    "ExpertsParallel",
-    "FeatureParallelEmbedding",
-    "Finding",
-    "LatentProjection",
-    "Layout",
-    "LayoutError",
-    "Mixer",
-    "ParallelAttention",
-    "Partial",
-    "Plan",
-    "PlanDiff",
-    "PlanError",
-    "PrepareInput",
-    "Replicate",
-    "Replicated",
-    "Report",
-    "RowwiseParallel",
-    "SequenceParallel",
-    "Shard",
-    "Style",
-    "SumOutput",
-    "TpPlansError",
-    "UnknownArchitectureError",
-    "UnknownStyleError",
-    "VocabParallelEmbedding",
-    "WholeSequence",
-    "architectures",
-    "check",
-    "decoder_plan",
-    "from_hugging_face",
-    "plan_for",
-    "resolve_plan",
-]
+if TYPE_CHECKING:
+    from tp_plans.names import *  # noqa: F403
+    from tp_plans.names import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        import tp_plans.names as names
+
+        if name == "__all__" or name in names.__all__:
+            value = globals()[name] = getattr(names, name)
+            return value
+        raise AttributeError(f"module 'tp_plans' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        import tp_plans.names as names
+
+        return sorted({*globals(), *names.__all__})

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tp_plans.check import check
+from tp_plans.checks import check
 from tp_plans.errors import PlanError, TpPlansError
 from tp_plans.hugging_face import from_hugging_face
 from tp_plans.meta_models import meta_model_from_config, meta_model_of_class

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from tp_plans.architectures import ARCHITECTURES, Architecture
 from tp_plans.errors import UnknownArchitectureError
+from tp_plans.families import ARCHITECTURES, Architecture
 from tp_plans.plan import Plan
 
 _BY_NAME: dict[str, Architecture] = {

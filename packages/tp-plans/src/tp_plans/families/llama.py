@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tp_plans.architectures.entry import Architecture
 from tp_plans.decoder import Decoder, Mixer
+from tp_plans.families.entry import Architecture
 
 ATTENTION = Mixer(path="self_attn", columns=("q_proj", "k_proj", "v_proj"), row="o_proj", unit="head_dim")
 GATED_MLP = Mixer(path="mlp", columns=("gate_proj", "up_proj"), row="down_proj")

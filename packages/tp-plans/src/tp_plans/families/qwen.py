@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tp_plans.architectures.entry import Architecture
-from tp_plans.architectures.llama import ATTENTION, GATED_MLP, NORMS
 from tp_plans.decoder import Decoder
+from tp_plans.families.entry import Architecture
+from tp_plans.families.llama import ATTENTION, GATED_MLP, NORMS
 
 HEAD_NORMS = ("q_norm", "k_norm")
 

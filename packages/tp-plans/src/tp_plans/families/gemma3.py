@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tp_plans.architectures.entry import Architecture
-from tp_plans.architectures.llama import ATTENTION, GATED_MLP, NORMS
-from tp_plans.architectures.qwen import HEAD_NORMS
 from tp_plans.decoder import Decoder
+from tp_plans.families.entry import Architecture
+from tp_plans.families.llama import ATTENTION, GATED_MLP, NORMS
+from tp_plans.families.qwen import HEAD_NORMS
 
 GEMMA3_TEXT = Architecture(
     class_name="Gemma3ForCausalLM",

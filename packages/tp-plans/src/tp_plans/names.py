@@ -1,0 +1,84 @@
+"""Every public name, imported from its home; ``tp_plans`` itself imports this at the first use of one."""
+
+from __future__ import annotations
+
+from tp_plans.checks import Finding, Report, check
+from tp_plans.decoder import Decoder, Mixer, decoder_plan
+from tp_plans.diff import Change, PlanDiff
+from tp_plans.errors import (
+    AlreadyParallelizedError,
+    CheckFailedError,
+    CustomPlanError,
+    LayoutError,
+    PlanError,
+    TpPlansError,
+    UnknownArchitectureError,
+    UnknownStyleError,
+)
+from tp_plans.families import Architecture
+from tp_plans.hugging_face import from_hugging_face
+from tp_plans.layouts import Layout, Partial, Replicate, Shard
+from tp_plans.plan import Plan
+from tp_plans.registry import architectures, plan_for
+from tp_plans.resolve import resolve_plan
+from tp_plans.styles import (
+    BareParameter,
+    ColwiseParallel,
+    DividedInput,
+    ExpertsParallel,
+    FeatureParallelEmbedding,
+    LatentProjection,
+    ParallelAttention,
+    PrepareInput,
+    Replicated,
+    RowwiseParallel,
+    SequenceParallel,
+    Style,
+    SumOutput,
+    VocabParallelEmbedding,
+    WholeSequence,
+)
+
+__all__ = [
+    "AlreadyParallelizedError",
+    "Architecture",
+    "BareParameter",
+    "Change",
+    "CheckFailedError",
+    "ColwiseParallel",
+    "CustomPlanError",
+    "Decoder",
+    "DividedInput",
+    "ExpertsParallel",
+    "FeatureParallelEmbedding",
+    "Finding",
+    "LatentProjection",
+    "Layout",
+    "LayoutError",
+    "Mixer",
+    "ParallelAttention",
+    "Partial",
+    "Plan",
+    "PlanDiff",
+    "PlanError",
+    "PrepareInput",
+    "Replicate",
+    "Replicated",
+    "Report",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "Shard",
+    "Style",
+    "SumOutput",
+    "TpPlansError",
+    "UnknownArchitectureError",
+    "UnknownStyleError",
+    "VocabParallelEmbedding",
+    "WholeSequence",
+    "architectures",
+    "check",
+    "decoder_plan",
+    "from_hugging_face",
+    "plan_for",
+    "resolve_plan",
+]
