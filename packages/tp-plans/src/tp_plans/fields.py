@@ -40,6 +40,13 @@ def require_pieces(style: Any, field: str) -> None:
     require(style, field, sizes, "a tuple of two or more numbers or attributes' names, as (1, 1)")
 
 
+def require_attributes(style: Any, field: str) -> None:
+    """Raise unless a field holds attributes' names."""
+    value = getattr(style, field)
+    named = isinstance(value, tuple) and all(map(is_attribute, value))
+    require(style, field, named, "a tuple of attributes' names, as ('num_heads', 'config.num_attention_heads')")
+
+
 def is_integer(value: object, *, least: int | None = None) -> TypeGuard[int]:
     """Whether a value is an integer (a boolean is none), not below ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)

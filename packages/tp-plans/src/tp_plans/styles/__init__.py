@@ -19,6 +19,27 @@ from tp_plans.styles.linear import ColwiseParallel, LatentProjection, RowwisePar
 from tp_plans.styles.stream import ParallelAttention, PrepareInput, WholeSequence
 from tp_plans.styles.whole import BareParameter, Replicated, SequenceParallel
 
+__all__ = [
+    "BareParameter",
+    "ColwiseParallel",
+    "DividedInput",
+    "ExpertsParallel",
+    "FeatureParallelEmbedding",
+    "LatentProjection",
+    "ParallelAttention",
+    "PrepareInput",
+    "Replicated",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "Style",
+    "SumOutput",
+    "VocabParallelEmbedding",
+    "WholeSequence",
+    "parameter_layout",
+    "style_from_dict",
+    "style_to_dict",
+]
+
 Style = (
     ColwiseParallel
     | RowwiseParallel
@@ -62,8 +83,14 @@ def style_to_dict(style: Style) -> dict[str, Any]:
     for field in dataclasses.fields(style):
         value = getattr(style, field.name)
         if value != field.default:
-            data[field.name] = str(value) if isinstance(value, (Replicate, Shard, Partial)) else value
+            data[field.name] = _plain(value)
     return data
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (Replicate, Shard, Partial)):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def style_from_dict(data: Mapping[str, Any]) -> Style:

@@ -46,6 +46,8 @@ class ColwiseParallel:
         require_flag(self, "shared")
         whole = self.output == Replicate() and (self.pieces or self.shared)
         require(self, "output", not whole, "Shard(-1): features of several pieces, or shared ones, are not gathered")
+        hidden = not self.use_local_output and (self.pieces or self.shared)
+        require(self, "use_local_output", not hidden, "True: no DTensor layout describes such features")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

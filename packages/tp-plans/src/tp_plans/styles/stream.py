@@ -9,6 +9,7 @@ from tp_plans.fields import (
     is_integer,
     is_name,
     require,
+    require_attributes,
     require_layout,
 )
 from tp_plans.layouts import Layout, Replicate
@@ -64,8 +65,7 @@ class ParallelAttention:
         require_layout(self, "layout")
         require(self, "argument", is_name(self.argument), "the keyword's name, as 'hidden_states'")
         require(self, "position", self.position is None or is_integer(self.position, least=0), "0 or more, or None")
-        named = isinstance(self.counts, tuple) and all(map(is_attribute, self.counts))
-        require(self, "counts", named, "a tuple of attributes' names, as ('num_heads', 'config.num_attention_heads')")
+        require_attributes(self, "counts")
         require(self, "groups", is_attribute(self.groups), "an attribute's name, as 'num_key_value_groups'")
         require(self, "kv_heads", is_attribute(self.kv_heads), "an attribute's name, as 'num_key_value_heads'")
 

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel embedding."""
+"""Embeddings split on the vocabulary or on the features."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
-from tp_plans.styles import VocabParallelEmbedding
+from tp_plans.styles import FeatureParallelEmbedding, VocabParallelEmbedding
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
-from tp_plans.torch_styles.placement import as_dtensor, redistribute
+from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
 
 
 class LocalEmbedding(LocalStyle):
@@ -48,3 +48,14 @@ class LocalEmbedding(LocalStyle):
         chunk = -(-rows // call.mesh.size())
         start = min(rows, chunk * call.mesh.get_local_rank())
         return start, min(rows, start + chunk)
+
+
+class LocalFeatures(LocalStyle):
+    """``FeatureParallelEmbedding``: looks up this rank's features of every entry."""
+
+    style: FeatureParallelEmbedding
+
+    def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
+        features = call.parameters["weight"].shape[1]
+        whole = redistribute(wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=features), self.style.output)
+        return whole.to_local() if self.style.use_local_output else whole

@@ -9,8 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from tp_plans import layouts
-from tp_plans.styles import ColwiseParallel, RowwiseParallel
-from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument, summed_gradient
+from tp_plans.attributes import number
+from tp_plans.rows import used_rows
+from tp_plans.styles import ColwiseParallel, LatentProjection, RowwiseParallel
+from tp_plans.torch_styles.exchange import RowExchange
+from tp_plans.torch_styles.gradients import local_view, summed_gradient, with_summed_gradient
+from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
 
 
@@ -18,6 +22,11 @@ class LocalColwise(LocalStyle):
     """``ColwiseParallel``: gathers the input, computes this rank's features."""
 
     style: ColwiseParallel
+
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
+        own = local_view(parameter)
+        exchange = _exchange(self.style, parameter, dim=0)
+        return own if exchange is None else exchange(own, parameter.device_mesh)
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         def whole(tensor: Tensor) -> Tensor:
@@ -47,7 +56,9 @@ class LocalRowwise(LocalStyle):
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         if name != "bias":
-            return super().local_parameter(name, parameter)
+            own = local_view(parameter)
+            exchange = _exchange(self.style, parameter, dim=1)
+            return own if exchange is None else exchange(own.mT, parameter.device_mesh).mT
         is_first = parameter.device_mesh.get_local_rank() == 0
         return cast(Tensor, _OnFirstRank.apply(parameter.to_local(), is_first))  # type: ignore[no-untyped-call]
 
@@ -63,6 +74,34 @@ class LocalRowwise(LocalStyle):
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
         partial = as_dtensor(output, call.mesh, layouts.Partial())
         return _hand_on(redistribute(partial, self.style.output), use_local_output=self.style.use_local_output)
+
+
+class LocalLatent(LocalColwise):
+    """``LatentProjection``: gathers the features; sums the gradients of the rotary key that all heads share."""
+
+    style: LatentProjection  # type: ignore[assignment]
+
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
+        return local_view(parameter)
+
+    def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
+        rotary = number(module, self.style.rotary)
+        own = wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=call.parameters["weight"].shape[0])
+        whole = redistribute(own, layouts.Replicate()).to_local()
+        compressed, shared_key = whole[..., :-rotary], whole[..., -rotary:]
+        return torch.cat([compressed, with_summed_gradient(shared_key, call.mesh)], dim=-1)
+
+
+def _exchange(style: ColwiseParallel | RowwiseParallel, parameter: DTensor, *, dim: int) -> RowExchange | None:
+    """What brings the parameter's rows (``dim`` 0, or columns) to the ranks that use them; ``None`` if they do."""
+    if not (style.pieces or (isinstance(style, ColwiseParallel) and style.shared)):
+        return None
+    mesh, size = parameter.device_mesh, parameter.shape[dim]
+    numbers = cast("tuple[int, ...]", style.pieces)
+    shared = isinstance(style, ColwiseParallel) and style.shared
+    used = used_rows(size, mesh.size(), unit=cast(int, style.unit), pieces=numbers, shared=shared)
+    exchange = RowExchange(size, used, mesh.get_local_rank())
+    return exchange if exchange.needed else None
 
 
 class _OnFirstRank(torch.autograd.Function):

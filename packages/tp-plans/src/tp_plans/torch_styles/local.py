@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tp_plans.errors import AlreadyParallelizedError, LayoutError
-from tp_plans.styles import Style, parameter_layout
+from tp_plans.styles import BareParameter, Style, parameter_layout
+from tp_plans.torch_styles.bare import bare_view
+from tp_plans.torch_styles.gradients import local_view
 from tp_plans.torch_styles.placement import placement
 
 _SHARDED = "_tp_plans_sharded"
@@ -48,11 +50,16 @@ class LocalStyle(ParallelStyle):
     """Base of the styles: distributes a module's parameters and runs its forward on local tensors.
 
     A subclass says how each parameter is viewed locally and how activations enter and leave.
+
+    Args:
+        style: the module's rule, or ``None`` where only parameters or children of it have one.
+        bare: rules for single parameters of the module, by name or pattern of it.
     """
 
-    def __init__(self, style: Style) -> None:
+    def __init__(self, style: Style | None, bare: Mapping[str, BareParameter] | None = None) -> None:
         super().__init__()
         self.style = style
+        self.bare = dict(bare or {})
         self._classes: dict[tuple[type[nn.Module], DeviceMesh], type[nn.Module]] = {}
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
@@ -72,7 +79,7 @@ class LocalStyle(ParallelStyle):
             if module.tp_style is self:  # the same rule led here before: the module sits at several places
                 return module
             raise AlreadyParallelizedError(
-                f"this {type(module).__name__} already carries {module.tp_style.style}: "
+                f"this {type(module).__name__} already carries {module.tp_style.style or 'rules of its parameters'}: "
                 "parallelize a model once, and let one rule of the plan match each module"
             )
         if "forward" in module.__dict__:
@@ -84,11 +91,20 @@ class LocalStyle(ParallelStyle):
         module.__class__ = self._class_for(type(module), device_mesh)
         return module
 
+    def bare_rule(self, name: str) -> BareParameter | None:
+        """The rule for one parameter of the module, if it has one of its own."""
+        return next((rule for pattern, rule in self.bare.items() if fnmatchcase(name, pattern)), None)
+
+    def view(self, name: str, parameter: DTensor) -> Tensor:
+        """The plain tensor that stands for a parameter during forward, by its own rule or the module's."""
+        rule = self.bare_rule(name)
+        return self.local_parameter(name, parameter) if rule is None else bare_view(rule, parameter)
+
     def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(module._parameters.items()):
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            layout = parameter_layout(self.style, parameter.ndim)
+            layout = parameter_layout(self.bare_rule(name) or self.style, parameter.ndim)
             if layout is not None:
                 sharded = _distributed_once(parameter, mesh, layout, self.src_data_rank)
                 module.register_parameter(name, sharded)
@@ -119,7 +135,7 @@ class _Parallel:
         parameters = cast("dict[str, Tensor | None]", module._parameters)
         call.parameters = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
         try:
-            parameters.update({n: style.local_parameter(n, p) for n, p in call.parameters.items()})
+            parameters.update({n: style.view(n, p) for n, p in call.parameters.items()})
             args, kwargs = style.enter(module, args, kwargs, call)
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -145,54 +161,6 @@ def _distributed_once(
     sharded = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
     setattr(parameter, _SHARDED, sharded)
     return sharded
-
-
-def local_view(parameter: DTensor) -> Tensor:
-    """This rank's plain part of a parameter, whose gradient lies as the parameter does."""
-    (cut,) = parameter.placements
-    uneven = isinstance(cut, Shard) and cut.dim > 0 and parameter.shape[cut.dim] % parameter.device_mesh.size()
-    if uneven and parameter.requires_grad and torch.is_grad_enabled():
-        return cast(Tensor, _UnevenView.apply(parameter))  # type: ignore[no-untyped-call]
-    return parameter.to_local()
-
-
-class _UnevenView(torch.autograd.Function):
-    """``to_local`` for parts of different width.
-
-    torch 2.10's own takes the gradient's strides from this rank's width; they are not the parameter's then, and
-    gradient accumulation answers with a replicated copy.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
-        ctx.shape, ctx.stride = parameter.shape, parameter.stride()
-        return parameter.to_local()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> DTensor:
-        return DTensor.from_local(
-            gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
-        )
-
-
-def summed_gradient(whole: DTensor) -> Tensor:
-    """A replicated tensor's local view whose gradient is summed over the axis, so every rank gets the full one."""
-    return cast(Tensor, _SumGradient.apply(whole.to_local(), whole.device_mesh))  # type: ignore[no-untyped-call]
-
-
-class _SumGradient(torch.autograd.Function):
-    """Identity forward; the sum over the mesh backward (Megatron-LM's ``f``, arXiv:1909.08053)."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        partial = DTensor.from_local(gradient, ctx.mesh, [Partial()], run_check=False)
-        return partial.full_tensor(), None
 
 
 def first_argument(args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:

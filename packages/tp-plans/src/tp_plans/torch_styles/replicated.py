@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tp_plans import layouts
 from tp_plans.errors import LayoutError
 from tp_plans.styles import Replicated, SequenceParallel
-from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument, summed_gradient
+from tp_plans.torch_styles.gradients import summed_gradient
+from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
 
 

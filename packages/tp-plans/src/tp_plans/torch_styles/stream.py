@@ -1,11 +1,14 @@
-"""Bringing a module's input into a layout before the modules inside use it."""
+"""How activations enter and leave a sub-layer of a block."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
-from tp_plans.styles import PrepareInput
+from tp_plans.styles import ParallelAttention, PrepareInput, WholeSequence
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, replaced
 from tp_plans.torch_styles.placement import as_dtensor, redistribute
 
@@ -13,7 +16,7 @@ from tp_plans.torch_styles.placement import as_dtensor, redistribute
 class PreparedInput(LocalStyle):
     """``PrepareInput``: redistributes one argument; a plain tensor is read as replicated."""
 
-    style: PrepareInput
+    style: PrepareInput | ParallelAttention
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         def prepared(tensor: Tensor) -> Tensor:
@@ -26,3 +29,26 @@ class PreparedInput(LocalStyle):
         if position is not None and position < len(args) and isinstance(args[position], Tensor):
             return (*args[:position], prepared(args[position]), *args[position + 1 :]), kwargs
         return args, kwargs
+
+
+class LocalWhole(LocalStyle):
+    """``WholeSequence``: whole plain tensors inside, the stream cut on the sequence outside."""
+
+    style: WholeSequence
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+        def whole(value: Any) -> Any:
+            if not isinstance(value, DTensor):
+                return value
+            return redistribute(as_dtensor(value, call.mesh, layouts.Replicate()), layouts.Replicate()).to_local()
+
+        return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+
+    def leave(self, module: nn.Module, output: Any, call: Call) -> Any:
+        def cut(tensor: Tensor) -> Tensor:
+            stream = as_dtensor(tensor, call.mesh, layouts.Replicate())
+            return redistribute(stream, layouts.Shard(self.style.sequence_dim))
+
+        if isinstance(output, Tensor):
+            return cut(output)
+        return (cut(output[0]), *output[1:])

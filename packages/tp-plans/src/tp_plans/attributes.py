@@ -1,0 +1,61 @@
+"""Numbers that a style takes from the module above: ``"head_dim"``, ``"config.num_attention_heads"``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tp_plans.errors import PlanError
+from tp_plans.fields import is_integer
+from tp_plans.styles import ColwiseParallel, LatentProjection, RowwiseParallel, Style
+
+
+def lookup(owner: Any, path: str) -> object:
+    """The attribute at a dotted path below ``owner``, or ``None`` where there is none."""
+    value = owner
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def number(owner: Any, value: int | str) -> int:
+    """``value`` itself where it is a number, else the positive integer that ``owner`` has under that name.
+
+    Raises:
+        PlanError: there is no such attribute, or it is no positive integer.
+    """
+    found = lookup(owner, value) if isinstance(value, str) else value
+    if not is_integer(found, least=1):
+        raise PlanError(
+            f"{type(owner).__name__} has no positive integer {value!r} (found {found!r}): give the number itself"
+        )
+    return found
+
+
+def needs_owner(style: Style) -> bool:
+    """Whether a style cannot be applied without numbers of the module above its own."""
+    match style:
+        case ColwiseParallel(pieces=pieces, shared=shared):
+            return bool(pieces) or shared
+        case RowwiseParallel(pieces=pieces):
+            return bool(pieces)
+        case LatentProjection():
+            return True
+        case _:
+            return False
+
+
+def resolved(style: Style, owner: Any) -> Style:
+    """The style with every name replaced by the owner's number.
+
+    Raises:
+        PlanError: as in :func:`number`.
+    """
+    match style:
+        case ColwiseParallel() | RowwiseParallel():
+            pieces = tuple(number(owner, piece) for piece in style.pieces)
+            return replace(style, unit=number(owner, style.unit), pieces=pieces)
+        case LatentProjection():
+            return replace(style, rotary=number(owner, style.rotary))
+        case _:
+            return style

@@ -1,0 +1,56 @@
+"""Attention layers that see this rank's head counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tp_plans.attributes import lookup
+from tp_plans.fields import is_integer
+from tp_plans.styles import ParallelAttention
+from tp_plans.torch_styles.stream import PreparedInput
+
+
+class LocalAttention(PreparedInput):
+    """``ParallelAttention``: prepares the input as ``PrepareInput`` does, and gives the layer its own counts.
+
+    The counts change once, when the plan is applied.  A config that other modules read too stays as it is: the
+    layer gets a view of it.
+    """
+
+    style: ParallelAttention
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        counts = self._own_counts(module, device_mesh.size())
+        module = super()._apply(module, device_mesh)
+        of_config = {path.partition(".")[2]: count for path, count in counts.items() if "." in path}
+        if of_config and not isinstance(module.config, OwnCounts):
+            module.config = OwnCounts(module.config, of_config)  # type: ignore[assignment]
+        for name, count in counts.items():
+            if "." not in name:
+                setattr(module, name, count)
+        return module
+
+    def _own_counts(self, module: nn.Module, tp: int) -> dict[str, int]:
+        style = self.style
+        found = {path: value for path in style.counts if is_integer(value := lookup(module, path), least=1)}
+        own = {path: max(1, value // tp) for path, value in found.items()}
+        groups, kv_heads = lookup(module, style.groups), lookup(module, style.kv_heads)
+        if is_integer(groups, least=1) and is_integer(kv_heads, least=1) and kv_heads < tp:
+            own[style.groups] = groups * kv_heads // tp
+        return own
+
+
+class OwnCounts:
+    """A config with some numbers of its own, and for all else the one behind it."""
+
+    def __init__(self, config: Any, counts: Mapping[str, int]) -> None:
+        self.__dict__.update(counts, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_config":  # so that copy and pickle find nothing of the config's
+            raise AttributeError(name)
+        return getattr(self._config, name)

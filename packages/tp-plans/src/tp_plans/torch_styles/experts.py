@@ -1,0 +1,115 @@
+"""Mixtures of experts whose experts are dealt over the axis, and modules whose outputs are addends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tp_plans import layouts
+from tp_plans.errors import LayoutError
+from tp_plans.layouts import Layout
+from tp_plans.rows import stored_rows
+from tp_plans.styles import DividedInput, ExpertsParallel, SumOutput
+from tp_plans.torch_styles.gradients import with_summed_gradient
+from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
+from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
+
+#: What transformers' expert modules call the number of experts that they hold.
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class LocalExperts(LocalStyle):
+    """``ExpertsParallel``: runs this rank's experts on all tokens, sums over the ranks.
+
+    Routes to other ranks' experts get the index that stands for no expert, and the weight zero.
+    """
+
+    style: ExpertsParallel
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+        experts = next(iter(call.parameters.values())).shape[0]
+        own = stored_rows(experts, call.mesh.size())[call.mesh.get_local_rank()]
+        for name in _COUNTS:
+            if getattr(module, name, None) == experts:
+                call.attributes[name] = experts
+                setattr(module, name, len(own))
+        args, kwargs = _changed(args, kwargs, lambda tensor: _whole(tensor, call))
+        index = next((value for value in (*args, *kwargs.values()) if _is_index(value)), None)
+        if index is None:
+            return first_argument(args, kwargs, lambda tokens: _own_tokens(tokens, own, experts, module, call))
+        foreign = (index < own.start) | (index >= own.stop)
+
+        def routed(value: Tensor) -> Tensor:
+            if value is index:
+                return (index - own.start).masked_fill(foreign, len(own))
+            return value.masked_fill(foreign, 0) if value.shape == index.shape else value
+
+        return _changed(args, kwargs, routed)
+
+    def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
+        if (tokens := call.memory.get("tokens")) is None:
+            return _summed(output, call, self.style.output)
+        gathered = wrap(output, call.mesh, layouts.Shard(0), size=tokens)
+        return redistribute(gathered, layouts.Replicate()).to_local()
+
+
+class LocalSum(LocalStyle):
+    """``SumOutput``: sums the ranks' outputs, and the gradients of the inputs."""
+
+    style: SumOutput
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+        return _changed(args, kwargs, lambda tensor: _whole(tensor, call))
+
+    def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
+        return _summed(output, call, self.style.output)
+
+
+class LocalDivided(LocalStyle):
+    """``DividedInput``: a rank's share of what every rank computes alike."""
+
+    style: DividedInput
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+        return first_argument(args, kwargs, lambda tensor: tensor / call.mesh.size())
+
+
+def _changed(args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:
+    """The arguments with every tensor changed."""
+
+    def changed(value: Any) -> Any:
+        return change(value) if isinstance(value, Tensor) else value
+
+    return tuple(changed(value) for value in args), {name: changed(value) for name, value in kwargs.items()}
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point()
+
+
+def _whole(tensor: Tensor, call: Call) -> Tensor:
+    """A plain tensor, whole on every rank, each of which computes an addend of its gradient."""
+    if isinstance(tensor, DTensor):
+        tensor = redistribute(as_dtensor(tensor, call.mesh, layouts.Replicate()), layouts.Replicate()).to_local()
+    return with_summed_gradient(tensor, call.mesh) if tensor.requires_grad else tensor
+
+
+def _own_tokens(tokens: Tensor, own: range, experts: int, module: nn.Module, call: Call) -> Tensor:
+    """This rank's part of ``[experts * tokens, hidden]``."""
+    if tokens.shape[0] % experts or experts % call.mesh.size():
+        raise LayoutError(
+            f"{type(module).__name__} takes every expert's tokens in turn, [experts * tokens, hidden], but got "
+            f"{list(tokens.shape)} for {experts} experts over tp={call.mesh.size()}: the first dim must be a multiple "
+            "of the experts, and the experts of tp"
+        )
+    call.memory["tokens"] = tokens.shape[0]
+    each = tokens.shape[0] // experts
+    return tokens[own.start * each : own.stop * each]
+
+
+def _summed(output: Tensor, call: Call, layout: Layout) -> Tensor:
+    whole = redistribute(as_dtensor(output, call.mesh, layouts.Partial()), layout)
+    return whole.to_local() if isinstance(layout, layouts.Replicate) else whole

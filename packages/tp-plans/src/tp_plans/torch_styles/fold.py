@@ -1,0 +1,37 @@
+"""Rules that torch cannot apply where they stand, folded onto the module above.
+
+``parallelize_module`` hands a style one module and nothing else.  A rule for a bare parameter has no module of
+its own, and one whose numbers are attributes of the module above cannot find them; both go to that module.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tp_plans.attributes import needs_owner
+from tp_plans.styles import BareParameter, Style
+
+
+@dataclass
+class Owned:
+    """The rules that a module carries for its parameters and children, by name or pattern of it."""
+
+    bare: dict[str, BareParameter] = field(default_factory=dict)
+    children: dict[str, Style] = field(default_factory=dict)
+
+
+def folded(rules: Mapping[str, Style]) -> dict[str, tuple[Style | None, Owned]]:
+    """The rules by module pattern, each with those folded onto it; a module without a rule of its own has ``None``."""
+    owned: dict[str, Owned] = defaultdict(Owned)
+    own: dict[str, Style] = {}
+    for pattern, style in rules.items():
+        owner, _, name = pattern.rpartition(".")
+        if isinstance(style, BareParameter):
+            owned[owner].bare[name] = style
+        elif needs_owner(style):
+            owned[owner].children[name] = style
+        else:
+            own[pattern] = style
+    return {pattern: (own.get(pattern), owned[pattern]) for pattern in (*own, *(set(owned) - set(own)))}

@@ -1,0 +1,87 @@
+"""From a rule, with those folded onto it, to the style that torch applies."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from tp_plans.attributes import resolved
+from tp_plans.styles import (
+    ColwiseParallel,
+    DividedInput,
+    ExpertsParallel,
+    FeatureParallelEmbedding,
+    LatentProjection,
+    ParallelAttention,
+    PrepareInput,
+    Replicated,
+    RowwiseParallel,
+    SequenceParallel,
+    Style,
+    SumOutput,
+    VocabParallelEmbedding,
+    WholeSequence,
+)
+from tp_plans.torch_styles.attention import LocalAttention
+from tp_plans.torch_styles.embedding import LocalEmbedding, LocalFeatures
+from tp_plans.torch_styles.experts import LocalDivided, LocalExperts, LocalSum
+from tp_plans.torch_styles.fold import Owned
+from tp_plans.torch_styles.linear import LocalColwise, LocalLatent, LocalRowwise
+from tp_plans.torch_styles.local import LocalStyle
+from tp_plans.torch_styles.replicated import LocalReplicated, LocalSequenceParallel
+from tp_plans.torch_styles.stream import LocalWhole, PreparedInput
+
+_LOCAL: dict[type, type[LocalStyle]] = {
+    ColwiseParallel: LocalColwise,
+    RowwiseParallel: LocalRowwise,
+    LatentProjection: LocalLatent,
+    VocabParallelEmbedding: LocalEmbedding,
+    FeatureParallelEmbedding: LocalFeatures,
+    ExpertsParallel: LocalExperts,
+    DividedInput: LocalDivided,
+    SumOutput: LocalSum,
+    SequenceParallel: LocalSequenceParallel,
+    Replicated: LocalReplicated,
+    PrepareInput: PreparedInput,
+    ParallelAttention: LocalAttention,
+    WholeSequence: LocalWhole,
+}
+
+
+def style_to_torch(style: Style | None, owned: Owned | None = None) -> ParallelStyle:
+    """One rule as a ``ParallelStyle``, for modules whose parameters are on any device, meta included.
+
+    Args:
+        style: the module's own rule, or ``None``.
+        owned: the rules folded onto it.
+    """
+    owned = owned or Owned()
+    local = LocalStyle if style is None else _LOCAL[type(style)]
+    own = local(style, owned.bare)
+    return OwnerStyle(own, owned.children) if owned.children else own
+
+
+class OwnerStyle(ParallelStyle):
+    """A module's own style, after those of its children that take their numbers from it."""
+
+    def __init__(self, own: LocalStyle, children: dict[str, Style]) -> None:
+        super().__init__()
+        self.own, self.children = own, children
+        self._resolved: dict[Style, ParallelStyle] = {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, child in module.named_children():
+            style = next((style for pattern, style in self.children.items() if fnmatchcase(name, pattern)), None)
+            if style is not None:
+                self._for(resolved(style, module))._apply(child, device_mesh)
+        own = self.own
+        return own._apply(module, device_mesh) if own.style is not None or own.bare else module
+
+    def _for(self, style: Style) -> ParallelStyle:
+        """One style object for equal numbers, so that equal blocks share their classes and compiled graphs."""
+        if style not in self._resolved:
+            self._resolved[style] = style_to_torch(style)
+        return self._resolved[style]
