@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from fsdp_runtime import ModelError, anatomy_of
+from fsdp_runtime import Heads, ModelError, anatomy_of
 from harness.models import tiny_model
 
 
@@ -18,7 +20,7 @@ def test_blocks_of_a_text_model() -> None:
     assert list(anatomy_of(tiny_model("LlamaForCausalLM")).blocks) == ["model.layers.0", "model.layers.1"]
 
 
-def test_the_decoder_of_a_vision_language_model_is_its_largest_stack() -> None:
+def test_the_decoder_of_a_vision_language_model_lies_beside_its_token_embedding() -> None:
     anatomy = anatomy_of(tiny_model("Gemma3ForConditionalGeneration"))
     assert anatomy.decoder == ("model.language_model.layers.0", "model.language_model.layers.1")
     assert [path for path in anatomy.blocks if "vision" in path] == ["model.vision_tower.encoder.layers.0"]
@@ -38,6 +40,108 @@ def test_lists_of_plain_layers_are_no_blocks() -> None:
     model.heads = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model.layers = nn.ModuleList([_block()])
     assert list(anatomy_of(model).blocks) == ["layers.0"]
+
+
+def test_lists_of_lists_are_one_stack() -> None:
+    model = nn.Module()
+    model.stages = nn.ModuleList([nn.ModuleList([_block(), _block()]), nn.ModuleList([_block()])])
+    assert anatomy_of(model).decoder == ("stages.0.0", "stages.0.1", "stages.1.0")
+
+
+def test_dicts_and_sequences_of_one_class_are_stacks() -> None:
+    model = nn.Module()
+    model.vision = nn.Sequential(_block(), _block())
+    model.layers = nn.ModuleDict({"first": _block(8), "second": _block(8)})
+    anatomy = anatomy_of(model)
+    assert anatomy.decoder == ("layers.first", "layers.second")
+    assert anatomy.towers == ("vision",)
+
+
+def test_a_dict_of_a_models_unlike_parts_is_no_stack() -> None:
+    model = nn.Module()
+    model.transformer = nn.ModuleDict({"wte": nn.Embedding(9, 4), "h": nn.ModuleList([_block()])})
+    assert anatomy_of(model).decoder == ("transformer.h.0",)
+    assert anatomy_of(model).embedding == "transformer.wte"
+
+
+def test_embedding_and_head_of_any_model_are_found_by_shape() -> None:
+    model = nn.Module()
+    model.positions = nn.Embedding(5, 4)
+    model.tokens = nn.Embedding(9, 4)
+    model.encoder = nn.Module()
+    model.encoder.layers = nn.ModuleList([_block()])
+    model.projection = nn.Linear(4, 9)
+    anatomy = anatomy_of(model)
+    assert (anatomy.decoder, anatomy.embedding, anatomy.head) == (("encoder.layers.0",), "tokens", "projection")
+
+
+def test_heads_are_counted_from_widths_layer_by_layer() -> None:
+    heads = anatomy_of(tiny_model("LlamaForCausalLM", num_key_value_heads=2)).heads
+    assert heads == dict.fromkeys(["model.layers.0", "model.layers.1"], Heads(query=4, key_value=2, dim=16))
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "pad_token_id": 0}
+TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def _config(family: str) -> Any:
+    import transformers
+
+    text, vision = dict(TEXT), dict(VISION)
+    mrope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    match family:
+        case "Mistral3":
+            return transformers.Mistral3Config(
+                text_config={**text, "model_type": "mistral"}, vision_config={**vision, "model_type": "pixtral"}
+            )
+        case "Llava":
+            return transformers.LlavaConfig(
+                text_config={**text, "model_type": "llama"}, vision_config={**vision, "model_type": "clip_vision_model"}
+            )
+        case "Qwen2VL" | "Qwen2_5_VL" | "Qwen3VL":
+            tower = {"depth": 2, "hidden_size": 32, "num_heads": 2}
+            text |= {"rope_parameters": mrope}
+            return getattr(transformers, f"{family}Config")(text_config=text, vision_config=tower)
+        case "Llama4":
+            text |= {"intermediate_size_mlp": 96, "num_local_experts": 2}
+            return transformers.Llama4Config(text_config=text, vision_config=vision)
+        case "SmolVLM":
+            return transformers.SmolVLMConfig(text_config={**text, "model_type": "llama"}, vision_config=vision)
+    raise ValueError(family)
+
+
+@pytest.mark.parametrize(
+    ("family", "decoder", "tower", "embedding", "head"),
+    [
+        ("Mistral3", "model.language_model.layers", "model.vision_tower", "model.language_model", "lm_head"),
+        ("Llava", "model.language_model.layers", "model.vision_tower", "model.language_model", "lm_head"),
+        ("Qwen2VL", "model.language_model.layers", "model.visual", "model.language_model", "lm_head"),
+        ("Qwen2_5_VL", "model.language_model.layers", "model.visual", "model.language_model", "lm_head"),
+        ("Qwen3VL", "model.language_model.layers", "model.visual", "model.language_model", "lm_head"),
+        (
+            "Llama4",
+            "language_model.model.layers",
+            "vision_model",
+            "language_model.model",
+            "language_model.lm_head",
+        ),
+        ("SmolVLM", "model.text_model.layers", "model.vision_model", "model.text_model", "lm_head"),
+    ],
+)
+def test_the_parts_of_vision_language_families(
+    family: str, decoder: str, tower: str, embedding: str, head: str
+) -> None:
+    import transformers
+
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForConditionalGeneration")(_config(family))
+    anatomy = anatomy_of(model)
+    assert anatomy.decoder == tuple(f"{decoder}.{index}" for index in range(3))
+    assert anatomy.towers == (tower,)
+    assert (anatomy.embedding, anatomy.head) == (f"{embedding}.embed_tokens", head)
+    assert anatomy.heads[anatomy.decoder[0]] == Heads(query=4, key_value=2, dim=16)
+    assert sum(path.startswith(tower) for path in anatomy.blocks) >= 2
 
 
 def test_a_model_without_blocks_is_refused_with_advice() -> None:

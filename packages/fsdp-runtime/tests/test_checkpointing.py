@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_runtime import ModelError, anatomy_of, checkpoint_activations
-from harness.models import tiny_inputs, tiny_model
+from fsdp_runtime import ModelError, OptionError, Selective, anatomy_of, checkpoint_activations
+from harness.models import jitter, tiny_inputs, tiny_model
 
 
 def _saved_bytes(model: nn.Module, inputs: dict[str, Tensor]) -> int:
@@ -28,19 +30,88 @@ def _saved_bytes(model: nn.Module, inputs: dict[str, Tensor]) -> int:
     return sum(kept.values())
 
 
-def _checkpointed(model: nn.Module) -> nn.Module:
-    checkpoint_activations(model, anatomy_of(model), "block")
+def _checkpointed(model: nn.Module, mode: Any = "block") -> nn.Module:
+    checkpoint_activations(model, anatomy_of(model), mode)
     return model
 
 
-def test_gradients_are_bit_identical_and_fewer_activations_are_kept() -> None:
+def _assert_same_gradients(expected: nn.Module, actual: nn.Module) -> None:
+    for (name, one), other in zip(expected.named_parameters(), actual.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        assert one.grad is None or torch.equal(one.grad, other.grad), name
+
+
+@pytest.mark.parametrize(("mode", "share"), [("mlp", 0.8), ("block", 0.2), ("selective", 0.2)])
+def test_gradients_are_bit_identical_and_fewer_activations_are_kept(mode: str, share: float) -> None:
     plain = tiny_model("Gemma3ForCausalLM", num_hidden_layers=2)
-    recomputing = _checkpointed(copy.deepcopy(plain))
+    recomputing = _checkpointed(copy.deepcopy(plain), mode)
     inputs = tiny_inputs(plain, batch=2, length=9)
     kept, kept_recomputing = _saved_bytes(plain, inputs), _saved_bytes(recomputing, inputs)
-    assert kept_recomputing < kept / 2
-    for (name, expected), actual in zip(plain.named_parameters(), recomputing.parameters(), strict=True):
-        assert torch.equal(expected.grad, actual.grad), name
+    assert kept_recomputing < kept * share
+    _assert_same_gradients(plain, recomputing)
+
+
+def _flops(mode: Any) -> int:
+    model = _checkpointed(tiny_model("LlamaForCausalLM"), mode)
+    with FlopCounterMode(display=False) as counter:
+        model(**tiny_inputs(model, batch=2, length=9), use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def test_only_what_selective_checkpointing_does_not_save_runs_twice() -> None:
+    none, mlp, block = _flops("none"), _flops("mlp"), _flops("block")
+    assert none < mlp < block
+    assert _flops("selective") == none  # matrix products and attention are all the flops that are counted
+    assert _flops(Selective(save=("aten.silu",))) == block
+
+
+def test_an_operator_without_a_namespace_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"'mm' has no namespace: write 'aten\.mm'"):
+        _checkpointed(tiny_model("LlamaForCausalLM"), Selective(save=("mm",)))
+    with pytest.raises(OptionError, match="has none of these operators"):
+        _checkpointed(tiny_model("LlamaForCausalLM"), Selective(save=("aten.no_such_operator",)))
+
+
+def test_mlp_mode_of_blocks_without_one_is_refused_with_what_they_have() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
+    with pytest.raises(ModelError, match=r"layers\.0 has 0, none of which is called mlp, .*use 'block'"):
+        _checkpointed(model, "mlp")
+
+
+def _key_value_sharing_model() -> nn.Module:
+    """The last two of four layers attend to keys and values that the first two computed."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        vocab_size=131,
+        vocab_size_per_layer_input=131,
+        hidden_size=64,
+        hidden_size_per_layer_input=8,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=4,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = Gemma4ForCausalLM(config).eval().double()
+    jitter(model)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["mlp", "block", "selective"])
+def test_layers_that_share_keys_and_values_recompute_to_the_same_gradients(mode: str) -> None:
+    plain = _key_value_sharing_model()
+    recomputing = _checkpointed(copy.deepcopy(plain), mode)
+    inputs = {"input_ids": torch.arange(3, 21).view(2, 9)}
+    assert _saved_bytes(recomputing, inputs) < _saved_bytes(plain, inputs)
+    _assert_same_gradients(plain, recomputing)
 
 
 def test_names_and_classes_stay_usable() -> None:
@@ -71,6 +142,11 @@ def test_the_configs_no_longer_ask_for_a_cache() -> None:
     model = _checkpointed(tiny_model("Gemma3ForConditionalGeneration"))
     assert not model.config.get_text_config().use_cache
     assert model(**tiny_inputs(model, batch=1, length=7)).logits.requires_grad
+
+
+def test_the_feed_forward_part_alone_leaves_the_cache_in_use() -> None:
+    model = _checkpointed(tiny_model("LlamaForCausalLM"), "mlp")
+    assert model(**tiny_inputs(model, batch=1, length=4)).past_key_values.get_seq_length() == 4
 
 
 def test_inference_with_a_cache_still_works() -> None:

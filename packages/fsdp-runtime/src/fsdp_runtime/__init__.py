@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fsdp_runtime.anatomy import Anatomy, anatomy_of
-from fsdp_runtime.checkpointing import checkpoint_activations
+from fsdp_runtime.anatomy import Anatomy, Heads, anatomy_of
+from fsdp_runtime.checkpointing import Selective, checkpoint_activations
+from fsdp_runtime.compiling import compile_blocks
 from fsdp_runtime.errors import (
     CheckpointError,
     ConversionError,
@@ -21,6 +22,7 @@ from fsdp_runtime.launch import Launch, launch_from_environment
 from fsdp_runtime.mesh import MeshSpec, adopt_mesh, submesh
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.replicas import assert_replicas_equal
+from fsdp_runtime.report import ParallelReport, parallel_report
 from fsdp_runtime.sharding import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
 from fsdp_runtime.tensor_parallel import apply_plan
 from fsdp_runtime.unshard import unsharded
@@ -33,6 +35,7 @@ __all__ = [
     "CheckpointError",
     "ConversionError",
     "FsdpRuntimeError",
+    "Heads",
     "Launch",
     "LoadReport",
     "MeshError",
@@ -42,7 +45,9 @@ __all__ = [
     "ModelError",
     "OptionError",
     "OtherRankError",
+    "ParallelReport",
     "ReplicaError",
+    "Selective",
     "ShardingOptions",
     "WeightsError",
     "adopt_mesh",
@@ -50,11 +55,13 @@ __all__ = [
     "apply_plan",
     "assert_replicas_equal",
     "checkpoint_activations",
+    "compile_blocks",
     "data_parallel_mesh",
     "launch_from_environment",
     "load_weights",
     "materialize",
     "meta_device",
+    "parallel_report",
     "parallelize",
     "save_weights",
     "shard_over_data_parallel",

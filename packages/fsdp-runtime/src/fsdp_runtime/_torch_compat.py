@@ -83,3 +83,8 @@ def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
             groups = getattr(state, "_fsdp_param_groups", None)  # several a unit in newer versions
             for group in [state._fsdp_param_group] if groups is None else groups:
                 yield from group.fsdp_params if group is not None else ()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called (torch 2.10 to 2.15: there is no public way to ask)."""
+    return module._compiled_call_impl is not None

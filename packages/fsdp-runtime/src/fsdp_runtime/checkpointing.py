@@ -1,46 +1,119 @@
-"""Activation checkpointing: what a block computed is freed after forward and recomputed in backward."""
+"""Activation checkpointing: what a module computed is freed after forward and recomputed in backward."""
 
 from __future__ import annotations
 
 import logging
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_runtime.anatomy import Anatomy
 from fsdp_runtime.errors import ModelError, OptionError
 
 logger = logging.getLogger(__name__)
 
-ActivationCheckpointing = Literal["none", "block"]
+Mode = Literal["none", "mlp", "block", "selective"]
+
+#: What models call the feed-forward part of a block.
+MLP_NAMES = ("mlp", "feed_forward", "ffn", "moe", "block_sparse_moe")
+
+_SAVED = "_fsdp_runtime_saved"
 
 
-def require_mode(mode: str) -> None:
+@dataclass(frozen=True)
+class Selective:
+    """Recompute every operator of a block but some, whose results are kept.
+
+    Args:
+        save: names of ATen or collective operators, as ``"aten.mm"`` or ``"_c10d_functional.all_reduce"``, whose
+            results are kept; all overloads of each.  By default those that cost most to run again: matrix products,
+            attention and collectives.
+    """
+
+    save: tuple[str, ...] = (
+        "aten.mm",
+        "aten.addmm",
+        "aten.bmm",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_cudnn_attention",
+        "_c10d_functional.all_reduce",
+        "_c10d_functional.all_gather_into_tensor",
+        "_c10d_functional.reduce_scatter_tensor",
+    )
+
+    def overloads(self) -> list[Any]:
+        """The operators as torch's objects; those that this torch lacks are left out.
+
+        Raises:
+            OptionError: a name has no namespace, or none of the names exists.
+        """
+        found = []
+        for name in self.save:
+            namespace, dot, operator = name.partition(".")
+            if not dot:
+                raise OptionError(f"Selective(save=...): {name!r} has no namespace: write 'aten.{name}'")
+            packet = getattr(getattr(torch.ops, namespace), operator, None)
+            found += [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+        if not found:
+            raise OptionError(f"Selective(save={self.save!r}): torch {torch.__version__} has none of these operators")
+        return found
+
+
+ActivationCheckpointing = Mode | Selective
+
+
+def require_mode(mode: object) -> None:
     """Raise :class:`OptionError` unless ``mode`` is one that :func:`checkpoint_activations` knows."""
-    if mode not in get_args(ActivationCheckpointing):
-        allowed = ", ".join(map(repr, get_args(ActivationCheckpointing)))
-        raise OptionError(f"activation_checkpointing={mode!r}: write one of {allowed}")
+    if isinstance(mode, Selective):
+        mode.overloads()
+    elif mode not in get_args(Mode):
+        allowed = ", ".join(map(repr, get_args(Mode)))
+        raise OptionError(f"activation_checkpointing={mode!r}: write one of {allowed}, or a Selective(save=...)")
 
 
 def checkpoint_activations(model: nn.Module, anatomy: Anatomy, mode: ActivationCheckpointing) -> list[str]:
-    """Make blocks recompute their activations in backward, in place.
+    """Make modules recompute their activations in backward, in place.
 
     A key/value cache cannot survive recomputation (each key would be appended twice), so the configs'
     ``use_cache`` is turned off.
 
+    Args:
+        model: the model.
+        anatomy: its parts.
+        mode: ``"none"``; ``"mlp"`` for the feed-forward part of every block; ``"block"`` for every block;
+            ``"selective"`` or a :class:`Selective` for every block but its costly operators.
+
     Returns:
-        The paths of the blocks that recompute.
+        The paths of the modules that recompute.
+
+    Raises:
+        OptionError: an unknown mode.
+        ModelError: ``"mlp"`` of a model whose blocks have no part of that name.
     """
+    require_mode(mode)
     if mode == "none":
         return []
-    for block in anatomy.blocks.values():
-        _recompute(block)
-    _turn_off_cache(model)
-    logger.info("activation checkpointing: %d blocks recompute", len(anatomy.blocks))
-    return list(anatomy.blocks)
+    if mode == "selective":
+        mode = Selective()
+    chosen = _mlps(anatomy) if mode == "mlp" else dict(anatomy.blocks)
+    for module in chosen.values():
+        _recompute(module, mode.overloads() if isinstance(mode, Selective) else None)
+    if mode != "mlp":  # no cache is filled inside a feed-forward part
+        _turn_off_cache(model)
+    logger.info("activation checkpointing: %d modules recompute", len(chosen))
+    return list(chosen)
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether a module recomputes its activations by :func:`checkpoint_activations`."""
+    return isinstance(module, _Recomputing)
 
 
 class _Recomputing:
@@ -55,12 +128,32 @@ class _Recomputing:
                 f"{type(self).__name__} recomputes its activations but was given a key/value cache, which "
                 "recomputation would fill twice: pass use_cache=False"
             )
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        context = {} if (context_fn := self.__dict__.get(_SAVED)) is None else {"context_fn": context_fn}
+        return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
 
 
-def _recompute(module: nn.Module) -> None:
+def _mlps(anatomy: Anatomy) -> dict[str, nn.Module]:
+    found = {
+        f"{path}.{name}": child
+        for path, block in anatomy.blocks.items()
+        for name, child in block.named_children()
+        if name in MLP_NAMES
+    }
+    if not any(path.startswith(f"{block}.") for path in found for block in anatomy.decoder):
+        block = anatomy.decoder[0]
+        parts = ", ".join(name for name, _ in anatomy.blocks[block].named_children())
+        raise ModelError(
+            f"activation_checkpointing='mlp': {block} has {parts}, none of which is called "
+            f"{', '.join(MLP_NAMES)}; use 'block' or 'selective'"
+        )
+    return found
+
+
+def _recompute(module: nn.Module, saved: list[Any] | None) -> None:
     if not isinstance(module, _Recomputing):
         module.__class__ = _recomputing(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
+    context_fn: Callable[[], Any] | None = partial(create_selective_checkpoint_contexts, saved) if saved else None
+    module.__dict__[_SAVED] = context_fn
 
 
 @cache

@@ -1,0 +1,48 @@
+"""Blocks compiled in place: the same numbers, the same names."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fsdp_runtime import anatomy_of, checkpoint_activations, compile_blocks, parallel_report
+from harness.models import tiny_inputs, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("mode", ["none", "block"])
+def test_compiled_blocks_compute_the_same_gradients_under_the_same_names(mode: str) -> None:
+    plain = tiny_model("Qwen3ForCausalLM")
+    model = copy.deepcopy(plain)
+    anatomy = anatomy_of(model)
+    checkpoint_activations(model, anatomy, mode)
+    assert compile_blocks(anatomy, {"backend": "aot_eager"}) == ["model.layers.0", "model.layers.1"]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert parallel_report(model).compiled == ("model.layers.0", "model.layers.1")
+    inputs = tiny_inputs(plain, batch=2, length=7)
+    for each in (plain, model):
+        each(**inputs, use_cache=False).logits.sum().backward()
+    for (name, expected), actual in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, msg=name)
+
+
+def test_blocks_of_one_class_are_compiled_once() -> None:
+    model = tiny_model("LlamaForCausalLM", num_hidden_layers=4)
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        compiled.append(len(graph.graph.nodes))
+        return graph
+
+    compile_blocks(anatomy_of(model), {"backend": backend})
+    model(**tiny_inputs(model, batch=1, length=5), use_cache=False)
+    once = len(compiled)
+    assert once <= 2  # a second time where the compiler learns that a number differs between layers
+    model(**tiny_inputs(model, batch=1, length=5), use_cache=False)
+    assert len(compiled) == once
