@@ -69,19 +69,19 @@ def compare(case: Case) -> RankReport:
 
     inputs = _inputs(reference, case)
     if case.padding is not None:
-        inputs["attention_mask"] = _mask(inputs["input_ids"], case.padding)
-    expected = _logits(reference, inputs)
+        inputs["attention_mask"] = padding_mask(inputs["input_ids"], case.padding)
+    expected = logits_of(reference, inputs)
     weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
     if case.padding is not None:
         weights = weights * inputs["attention_mask"].unsqueeze(-1)  # what padding positions compute is undefined
     (expected * weights).sum().backward()
 
     own = _own_rows(len(weights), mesh)
-    logits = _logits(candidate, {name: value[own] for name, value in inputs.items()})
+    logits = logits_of(candidate, {name: value[own] for name, value in inputs.items()})
     # FSDP averages over the data-parallel ranks, each of which has its own share of the sum.
     (logits * weights[own]).sum().mul(_data_parallel_size(mesh)).backward()
     return RankReport(
-        output_error=_largest((logits - expected[own]) * (weights[own] != 0)),
+        output_error=largest((logits - expected[own]) * (weights[own] != 0)),
         gradient_errors=_gradient_errors(reference, candidate),
         problems=[*_structural_problems(reference, candidate)],
     )
@@ -139,12 +139,12 @@ def _inputs(model: nn.Module, case: Case) -> dict[str, Tensor]:
     return inputs
 
 
-def _logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+def logits_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     logits: Tensor = model(**inputs, use_cache=False).logits
     return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
-def _mask(ids: Tensor, side: str) -> Tensor:
+def padding_mask(ids: Tensor, side: str) -> Tensor:
     """Row ``i`` has ``i`` padding positions, so that rows differ."""
     length = ids.shape[1]
     padding = torch.arange(len(ids)).clamp(max=length - 1)
@@ -170,7 +170,7 @@ def _gradient_errors(reference: nn.Module, candidate: nn.Module) -> dict[str, fl
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     # Some gradients vanish mathematically (a key bias shifts every score of a query alike), and what is left of
     # them is rounding: errors are measured against no less than this share of the model's largest gradient.
-    floor = 1e-9 * max(_largest(gradient) for gradient in expected.values() if gradient is not None)
+    floor = 1e-9 * max(largest(gradient) for gradient in expected.values() if gradient is not None)
     errors: dict[str, float] = {}
     for name, parameter in candidate.named_parameters():
         if name not in expected:  # a broken tie: reported as a structural problem
@@ -181,15 +181,15 @@ def _gradient_errors(reference: nn.Module, candidate: nn.Module) -> dict[str, fl
         if wanted is None or actual is None:
             errors[name] = float("inf")
             continue
-        scale = max(_largest(wanted), floor)
+        scale = max(largest(wanted), floor)
         if isinstance(actual, DTensor):
             wanted, actual = own_part(wanted, actual), actual.to_local()
-        errors[name] = _largest(actual - wanted) / scale if actual.shape == wanted.shape else float("inf")
+        errors[name] = largest(actual - wanted) / scale if actual.shape == wanted.shape else float("inf")
     return errors
 
 
 def _structural_problems(reference: nn.Module, candidate: nn.Module) -> Iterable[str]:
-    wanted, actual = _ties(reference), _ties(candidate)
+    wanted, actual = ties(reference), ties(candidate)
     if wanted != actual:
         yield f"ties: the reference shares {wanted}, the parallelized model {actual}"
     missing = {n for n, _ in reference.named_parameters()} ^ {n for n, _ in candidate.named_parameters()}
@@ -203,7 +203,7 @@ def _structural_problems(reference: nn.Module, candidate: nn.Module) -> Iterable
             yield f"{name}: laid out as {parameter.placements}, its gradient as {gradient.placements}"
 
 
-def _ties(model: nn.Module) -> list[list[str]]:
+def ties(model: nn.Module) -> list[list[str]]:
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
@@ -220,5 +220,5 @@ def _faults(rank: int, report: RankReport, output: float, gradient: float) -> It
         yield f"rank {rank}: {problem}"
 
 
-def _largest(tensor: Tensor) -> float:
+def largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0

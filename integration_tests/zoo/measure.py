@@ -1,0 +1,184 @@
+"""What one rank finds of one architecture: outputs, gradients, and how much of the model is split.
+
+Every rank holds the whole tiny model beside the parallelized one.  Parameters are jittered in float64, so every
+number in them is unique, and each element of a rank's part is found in the whole by its value: nothing has to be
+assumed of how a layout deals its elements, and a gradient that is laid out otherwise than its weight is noticed.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime import FsdpRuntimeError, parallelize
+from harness.parity import largest, logits_of, mesh_for, padding_mask, ties
+from tp_plans import TpPlansError
+from zoo.peers import parallelize_by_transformers
+from zoo.shrink import VOCAB
+from zoo.table import entries, tiny_model
+
+BATCH, LENGTH = 3, 7  # odd, so that the sequence divides by no axis
+KINDS = ("ids", "positions", "left padding", "right padding")
+
+
+#: The ways in which a model is parallelized over the axis ``tp`` of a mesh.
+MODES: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
+    "TP": lambda model, mesh: parallelize(model, mesh),
+    "SP": lambda model, mesh: parallelize(model, mesh, sequence_parallel=True),
+    "transformers": lambda model, mesh: parallelize_by_transformers(model, mesh["tp"]),
+}
+
+
+class Refused(Exception):
+    """The model was not parallelized, with the reason that the user would read."""
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank found.
+
+    Args:
+        output_errors: the largest absolute error of the logits, by kind of input.
+        gradient_errors: each parameter's largest error relative to its gradient's largest element.
+        problems: anything else that is wrong.
+        reached: bytes of the parameters that the loss reaches.
+        whole: bytes of those of them that this rank holds whole, by pattern.
+    """
+
+    output_errors: dict[str, float]
+    gradient_errors: dict[str, float]
+    problems: list[str]
+    reached: int
+    whole: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The reference's answer to one kind of input."""
+
+    inputs: dict[str, Tensor]
+    weights: Tensor
+    expected: Tensor
+    gradients: dict[str, Tensor | None]
+
+
+def measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...]) -> RankResult:
+    """Measure one architecture in one of the modes on this rank; every rank of the world must call it."""
+    reference, runs = _reference(name, kinds)
+    candidate = copy.deepcopy(reference)
+    try:
+        candidate = MODES[mode](candidate, mesh_for({"tp": tp}))
+    except (TpPlansError, FsdpRuntimeError) as error:
+        raise Refused(str(error)) from error
+    return compared(reference, candidate, runs)
+
+
+def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, _Run]) -> RankResult:
+    """Run the candidate on every kind of input and compare."""
+    problems = [*_wrong_weights(reference, candidate)]
+    output_errors: dict[str, float] = {}
+    gradient_errors: dict[str, float] = defaultdict(float)
+    for kind, run in runs.items():
+        candidate.zero_grad()
+        logits = logits_of(candidate, run.inputs)
+        (logits * run.weights).sum().backward()
+        output_errors[kind] = largest((logits - run.expected) * (run.weights != 0))
+        for path, error in _gradient_errors(reference, candidate, run.gradients):
+            gradient_errors[path] = max(gradient_errors[path], error)
+    gradients = [run.gradients for run in runs.values()]
+    reached = {path for each in gradients for path, gradient in each.items() if gradient is not None}
+    whole: dict[str, int] = defaultdict(int)
+    sizes = {path: parameter.numel() for path, parameter in reference.named_parameters()}
+    for path, parameter in candidate.named_parameters():
+        if path in reached and _local(parameter).numel() == sizes[path]:
+            whole[re.sub(r"\.\d+(?=\.|$)", ".*", path)] += sizes[path]
+    return RankResult(
+        output_errors, dict(gradient_errors), problems, sum(sizes[path] for path in reached), dict(whole)
+    )
+
+
+@lru_cache(maxsize=1)
+def _reference(name: str, kinds: tuple[str, ...]) -> tuple[nn.Module, dict[str, _Run]]:
+    model = tiny_model(entries()[name])
+    runs = {}
+    for kind in kinds:
+        inputs = _inputs(kind)
+        expected = logits_of(model, inputs)
+        weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
+        if (mask := inputs.get("attention_mask")) is not None:
+            weights = weights * mask.unsqueeze(-1)  # what padding positions compute is undefined
+        (expected * weights).sum().backward()
+        gradients = {path: parameter.grad for path, parameter in model.named_parameters()}
+        runs[kind] = _Run(inputs, weights, expected.detach(), gradients)
+        model.zero_grad(set_to_none=True)
+    return model, runs
+
+
+def _inputs(kind: str) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids}
+    if kind == "positions":
+        inputs["position_ids"] = (torch.arange(LENGTH) + 3).expand_as(ids)
+    elif kind.endswith("padding"):
+        mask = padding_mask(ids, kind.partition(" ")[0])
+        inputs |= {"input_ids": ids * mask, "attention_mask": mask}  # the tiny models pad with id 0
+    return inputs
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _places(whole: Tensor, part: Tensor) -> Tensor | None:
+    """Where each element of a part sits in the flattened whole; ``None`` where one is not in it."""
+    values, order = whole.detach().flatten().sort()
+    wanted = part.detach().flatten()
+    found = torch.searchsorted(values, wanted).clamp(max=len(values) - 1)
+    return order[found] if torch.equal(values[found], wanted) else None
+
+
+def _gradient_errors(
+    reference: nn.Module, candidate: nn.Module, gradients: dict[str, Tensor | None]
+) -> Iterator[tuple[str, float]]:
+    # Some gradients vanish mathematically (a key bias shifts every score of a query alike), and what is left of
+    # them is rounding: errors are measured against no less than this share of the model's largest gradient.
+    floor = 1e-9 * max(largest(gradient) for gradient in gradients.values() if gradient is not None)
+    weights = dict(reference.named_parameters())
+    for path, parameter in candidate.named_parameters():
+        if path not in weights:
+            continue  # reported as a problem
+        wanted, actual = gradients[path], parameter.grad
+        if wanted is None and (actual is None or largest(_local(actual)) <= floor):
+            continue
+        places = _places(weights[path], _local(parameter))
+        if wanted is None or actual is None or places is None or places.numel() != _local(actual).numel():
+            yield path, float("inf")
+            continue
+        difference = _local(actual).flatten() - wanted.flatten()[places]
+        yield path, largest(difference) / max(largest(wanted), floor)
+
+
+def _wrong_weights(reference: nn.Module, candidate: nn.Module) -> Iterator[str]:
+    """Ties that were broken, and weights that would be saved wrongly."""
+    if ties(reference) != ties(candidate):
+        yield f"ties: the reference shares {ties(reference)}, the parallelized model {ties(candidate)}"
+    weights = dict(reference.named_parameters())
+    own = {path for path, _ in candidate.named_parameters()}
+    if changed := sorted(weights.keys() ^ own):
+        yield f"parameters in only one of the two models: {', '.join(changed)}"
+    for path, parameter in candidate.named_parameters():
+        if path not in weights:
+            continue
+        if _places(weights[path], _local(parameter)) is None:
+            yield f"{path} holds numbers that the model does not have"
+        elif isinstance(parameter, DTensor) and not torch.equal(parameter.full_tensor(), weights[path]):
+            yield f"{path} gathers to another order than the model's"
