@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tp_plans.diff import PlanDiff, diff_plans
 from tp_plans.errors import PlanError, type_name
+from tp_plans.patterns import Patterns
 from tp_plans.styles import Style, style_from_dict, style_to_dict
 
 if TYPE_CHECKING:
@@ -104,8 +105,7 @@ class Plan(Mapping[str, Style]):
 
     def match(self, path: str) -> list[str]:
         """The patterns that a module path matches; more than one is a mistake in the plan."""
-        parts = path.split(".") if path else []
-        return [pattern for pattern in self if _matches(pattern, parts)]
+        return self._patterns.match(path)
 
     def diff(self, other: Plan) -> PlanDiff:
         """The rules that ``other`` adds, drops or says otherwise; false where there are none."""
@@ -155,13 +155,12 @@ class Plan(Mapping[str, Style]):
 
         return to_torch(self)
 
+    @cached_property
+    def _patterns(self) -> Patterns:
+        return Patterns(self._rules)
+
     def _with(self, rules: Mapping[str, Style]) -> Plan:
         return Plan(rules, name=self.name, sequence_parallel=self.sequence_parallel)
-
-
-def _matches(pattern: str, parts: list[str]) -> bool:
-    expected = pattern.split(".") if pattern else []
-    return len(expected) == len(parts) and all(map(fnmatchcase, parts, expected))
 
 
 def _require_module_path(pattern: object) -> None:

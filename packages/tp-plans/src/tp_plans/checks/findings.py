@@ -1,0 +1,44 @@
+"""One finding of a check, and many equal ones told once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tp_plans.checks.tree import every_block
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or noteworthy.
+
+    Args:
+        severity: ``"error"`` where the model would fail or train wrongly, else ``"warning"``.
+        where: the pattern or module path.
+        message: what is wrong, with the numbers.
+        fix: what to do about it.
+    """
+
+    severity: Literal["error", "warning"]
+    where: str
+    message: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.where or '(top)'}: {self.message}; {self.fix}"
+
+
+def once_a_rule(findings: Iterable[Finding], rules: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
+    """Findings that differ only in the module, of which one rule matches many, as one finding on the rule."""
+    groups: dict[tuple[str, Finding], list[Finding]] = defaultdict(list)
+    for finding in findings:
+        rule = next(iter(rules.get(finding.where, ())), every_block(finding.where))
+        groups[rule, replace(finding, where="")].append(finding)
+    for (rule, _), group in groups.items():
+        first = group[0]
+        if len(group) == 1:
+            yield first
+        else:
+            yield replace(first, where=rule, message=f"{first.message} ({len(group)} modules, first {first.where})")

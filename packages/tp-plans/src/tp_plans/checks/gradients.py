@@ -1,0 +1,85 @@
+"""Small parameters that meet split activations: each rank then computes a part of their gradient only."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from math import prod
+
+from tp_plans.checks.chains import gives_split_features
+from tp_plans.checks.findings import Finding
+from tp_plans.checks.tree import Tree, parent
+from tp_plans.styles import ColwiseParallel, Replicated
+
+_MARK = "mark it Replicated(gradient='partial')"
+
+
+def unmarked(tree: Tree) -> Iterator[Finding]:
+    """Norms, scalars and per-head numbers beside column-wise layers, that no rule speaks of."""
+    split: dict[str, list[str]] = defaultdict(list)
+    for path, style in tree.styled():
+        if gives_split_features(style) and tree.weight(path) is not None:
+            split[parent(path)].append(path)
+    for above, layers in split.items():
+        widths = _Widths(above, layers, tree)
+        for path in (above, *_below(above, tree)):
+            if path == above or _sees_what_comes(path, tree):
+                for name, parameter in tree.own_parameters(path).items():
+                    place = f"{path}.{name}"
+                    if tree.style(place) is None and parameter.ndim <= 1:
+                        yield from widths.finding(path, place, prod(parameter.shape), is_norm=path != above)
+
+
+def _below(path: str, tree: Tree) -> Iterator[str]:
+    for child in tree.children[path]:
+        yield child
+        yield from _below(child, tree)
+
+
+def _sees_what_comes(path: str, tree: Tree) -> bool:
+    """Whether a module computes on activations as they come, with parameters that are whole on every rank."""
+    style = tree.style(path)
+    whole = style is None or (isinstance(style, Replicated) and style.gradient == "full")
+    return whole and all(parameter.ndim <= 1 for parameter in tree.own_parameters(path).values())
+
+
+class _Widths:
+    """How wide the activations are that the layers of one module hand on, split or whole."""
+
+    def __init__(self, above: str, layers: list[str], tree: Tree) -> None:
+        self.layer = layers[0]
+        units = {path: _unit(path, tree) for path in layers}
+        outputs = {path: tree.parameters[f"{path}.weight"].shape[0] for path in layers}
+        self.heads = {unit for unit in units.values() if unit > 1}
+        self.counts = {outputs[path] // unit for path, unit in units.items() if unit > 1}
+        self.full = set(outputs.values())
+        whole = [path for path in tree.children[above] if path not in layers and tree.weight(path) is not None]
+        inputs = {tree.parameters[f"{path}.weight"].shape[1] for path in layers}
+        self.ambiguous = inputs | {tree.parameters[f"{path}.weight"].shape[0] for path in whole}
+
+    def finding(self, path: str, place: str, size: int, *, is_norm: bool) -> Iterator[Finding]:
+        """What is to be said of a parameter of so many numbers."""
+        if is_norm and size in self.heads:
+            what = f"{size} numbers for one head, of which each rank has its own: the gradient would be a part"
+            yield self._told(path, what, _MARK, size)
+        elif is_norm and size in self.full:
+            what = f"{size} numbers for all features of {self.layer}, of which each rank has its part"
+            yield self._told(path, what, f"gather them with output=Replicate(), or {_MARK}", size)
+        elif not is_norm and size in self.counts and size > 1:
+            what = f"{size} numbers, one a head, of which each rank has its own"
+            yield self._told(place, what, "give it a rule: BareParameter()", size)
+        elif size == 1:
+            what = f"a number that may meet the split features of {self.layer}: its gradient would be a part"
+            yield Finding(
+                "warning", place, what, "if so, give it a rule: BareParameter(layout=Replicate(), gradient='partial')"
+            )
+
+    def _told(self, where: str, what: str, fix: str, size: int) -> Finding:
+        if size in self.ambiguous:
+            return Finding("warning", where, f"{what}, if it comes after {self.layer}", f"if so, {fix}")
+        return Finding("error", where, what, fix)
+
+
+def _unit(path: str, tree: Tree) -> int:
+    style = tree.style(path)
+    return (tree.number(path, style.unit) or 1) if isinstance(style, ColwiseParallel) else 1

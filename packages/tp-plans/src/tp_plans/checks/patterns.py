@@ -1,0 +1,55 @@
+"""Rules against the names in a model: those that match nothing, and names that several match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tp_plans.checks.findings import Finding
+from tp_plans.checks.tree import Tree, parent
+from tp_plans.patterns import Patterns
+from tp_plans.styles import BareParameter
+
+
+def unmatched(tree: Tree) -> Iterator[Finding]:
+    """Patterns that stand for nothing in the model."""
+    used = {pattern for patterns in tree.rules.values() for pattern in patterns}
+    for pattern, style in tree.plan.items():
+        if pattern not in used:
+            kind = "parameter" if isinstance(style, BareParameter) else "module"
+            fix = f"correct it, or remove it with override({{{pattern!r}: None}})"
+            what = f"the pattern matches no {kind}"
+            yield Finding("error", pattern, what, f"{_nearest_existing(pattern, kind, tree)}; {fix}")
+
+
+def _nearest_existing(pattern: str, kind: str, tree: Tree) -> str:
+    """Which leading part of a pattern still matches, and what is there."""
+    parts = pattern.split(".")
+    for length in range(len(parts) - 1, -1, -1):
+        beginning = Patterns([".".join(parts[:length])])
+        owner = next((path for path in tree.modules if beginning.match(path)), None)
+        if owner is not None:
+            start = f"{owner}." if owner else ""
+            below = tree.modules if kind == "module" or length < len(parts) - 1 else tree.parameters
+            children = [path[len(start) :] for path in below if path.startswith(start) and path != owner]
+            names = [child for child in children if "." not in child]
+            none = "no submodules" if below is tree.modules else "no parameters of its own"
+            return f"{owner or 'the model'} has {', '.join(names) or none}"
+    return "the model is empty"
+
+
+def matched_twice(tree: Tree) -> Iterator[Finding]:
+    """Modules and parameters that several rules stand for."""
+    for path, patterns in tree.rules.items():
+        if len(patterns) > 1:
+            yield Finding("error", path, f"matched by {len(patterns)} rules: {', '.join(patterns)}", "keep one of them")
+
+
+def owners_written_otherwise(tree: Tree) -> Iterator[Finding]:
+    """Rules of bare parameters that cannot be folded onto their owner's, since that has another pattern."""
+    for path in tree.parameters:
+        for pattern in tree.rules[path][:1]:
+            owner = tree.rules[parent(path)]
+            if owner and owner[0] != parent(pattern):
+                what = f"its rule begins {parent(pattern)!r}, but that of the module it belongs to is {owner[0]!r}"
+                name = path.rpartition(".")[2]
+                yield Finding("error", path, what, f"write it as {owner[0] + '.' + name!r}")

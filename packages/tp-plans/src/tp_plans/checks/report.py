@@ -1,0 +1,57 @@
+"""What a check tells: all findings, and the sizes of the axis over which the plan can be dealt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tp_plans.checks.findings import Finding
+from tp_plans.checks.sizes import Cut, legal_sizes
+from tp_plans.errors import CheckFailedError
+from tp_plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings of one check.
+
+    Args:
+        plan: the plan.
+        tp: the size of the axis that was asked for.
+        findings: what was found.
+        cuts: what the plan deals over the axis.
+    """
+
+    plan: Plan
+    tp: int
+    findings: tuple[Finding, ...]
+    cuts: tuple[Cut, ...] = ()
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings under which the plan must not be applied."""
+        return tuple(finding for finding in self.findings if finding.severity == "error")
+
+    @property
+    def legal_tp(self) -> tuple[int, ...]:
+        """The sizes of the axis, to 1024, over which everything in the plan can be dealt."""
+        return legal_sizes(self.cuts)
+
+    def raise_on_error(self) -> None:
+        """Raise :class:`CheckFailedError` listing every error, if there is one."""
+        if self.errors:
+            lines = "\n".join(f"  {finding}" for finding in self.errors)
+            raise CheckFailedError(
+                f"{self.plan.name} does not fit the model at tp={self.tp} ({len(self.errors)} errors):\n{lines}"
+                f"{self._legal_line()}"
+            )
+
+    def __str__(self) -> str:
+        if not self.findings:
+            return f"{self.plan.name} fits the model at tp={self.tp}"
+        return "\n".join(map(str, self.findings)) + self._legal_line()
+
+    def _legal_line(self) -> str:
+        legal = self.legal_tp
+        if not legal or self.tp in legal:
+            return ""
+        return f"\nthe whole plan can be dealt over tp = {', '.join(map(str, legal))}"

@@ -1,0 +1,104 @@
+"""A model as the checks read it: its modules and parameters by path, with the rules that each matches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tp_plans.attributes import lookup
+from tp_plans.fields import is_integer
+from tp_plans.layouts import Layout
+from tp_plans.plan import Plan
+from tp_plans.styles import BareParameter, Style, parameter_layout
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One plan against one model.
+
+    Args:
+        plan: the plan.
+        modules: every module by path, parents first.
+        parameters: every parameter by each path that leads to it.
+        rules: the patterns that each module matches, and each parameter (those of bare parameters).
+        children: the modules right below each module.
+    """
+
+    plan: Plan
+    modules: Mapping[str, Any]
+    parameters: Mapping[str, Any]
+    rules: Mapping[str, list[str]]
+    children: Mapping[str, list[str]]
+
+    def styled(self) -> Iterator[tuple[str, Style]]:
+        """Every module in the plan, with its style."""
+        for path in self.modules:
+            if (style := self.style(path)) is not None:
+                yield path, style
+
+    def style(self, path: str) -> Style | None:
+        """The style of a module or bare parameter; the first where several match."""
+        patterns = self.rules[path]
+        return self.plan[patterns[0]] if patterns else None
+
+    def layout(self, parameter: str) -> Layout | None:
+        """How a parameter lies over the axis; ``None`` where the plan says nothing of it."""
+        style = self.style(parameter) or self.style(parent(parameter))
+        return parameter_layout(style, self.parameters[parameter].ndim)
+
+    def own_parameters(self, path: str) -> dict[str, Any]:
+        """A module's parameters by their own names."""
+        return {name: value for name, value in self.modules[path]._parameters.items() if value is not None}
+
+    def weight(self, path: str) -> Any | None:
+        """A module's weight where it is a matrix."""
+        weight = self.modules[path]._parameters.get("weight")
+        return weight if weight is not None and weight.ndim == 2 else None
+
+    def number(self, path: str, value: int | str) -> int | None:
+        """A number, or the positive integer of that name that the module above ``path`` has."""
+        found = lookup(self.modules[parent(path)], value) if isinstance(value, str) else value
+        return found if is_integer(found, least=1) else None
+
+
+def tree_of(plan: Plan, model: Any) -> Tree:
+    """Read a model through ``named_modules`` and each module's ``_parameters``."""
+    modules = dict(model.named_modules())
+    parameters = {
+        join(path, name): parameter
+        for path, module in modules.items()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    bare = {pattern for pattern, style in plan.items() if isinstance(style, BareParameter)}
+    rules = {path: [pattern for pattern in plan.match(path) if pattern not in bare] for path in modules}
+    for path in parameters:
+        rules[path] = [pattern for pattern in plan.match(path) if pattern in bare] if bare else []
+    children: dict[str, list[str]] = {path: [] for path in modules}
+    for path in modules:
+        if path:
+            children[parent(path)].append(path)
+    return Tree(plan, modules, parameters, rules, children)
+
+
+def parent(path: str) -> str:
+    """The path above."""
+    return path.rpartition(".")[0]
+
+
+def join(path: str, name: str) -> str:
+    """The path of a child."""
+    return f"{path}.{name}" if path else name
+
+
+def every_block(path: str) -> str:
+    """The path for all blocks alike: every number in it as a star."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def ancestors(path: str) -> Iterator[str]:
+    """The paths above, nearest first, to the top."""
+    while path:
+        path = parent(path)
+        yield path
