@@ -1,10 +1,8 @@
-"""What the generic rule cannot know of a model type: sizes of its own, and options that bring in more kinds of parts."""
+"""What the generic rule cannot know of a model type: its own sizes, and options that bring in more kinds of parts."""
 
 from __future__ import annotations
 
 from typing import Any
-
-_BOTH_WINDOWS = ["full_attention", "sliding_attention"]
 
 _GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -108,10 +106,17 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
-    "llama4_text": {"num_hidden_layers": 4, "layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0], "interleave_moe_layer_step": 2, "moe_layers": [1, 3]},
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "no_rope_layers": [1, 0, 1, 0],
+        "interleave_moe_layer_step": 2,
+        "moe_layers": [1, 3],
+    },
     "minimax_m3_vl_text": {"mlp_layer_types": ["dense", "sparse"], "rotary_dim": 8},
-    "ministral": {"head_dim": 16, "layer_types": _BOTH_WINDOWS},
+    "ministral": {"head_dim": 16, "layer_types": ["full_attention", "sliding_attention"]},
     "nemotron": {"num_key_value_heads": 4},
+    "falcon_h1": {"mamba_d_ssm": 128},
     "flint": {"mlp_only_layers": [0]},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
@@ -129,8 +134,18 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 2,
     },
 }
-EXTRAS |= {name: _TOWER for name in ("gemma4", "gemma4_unified", "llama4", "qwen3_5", "qwen3_5_moe", "qwen4_exp")}
+EXTRAS |= dict.fromkeys(
+    ("gemma4", "gemma4_unified", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), _TOWER
+)
 EXTRAS["phi4_multimodal"] = {
     "vision_config": {**_UNUSED_TOWER, "num_hidden_layers": 2, "crop_size": 8},
-    "audio_config": {"hidden_size": 32, "intermediate_size": 48, "num_blocks": 2, "num_attention_heads": 2, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 16},
+    "audio_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_blocks": 2,
+        "num_attention_heads": 2,
+        "ext_pw_out_channel": 32,
+        "depthwise_separable_out_channel": 32,
+        "nemo_conv_channels": 16,
+    },
 }

@@ -12,11 +12,10 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import FsdpRuntimeError, parallelize
@@ -31,10 +30,10 @@ KINDS = ("ids", "positions", "left padding", "right padding")
 
 
 #: The ways in which a model is parallelized over the axis ``tp`` of a mesh.
-MODES: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
-    "TP": lambda model, mesh: parallelize(model, mesh),
-    "SP": lambda model, mesh: parallelize(model, mesh, sequence_parallel=True),
-    "transformers": lambda model, mesh: parallelize_by_transformers(model, mesh["tp"]),
+MODES: dict[str, Callable[..., nn.Module]] = {
+    "TP": parallelize,
+    "SP": partial(parallelize, sequence_parallel=True),
+    "transformers": parallelize_by_transformers,
 }
 
 
@@ -76,7 +75,7 @@ def measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...]) -> RankRes
     reference, runs = _reference(name, kinds)
     candidate = copy.deepcopy(reference)
     try:
-        candidate = MODES[mode](candidate, mesh_for({"tp": tp}))
+        candidate = MODES[mode](candidate, mesh_for({"tp": tp}), **entries()[name].options)
     except (TpPlansError, FsdpRuntimeError) as error:
         raise Refused(str(error)) from error
     return compared(reference, candidate, runs)
@@ -101,9 +100,7 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, _Run]) 
     for path, parameter in candidate.named_parameters():
         if path in reached and _local(parameter).numel() == sizes[path]:
             whole[re.sub(r"\.\d+(?=\.|$)", ".*", path)] += sizes[path]
-    return RankResult(
-        output_errors, dict(gradient_errors), problems, sum(sizes[path] for path in reached), dict(whole)
-    )
+    return RankResult(output_errors, dict(gradient_errors), problems, sum(sizes[path] for path in reached), dict(whole))
 
 
 @lru_cache(maxsize=1)

@@ -9,18 +9,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
-def parallelize_by_transformers(model: nn.Module, tp_mesh: DeviceMesh) -> nn.Module:
+def parallelize_by_transformers(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     """What ``from_pretrained(distributed_config=...)`` does to a model, on one that holds its weights already."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     hugging_face: Any = model
-    if not hugging_face.tp_plan:
+    if not getattr(model, "tp_plan", None):
         raise ValueError("transformers ships no plan for this model")
     for alias in hugging_face.all_tied_weights_keys:  # loading ties after it has split
         module, _, name = alias.rpartition(".")
         owner = model.get_submodule(module)
         setattr(owner, name, nn.Parameter(getattr(owner, name).detach().clone()))
-    apply_tensor_parallelism(hugging_face, tp_mesh, hugging_face._expand_parallel_plan(hugging_face.tp_plan))
+    apply_tensor_parallelism(hugging_face, mesh["tp"], hugging_face._expand_parallel_plan(hugging_face.tp_plan))
     hugging_face.tie_weights()
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):

@@ -77,9 +77,7 @@ def verdict(pool: RankPool, name: str, mode: str, *, kinds: tuple[str, ...], tim
     """Measure one architecture in one mode, whatever happens."""
     start = time.monotonic()
     try:
-        results = pool.run(
-            measure, name, mode, tp=pool.world_size, kinds=kinds, timeout=timeout
-        )
+        results = pool.run(measure, name, mode, tp=pool.world_size, kinds=kinds, timeout=timeout)
     except RanksFailed as failed:
         seconds = time.monotonic() - start
         errors = [error for _, error in sorted(failed.errors.items())]

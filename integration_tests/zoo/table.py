@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from harness.models import jitter
+from harness.stand_ins import STAND_INS
 from zoo.extras import EXTRAS
 from zoo.shrink import tiny_fields
 
@@ -24,17 +25,32 @@ class Entry:
         model_type: the config's ``model_type``.
         class_name: the model class.
         changes: config fields on top of the generic rule and the model type's own.
+        options: further keywords for ``parallelize``.
     """
 
     name: str
     model_type: str
     class_name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-#: Architectures that must work besides those that transformers maps to a causal language model with a plan.
+#: Rows besides those that transformers maps to a causal language model with a plan.
 OTHERS = (
-    Entry("qwen3-classifier", "qwen3", "Qwen3ForSequenceClassification", {"num_labels": 3}),
+    Entry("falcon_h1", "falcon_h1", "FalconH1ForCausalLM"),
+    Entry("llama, Nemotron's plan", "llama", "LlamaForCausalLM", options={"plan": "llama_nemotron_super_tp_plan"}),
+    Entry("llama, one key head", "llama", "LlamaForCausalLM", {"num_key_value_heads": 1}),
+    Entry("mistral3", "mistral3", "Mistral3ForConditionalGeneration"),
+    Entry(
+        "mistral3, ministral3",
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        {"text_config": {"model_type": "ministral3"}},
+    ),
+    Entry("qwen3, classifier", "qwen3", "Qwen3ForSequenceClassification", {"num_labels": 3}),
+    Entry("qwen3_5, vision", "qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    Entry("qwen3_5_moe, vision", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+    *(Entry(name, "", type(build()).__name__) for name, build in STAND_INS.items()),
 )
 
 
@@ -59,45 +75,45 @@ def planned_causal_models() -> list[Entry]:
     return found
 
 
-def tiny_config(entry: Entry) -> Any:
-    """The config of a row's tiny model."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    config_class = CONFIG_MAPPING[entry.model_type]
-    return config_class(**_fields(config_class, entry.model_type, entry.changes))
-
-
 def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
-    """The tiny jittered model of a row in evaluation mode, the same on every rank."""
-    import transformers
-
+    """The tiny jittered model of a row, without dropout, the same on every rank."""
     torch.manual_seed(seed)
-    config = tiny_config(entry)
-    model_class = getattr(transformers, entry.class_name)
-    if model_class.config_class is config.sub_configs.get("text_config"):
-        config = config.get_text_config()  # as AutoModelForCausalLM does
-    options = {"experts_implementation": "eager"} if model_class._can_set_experts_implementation() else {}
-    model: nn.Module = model_class._from_config(config, **options)
-    model.eval()  # no dropout; gradients flow as in training
+    model = STAND_INS[entry.name]() if entry.name in STAND_INS else _hugging_face_model(entry)
     model.to(dtype)
     _restore_single_precision(model)
     jitter(model)
     return model
 
 
-def _fields(config_class: Any, model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    default = config_class().to_dict()
-    fields = tiny_fields(default) | EXTRAS.get(model_type, {})
-    text = config_class.sub_configs.get("text_config")
-    if isinstance(default.get("text_config"), dict) and isinstance(text, type):
-        text_type = default["text_config"]["model_type"]
-        fields["text_config"] = _fields(text, text_type, {}) | fields.get("text_config", {})
-    return fields | dict(changes)
+def _hugging_face_model(entry: Entry) -> nn.Module:
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_class = getattr(transformers, entry.class_name)
+    config = CONFIG_MAPPING[entry.model_type](**_fields(entry.model_type, entry.changes))
+    if model_class.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()  # as AutoModelForCausalLM does
+    options = {"experts_implementation": "eager"} if model_class._can_set_experts_implementation() else {}
+    model: nn.Module = model_class._from_config(config, **options)
+    return model.eval()  # no dropout; gradients flow as in training
+
+
+def _fields(model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a tiny config, with those of the text model inside it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    default = CONFIG_MAPPING[model_type]().to_dict()
+    fields = tiny_fields(default) | EXTRAS.get(model_type, {}) | dict(changes)
+    if isinstance(default.get("text_config"), dict):
+        text = fields.get("text_config", {})
+        text_type = text.get("model_type", default["text_config"]["model_type"])
+        fields["text_config"] = {**_fields(text_type, text), "model_type": text_type}
+    return fields
 
 
 def _restore_single_precision(model: Any) -> None:
     """Some code keeps a part in float32 whatever the model is in, and casts its input to match."""
-    names = [*(model._keep_in_fp32_modules_strict or ())]
+    names = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
     for path, parameter in model.named_parameters():
         if any(name in path for name in names):
             parameter.data = parameter.data.float()
