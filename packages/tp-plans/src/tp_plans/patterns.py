@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from fnmatch import translate
+
+
+@dataclass
+class _Node:
+    """What may follow a beginning that has matched: names, shell patterns of a name, and patterns that end here."""
+
+    names: dict[str, _Node] = field(default_factory=dict)
+    shells: dict[str, tuple[re.Pattern[str], _Node]] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
 
 
 class Patterns:
@@ -16,29 +25,31 @@ class Patterns:
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        self._by_length: dict[int, list[tuple[str, list[re.Pattern[str] | str]]]] = defaultdict(list)
-        for pattern in patterns:
-            parts = _parts(pattern)
-            self._by_length[len(parts)].append((pattern, [_compiled(part) for part in parts]))
+        self._patterns = list(patterns)
+        self._root = _Node()
+        for index, pattern in enumerate(self._patterns):
+            node = self._root
+            for part in _parts(pattern):
+                if any(sign in part for sign in "*?["):
+                    node = node.shells.setdefault(part, (re.compile(translate(part)), _Node()))[1]
+                else:
+                    node = node.names.setdefault(part, _Node())
+            node.ends.append(index)
 
     def match(self, path: str) -> list[str]:
         """The patterns that a path matches."""
-        parts = _parts(path)
-        return [
-            pattern
-            for pattern, expected in self._by_length.get(len(parts), ())
-            # From the end, since most patterns share their beginning and differ in their last name.
-            if all(_is_match(want, part) for want, part in zip(reversed(expected), reversed(parts), strict=True))
-        ]
+        reached = [self._root]
+        for part in _parts(path):
+            reached = [after for node in reached for after in _following(node, part)]
+        return [self._patterns[index] for index in sorted(index for node in reached for index in node.ends)]
+
+
+def _following(node: _Node, part: str) -> list[_Node]:
+    after = [branch for shell, branch in node.shells.values() if shell.match(part)] if node.shells else []
+    if part in node.names:
+        after.append(node.names[part])
+    return after
 
 
 def _parts(path: str) -> list[str]:
     return path.split(".") if path else []
-
-
-def _compiled(part: str) -> re.Pattern[str] | str:
-    return re.compile(translate(part)) if any(character in part for character in "*?[") else part
-
-
-def _is_match(want: re.Pattern[str] | str, part: str) -> bool:
-    return want == part if isinstance(want, str) else want.match(part) is not None

@@ -33,7 +33,7 @@ class Finding:
 def once_a_rule(findings: Iterable[Finding], rules: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
     """Findings that differ only in the module, of which one rule matches many, as one finding on the rule."""
     groups: dict[tuple[str, Finding], list[Finding]] = defaultdict(list)
-    for finding in findings:
+    for finding in dict.fromkeys(findings):
         rule = next(iter(rules.get(finding.where, ())), every_block(finding.where))
         groups[rule, replace(finding, where="")].append(finding)
     for (rule, _), group in groups.items():
