@@ -45,7 +45,7 @@ def test_torchs_own_function_suffices_for_a_sequence_parallel_tied_model(two_ran
 def test_the_shipped_plan_fits_and_keeps_head_and_embedding_cut(architecture):
     model = meta_model(architecture, tied=True)
     plan = from_hugging_face(model)
-    assert check(plan, model, tp=2).findings == ()
+    assert check(plan, model, tp=2).errors == ()
     assert plan["lm_head"] == ColwiseParallel(use_local_output=False)
     assert VocabParallelEmbedding() in plan.values()
 
@@ -56,7 +56,7 @@ def test_the_shipped_plan_fits_and_keeps_head_and_embedding_cut(architecture):
 def test_our_plan_fits_the_class_and_leaves_no_text_matrix_whole(architecture, sequence_parallel, tied):
     model = meta_model(architecture, tied=tied)
     plan = plan_for(model, sequence_parallel=sequence_parallel)
-    assert check(plan, model, tp=4).findings == ()
+    assert check(plan, model, tp=4).errors == ()
     whole = [
         path
         for path, module in model.named_modules()
