@@ -7,9 +7,8 @@ import os
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime.errors import MismatchError
@@ -17,8 +16,8 @@ from fsdp_runtime.weights.checkpoint import Checkpoint, StoredTensor
 from fsdp_runtime.weights.entries import Entry, entries
 from fsdp_runtime.weights.materialize import materialize
 from fsdp_runtime.weights.names import Sources, sources
+from fsdp_runtime.weights.pieces import fill, whole
 from fsdp_runtime.weights.ranks import all_or_none, ranks_of
-from fsdp_runtime.weights.slices import local_slice
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,8 @@ def load_weights(
         with all_or_none(ranks):
             loaded = entries(model)
             for entry in loaded:
-                _fill(entry.tensor, checkpoint, chosen.by_model_name[_loaded_name(entry, chosen)])
+                stored = chosen.by_model_name[_loaded_name(entry, chosen)]
+                fill(entry.tensor, [whole(stored, checkpoint.tensors[stored].shape)], checkpoint.read)
     transformers_compat.remember_rules(model, chosen.rules)
     return LoadReport(len(loaded), checkpoint.bytes_read, tuple(chosen.unexpected))
 
@@ -129,16 +129,3 @@ def _problem(entry: Entry, chosen: Sources, checkpoint: Checkpoint) -> str | Non
 
 def _is_quantized(stored: StoredTensor) -> bool:
     return stored.dtype not in ("F64", "F32", "F16", "BF16")
-
-
-@torch.no_grad()
-def _fill(tensor: Tensor, checkpoint: Checkpoint, stored_name: str) -> None:
-    local, part = _own_part(tensor)
-    if local.numel():
-        local.copy_(checkpoint.read(stored_name, part))
-
-
-def _own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    if isinstance(tensor, DTensor):
-        return tensor.to_local(), local_slice(tensor)
-    return tensor, tuple(slice(0, size) for size in tensor.shape)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import root_mesh
@@ -18,26 +20,50 @@ from fsdp_runtime.weights.entries import entries
 
 @dataclass(frozen=True)
 class Ranks:
-    """Process groups that together connect every rank of a model, and whether this rank is the first of them."""
+    """Process groups that together connect every rank of a model.
 
-    groups: Sequence[ProcessGroup]
-    is_first: bool
+    Args:
+        groups: the groups, none for a single process.
+        index: this rank's place among them, from 0.
+        count: how many there are.
+        first: the world's number of the first of them.
+    """
+
+    groups: Sequence[ProcessGroup] = ()
+    index: int = 0
+    count: int = 1
+    first: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that does what one rank must do for all."""
+        return self.index == 0
 
 
 def ranks_of(model: nn.Module) -> Ranks:
     """The ranks of the mesh that the model is on, replicas included; this rank alone for a model of plain tensors."""
-    on_mesh = next((entry.tensor for entry in entries(model) if isinstance(entry.tensor, DTensor)), None)
-    if on_mesh is None:
-        return Ranks(groups=(), is_first=True)
-    mesh = root_mesh(on_mesh.device_mesh)
+    mesh = mesh_of(model)
+    if mesh is None:
+        return Ranks()
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    return Ranks(groups, is_first=not any(mesh.get_coordinate() or ()))
+    index = 0
+    for size, coordinate in zip(mesh.shape, mesh.get_coordinate() or (0,) * mesh.ndim, strict=True):
+        index = index * size + coordinate
+    return Ranks(groups, index, mesh.size(), int(mesh.mesh.flatten()[0]))
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The whole mesh that the model is on, ``None`` for a model of plain tensors."""
+    on_mesh = next((entry.tensor for entry in entries(model) if isinstance(entry.tensor, DTensor)), None)
+    return None if on_mesh is None else root_mesh(on_mesh.device_mesh)
 
 
 def ranks_of_world() -> Ranks:
     """Every rank of the world, or this process alone where ``torch.distributed`` is not running."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    return Ranks(groups=() if world is None else (world,), is_first=world is None or dist.get_rank() == 0)
+    if not dist.is_initialized():
+        return Ranks()
+    world = dist.group.WORLD
+    return Ranks(() if world is None else (world,), dist.get_rank(), dist.get_world_size())
 
 
 @contextmanager
@@ -50,17 +76,18 @@ def all_or_none(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _tell(ranks, f"{type(error).__name__}: {error}")
+        tell_all(ranks, f"{type(error).__name__}: {error}")
         raise
-    if failures := _tell(ranks, None):
+    failures = {rank: message for rank, message in tell_all(ranks, None).items() if message is not None}
+    if failures:
         raise OtherRankError("\n".join(f"rank {rank}: {message}" for rank, message in sorted(failures.items())))
 
 
-def _tell(ranks: Ranks, message: str | None) -> dict[int, str]:
-    """What every rank that failed says: axis by axis, so that each hears of the whole mesh."""
-    known = {} if message is None else {dist.get_rank() if dist.is_initialized() else 0: message}
+def tell_all(ranks: Ranks, value: Any) -> dict[int, Any]:
+    """What every rank says, by its number: axis by axis, so that each hears of the whole mesh.  Collective."""
+    known = {dist.get_rank() if dist.is_initialized() else 0: value}
     for group in ranks.groups:
-        heard: list[dict[int, str]] = [{}] * dist.get_world_size(group)
+        heard: list[dict[int, Any]] = [{}] * dist.get_world_size(group)
         dist.all_gather_object(heard, known, group=group)
         known = {rank: said for part in heard for rank, said in part.items()}
     return known

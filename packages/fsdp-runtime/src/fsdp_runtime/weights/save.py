@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.weights.checkpoint import INDEX_FILE, SINGLE_FILE
+from fsdp_runtime.weights.disk import sync, write_synced
 from fsdp_runtime.weights.names import Names
 from fsdp_runtime.weights.ranks import Ranks, all_or_none, ranks_of, ranks_of_world
 from fsdp_runtime.weights.safetensors_file import Planned, SafetensorsFile
@@ -119,12 +120,12 @@ def _put_in_force(work: Path, target: Path, shards: list[list[Outgoing]]) -> Non
         _write_index(work / INDEX_FILE, weight_map, sum(item.nbytes for items in shards for item in items))
     for file in work.iterdir():
         if file.name != decisive:
-            _sync(file)
+            sync(file)
             file.replace(target / file.name)
     (work / decisive).replace(target / decisive)
     if decisive == INDEX_FILE:
         (target / SINGLE_FILE).unlink(missing_ok=True)  # readers prefer it to an index
-    _sync(target)
+    sync(target)
     for file in target.iterdir():
         if file.name not in placed and _SHARD.fullmatch(file.name):
             file.unlink()
@@ -146,20 +147,8 @@ def _place_shards(work: Path, target: Path, shards: list[list[Outgoing]]) -> tup
 
 def _write_index(path: Path, weight_map: dict[str, str], total_bytes: int) -> None:
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _sync(path)
+    write_synced(path, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _shard_name(number: int, count: int) -> str:
     return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _sync(path: Path) -> None:
-    """Return once a file, or the names in a directory, are on the disk."""
-    if path.is_dir() and os.name != "posix":
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
