@@ -14,7 +14,10 @@ def lookup(owner: Any, path: str) -> object:
     """The attribute at a dotted path below ``owner``, or ``None`` where there is none."""
     value = owner
     for name in path.split("."):
-        value = getattr(value, name, None)
+        try:
+            value = getattr(value, name, None)
+        except Exception:  # configs raise errors of their own, as for a number that differs from layer to layer
+            return None
     return value
 
 

@@ -131,11 +131,11 @@ def test_gathering_elsewhere_than_at_the_head_stays():
     assert from_hugging_face(causal(words=words))["model.layers.*.mlp.up_proj"] == ColwiseParallel(output=Replicate())
 
 
-def test_whole_heads_keep_what_else_the_word_says():
+def test_what_is_gathered_need_not_be_split_in_whole_heads():
     words = {"layers.*.self_attn.q_proj": "colwise_rep", "layers.*.self_attn.o_proj": "rowwise_rep"}
     plan = from_hugging_face(causal(words=words))
-    assert plan["model.layers.*.self_attn.q_proj"] == ColwiseParallel(output=Replicate(), unit="head_dim")
-    assert plan["model.layers.*.self_attn.o_proj"] == RowwiseParallel(input=Replicate(), unit="head_dim")
+    assert plan["model.layers.*.self_attn.q_proj"] == ColwiseParallel(output=Replicate())
+    assert plan["model.layers.*.self_attn.o_proj"] == RowwiseParallel(input=Replicate())
 
 
 def test_an_embedding_in_the_plan_keeps_its_word():

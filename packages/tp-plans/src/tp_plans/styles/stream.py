@@ -44,7 +44,7 @@ class ParallelAttention:
     """An attention layer whose heads are dealt over the axis: prepares its input and its own head counts.
 
     Args:
-        layout: as in ``PrepareInput``.
+        layout: as in ``PrepareInput``, or ``None`` to leave the input as it comes.
         argument: as in ``PrepareInput``.
         position: as in ``PrepareInput``.
         counts: integer attributes that count what is split (heads, or features of all heads), as
@@ -54,7 +54,7 @@ class ParallelAttention:
         kv_heads: the attribute for the number of key/value heads.
     """
 
-    layout: Layout = Replicate()
+    layout: Layout | None = Replicate()
     argument: str = "hidden_states"
     position: int | None = 0
     counts: tuple[str, ...] = ()
@@ -62,7 +62,8 @@ class ParallelAttention:
     kv_heads: str = "config.num_key_value_heads"
 
     def __post_init__(self) -> None:
-        require_layout(self, "layout")
+        if self.layout is not None:
+            require_layout(self, "layout")
         require(self, "argument", is_name(self.argument), "the keyword's name, as 'hidden_states'")
         require(self, "position", self.position is None or is_integer(self.position, least=0), "0 or more, or None")
         require_attributes(self, "counts")

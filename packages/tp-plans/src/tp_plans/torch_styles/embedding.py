@@ -9,6 +9,7 @@ from tp_plans import layouts
 from tp_plans.styles import FeatureParallelEmbedding, VocabParallelEmbedding
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
+from tp_plans.torch_styles.reduce import reduced
 
 
 class LocalEmbedding(LocalStyle):
@@ -40,8 +41,7 @@ class LocalEmbedding(LocalStyle):
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
         own = output.masked_fill(call.memory["foreign"].unsqueeze(-1), 0)
-        summed = redistribute(as_dtensor(own, call.mesh, layouts.Partial()), self.style.output)
-        return summed.to_local() if self.style.use_local_output else summed
+        return reduced(own, call.mesh, self.style.output, use_local_output=self.style.use_local_output)
 
     def _own_rows(self, rows: int, call: Call) -> tuple[int, int]:
         """The ids whose rows this rank holds; DTensor deals ceiling-sized chunks."""

@@ -16,6 +16,7 @@ from tp_plans.styles import DividedInput, ExpertsParallel, SumOutput
 from tp_plans.torch_styles.gradients import with_summed_gradient
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
+from tp_plans.torch_styles.reduce import reduced
 
 #: What transformers' expert modules call the number of experts that they hold.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -51,7 +52,7 @@ class LocalExperts(LocalStyle):
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
         if (tokens := call.memory.get("tokens")) is None:
-            return _summed(output, call, self.style.output)
+            return _in_layout(output, call, self.style.output)
         gathered = wrap(output, call.mesh, layouts.Shard(0), size=tokens)
         return redistribute(gathered, layouts.Replicate()).to_local()
 
@@ -65,7 +66,7 @@ class LocalSum(LocalStyle):
         return _changed(args, kwargs, lambda tensor: _whole(tensor, call))
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
-        return _summed(output, call, self.style.output)
+        return _in_layout(output, call, self.style.output)
 
 
 class LocalDivided(LocalStyle):
@@ -110,6 +111,5 @@ def _own_tokens(tokens: Tensor, own: range, experts: int, module: nn.Module, cal
     return tokens[own.start * each : own.stop * each]
 
 
-def _summed(output: Tensor, call: Call, layout: Layout) -> Tensor:
-    whole = redistribute(as_dtensor(output, call.mesh, layouts.Partial()), layout)
-    return whole.to_local() if isinstance(layout, layouts.Replicate) else whole
+def _in_layout(output: Tensor, call: Call, layout: Layout) -> Tensor:
+    return reduced(output, call.mesh, layout, use_local_output=isinstance(layout, layouts.Replicate))

@@ -61,3 +61,20 @@ class _SumGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         partial = DTensor.from_local(gradient, ctx.mesh, [Partial()], run_check=False)
         return partial.full_tensor(), None
+
+
+def summed_output(addend: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of the ranks' addends as a plain tensor of its own, which model code may change in place."""
+    return cast(Tensor, _Sum.apply(addend, mesh))  # type: ignore[no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the mesh forward; identity backward (Megatron-LM's ``g``, arXiv:1909.08053)."""
+
+    @staticmethod
+    def forward(ctx: Any, addend: Tensor, mesh: DeviceMesh) -> Tensor:
+        return DTensor.from_local(addend, mesh, [Partial()], run_check=False).full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

@@ -19,10 +19,13 @@ class PreparedInput(LocalStyle):
     style: PrepareInput | ParallelAttention
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
-        def prepared(tensor: Tensor) -> Tensor:
-            return redistribute(as_dtensor(tensor, call.mesh, layouts.Replicate()), self.style.layout)
-
         style = self.style
+        if (layout := style.layout) is None:
+            return args, kwargs
+
+        def prepared(tensor: Tensor) -> Tensor:
+            return redistribute(as_dtensor(tensor, call.mesh, layouts.Replicate()), layout)
+
         if isinstance(value := kwargs.get(style.argument), Tensor):
             return args, replaced(kwargs, style.argument, prepared(value))
         position = style.position

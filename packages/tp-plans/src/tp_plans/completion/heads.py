@@ -1,0 +1,70 @@
+"""Attention split in whole heads, and key/value heads shared by the ranks that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+from tp_plans.attributes import lookup
+from tp_plans.completion.tree import Tree, agreed, is_split, size_of
+from tp_plans.fields import is_integer
+from tp_plans.layouts import Shard
+from tp_plans.styles import ColwiseParallel, ParallelAttention, RowwiseParallel, Style
+
+KV_HEADS = ("num_key_value_heads", "config.num_key_value_heads")
+
+
+def in_whole_heads(tree: Tree) -> Mapping[str, Style]:
+    """The rules of layers whose features are heads, with the size of a head."""
+    return {
+        rule: replace(style, unit=unit)
+        for path in tree.modules
+        if _is_in_heads(style := tree.style(path))
+        if (unit := _unit(path, style, tree)) is not None and (rule := tree.rule(path)) is not None
+    }
+
+
+def _is_in_heads(style: Style | None) -> TypeGuard[ColwiseParallel | RowwiseParallel]:
+    """Whether a layer may be one whose ranks hold whole heads: what is gathered, or cut only here, need not be."""
+    if isinstance(style, RowwiseParallel):
+        return style.input == Shard(-1) and style.unit == 1
+    return is_split(style) and style.unit == 1
+
+
+def _unit(path: str, style: ColwiseParallel | RowwiseParallel, tree: Tree) -> int | str | None:
+    parent = tree.modules.get(path.rpartition(".")[0])
+    size = size_of(tree.modules[path], 1 if isinstance(style, RowwiseParallel) else 0)
+    heads = getattr(parent, "num_heads", None)
+    if is_integer(getattr(parent, "qk_rope_head_dim", None)) and is_integer(heads, least=1) and size is not None:
+        return size // heads if size % heads == 0 else None  # queries, keys with values, and outputs differ in size
+    head = getattr(parent, "head_dim", None)
+    if not is_integer(head, least=1) or (size is not None and size % head):
+        return None
+    return "head_dim"
+
+
+def with_shared_heads(tree: Tree) -> Mapping[str, Style]:
+    """Rules that let the axis be larger than the number of key/value heads, and the attention know its groups."""
+    changed: dict[str, Style] = {}
+    attention = []
+    for path, module in tree.inside():
+        split = set(tree.split_children(path))
+        kv_heads = next((name for name in KV_HEADS if is_integer(lookup(module, name), least=1)), None)
+        if not {"q_proj", "k_proj", "v_proj"} <= split or kv_heads is None:
+            continue
+        own = tree.style(path)
+        if own is not None and not isinstance(own, ParallelAttention):
+            continue
+        for name in ("k_proj", "v_proj"):
+            rule = tree.rule(f"{path}.{name}")
+            if rule is not None and isinstance(style := tree.plan[rule], ColwiseParallel) and style.unit != 1:
+                changed[rule] = replace(style, shared=True)
+        style = own if isinstance(own, ParallelAttention) else ParallelAttention(layout=_layout(path, tree))
+        attention.append((path, replace(style, kv_heads=kv_heads)))
+    return {**changed, **agreed(attention)}
+
+
+def _layout(path: str, tree: Tree) -> Any:
+    """Gather the input once for all projections where nothing else in the layer could read it."""
+    return ParallelAttention().layout if all(tree.style(f"{path}.{n}") for n in tree.filled(path)) else None

@@ -1,0 +1,85 @@
+"""The translation of the plans that transformers ships with its models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tp_plans.completion import completed
+from tp_plans.errors import PlanError
+from tp_plans.hugging_face.shipped import path_of, shipped_words
+from tp_plans.hugging_face.words import IDLE_WORDS, STYLE_WORDS, parameter_style_from_word, style_from_word
+from tp_plans.matches import Matches
+from tp_plans.plan import Plan
+from tp_plans.styles import ColwiseParallel, ExpertsParallel, Replicated, RowwiseParallel, Style, VocabParallelEmbedding
+
+__all__ = ["IDLE_WORDS", "STYLE_WORDS", "from_hugging_face", "parameter_style_from_word", "style_from_word"]
+
+#: The words that a linear output head may carry; all become logits sharded on the vocabulary.
+_HEAD_WORDS = {"colwise", "colwise_rep", "colwise_gather_output"}
+
+
+def from_hugging_face(model: Any) -> Plan:
+    """The tensor-parallel plan that transformers ships for a model, merged from all its levels, translated, completed.
+
+    Beyond translation, the head keeps its logits sharded on the vocabulary, attention is split in whole heads, and
+    what the shipped plan leaves whole is split where that is certain to be right (``tp_plans.completion``).  Rules
+    for what this model does not have, as the experts of a config without any, are left out.
+
+    Args:
+        model: a ``transformers`` model; the meta device is enough.
+
+    Raises:
+        PlanError: the model ships no plan, or is no model.
+        UnknownStyleError: it uses a style word that has no translation.
+    """
+    if isinstance(model, type) or not hasattr(model, "named_modules"):
+        raise PlanError(
+            f"from_hugging_face needs a model, since its plan comes from every inner model and config; {model!r} is "
+            "none (build it on the meta device, or use tp_plans.plan_for)"
+        )
+    words = shipped_words(model)
+    name = type(model).__name__
+    if not words:
+        raise PlanError(
+            f"{name} ships no tensor-parallel plan (no _tp_plan, no base_model_tp_plan): "
+            "use tp_plans.plan_for or give a plan of your own"
+        )
+    modules = dict(model.named_modules())
+    rules = dict(_translated(words, Matches(words, modules)))
+    head = path_of(modules, model, "get_output_embeddings")
+    embedding = path_of(modules, model, "get_input_embeddings")
+    if head is not None and words.get(head) in _HEAD_WORDS:
+        rules[head] = ColwiseParallel(use_local_output=False)
+    if embedding is not None and embedding not in rules and _may_split(modules, embedding, head, rules):
+        rules[embedding] = VocabParallelEmbedding()
+    root = "" if embedding is None else embedding.rpartition(".")[0]
+    return completed(Plan(rules, name=f"hf:{name}"), modules, root=root)
+
+
+def _translated(words: Mapping[str, str], matches: Matches) -> Iterator[tuple[str, Style]]:
+    """The rules that match something; those of parameters inside split experts are the experts' own."""
+    experts = [p for p, word in words.items() if isinstance(STYLE_WORDS.get(word), ExpertsParallel)]
+    for pattern, word in words.items():
+        if word in IDLE_WORDS:
+            continue
+        if modules := matches.modules.get(pattern):
+            yield pattern, _for_module(style_from_word(word, where=pattern), modules)
+        elif parameters := matches.parameters.get(pattern):
+            if not any(pattern.startswith(f"{owner}.") for owner in experts):
+                yield pattern, parameter_style_from_word(word, parameters[0].ndim, where=pattern)
+        else:
+            style_from_word(word, where=pattern)  # a word that nobody knows is told even where nothing bears it
+
+
+def _for_module(style: Style, modules: list[Any]) -> Style:
+    """The style as the kind of module wants it: until 5.0, an embedding's table was split by ``rowwise``."""
+    if isinstance(style, RowwiseParallel) and all(hasattr(module, "num_embeddings") for module in modules):
+        return VocabParallelEmbedding()
+    return style
+
+
+def _may_split(modules: Mapping[str, Any], embedding: str, head: str | None, rules: Mapping[str, Style]) -> bool:
+    """Whether the embedding may be split: not where it is tied to a head that stays whole."""
+    return head is None or head in rules or getattr(modules[head], "weight", None) is not modules[embedding].weight
