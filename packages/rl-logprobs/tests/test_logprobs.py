@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rl_logprobs
 from rl_logprobs import token_logprobs, token_statistics
@@ -171,6 +172,78 @@ def test_inplace_backward_refuses_a_second_use_of_the_lost_logits():
     twice = token_logprobs(logits, targets).sum() + token_logprobs(logits, targets, inplace_backward=True).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (loss + twice).backward()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2**-7), (torch.float16, 1e-3)],
+)
+def test_inplace_forward_gives_the_gradient_of_the_logits_that_it_overwrites(dtype, tolerance):
+    logits, targets = batch(4, 6, 30, dtype=dtype)
+    logits[0, 1, :20], logits[2, 2], targets[1, 3] = -math.inf, math.nan, IGNORED
+    targets[0, 1], targets[2, 2] = 25, IGNORED
+    options = {"temperature": 0.8, "vocab_size": 29}
+    targets %= 29
+    targets[1, 3] = targets[2, 2] = IGNORED
+    statistics, gradients = [], []
+    for inplace in (False, True):
+        leaf = logits.clone().requires_grad_()
+        given = leaf * 1.0
+        found = token_statistics(given, targets, inplace_forward=inplace, **options)
+        assert torch.equal(given.nan_to_num(), logits.nan_to_num()) is not inplace
+        (found.logprobs * 3 - found.logsumexp.square() * 0.1).sum().backward()
+        statistics.append(found)
+        gradients.append(leaf.grad)
+    assert torch.equal(statistics[0].logprobs, statistics[1].logprobs)
+    torch.testing.assert_close(*gradients, rtol=tolerance, atol=1e-6 if dtype is torch.float16 else 1e-30)
+
+
+def test_inplace_forward_holds_no_second_tensor_of_the_logits_size():
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != memory:
+                self.elements = max(self.elements, out.untyped_storage().nbytes() // out.itemsize)
+            return out
+
+    weight, targets = batch(600, 1000, dtype=torch.float32)
+    logits = weight.requires_grad_() * 1.0
+    memory = logits.untyped_storage().data_ptr()
+    with Largest() as largest:
+        (gradient,) = torch.autograd.grad(token_logprobs(logits, targets, inplace_forward=True).sum(), logits)
+    assert gradient.data_ptr() == memory
+    assert largest.elements < logits.numel() / 100
+
+
+def test_inplace_forward_leaves_logits_alone_that_need_no_gradient():
+    logits, targets = batch(6, 30)
+    before = logits.clone()
+    token_logprobs(logits, targets, inplace_forward=True)
+    with torch.no_grad():
+        token_logprobs(logits.requires_grad_(), targets, inplace_forward=True)
+    assert torch.equal(logits, before)
+
+
+def test_inplace_forward_refuses_what_still_needs_the_logits():
+    leaf, targets = batch(6, 30)
+    logits = leaf.requires_grad_().exp()
+    loss = token_logprobs(logits, targets, inplace_forward=True).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with pytest.raises(rl_logprobs.OptionError, match="use inplace_backward"):
+        token_statistics(leaf, targets, entropy=True, inplace_forward=True)
+
+
+def test_rank_counts_the_tokens_that_are_more_probable_than_the_target():
+    logits = torch.tensor([[3.0, 1.0, 2.0, 1.0, -math.inf]]).repeat(6, 1)
+    targets = torch.tensor([0, 1, 2, 3, 4, IGNORED])
+    expected = [0, 2, 1, 2, 4, 0]
+    for options in ({}, {"temperature": 2.0}, {"sampling": rl_logprobs.SamplingFilter(top_k=1)}, {"entropy": True}):
+        assert token_statistics(logits, targets, rank=True, **options).rank.tolist() == expected
+    assert token_statistics(logits[:3], targets[:3], rank=True, vocab_size=3).rank.tolist() == [0, 2, 1]
+    assert token_statistics(logits, targets).rank is None
 
 
 def test_no_graph_is_kept_without_grad():

@@ -67,13 +67,40 @@ def winners(vocab, device_mesh_shape):
     logits, targets = whole_logits(vocab)
     logits = logits.round()  # many ties
     sharded = distribute_tensor(logits, mesh, [Replicate(), Shard(2)])
-    return token_statistics(sharded, targets, argmax=True).argmax, logits.argmax(-1) * (targets != -100)
+    with CommDebugMode() as counter:
+        found = token_statistics(sharded, targets, argmax=True, rank=True)
+    chosen = logits.gather(-1, targets.clamp(min=0)[..., None])
+    kept = targets != -100
+    return (
+        (found.argmax, found.rank),
+        (logits.argmax(-1) * kept, (logits > chosen).sum(-1) * kept),
+        counter.get_total_counts(),
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_argmax_is_the_lowest_id_of_a_tie_on_every_split(four_ranks, tp):
-    for found, expected in four_ranks.run(winners, 97, (4 // tp, tp)):
-        assert torch.equal(found, expected)
+def test_argmax_is_the_lowest_id_of_a_tie_and_rank_counts_all_columns_on_every_split(four_ranks, tp):
+    for found, expected, collectives in four_ranks.run(winners, 97, (4 // tp, tp)):
+        assert all(map(torch.equal, found, expected))
+        assert collectives == (2 if tp > 1 else 0)  # the targets' logits, which one rank alone knows; the sums
+
+
+def overwritten(vocab, dtype):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    logits, targets = whole_logits(vocab, dtype)
+    gradients = []
+    for inplace in (False, True):
+        sharded = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
+        found = token_statistics(sharded * 1.0, targets, temperature=0.9, inplace_forward=inplace)
+        gradients.append(torch.autograd.grad((found.logprobs - found.logsumexp * 0.1).sum(), sharded)[0].full_tensor())
+    return gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [5, 97])
+def test_logits_overwritten_in_the_forward_pass_give_the_same_gradient(four_ranks, vocab, dtype):
+    for gradients in four_ranks.run(overwritten, vocab, dtype):
+        torch.testing.assert_close(*gradients, rtol=2**-7 if dtype is torch.bfloat16 else 1e-12, atol=1e-30)
 
 
 def counted(vocab):

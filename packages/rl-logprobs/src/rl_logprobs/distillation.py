@@ -12,8 +12,9 @@ from rl_logprobs._torch_compat import apply_function
 from rl_logprobs.errors import OptionError, ShapeError
 from rl_logprobs.layout import TokenSlice, VocabShard, locate_logits
 from rl_logprobs.logprobs import checked_temperature
+from rl_logprobs.powers import Scale
 from rl_logprobs.rows import row_blocks, statistics_dtype
-from rl_logprobs.softmax import LogitGradient, Scale, Sums, TargetColumns, column_sums, merge, write_gradient
+from rl_logprobs.softmax import LogitGradient, Sums, TargetColumns, column_sums, merge, write_gradient
 from rl_logprobs.targets import ignored_targets, local_targets
 from rl_logprobs.vocab_parallel import all_gather
 
@@ -81,7 +82,7 @@ class _LogprobsAt(torch.autograd.Function):
         scale = Scale.of(temperature, statistics_dtype(logits.dtype))
         columns = TargetColumns.among(ids, ignored, shard.start, shard.width)
         parts = all_gather(_local_parts(logits[..., : shard.width], columns, scale), shard.group)
-        whole = merge(Sums(peak=parts[:, 0], total=parts[:, 1], target=parts[:, 2:], moment=None, best=None), scale)
+        whole = merge(Sums(peak=parts[:, 0], total=parts[:, 1], target=parts[:, 2:]), scale)
         logprobs = ((whole.target - whole.peak) * scale.exponent - whole.total.log2()) * scale.nats
         silent = (whole.target == -torch.inf).T | ignored
         ctx.save_for_backward(logits, ignored, silent, *columns, whole.peak.to(parts.dtype), whole.total)
@@ -111,7 +112,7 @@ class _LogprobsAt(torch.autograd.Function):
 def _local_parts(logits: torch.Tensor, columns: TargetColumns, scale: Scale) -> torch.Tensor:
     """``[2 + k, tokens]``: peak, sum of weights and, where this rank holds them, the logits asked for."""
     first = TargetColumns(columns.column[:, 0], columns.owned[:, 0])
-    sums = column_sums(logits, first, scale, 0, moment=False, best=False)
+    sums = column_sums(logits, first, scale, 0)
     chosen = torch.zeros_like(columns.column, dtype=sums.peak.dtype)
     if logits.shape[-1]:
         for span, (block,) in row_blocks(len(chosen), logits):

@@ -13,8 +13,9 @@ from rl_logprobs._torch_compat import apply_function
 from rl_logprobs.errors import OptionError, PlacementError, ShapeError
 from rl_logprobs.layout import LocalLogits, VocabShard, locate_logits
 from rl_logprobs.logprobs import checked_temperature
+from rl_logprobs.powers import Scale, peak_lag, powers
 from rl_logprobs.rows import row_blocks, rows_that_fit, statistics_dtype, wide_dtype
-from rl_logprobs.softmax import Scale, Sums, merge, peak_lag, powers
+from rl_logprobs.softmax import Sums, merge
 from rl_logprobs.vocab_parallel import all_gather
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -185,10 +186,10 @@ def _where_possible(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor
 def _finish(gathered: torch.Tensor, scale: Scale) -> _Finished:
     peak, total, other_peak, other_total, cross = gathered.to(wide_dtype(gathered.device)).unbind(1)
     nothing = torch.zeros_like(total)
-    other = merge(Sums(other_peak, other_total, nothing, None, None), scale)
+    other = merge(Sums(other_peak, other_total, nothing), scale)
     # A rank that the reference rules out has an infinite cross moment already, or no weight.
     lag = peak_lag(other_peak, other.peak, scale).masked_fill(other_peak == -math.inf, 0)
-    policy = merge(Sums(peak, total, nothing, cross - total * lag, None), scale)
+    policy = merge(Sums(peak, total, nothing, cross - total * lag), scale)
     difference = nothing[0] if policy.moment is None else policy.moment / policy.total
     bits = difference - policy.total.log2() + other.total.log2()
     return _Finished(policy.peak, policy.total, other.peak, other.total, bits)

@@ -18,15 +18,14 @@ from torch.autograd.function import once_differentiable
 
 from rl_logprobs._torch_compat import add_product_, apply_function, wide_product
 from rl_logprobs.layout import VocabShard
+from rl_logprobs.powers import Scale, peak_lag
 from rl_logprobs.rows import statistics_dtype, wide_dtype
 from rl_logprobs.softmax import (
     LogitGradient,
-    Scale,
     Sums,
     TargetColumns,
     column_sums,
     merge_all,
-    peak_lag,
     write_gradient,
     write_weights,
 )
@@ -139,7 +138,6 @@ def _sum_tiles(
     ``expected``, ``[tokens, features]`` of zeros, becomes the sum of ``2**y`` times the head's rows (times the
     logit's slope): all that the hidden gradient needs, so that a frozen head costs no product backward.
     """
-    shard, tokens = tiles.head.shard, targets.shape[0]
     shard, tokens = tiles.head.shard, targets.shape[0]
     nothing = column_sums(
         tiles.hidden.new_empty(tokens, 0, dtype=tiles.dtype),

@@ -28,12 +28,15 @@ class TokenStatistics:
         entropy: entropy of the distribution, or None if it was not asked for.
         argmax: the most probable vocabulary id (the lowest of several), int64, or None if it was not asked
             for.
+        rank: how many tokens have a larger logit than the target (0: none is more probable), int64, or None if it
+            was not asked for.
     """
 
     logprobs: torch.Tensor
     logsumexp: torch.Tensor
     entropy: torch.Tensor | None = None
     argmax: torch.Tensor | None = None
+    rank: torch.Tensor | None = None
 
 
 def token_logprobs(
@@ -48,6 +51,7 @@ def token_logprobs(
     ignore_index: int = -100,
     sampling: SamplingFilter | None = None,
     inplace_backward: bool = False,
+    inplace_forward: bool = False,
 ) -> torch.Tensor:
     """Log-probability of each target under ``softmax(logits / temperature)``.
 
@@ -74,6 +78,8 @@ def token_logprobs(
             from.  A target that the filter removes has ``-inf`` and no gradient.  Takes a few collectives more.
         inplace_backward: write the gradient over the logits' memory, so that no second tensor of their size
             exists.  The logits are then lost after the backward pass.
+        inplace_forward: if the logits need a gradient, overwrite them already here, by what the backward pass would
+            compute again: faster, but lost at once, and gradients of half-precision logits are rounded twice.
 
     Returns:
         This rank's tokens as a plain tensor of the logits' leading shape, float32 (float64 for float64), the
@@ -94,6 +100,7 @@ def token_logprobs(
         ignore_index=ignore_index,
         sampling=sampling,
         inplace_backward=inplace_backward,
+        inplace_forward=inplace_forward,
     ).logprobs
 
 
@@ -103,6 +110,7 @@ def token_statistics(
     *,
     entropy: bool = False,
     argmax: bool = False,
+    rank: bool = False,
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     vocab_start: int | None = None,
@@ -111,6 +119,7 @@ def token_statistics(
     ignore_index: int = -100,
     sampling: SamplingFilter | None = None,
     inplace_backward: bool = False,
+    inplace_forward: bool = False,
 ) -> TokenStatistics:
     """Log-probability, log-sum-exp and what else is asked of each token, from one pass and one collective.
 
@@ -119,6 +128,8 @@ def token_statistics(
         targets: as there.
         entropy: also compute the entropy; costs a second workspace and some arithmetic, no communication.
         argmax: also find the most probable token.
+        rank: also count the tokens that are more probable than the target; takes a second collective, because a rank
+            cannot count before it knows the target's logit.  A filter does not change the count.
         group: as there.
         vocab_size: as there.
         vocab_start: as there.
@@ -127,13 +138,16 @@ def token_statistics(
         ignore_index: as there.
         sampling: as there; the entropy is then that of the filtered distribution too.
         inplace_backward: as there.
+        inplace_forward: as there; without ``entropy``, whose gradient needs the logits.
 
     Returns:
-        The statistics, each differentiable.
+        The statistics, each differentiable but ``argmax`` and ``rank``.
 
     Raises:
         As ``token_logprobs``.
     """
+    if inplace_forward and entropy:
+        raise OptionError("inplace_forward loses the logits that the entropy's gradient needs; use inplace_backward")
     located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
     mine = local_targets(targets, located.tokens, shift=shift, ignore_index=ignore_index)
     if mine.device != located.values.device:
@@ -144,8 +158,10 @@ def token_statistics(
         temperature=heat,
         entropy=entropy,
         argmax=argmax,
+        rank=rank,
         floor=None if sampling is None else sampling_floor(located.values, located.vocab, heat, sampling),
         inplace_backward=inplace_backward,
+        inplace_forward=inplace_forward and located.values.requires_grad and torch.is_grad_enabled(),
     )
     flat = softmax_statistics(located.values, mine.reshape(-1), ignored.reshape(-1), located.vocab, options)
     return shaped_like(mine, flat)
@@ -158,6 +174,7 @@ def shaped_like(targets: torch.Tensor, flat: SoftmaxStatistics) -> TokenStatisti
         logsumexp=flat.logsumexp.view(targets.shape),
         entropy=None if flat.entropy is None else flat.entropy.view(targets.shape),
         argmax=None if flat.argmax is None else flat.argmax.view(targets.shape),
+        rank=None if flat.rank is None else flat.rank.view(targets.shape),
     )
 
 

@@ -23,10 +23,10 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def rows_that_fit(width: int, device: torch.device) -> int:
-    """How many rows of ``width`` columns one workspace holds; at least one."""
+def rows_that_fit(width: int, device: torch.device, *, share: float = 1.0) -> int:
+    """How many rows of ``width`` columns a ``share`` of one workspace holds; at least one."""
     elements = CPU_WORKSPACE if device.type == "cpu" else ACCELERATOR_WORKSPACE
-    return max(1, elements // max(1, width))
+    return max(1, int(elements * share) // max(1, width))
 
 
 def row_blocks(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:

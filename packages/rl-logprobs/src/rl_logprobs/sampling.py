@@ -12,9 +12,10 @@ from rl_logprobs.errors import OptionError
 from rl_logprobs.gumbel import gumbel_noise, token_keys
 from rl_logprobs.layout import TokenSlice, locate_logits
 from rl_logprobs.logprobs import checked_temperature
+from rl_logprobs.powers import Scale
 from rl_logprobs.rows import row_blocks, rows_that_fit, statistics_dtype, wide_dtype
 from rl_logprobs.sampling_filter import SamplingFilter, sampling_floor
-from rl_logprobs.softmax import Scale, TargetColumns, column_sums, merge
+from rl_logprobs.softmax import TargetColumns, column_sums, merge
 from rl_logprobs.vocab_parallel import all_gather
 
 
@@ -63,7 +64,7 @@ def topk_logprobs(
     nobody = torch.zeros(shape.numel(), dtype=torch.int64, device=local.device)
     scale = Scale.of(checked_temperature(temperature, nobody.view(shape)), statistics_dtype(local.dtype))
     places = TargetColumns(nobody, nobody.bool())
-    sums = column_sums(local, places, scale, shard.start, moment=False, best=False)
+    sums = column_sums(local, places, scale, shard.start)
     values, ids = _local_topk(local, k, shard.start)
     parts = torch.cat([sums.stack(), values.t(), ids.t().to(values.dtype)])
     gathered = all_gather(parts, shard.group)

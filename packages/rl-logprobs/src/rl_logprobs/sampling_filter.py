@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from rl_logprobs.errors import OptionError
 from rl_logprobs.layout import VocabShard
+from rl_logprobs.powers import Scale, powers
 from rl_logprobs.rows import row_blocks, rows_that_fit, statistics_dtype, wide_dtype
-from rl_logprobs.softmax import Scale, powers
 from rl_logprobs.vocab_parallel import all_gather
 
 BINS = 256

@@ -18,8 +18,17 @@ from torch.autograd.function import once_differentiable
 
 from rl_logprobs._torch_compat import all_gather_into, apply_function
 from rl_logprobs.layout import VocabShard
+from rl_logprobs.powers import Scale, peak_lag
 from rl_logprobs.rows import statistics_dtype
-from rl_logprobs.softmax import LogitGradient, Scale, Sums, TargetColumns, column_sums, merge, write_gradient
+from rl_logprobs.softmax import (
+    LogitGradient,
+    Sums,
+    TargetColumns,
+    column_sums,
+    merge,
+    target_logits,
+    write_gradient,
+)
 
 
 @dataclass(frozen=True)
@@ -27,23 +36,27 @@ class SoftmaxOptions:
     """What to compute besides log-probabilities and log-sum-exp, and how.
 
     ``temperature`` is a number or one number a token (flat).  Logits below ``floor`` (one a token, flat) have no
-    probability.  With ``inplace_backward`` the gradient is written over the logits.
+    probability.  With ``inplace_backward`` the gradient is written over the logits, and with ``inplace_forward``
+    their weights are before that; the gradient of the entropy cannot be had from them.
     """
 
     temperature: float | torch.Tensor = 1.0
     entropy: bool = False
     argmax: bool = False
+    rank: bool = False
     floor: torch.Tensor | None = None
     inplace_backward: bool = False
+    inplace_forward: bool = False
 
 
 class SoftmaxStatistics(NamedTuple):
-    """Per token, flat, in the statistics dtype and in nats; ``argmax`` is a vocabulary id (int64)."""
+    """Per token, flat, in the statistics dtype and in nats; ``argmax`` (an id) and ``rank`` (a count) are int64."""
 
     logprobs: torch.Tensor
     logsumexp: torch.Tensor
     entropy: torch.Tensor | None
     argmax: torch.Tensor | None
+    rank: torch.Tensor | None
 
 
 class Finished(NamedTuple):
@@ -111,6 +124,7 @@ def finish(
         logsumexp=shown(whole.peak * scale.slope + log_total * scale.nats),
         entropy=None if finished.mean is None else shown((log_total - finished.mean) * scale.nats),
         argmax=None if whole.best is None else whole.best.long().masked_fill(ignored, 0),
+        rank=None if whole.larger is None else whole.larger.long().masked_fill(ignored, 0),
     )
     return statistics, finished
 
@@ -153,33 +167,42 @@ class _FromLogits(torch.autograd.Function):
     ) -> SoftmaxStatistics:
         scale = Scale.of(options.temperature, statistics_dtype(logits.dtype))
         columns = TargetColumns.among(targets, ignored, shard.start, shard.width)
+        mine, overwrite = logits[..., : shard.width], options.inplace_forward
+        sought = None
+        if options.rank:  # the others cannot count before they know what the one rank alone knows
+            sought = all_gather(target_logits(mine, columns)[None], shard.group).sum(0)[0]
         local = column_sums(
-            logits[..., : shard.width],
+            mine,
             columns,
             scale,
             shard.start,
             moment=options.entropy,
             best=options.argmax,
+            sought=sought,
             floor=options.floor,
+            overwrite=overwrite,
         )
         statistics, finished = finish(local, ignored, scale, shard.group)
-        ctx.save_for_backward(logits, ignored, options.floor, *columns, *finished)
-        ctx.scale, ctx.width, ctx.inplace = scale, shard.width, options.inplace_backward
+        lag = peak_lag(local.peak.to(finished.total.dtype), finished.peak, scale) if overwrite else None
+        # Autograd refuses to hand back an input that is some function's view and has been overwritten: save another.
+        kept = logits.detach() if overwrite else logits
+        ctx.save_for_backward(kept, ignored, options.floor, lag, *columns, *finished)
+        ctx.scale, ctx.width, ctx.inplace = scale, shard.width, options.inplace_backward or overwrite
         ctx.set_materialize_grads(False)
-        if statistics.argmax is not None:
-            ctx.mark_non_differentiable(statistics.argmax)
+        ctx.mark_non_differentiable(*(found for found in (statistics.argmax, statistics.rank) if found is not None))
         return statistics
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
-        logits, ignored, floor, column, owned, *finished = ctx.saved_tensors
+        logits, ignored, floor, lag, column, owned, *finished = ctx.saved_tensors
         out = logits if ctx.inplace else logits.new_empty(logits.shape)
         out[..., ctx.width :].zero_()
+        gradient = logit_gradient(Finished(*finished), ignored, ctx.scale, gradients, floor)
         write_gradient(
             logits[..., : ctx.width],
             TargetColumns(column, owned),
-            logit_gradient(Finished(*finished), ignored, ctx.scale, gradients, floor),
+            gradient if lag is None else gradient.of_weights(lag),
             ctx.scale,
             out[..., : ctx.width],
         )
