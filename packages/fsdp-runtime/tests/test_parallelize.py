@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FsdpRuntimeError, MeshSpec, parallelize
+from fsdp_runtime import FsdpRuntimeError, MeshSpec, ModelError, ShardingOptions, parallelize
+from fsdp_runtime._torch_compat import offloads_to_cpu
 from harness.models import tiny_inputs, tiny_model
+from harness.parity import Case, assert_parity, compare
 from harness.ranks import RankPool, RanksFailed
 from tp_plans import ColwiseParallel, Plan, TpPlansError, plan_for
 
@@ -64,7 +66,7 @@ QWEN3_PLAN = plan_for("Qwen3ForCausalLM")
         ({}, {"plan": QWEN3_PLAN, "sequence_parallel": True}, ["CustomPlanError", "not a sequence-parallel one"]),
         ({}, {"plan": None, "sequence_parallel": True}, ["OptionError", "plan=None"]),
         ({}, {"logits": "whole"}, ["OptionError", "'sharded' or 'full'"]),
-        ({}, {"activation_checkpointing": "all"}, ["OptionError", "'none', 'block'"]),
+        ({}, {"activation_checkpointing": "all"}, ["OptionError", "'none', 'mlp', 'block'"]),
     ],
     ids=["heads", "pattern", "tie", "word", "path", "no-sp-plan", "sp-without-plan", "logits", "checkpointing"],
 )
@@ -106,6 +108,44 @@ def _parallelize_twice(mesh: dict[str, int]) -> None:
 def test_a_second_call_is_refused(two_ranks: RankPool, mesh: dict[str, int]) -> None:
     with pytest.raises(RanksFailed, match=r"ModelError: .*already"):
         two_ranks.run(_parallelize_twice, mesh)
+
+
+def test_a_model_wrapped_elsewhere_is_refused() -> None:
+    mesh = MeshSpec().build(device_type="cpu")
+    wrapped = nn.parallel.DistributedDataParallel(tiny_model("LlamaForCausalLM"))
+    with pytest.raises(ModelError, match="the model is wrapped by DistributedDataParallel: parallelize the model insi"):
+        parallelize(wrapped, mesh)
+    recomputing = parallelize(tiny_model("LlamaForCausalLM"), mesh, activation_checkpointing="block")
+    with pytest.raises(ModelError, match=r"model\.layers\.0 recomputes its activations already"):
+        parallelize(recomputing, mesh, activation_checkpointing="mlp")
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=["tp", "sp"])
+@pytest.mark.parametrize("mode", ["none", "mlp", "block", "selective"])
+def test_every_mode_of_checkpointing_composes_with_the_mesh(
+    four_ranks: RankPool, options: dict[str, Any], mode: str
+) -> None:
+    options = {**options, "activation_checkpointing": mode}
+    case = Case("Qwen3ForCausalLM", {"dp_shard": 2, "tp": 2}, parallelize, options)
+    assert_parity(four_ranks.run(compare, case))
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=["tp", "sp"])
+def test_compiled_blocks_compute_the_same_on_the_mesh(four_ranks: RankPool, options: dict[str, Any]) -> None:
+    options = {**options, "compile": {"backend": "aot_eager"}, "activation_checkpointing": "block"}
+    assert_parity(four_ranks.run(compare, Case("Qwen3ForCausalLM", {"dp_shard": 2, "tp": 2}, parallelize, options)))
+
+
+def _given_twice() -> tuple[bool, bool]:
+    sharding = ShardingOptions(cpu_offload=True, reshard_after_forward=False)
+    mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
+    model = parallelize(tiny_model("LlamaForCausalLM"), mesh, sharding=sharding, reshard_after_forward=True)
+    state = fully_shard.state(model.model.layers[0])
+    return state._fsdp_param_group.post_forward_mesh_info is not None, offloads_to_cpu(model)
+
+
+def test_what_is_given_beside_the_sharding_options_wins(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_given_twice)[0] == (True, True)
 
 
 def _foreign_axes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp_runtime.accumulation import no_gradient_sync
 from fsdp_runtime.anatomy import Anatomy, Heads, anatomy_of
 from fsdp_runtime.checkpointing import Selective, checkpoint_activations
 from fsdp_runtime.compiling import compile_blocks
@@ -61,6 +62,7 @@ __all__ = [
     "load_weights",
     "materialize",
     "meta_device",
+    "no_gradient_sync",
     "parallel_report",
     "parallelize",
     "save_weights",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -22,6 +23,15 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
     """
     sliced = mesh[axes] if len(axes) > 1 else mesh[axes[0]]
     return sliced._flatten(name)
+
+
+def join_axes(*meshes: DeviceMesh) -> DeviceMesh:
+    """Meshes of one root side by side, where at least one is a flattened axis.
+
+    Slicing the root by the name of a flattened axis warns from torch 2.11 on, and nothing public takes its place in
+    2.10 to 2.15.
+    """
+    return DeviceMesh._concatenate(list(meshes))
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -88,3 +98,8 @@ def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called (torch 2.10 to 2.15: there is no public way to ask)."""
     return module._compiled_call_impl is not None
+
+
+def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """A tensor of a subclass with a shape and no storage (torch 2.10 to 2.15: documented, and not public)."""
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)  # type: ignore[attr-defined]

@@ -69,13 +69,21 @@ class Selective:
 ActivationCheckpointing = Mode | Selective
 
 
-def require_mode(mode: object) -> None:
-    """Raise :class:`OptionError` unless ``mode`` is one that :func:`checkpoint_activations` knows."""
+def modules_to_recompute(anatomy: Anatomy, mode: object) -> dict[str, nn.Module]:
+    """The modules that :func:`checkpoint_activations` would make recompute; nothing is changed.
+
+    Raises:
+        OptionError: an unknown mode.
+        ModelError: ``"mlp"`` of a model whose blocks have no part of that name.
+    """
     if isinstance(mode, Selective):
         mode.overloads()
     elif mode not in get_args(Mode):
         allowed = ", ".join(map(repr, get_args(Mode)))
         raise OptionError(f"activation_checkpointing={mode!r}: write one of {allowed}, or a Selective(save=...)")
+    if mode == "none":
+        return {}
+    return _mlps(anatomy) if mode == "mlp" else dict(anatomy.blocks)
 
 
 def checkpoint_activations(model: nn.Module, anatomy: Anatomy, mode: ActivationCheckpointing) -> list[str]:
@@ -97,15 +105,12 @@ def checkpoint_activations(model: nn.Module, anatomy: Anatomy, mode: ActivationC
         OptionError: an unknown mode.
         ModelError: ``"mlp"`` of a model whose blocks have no part of that name.
     """
-    require_mode(mode)
-    if mode == "none":
-        return []
-    if mode == "selective":
-        mode = Selective()
-    chosen = _mlps(anatomy) if mode == "mlp" else dict(anatomy.blocks)
+    chosen = modules_to_recompute(anatomy, mode)
+    selective = Selective() if mode == "selective" else mode
+    saved = selective.overloads() if isinstance(selective, Selective) else None
     for module in chosen.values():
-        _recompute(module, mode.overloads() if isinstance(mode, Selective) else None)
-    if mode != "mlp":  # no cache is filled inside a feed-forward part
+        _recompute(module, saved)
+    if mode not in ("none", "mlp"):  # no cache is filled inside a feed-forward part
         _turn_off_cache(model)
     logger.info("activation checkpointing: %d modules recompute", len(chosen))
     return list(chosen)

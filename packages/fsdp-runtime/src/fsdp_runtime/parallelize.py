@@ -1,9 +1,10 @@
-"""The ordered story: check, split over ``tp``, checkpoint, shard over data-parallel ranks."""
+"""The ordered story: check, split over ``tp``, checkpoint, compile, shard over data-parallel ranks."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,10 +12,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from fsdp_runtime.anatomy import anatomy_of
-from fsdp_runtime.checkpointing import ActivationCheckpointing, checkpoint_activations, require_mode
+from fsdp_runtime.checkpointing import (
+    ActivationCheckpointing,
+    checkpoint_activations,
+    modules_to_recompute,
+    recomputes,
+)
+from fsdp_runtime.compiling import compile_blocks
 from fsdp_runtime.errors import MeshError, ModelError, OptionError
 from fsdp_runtime.mesh import axis_size, require_axes
-from fsdp_runtime.sharding import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
+from fsdp_runtime.sharding import (
+    ShardingOptions,
+    data_parallel_mesh,
+    parameters_left_whole,
+    shard_over_data_parallel,
+)
 from fsdp_runtime.tensor_parallel import Logits, apply_plan, prepared_plan
 from tp_plans import Plan, Style, resolve_plan
 
@@ -29,57 +41,81 @@ def parallelize(
     sequence_parallel: bool = False,
     logits: Logits = "sharded",
     activation_checkpointing: ActivationCheckpointing = "none",
+    compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
     mixed_precision: MixedPrecisionPolicy | None = None,
-    cpu_offload: bool = False,
-    reshard_after_forward: bool = True,
+    cpu_offload: bool | None = None,
+    reshard_after_forward: bool | None = None,
+    sharding: ShardingOptions | None = None,
 ) -> nn.Module:
     """Make a model run on a mesh, in place; what is not asked for stays as it is.
 
-    Everything is checked before the first module changes, on every rank alike.
+    Everything is checked before the first module changes, on every rank alike.  What became of the model is told by
+    ``parallel_report(model)``.
 
     Args:
         model: the model, on the meta device (call ``load_weights`` afterwards) or materialised, the same on every
             rank.
-        mesh: from ``MeshSpec(...).build()``, or any mesh whose axes bear those names.
+        mesh: from ``MeshSpec(...).build()`` or ``adopt_mesh(...)``, or any mesh whose axes bear those names.
         plan: ``"auto"`` (the architecture's plan), a plan, a dict of pattern to style or style word, a dotted
             path to one, or ``None`` to leave every layer whole.  Not used where ``tp`` has size 1.
         sequence_parallel: keep activations between blocks cut on the sequence over ``tp``.
         logits: ``"sharded"`` on the vocabulary (a DTensor, what ``rl_logprobs`` takes), or ``"full"``: a plain
             tensor, for code such as a Hugging Face loss with ``labels``.
-        activation_checkpointing: ``"none"``, or ``"block"`` to recompute every block in backward.
+        activation_checkpointing: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts
+            in backward; or a ``Selective`` that names the operators not to run again.
+        compile: compile every block in place: ``True``, or keywords of ``torch.compile``.
         mixed_precision: FSDP2's dtypes; ``None`` for none.
         cpu_offload: keep FSDP2's shards on the CPU.
-        reshard_after_forward: free a block's gathered parameters after its forward.
+        reshard_after_forward: free a block's gathered parameters after its forward; by default, yes.
+        sharding: these three and all else about FSDP2; what is given above wins.
 
     Returns:
         The same model.
 
     Raises:
         MeshError: the mesh has axes of other names, or context parallelism, which is not supported yet.
-        ModelError: no blocks are found, or the model is parallelized already.
+        ModelError: no blocks are found, the model is parallelized already, or none of it would recompute as asked.
         OptionError: an option is not allowed, or needs an axis that the mesh lacks.
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
     """
     require_axes(mesh)
     if axis_size(mesh, "cp") > 1:
         raise MeshError(f"cp={axis_size(mesh, 'cp')}: context parallelism is not supported yet; use cp=1")
-    require_mode(activation_checkpointing)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ModelError("the model is wrapped by FSDP2 already: parallelize a fresh one")
-    options = ShardingOptions(
-        mixed_precision=mixed_precision, cpu_offload=cpu_offload, reshard_after_forward=reshard_after_forward
-    )
+    _require_fresh(model)
+    given: dict[str, Any] = {
+        "mixed_precision": mixed_precision,
+        "cpu_offload": cpu_offload,
+        "reshard_after_forward": reshard_after_forward,
+    }
+    options = replace(sharding or ShardingOptions(), **{n: v for n, v in given.items() if v is not None})
     data_parallel = _data_parallel(mesh, options)
     anatomy = anatomy_of(model)
+    modules_to_recompute(anatomy, activation_checkpointing)
+    parameters_left_whole(model, options)
     tp = axis_size(mesh, "tp")
     chosen = _chosen_plan(model, plan, tp, sequence_parallel=sequence_parallel, logits=logits)
 
     if chosen is not None:  # the first step that changes the model checks the plan before it does
         apply_plan(model, chosen, mesh["tp"])
     checkpoint_activations(model, anatomy, activation_checkpointing)
+    if compile is not False:
+        compile_blocks(anatomy, {} if compile is True else compile)
     if data_parallel is not None:
         shard_over_data_parallel(model, data_parallel, anatomy, options)
     return model
+
+
+def _require_fresh(model: nn.Module) -> None:
+    """Refuse what is parallelized already, by this package or by another."""
+    for path, module in model.named_modules():
+        kinds = {cls.__name__ for cls in type(module).__mro__}
+        wrapper = next(iter(kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "MegatronFSDP"}), None)
+        if isinstance(module, FSDPModule):
+            raise ModelError(f"{path or 'the model'} is wrapped by FSDP2 already: parallelize a fresh model")
+        if wrapper is not None:
+            raise ModelError(f"{path or 'the model'} is wrapped by {wrapper}: parallelize the model inside it, fresh")
+        if recomputes(module):
+            raise ModelError(f"{path} recomputes its activations already: parallelize a fresh model")
 
 
 def _chosen_plan(model: nn.Module, plan: Any, tp: int, *, sequence_parallel: bool, logits: Logits) -> Plan | None:
@@ -102,6 +138,7 @@ def _data_parallel(mesh: DeviceMesh, options: ShardingOptions) -> DeviceMesh | N
         return data_parallel
     if options.asked:
         raise OptionError(
-            "mixed_precision and cpu_offload are FSDP2's, and the mesh has no dp_shard axis: add one (size 1 will do)"
+            "mixed_precision and cpu_offload are FSDP2's, and the mesh has no dp_shard axis: add one (size 1 will do), "
+            "or take adopt_mesh(mesh)"
         )
     return None
