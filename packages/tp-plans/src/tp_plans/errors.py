@@ -29,6 +29,10 @@ class UnknownArchitectureError(TpPlansError, LookupError):
     """No plan is known for an architecture."""
 
 
+class CapabilityError(TpPlansError, ValueError):
+    """An architecture has no such form; the message says why."""
+
+
 class CheckFailedError(TpPlansError, ValueError):
     """A plan does not fit a model; the message lists every finding at once."""
 

@@ -7,6 +7,7 @@ from tp_plans.decoder import Decoder, Mixer, decoder_plan
 from tp_plans.diff import Change, PlanDiff
 from tp_plans.errors import (
     AlreadyParallelizedError,
+    CapabilityError,
     CheckFailedError,
     CustomPlanError,
     LayoutError,
@@ -18,6 +19,7 @@ from tp_plans.errors import (
 from tp_plans.families import Architecture
 from tp_plans.hugging_face import from_hugging_face
 from tp_plans.layouts import Layout, Partial, Replicate, Shard
+from tp_plans.multiples import RequiredMultiple, required_multiple
 from tp_plans.plan import Plan
 from tp_plans.registry import architectures, plan_for
 from tp_plans.resolve import resolve_plan
@@ -38,11 +40,13 @@ from tp_plans.styles import (
     VocabParallelEmbedding,
     WholeSequence,
 )
+from tp_plans.without_sums import rowwise_free
 
 __all__ = [
     "AlreadyParallelizedError",
     "Architecture",
     "BareParameter",
+    "CapabilityError",
     "Change",
     "CheckFailedError",
     "ColwiseParallel",
@@ -65,6 +69,7 @@ __all__ = [
     "Replicate",
     "Replicated",
     "Report",
+    "RequiredMultiple",
     "RowwiseParallel",
     "SequenceParallel",
     "Shard",
@@ -80,5 +85,7 @@ __all__ = [
     "decoder_plan",
     "from_hugging_face",
     "plan_for",
+    "required_multiple",
     "resolve_plan",
+    "rowwise_free",
 ]

@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from tp_plans.errors import UnknownArchitectureError
 from tp_plans.families import ARCHITECTURES, Architecture
+from tp_plans.heads import TASK_HEADS, with_head
 from tp_plans.plan import Plan
+from tp_plans.without_sums import rowwise_free
 
 _BY_NAME: dict[str, Architecture] = {
     key: entry for entry in ARCHITECTURES for key in (entry.class_name, entry.model_type)
 }
+_TASK = re.compile(r"(.+?)(For[A-Z]\w+)")
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What a target is called: by its classes, nearest first, and by its config."""
+
+    classes: tuple[str, ...]
+    config: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from dict.fromkeys((*self.classes, *self.config))
+
+    @property
+    def task(self) -> tuple[str, str] | None:
+        """The model and the task that its nearest class of transformers' naming is for."""
+        found = next((match for name in self.classes if (match := _TASK.fullmatch(name))), None)
+        return None if found is None else (found[1], found[2])
 
 
 def architectures() -> tuple[Architecture, ...]:
@@ -20,41 +42,69 @@ def architectures() -> tuple[Architecture, ...]:
     return ARCHITECTURES
 
 
-def plan_for(target: object, *, sequence_parallel: bool = False) -> Plan:
+def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool = True, tp: int | None = None) -> Plan:
     """The plan of an architecture.
 
     Args:
         target: a class name (``"Qwen3ForCausalLM"``), a qualified one, a ``model_type`` (``"qwen3"``), a model
             class, a model, or a config.  Wrapped and re-created classes are found by the names of their bases,
-            then by the config's ``architectures`` and ``model_type``.
+            then by the config's ``architectures`` and ``model_type``.  A class of the same model for another task
+            gets the plan with that task's head.
         sequence_parallel: also keep the activations between blocks cut on the sequence.
+        rowwise: false for the plan without row-wise layers (see :func:`tp_plans.rowwise_free`), whose forward
+            results are those of one process.
+        tp: the size of the axis, where it is known: one beyond the architecture's largest is refused.
 
     Raises:
         UnknownArchitectureError: none of the target's names is known; the message lists those tried and the
-            nearest known ones.
+            nearest known ones.  Or it is for a task of whose head nothing is known.
+        CapabilityError: the architecture has no sequence-parallel form, or cannot be split over ``tp`` ranks.
     """
-    names = list(dict.fromkeys(_names(target)))
-    for name in names:
-        if (entry := _BY_NAME.get(name)) is not None:
-            return entry.plan(sequence_parallel=sequence_parallel)
+    names = _names(target)
+    entry = next((_BY_NAME[name] for name in names if name in _BY_NAME), None) or _of_same_model(names)
+    if entry is None:
+        raise _unknown(names, target)
+    plan = entry.plan(sequence_parallel=sequence_parallel, tp=tp)
+    if names.task is not None and not entry.class_name.endswith(names.task[1]):
+        plan = _for_task(plan, entry, *names.task)
+    return plan if rowwise else rowwise_free(plan)
+
+
+def _of_same_model(names: _Names) -> Architecture | None:
+    """The architecture of the same model for text generation, for a class that is known by its task only."""
+    model, task = names.task or ("", "")
+    if task not in TASK_HEADS:
+        return None
+    return _BY_NAME.get(f"{model}ForConditionalGeneration") or _BY_NAME.get(f"{model}ForCausalLM")
+
+
+def _for_task(plan: Plan, entry: Architecture, model: str, task: str) -> Plan:
+    if task not in TASK_HEADS:
+        raise UnknownArchitectureError(
+            f"{model}{task} is {entry.class_name} with another head, of which no plan knows the names: give "
+            f"plan_for({entry.class_name!r}).override({{{entry.decoder.head!r}: None, HEAD: STYLE}})"
+        )
+    return with_head(plan, entry.decoder.head, task, name=f"{model}{task}")
+
+
+def _unknown(names: _Names, target: object) -> UnknownArchitectureError:
     near = [match for name in names for match in difflib.get_close_matches(name, _BY_NAME, n=2)]
     hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else "."
-    raise UnknownArchitectureError(
+    return UnknownArchitectureError(
         f"no plan is known for {' / '.join(names) or repr(target)}{hint} "
         f"Known: {', '.join(entry.class_name for entry in ARCHITECTURES)}. "
-        "Give a plan of your own (a dict of pattern to style), or tp_plans.from_hugging_face(model)."
+        "Give a plan of your own (a dict of pattern to style), tp_plans.from_hugging_face(model), or what "
+        "tp_plans.suggest(model) proposes."
     )
 
 
-def _names(target: object) -> Iterator[str]:
+def _names(target: object) -> _Names:
     if isinstance(target, str):
-        yield target.rpartition(".")[2]
-        return
+        return _Names((target.rpartition(".")[2],), ())
     cls = target if isinstance(target, type) else type(target)
-    for base in cls.__mro__[:-1]:
-        yield base.__name__
     config: Any = getattr(target, "config", target)
-    if isinstance(names := getattr(config, "architectures", None), (list, tuple)):
-        yield from (str(name) for name in names)
+    listed = getattr(config, "architectures", None)
+    of_config = [str(name) for name in listed] if isinstance(listed, (list, tuple)) else []
     if isinstance(model_type := getattr(config, "model_type", None), str):
-        yield model_type
+        of_config.append(model_type)
+    return _Names(tuple(base.__name__ for base in cls.__mro__[:-1]), tuple(of_config))

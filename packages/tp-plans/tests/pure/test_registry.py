@@ -1,8 +1,18 @@
 import types
+from dataclasses import replace
 
 import pytest
 
-from tp_plans import Plan, UnknownArchitectureError, architectures, plan_for
+from tp_plans import (
+    CapabilityError,
+    Plan,
+    Replicate,
+    RowwiseParallel,
+    UnknownArchitectureError,
+    architectures,
+    plan_for,
+    rowwise_free,
+)
 
 
 def config_of(**fields):
@@ -106,3 +116,62 @@ def test_every_plan_survives_json(entry):
     for sequence_parallel in (False, True):
         plan = entry.plan(sequence_parallel=sequence_parallel)
         assert Plan.from_json(plan.to_json()) == plan
+
+
+CLASSIFIER = ["Qwen3ForSequenceClassification", "Qwen3ForTokenClassification"]
+
+
+def classifier_targets(name):
+    generic = type("GenericForSequenceClassification", (), {})
+    cls = type(name, (generic, type("Qwen3PreTrainedModel", (), {})), {})
+    trained_for_text = config_of(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    return [name, f"transformers.models.qwen3.{name}", type(name, (cls,), {"config": trained_for_text})()]
+
+
+@pytest.mark.parametrize("name", CLASSIFIER)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_class_for_another_task_gets_the_plan_with_that_tasks_head(name, sequence_parallel):
+    causal = plan_for("Qwen3ForCausalLM", sequence_parallel=sequence_parallel)
+    for target in classifier_targets(name):
+        plan = plan_for(target, sequence_parallel=sequence_parallel)
+        assert plan == causal.override({"lm_head": None, "score": RowwiseParallel(input=Replicate())})
+        assert plan.name == name
+
+
+def test_a_class_with_a_head_of_which_nothing_is_known_is_refused_and_not_given_the_text_plan():
+    cls = type("Qwen3ForQuestionAnswering", (), {"config": config_of(architectures=["Qwen3ForCausalLM"])})
+    with pytest.raises(UnknownArchitectureError, match=r"Qwen3ForQuestionAnswering is Qwen3ForCausalLM with another"):
+        plan_for(cls())
+    with pytest.raises(UnknownArchitectureError, match="no plan is known for Qwen3ForQuestionAnswering"):
+        plan_for("Qwen3ForQuestionAnswering")
+
+
+def test_the_head_of_a_class_with_images_is_that_of_its_own_tree():
+    plan = plan_for("Gemma3ForSequenceClassification")
+    assert "model.language_model.norm" in plan
+    assert "score" in plan
+
+
+def test_a_wrapper_for_the_same_task_keeps_the_head():
+    wrapper = type("PeftModelForCausalLM", (), {"config": config_of(architectures=["Qwen3ForCausalLM"])})
+    assert plan_for(wrapper()) == plan_for("Qwen3ForCausalLM")
+
+
+def test_the_variant_without_row_wise_layers_is_asked_for_by_name():
+    assert plan_for("llama", rowwise=False) == rowwise_free(plan_for("llama"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"sequence_parallel": True}, "LlamaForCausalLM has no sequence-parallel form (scans the sequence)"),
+        ({"tp": 4}, "LlamaForCausalLM can be split over 2 ranks at most (scans the sequence), not 4: use tp=2"),
+    ],
+)
+def test_what_an_architecture_cannot_do_is_refused_and_not_ignored(asked, message):
+    llama = next(entry for entry in ENTRIES if entry.class_name == "LlamaForCausalLM")
+    limited = replace(llama, sequence_parallel=False, largest_tp=2, notes="scans the sequence")
+    with pytest.raises(CapabilityError) as caught:
+        limited.plan(**asked)
+    assert str(caught.value).startswith(message)
+    assert limited.plan(tp=2) == llama.plan(tp=64)

@@ -28,11 +28,16 @@ def gives_split_features(style: Style | None) -> bool:
     return splitting and style.output == Shard(-1) and style.use_local_output  # type: ignore[union-attr]
 
 
+def reads_split_features(style: Style | None) -> bool:
+    """Whether a layer reads a plain input as this rank's features."""
+    return isinstance(style, (RowwiseParallel, ColwiseParallel)) and style.input == Shard(-1)
+
+
 def unmet(tree: Tree) -> Iterator[Finding]:
     """Layers whose input or output is read otherwise than it lies."""
     matrices = [(path, style) for path, style in tree.styled() if tree.weight(path) is not None]
     giving = [path for path, style in matrices if gives_split_features(style)]
-    reading = [path for path, style in matrices if isinstance(style, RowwiseParallel) and style.input == Shard(-1)]
+    reading = [path for path, style in matrices if reads_split_features(style)]
     yield from _never_gathered(giving, reading, tree)
     yield from _never_split(giving, reading, tree)
     yield from _cut_in_silence(tree)
@@ -74,10 +79,10 @@ def _never_split(giving: list[str], reading: list[str], tree: Tree) -> Iterator[
         gathered = [child for child in tree.children[above] if _gathers(tree.style(child))]
         if gathered:
             what = f"it reads its input as split features, and {', '.join(gathered)} beside it hand on whole ones"
-            yield Finding("error", path, what, "use RowwiseParallel(input=Replicate()), or let them keep Shard(-1)")
+            yield Finding("error", path, what, "use input=Replicate(), or let them keep Shard(-1)")
         elif not any(scope in givers for scope in _scopes(path)):
             what = "it reads its input as split features, and no column-wise layer nearby hands on such"
-            yield Finding("warning", path, what, "use RowwiseParallel(input=Replicate()) if its input is whole")
+            yield Finding("warning", path, what, "use input=Replicate() if its input is whole")
 
 
 def _gathers(style: Style | None) -> bool:

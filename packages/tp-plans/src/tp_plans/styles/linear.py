@@ -21,6 +21,7 @@ class ColwiseParallel:
     The input is gathered where it is not whole; its gradient is summed over the axis.
 
     Args:
+        input: how a plain input tensor is read: ``Replicate()``, or ``Shard(-1)`` for this rank's features.
         output: layout of the output: ``Shard(-1)``, or ``Replicate()`` to gather the features.
         use_local_output: hand on this rank's plain tensor rather than a DTensor.
         unit: the features are split in whole multiples of this many: a number, or the name of an integer
@@ -32,6 +33,7 @@ class ColwiseParallel:
             unit share it: each computes with it, and their gradients are summed.
     """
 
+    input: Layout = Replicate()
     output: Layout = Shard(-1)
     use_local_output: bool = True
     unit: int | str = 1
@@ -39,6 +41,7 @@ class ColwiseParallel:
     shared: bool = False
 
     def __post_init__(self) -> None:
+        require(self, "input", self.input in (Replicate(), Shard(-1)), "Replicate() or Shard(-1)")
         require_layout(self, "output")
         require_flag(self, "use_local_output")
         require_unit(self, "unit")

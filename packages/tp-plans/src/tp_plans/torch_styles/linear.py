@@ -30,7 +30,7 @@ class LocalColwise(LocalStyle):
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         def whole(tensor: Tensor) -> Tensor:
-            arrived = as_dtensor(tensor, call.mesh, layouts.Replicate())
+            arrived = self._read(tensor, call)
             gathered = redistribute(arrived, layouts.Replicate())
             # Each rank's features give a part of the input's gradient.  It is summed where the input came from,
             # except that torch 2.10 sums nothing on the way back to addends.
@@ -39,6 +39,12 @@ class LocalColwise(LocalStyle):
             return gathered.to_local(grad_placements=[Partial()])
 
         return first_argument(args, kwargs, whole)
+
+    def _read(self, tensor: Tensor, call: Call) -> DTensor:
+        if isinstance(tensor, DTensor) or self.style.input == layouts.Replicate():
+            return as_dtensor(tensor, call.mesh, layouts.Replicate())
+        features = call.parameters["weight"].shape[1]
+        return wrap(tensor, call.mesh, layouts.Shard(tensor.ndim - 1), size=features)
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
         style = self.style
@@ -83,6 +89,9 @@ class LocalLatent(LocalColwise):
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return local_view(parameter)
+
+    def _read(self, tensor: Tensor, call: Call) -> DTensor:
+        return as_dtensor(tensor, call.mesh, layouts.Replicate())
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
         rotary = number(module, self.style.rotary)

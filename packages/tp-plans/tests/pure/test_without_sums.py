@@ -1,0 +1,60 @@
+import pytest
+
+from tp_plans import (
+    ColwiseParallel,
+    DividedInput,
+    ExpertsParallel,
+    Partial,
+    Plan,
+    PlanError,
+    Replicate,
+    Replicated,
+    RowwiseParallel,
+    Shard,
+    SumOutput,
+    architectures,
+    rowwise_free,
+)
+
+ENTRIES = architectures()
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=[entry.class_name for entry in ENTRIES])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_only_row_wise_rules_change_and_none_is_left(entry, sequence_parallel):
+    plan = entry.plan(sequence_parallel=sequence_parallel)
+    free = rowwise_free(plan)
+    assert list(free) == list(plan)
+    assert free.sequence_parallel is sequence_parallel
+    assert "rowwise-free" in free.name
+    changed = [pattern for pattern in plan if plan[pattern] != free[pattern]]
+    assert changed == [pattern for pattern in plan if isinstance(plan[pattern], RowwiseParallel)]
+    assert changed
+    assert not any(isinstance(style, RowwiseParallel) for style in free.values())
+
+
+def test_the_input_is_read_and_the_output_handed_on_as_before():
+    row = RowwiseParallel(output=Shard(1), use_local_output=False, unit="head_dim")
+    assert rowwise_free(Plan({"o": row}))["o"] == ColwiseParallel(
+        input=Shard(-1), output=Shard(1), use_local_output=False
+    )
+    whole = RowwiseParallel(input=Replicate())
+    assert rowwise_free(Plan({"o": whole}))["o"] == ColwiseParallel(input=Replicate(), output=Replicate())
+
+
+def test_stacked_experts_stay_whole():
+    assert rowwise_free(Plan({"experts": ExpertsParallel()})) == Plan({"experts": Replicated()})
+
+
+@pytest.mark.parametrize(
+    ("style", "message"),
+    [
+        (RowwiseParallel(output=Partial()), "an addend of a sum over ranks"),
+        (SumOutput(), "an addend of a sum over ranks"),
+        (DividedInput(), "an addend of a sum over ranks"),
+        (RowwiseParallel(pieces=(1, 1)), "reads 2 pieces"),
+    ],
+)
+def test_what_cannot_do_without_a_sum_is_refused(style, message):
+    with pytest.raises(PlanError, match=message):
+        rowwise_free(Plan({"mlp.down": style}))
