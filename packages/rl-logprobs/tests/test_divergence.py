@@ -105,6 +105,30 @@ def test_every_split_agrees_with_one_process_in_one_collective(four_ranks, vocab
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
+def masked_on_mesh(give):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    logits, reference = problem(13)
+    logits[0, 1], reference[1, 2] = math.nan, -math.inf
+    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])
+    logits, reference = (distribute_tensor(x, mesh, [Shard(0), Shard(2)]).requires_grad_() for x in (logits, reference))
+    mine = {"full": mask, "local": mask.chunk(2)[mesh.get_local_rank("dp")].bool()}[give]
+    found = token_kl(logits, reference, mask=mine)
+    gradients = torch.autograd.grad(found.sum(), [logits, reference])
+    return mesh.get_local_rank("dp"), found.detach(), [g.full_tensor() for g in gradients]
+
+
+@pytest.mark.parametrize("give", ["full", "local"])
+def test_masked_tokens_are_zero_and_send_no_gradient_whatever_their_logits(four_ranks, give):
+    logits, reference = (x.requires_grad_() for x in problem(13))
+    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])
+    expected = token_kl(logits, reference) * mask
+    gradients = torch.autograd.grad(expected.sum(), [logits, reference])
+    for dp, found, found_gradients in four_ranks.run(masked_on_mesh, give):
+        torch.testing.assert_close(found, expected.detach().chunk(2)[dp], rtol=1e-12, atol=1e-12)
+        for ours, theirs in zip(found_gradients, gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def placed_differently():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     logits, reference = problem(8)
@@ -147,6 +171,11 @@ def test_k3_is_never_negative_and_keeps_small_differences():
         (lambda x, r: kl_estimate(x, r, "k4"), rl_logprobs.OptionError, "'k4'"),
         (lambda x, r: token_kl(x, r[..., 1:]), rl_logprobs.ShapeError, "same tokens and columns"),
         (lambda x, r: token_kl(x, r.long()), rl_logprobs.DtypeError, "floating"),
+        (
+            lambda x, r: token_kl(x, r, mask=torch.ones(2, 3)),
+            rl_logprobs.ShapeError,
+            r"mask of shape \(2, 3\).*\(2, 4\)",
+        ),
         (lambda x, r: token_kl(x, r, temperature=0.0), rl_logprobs.OptionError, "temperature"),
     ],
 )

@@ -6,7 +6,7 @@ Sampling:           ``SamplingFilter``, ``sample_tokens``
 Distillation:       ``topk_logprobs``, ``logprobs_at``
 Divergence:         ``kl_estimate``, ``token_kl``
 Context parallelism: ``load_balanced_order``, ``sequence_shard``, ``gather_sequence``
-Gradient norms:     ``grad_norm``, ``grad_norms``, ``clip_grad_norm_``, ``clip_grads_with_norm_``
+Gradient norms:     ``grad_norm``, ``grad_norms``, ``clip_grad_norm_``, ``clip_grads_with_norm_``, ``must_skip_step``
 Errors:             ``LogprobsError`` and its subclasses
 """
 
@@ -22,7 +22,7 @@ from rl_logprobs.errors import (
     ShapeError,
     TargetError,
 )
-from rl_logprobs.grad_norm import clip_grad_norm_, clip_grads_with_norm_, grad_norm, grad_norms
+from rl_logprobs.grad_norm import clip_grad_norm_, clip_grads_with_norm_, grad_norm, grad_norms, must_skip_step
 from rl_logprobs.linear_logprobs import linear_token_logprobs, linear_token_statistics
 from rl_logprobs.logprobs import TokenStatistics, token_logprobs, token_statistics
 from rl_logprobs.sampling import TopTokens, sample_tokens, topk_logprobs
@@ -52,6 +52,7 @@ __all__ = [
     "linear_token_statistics",
     "load_balanced_order",
     "logprobs_at",
+    "must_skip_step",
     "next_token_targets",
     "sample_tokens",
     "sequence_shard",

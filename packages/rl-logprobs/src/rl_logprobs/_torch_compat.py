@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,25 @@ def all_gather_into(gathered: torch.Tensor, part: torch.Tensor, group: dist.Proc
     """Fill ``gathered`` with the ranks' parts; torch 2.13 renamed the function and warns of the old name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, part, group=group)
+
+
+_joint_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def joint_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The group of all ranks of a mesh, made by those ranks alone at their first call; None if only all can make it.
+
+    torch 2.10 to 2.15 have no public group over several dims of a mesh.  A world bound to a device (``device_id`` of
+    ``init_process_group``) splits its communicator for a new group, and for that it needs every rank.
+    """
+    world = dist.group.WORLD
+    if world is None or getattr(world, "bound_device_id", None) is not None:
+        return None
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    known = _joint_groups.setdefault(world, {})
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return known[ranks]
 
 
 def wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

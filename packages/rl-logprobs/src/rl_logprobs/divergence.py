@@ -15,7 +15,8 @@ from rl_logprobs.layout import LocalLogits, VocabShard, locate_logits
 from rl_logprobs.logprobs import checked_temperature
 from rl_logprobs.powers import Scale, peak_lag, powers
 from rl_logprobs.rows import row_blocks, rows_that_fit, statistics_dtype, wide_dtype
-from rl_logprobs.softmax import Sums, merge
+from rl_logprobs.softmax import Sums, merge, zero_tokens_
+from rl_logprobs.targets import local_targets
 from rl_logprobs.vocab_parallel import all_gather
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -64,6 +65,7 @@ def token_kl(
     vocab_size: int | None = None,
     vocab_start: int | None = None,
     temperature: float | torch.Tensor = 1.0,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``KL(softmax(logits / T) || softmax(reference_logits / T))`` of each token, over the whole vocabulary.
 
@@ -77,6 +79,8 @@ def token_kl(
         vocab_size: as for ``token_logprobs``.
         vocab_start: as for ``token_logprobs``.
         temperature: as for ``token_logprobs``.
+        mask: bool or integers of the logits' leading shape, the full batch or this rank's part, zero at tokens that
+            do not count (such as prompt and padding): value 0 and gradient 0, whatever their logits.
 
     Returns:
         Nats, of the logits' leading shape, float32 (float64 if either is), differentiable in both.
@@ -89,9 +93,13 @@ def token_kl(
     reference = locate_logits(reference_logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
     _check_alike(policy, reference)
     shape = policy.values.shape[:-1]
-    flat = checked_temperature(temperature, policy.values.new_empty(shape, dtype=torch.int64))
-    divergence: torch.Tensor = apply_function(_Divergence, policy.values, reference.values, policy.vocab, flat)
-    return divergence.view(shape)
+    counted = policy.values.new_ones(shape, dtype=torch.uint8)
+    if mask is not None:
+        counted = local_targets((mask != 0).to(torch.uint8), policy.tokens, name="mask").to(counted.device)
+    flat = checked_temperature(temperature, counted)
+    ignored = None if mask is None else counted.reshape(-1) == 0
+    found: torch.Tensor = apply_function(_Divergence, policy.values, reference.values, policy.vocab, flat, ignored)
+    return found.view(shape)
 
 
 def _check_alike(policy: LocalLogits, reference: LocalLogits) -> None:
@@ -124,20 +132,26 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, reference: torch.Tensor, shard: VocabShard, temperature: Any
+        ctx: Any,
+        logits: torch.Tensor,
+        reference: torch.Tensor,
+        shard: VocabShard,
+        temperature: float | torch.Tensor,
+        ignored: torch.Tensor | None,
     ) -> torch.Tensor:
         dtype = statistics_dtype(torch.promote_types(logits.dtype, reference.dtype))
         scale = Scale.of(temperature, dtype)
         local = _local_sums(logits[..., : shard.width], reference[..., : shard.width], scale, dtype)
         finished = _finish(all_gather(local, shard.group), scale)
-        ctx.save_for_backward(logits, reference, *finished)
+        ctx.save_for_backward(logits, reference, ignored, *finished)
         ctx.scale, ctx.width, ctx.dtype = scale, shard.width, dtype
-        return (finished.bits * scale.nats).to(dtype)
+        divergence = (finished.bits * scale.nats).to(dtype)
+        return divergence if ignored is None else divergence.masked_fill_(ignored, 0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        logits, reference, *saved = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, reference, ignored, *saved = ctx.saved_tensors
         d_logits, d_reference = (
             torch.zeros_like(tensor, memory_format=torch.contiguous_format) if needed else None
             for tensor, needed in zip((logits, reference), ctx.needs_input_grad[:2], strict=True)
@@ -154,7 +168,10 @@ class _Divergence(torch.autograd.Function):
             None if d_logits is None else d_logits[..., columns],
             None if d_reference is None else d_reference[..., columns],
         )
-        return d_logits, d_reference, None, None
+        for out in (d_logits, d_reference):
+            if out is not None and ignored is not None:
+                zero_tokens_(out, ignored.view(out.shape[:-1]))
+        return d_logits, d_reference, None, None, None
 
 
 def _local_sums(logits: torch.Tensor, reference: torch.Tensor, scale: Scale, dtype: torch.dtype) -> torch.Tensor:

@@ -30,8 +30,9 @@ def grad_norm(
 
     Each parameter counts once: shards are summed over their mesh axes, replicas are not, partial sums are
     completed first (their gradients stay as they are), and plain tensors are taken to be equal on all ranks.
-    One collective for each mesh that is not part of another parameter's mesh (one a mesh axis if such a mesh
-    has several and is not the whole world), and one more for each kind of partial sum.
+    One collective for each mesh that is not part of another parameter's mesh, and one more for each kind of partial
+    sum.  (A mesh of several axes that is not the whole world gets a process group of its own at the first call; if
+    ``init_process_group`` was given a ``device_id``, it takes one collective an axis instead.)
 
     Args:
         parameters: a tensor or an iterable of tensors, DTensors and plain ones mixed; those without a
@@ -95,8 +96,7 @@ def grad_norms(
         for parameters in listed.values():
             mine = [p for p in parameters if id(p) in local and domain_of(p, parts) is domain]
             rows.append(_shared_power(mine, local, domain, order, device))
-        power = torch.stack(rows)
-        domain.reduce_(power, largest=largest)
+        power = domain.largest(torch.stack(rows)) if largest else domain.sum(torch.stack(rows))
         powers.append(power.to(home))
     total = torch.stack(powers).amax(0) if largest else torch.stack(powers).sum(0).pow(1 / order)
     wide = any(p.grad is not None and p.grad.dtype is torch.float64 for p in everything)
@@ -162,6 +162,30 @@ def clip_grads_with_norm_(parameters: Parameters, max_norm: float, total_norm: f
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (device, _), gradients in alike.items():
         foreach_mul_(gradients, factor.to(device))
+
+
+def must_skip_step(total_norm: torch.Tensor, *, limit: float = math.inf) -> torch.Tensor:
+    """Whether an optimizer step with gradients of this norm must be left out; the host does not wait for it.
+
+    ``if must_skip_step(norm): optimizer.zero_grad()`` waits, and every rank decides alike, because the norm is the
+    same on all.  Nothing waits if a fused optimizer is told on the device, as torch's gradient scaler does it:
+    ``optimizer.found_inf = must_skip_step(norm).float()``.  Clipping by a norm that is not finite leaves NaN in the
+    gradients, so clear them before the next backward pass.
+
+    Args:
+        total_norm: from ``grad_norm`` or ``clip_grad_norm_``; any shape, such as the stacked norms of groups.
+        limit: also skip norms above this one, which some recipes take for a sign of a bad batch.
+
+    Returns:
+        0-d bool on the norm's device: true if any of them is infinite, NaN or above ``limit``.
+
+    Raises:
+        OptionError: ``limit`` is not positive.
+    """
+    if not limit > 0:
+        raise OptionError(f"limit must be positive, got {limit}; leave it out to skip only what is not finite")
+    norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+    return ~(norm.isfinite() & (norm <= limit)).all()
 
 
 def _shared_power(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from rl_logprobs._torch_compat import same_root
+from rl_logprobs._torch_compat import joint_group, same_root
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,27 @@ class Domain:
         """The groups to reduce over in turn; only the world (None) where that is the same ranks."""
         if self.size > 1 and self.size == dist.get_world_size():
             return [None]
-        dims = [] if self.mesh is None else [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
-        return [group for group in (*dims, *self.groups) if dist.get_world_size(group) > 1]
+        return [*_mesh_groups(self.mesh), *(group for group in self.groups if dist.get_world_size(group) > 1)]
 
-    def reduce_(self, values: torch.Tensor, *, largest: bool) -> None:
-        """Sum ``values`` over the domain in place, or take their maximum."""
-        operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """``values``, summed over the domain in place."""
         for group in self.process_groups():
-            dist.all_reduce(values, operation, group=group)
+            dist.all_reduce(values, group=group)
+        return values
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The maximum over the domain; NaN if any rank has it, which travels on its own: gloo's maximum loses it."""
+        found = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values.dtype)])
+        for group in self.process_groups():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return found[0].masked_fill(found[1] > 0, math.nan)
+
+
+def _mesh_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """One group of all the mesh's ranks, or one a dim where only the whole world could make that group."""
+    dims = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    joint = None if mesh is None or len(dims) < 2 else joint_group(mesh)
+    return dims if joint is None else [joint]
 
 
 def shard_count(tensor: torch.Tensor) -> int:

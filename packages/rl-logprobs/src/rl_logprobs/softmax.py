@@ -230,10 +230,11 @@ def write_gradient(
         power.scatter_add_(1, columns[span], at_targets[span])
         if power is not sink:
             sink.copy_(power)
-    _zero_tokens_(out, gradient.ignored.view(out.shape[:-1]))
+    zero_tokens_(out, gradient.ignored.view(out.shape[:-1]))
 
 
-def _zero_tokens_(values: torch.Tensor, mask: torch.Tensor) -> None:
+def zero_tokens_(values: torch.Tensor, mask: torch.Tensor) -> None:
+    """Zero ``values`` ``[..., width]`` of the tokens that ``mask`` ``[...]`` names, whatever they are."""
     if values.device.type == "cpu":  # finding the tokens is cheap where it needs no synchronisation
         values[mask.nonzero(as_tuple=True)] = 0
     else:

@@ -71,7 +71,9 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int) -> None:
         )
 
 
-def local_targets(targets: torch.Tensor, tokens: TokenSlice, *, shift: bool, ignore_index: int) -> torch.Tensor:
+def local_targets(
+    targets: torch.Tensor, tokens: TokenSlice, *, shift: bool = False, ignore_index: int = -100, name: str = "targets"
+) -> torch.Tensor:
     """The targets of the tokens that this rank holds, as a plain tensor of their shape.
 
     Args:
@@ -79,6 +81,7 @@ def local_targets(targets: torch.Tensor, tokens: TokenSlice, *, shift: bool, ign
         tokens: where this rank's logits lie in the batch.
         shift: whether ``targets`` are token ids to be shifted by one position first.
         ignore_index: the target that stands for "no target".
+        name: what error messages call the tensor.
 
     Raises:
         DtypeError: the targets are not integers.
@@ -87,20 +90,20 @@ def local_targets(targets: torch.Tensor, tokens: TokenSlice, *, shift: bool, ign
         PlacementError: a DTensor that lies differently from the logits.
     """
     if targets.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-        raise DtypeError(f"targets must be integer vocabulary ids, got {targets.dtype}")
+        raise DtypeError(f"{name} must be integer vocabulary ids, got {targets.dtype}")
     whole = tuple(targets.shape) == tokens.full
     if isinstance(targets, DTensor):
         shape, offset = local_shape_and_offset(targets)
         whole = whole and shape == tokens.full
         if not whole and (tuple(targets.shape), shape, offset) != (tokens.full, tokens.shape, tokens.offset):
             raise PlacementError(
-                f"targets of shape {tuple(targets.shape)} with {targets.placements} do not lie like "
+                f"{name} of shape {tuple(targets.shape)} with {targets.placements} do not lie like "
                 f"the logits' tokens {tokens.shape} of {tokens.full}; replicate them or place them likewise"
             )
         targets = targets.to_local()
     elif not whole and tuple(targets.shape) != tokens.shape:
         raise ShapeError(
-            f"targets have shape {tuple(targets.shape)}; the logits need {tokens.full}"
+            f"{name} of shape {tuple(targets.shape)} where the logits need {tokens.full}"
             + (f", or {tokens.shape} for this rank's tokens alone" if tokens.shape != tokens.full else "")
         )
     targets = targets.long()
