@@ -106,3 +106,10 @@ def test_an_activations_scalar_is_a_warning():
 def test_a_scalar_elsewhere_is_no_finding():
     model = Module(scale=Module(parameters={"s": tensor(1)}), **attention().children)
     assert findings({**RULES, "attn.q": ColwiseParallel(unit=4, output=Shard(-1))}, model) == []
+
+
+@pytest.mark.parametrize(("name", "severities"), [("q_norm", ["warning"]), ("q_a_layernorm", [])])
+def test_a_norm_as_wide_as_a_head_and_as_the_input_is_judged_by_its_name(name, severities):
+    model = Module(attn=Module(q_b=Linear(16, 8), o=Linear(8, 16), **{name: Norm(8)}))
+    rules = {"attn.q_b": ColwiseParallel(unit=8), "attn.o": RowwiseParallel(unit=8)}
+    assert [found.severity for found in findings(rules, model)] == severities

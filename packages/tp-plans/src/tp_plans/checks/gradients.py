@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
@@ -11,6 +12,7 @@ from tp_plans.checks.findings import Finding
 from tp_plans.checks.tree import Tree, parent
 from tp_plans.styles import ColwiseParallel, Replicated
 
+_HEAD_NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?norm")
 _MARK = "mark it Replicated(gradient='partial')"
 
 
@@ -60,6 +62,8 @@ class _Widths:
     def finding(self, path: str, place: str, size: int, *, is_norm: bool) -> Iterator[Finding]:
         """What is to be said of a parameter of so many numbers."""
         if is_norm and size in self.heads:
+            if size in self.ambiguous and not _HEAD_NORM.match(path.rpartition(".")[2]):
+                return  # between the two projections of a low-rank query, say
             what = f"{size} numbers for one head, of which each rank has its own: the gradient would be a part"
             yield self._told(path, what, _MARK, size)
         elif is_norm and size in self.full:
