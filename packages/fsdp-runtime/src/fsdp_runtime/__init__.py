@@ -14,6 +14,7 @@ from fsdp_runtime.errors import (
     MetaBufferError,
     MismatchError,
     ModelError,
+    OffloadError,
     OptionError,
     OtherRankError,
     ReplicaError,
@@ -21,6 +22,7 @@ from fsdp_runtime.errors import (
 )
 from fsdp_runtime.launch import Launch, launch_from_environment
 from fsdp_runtime.mesh import MeshSpec, adopt_mesh, submesh
+from fsdp_runtime.offload import OffloadReport, offload, onload
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.replicas import assert_replicas_equal
 from fsdp_runtime.report import ParallelReport, parallel_report
@@ -44,6 +46,8 @@ __all__ = [
     "MetaBufferError",
     "MismatchError",
     "ModelError",
+    "OffloadError",
+    "OffloadReport",
     "OptionError",
     "OtherRankError",
     "ParallelReport",
@@ -63,6 +67,8 @@ __all__ = [
     "materialize",
     "meta_device",
     "no_gradient_sync",
+    "offload",
+    "onload",
     "parallel_report",
     "parallelize",
     "save_weights",

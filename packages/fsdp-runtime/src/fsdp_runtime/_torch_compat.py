@@ -86,13 +86,30 @@ def all_gather_flat(output: Tensor, own: Tensor, group: ProcessGroup) -> dist.Wo
     return work
 
 
+def gathered_bytes(unit: FSDPModule) -> int:
+    """Bytes that a unit's own parameters take while they are gathered, padding apart.
+
+    In torch 2.10 to 2.15 neither the parameters of one unit nor the policy that it was wrapped with are public.
+    """
+    total = 0
+    for group in _parameter_groups(unit):
+        dtype = group.mp_policy.param_dtype
+        for parameter in group.fsdp_params:
+            total += parameter._orig_size.numel() * (dtype or parameter.sharded_param.dtype).itemsize
+    return total
+
+
 def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # several a unit in newer versions
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                yield from group.fsdp_params if group is not None else ()
+            for group in _parameter_groups(module):
+                yield from group.fsdp_params
+
+
+def _parameter_groups(unit: FSDPModule) -> list[Any]:
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # several a unit in newer versions
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -102,4 +119,4 @@ def is_compiled(module: nn.Module) -> bool:
 
 def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype) -> Any:
     """A tensor of a subclass with a shape and no storage (torch 2.10 to 2.15: documented, and not public)."""
-    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)  # type: ignore[attr-defined]
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)

@@ -23,6 +23,10 @@ class ReplicaError(FsdpRuntimeError, RuntimeError):
     """Copies of a tensor on several ranks are no longer equal."""
 
 
+class OffloadError(FsdpRuntimeError, RuntimeError):
+    """Memory cannot be freed, or was not."""
+
+
 class WeightsError(FsdpRuntimeError, RuntimeError):
     """A checkpoint cannot be read into the model, or written from it."""
 
@@ -36,7 +40,7 @@ class MismatchError(WeightsError, ValueError):
 
 
 class ConversionError(WeightsError):
-    """A checkpoint names or cuts its tensors as this package cannot translate yet."""
+    """Tensors cannot be fused, merged or cut between a checkpoint's form and the model's."""
 
 
 class MetaBufferError(WeightsError):
