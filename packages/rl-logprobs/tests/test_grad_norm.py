@@ -16,8 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import rl_logprobs
 from harness.ranks import RanksFailed
-from rl_logprobs import clip_grad_norm_, clip_grads_with_norm_, grad_norm, grad_norms, must_skip_step
-from rl_logprobs._torch_compat import joint_group
+from rl_logprobs import clip_grad_norm_, clip_grads_with_norm_, grad_norm, grad_norms
 
 ORDERS = [2.0, 1.0, 3.0, 0.5, math.inf]
 SHAPES = {"matrix": (10, 6), "uneven": (7, 3), "short": (1, 5), "vector": (9,), "scalar": ()}
@@ -217,41 +216,6 @@ def test_meshes_without_a_common_root_take_one_collective_each(four_ranks):
         assert collectives == 2
 
 
-def group_of_a_few():
-    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
-    first, second = joint_group(mesh), joint_group(mesh)
-    total = torch.ones(())
-    dist.all_reduce(total, group=first)
-    return first is second, dist.get_process_group_ranks(first), total.item()
-
-
-def test_the_ranks_of_a_mesh_of_several_axes_get_one_group_once(four_ranks):
-    assert four_ranks.run(group_of_a_few) == [(True, [0, 1, 2, 3], 4.0)] * 4
-
-
-def part_of_a_larger_world():
-    """In a world of eight ranks that only one process stands for: the collectives can be counted, not summed."""
-    dist.init_process_group("fake", rank=0, world_size=8, store=dist.HashStore())
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
-    gradients = list(full_gradients().values())
-    parameters = [
-        with_gradient(DTensor.from_local(gradients[0], mesh["dp_shard", "tp"], [Shard(0), Shard(1)])),
-        with_gradient(DTensor.from_local(gradients[1], mesh["dp_shard"], [Shard(0)])),
-        with_gradient(DTensor.from_local(gradients[2], mesh["tp"], [Replicate()])),
-    ]
-    counts = []
-    for groups in ([], [mesh.get_group("pp")]):
-        with CommDebugMode() as counter:
-            grad_norm(parameters, groups=groups)
-        counts.append(counter.get_total_counts())
-    dist.destroy_process_group()
-    return counts
-
-
-def test_a_mesh_of_several_axes_takes_one_collective_also_in_a_larger_world():
-    assert part_of_a_larger_world() == [1, 1]
-
-
 def pipeline(order):
     """Two stages of two ranks: different parameters, sharded within the stage."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
@@ -444,7 +408,6 @@ def test_a_given_norm_is_used_as_it_is():
         (lambda p: grad_norm(p, 0), rl_logprobs.OptionError, "norm_type.*0"),
         (lambda p: grad_norm(p, -1.0), rl_logprobs.OptionError, "norm_type.*-1"),
         (lambda p: grad_norm(p, math.nan), rl_logprobs.OptionError, "norm_type.*nan"),
-        (lambda p: must_skip_step(torch.ones(()), limit=0.0), rl_logprobs.OptionError, "limit.*0.0"),
         (lambda p: clip_grad_norm_(p, -1.0), rl_logprobs.OptionError, "max_norm.*-1"),
         (lambda p: clip_grads_with_norm_(p, math.nan, 1.0), rl_logprobs.OptionError, "max_norm.*nan"),
     ],
@@ -452,41 +415,6 @@ def test_a_given_norm_is_used_as_it_is():
 def test_bad_options_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call(with_gradient(torch.ones(2)))
-
-
-@pytest.mark.parametrize(
-    ("norm", "limit", "skipped"),
-    [
-        (1.0, math.inf, False),
-        (math.inf, math.inf, True),
-        (math.nan, math.inf, True),
-        (3.0, 2.0, True),
-        (2.0, 2.0, False),
-    ],
-)
-def test_steps_with_norms_that_are_not_finite_or_too_large_are_to_be_skipped(norm, limit, skipped):
-    found = must_skip_step(torch.tensor(norm), limit=limit)
-    assert (found.dtype, found.shape, found.item()) == (torch.bool, (), skipped)
-    assert must_skip_step(torch.tensor([1.0, norm]), limit=limit).item() is skipped
-
-
-def one_rank_overflows(order):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-    parameter = with_gradient(distribute_tensor(full_gradients()["matrix"], mesh, [Shard(0)]))
-    if dist.get_rank() == 1:
-        parameter.grad.to_local()[0, 0] = math.nan
-    with CommDebugMode() as counter:
-        skip = must_skip_step(clip_grad_norm_([parameter], 1.0, order))
-    optimizer = torch.optim.Adam([parameter], fused=True)
-    optimizer.found_inf = skip.float()
-    before = parameter.to_local().clone()
-    optimizer.step()
-    return skip.item(), torch.equal(parameter.to_local(), before), counter.get_total_counts()
-
-
-@pytest.mark.parametrize("order", [2.0, math.inf])
-def test_all_ranks_skip_the_step_that_overflowed_on_one(two_ranks, order):
-    assert two_ranks.run(one_rank_overflows, order) == [(True, True, 1)] * 2
 
 
 def test_sparse_gradients_are_refused():

@@ -22,11 +22,12 @@ from rl_logprobs.errors import (
     ShapeError,
     TargetError,
 )
-from rl_logprobs.grad_norm import clip_grad_norm_, clip_grads_with_norm_, grad_norm, grad_norms, must_skip_step
+from rl_logprobs.grad_norm import clip_grad_norm_, clip_grads_with_norm_, grad_norm, grad_norms
 from rl_logprobs.linear_logprobs import linear_token_logprobs, linear_token_statistics
 from rl_logprobs.logprobs import TokenStatistics, token_logprobs, token_statistics
 from rl_logprobs.sampling import TopTokens, sample_tokens, topk_logprobs
 from rl_logprobs.sampling_filter import SamplingFilter
+from rl_logprobs.skip_step import must_skip_step
 from rl_logprobs.targets import next_token_targets
 
 __version__ = "0.1.0"

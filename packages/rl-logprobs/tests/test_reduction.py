@@ -1,0 +1,47 @@
+"""Over which ranks a norm is summed: one collective for a mesh, whatever part of the world it is."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from rl_logprobs import grad_norm
+from rl_logprobs._torch_compat import joint_group
+
+
+def group_of_a_few():
+    mesh = DeviceMesh("cpu", [0, 1, 2])
+    if dist.get_rank() == 3:
+        return None
+    first, second = joint_group(mesh), joint_group(mesh)
+    total = torch.ones(())
+    dist.all_reduce(total, group=first)
+    return first is second, dist.get_process_group_ranks(first), total.item()
+
+
+def test_the_ranks_of_a_mesh_make_their_group_once_and_without_the_others(four_ranks):
+    assert four_ranks.run(group_of_a_few) == [*[(True, [0, 1, 2], 3.0)] * 3, None]
+
+
+def part_of_a_larger_world():
+    """In a world of eight ranks that only one process stands for: the collectives can be counted, not summed."""
+    dist.init_process_group("fake", rank=0, world_size=8, store=dist.HashStore())
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
+    layouts = [("dp_shard", "tp"), [Shard(0), Shard(1)]], ["dp_shard", [Shard(0)]], ["tp", [Replicate()]]
+    parameters = [DTensor.from_local(torch.ones(2, 3), mesh[name], placements) for name, placements in layouts]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    counts = []
+    for groups in ([], [mesh.get_group("pp")]):
+        with CommDebugMode() as counter:
+            grad_norm(parameters, groups=groups)
+        counts.append(counter.get_total_counts())
+    return counts
+
+
+def test_a_mesh_of_several_axes_takes_one_collective_also_in_a_larger_world():
+    try:
+        assert part_of_a_larger_world() == [1, 1]
+    finally:
+        dist.destroy_process_group()
