@@ -16,7 +16,7 @@ def lookup(owner: Any, path: str) -> object:
     for name in path.split("."):
         try:
             value = getattr(value, name, None)
-        except Exception:  # configs raise errors of their own, as for a number that differs from layer to layer
+        except Exception:  # noqa: BLE001 (configs raise errors of their own for numbers that differ among layers)
             return None
     return value
 

@@ -44,7 +44,7 @@ def require_attributes(style: Any, field: str) -> None:
     """Raise unless a field holds attributes' names."""
     value = getattr(style, field)
     named = isinstance(value, tuple) and all(map(is_attribute, value))
-    require(style, field, named, "a tuple of attributes' names, as ('num_heads', 'config.num_attention_heads')")
+    require(style, field, named, "a tuple of attributes' names, as ('num_heads', 'config.num_heads')")
 
 
 def is_integer(value: object, *, least: int | None = None) -> TypeGuard[int]:

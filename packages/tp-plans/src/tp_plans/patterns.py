@@ -44,6 +44,11 @@ class Patterns:
         return [self._patterns[index] for index in sorted(index for node in reached for index in node.ends)]
 
 
+def every_block(path: str) -> str:
+    """The pattern of a path for all blocks alike: every number in it as a star."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
 def _following(node: _Node, part: str) -> list[_Node]:
     after = [branch for shell, branch in node.shells.values() if shell.match(part)] if node.shells else []
     if part in node.names:

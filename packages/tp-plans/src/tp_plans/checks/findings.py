@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tp_plans.checks.tree import every_block
+from tp_plans.patterns import every_block
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from typing import Any
 
 from tp_plans.attributes import lookup
 from tp_plans.fields import is_integer
-from tp_plans.layouts import Layout
+from tp_plans.layouts import Layout, Shard
+from tp_plans.patterns import every_block as every_block
 from tp_plans.plan import Plan
-from tp_plans.styles import BareParameter, Style, parameter_layout
+from tp_plans.styles import BareParameter, GatheredParameters, Style, parameter_layout
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,18 @@ class Tree:
 
     def layout(self, parameter: str) -> Layout | None:
         """How a parameter lies over the axis; ``None`` where the plan says nothing of it."""
+        if self._is_gathered(parameter):
+            return Shard(0)
         style = self.style(parameter) or self.style(parent(parameter))
         return parameter_layout(style, self.parameters[parameter].ndim)
+
+    def _is_gathered(self, parameter: str) -> bool:
+        """Whether a module above stores the parameter split."""
+        return any(
+            isinstance(style := self.style(above), GatheredParameters)
+            and parameter[len(above) :].removeprefix(".") in style.names
+            for above in ancestors(parameter)
+        )
 
     def own_parameters(self, path: str) -> dict[str, Any]:
         """A module's parameters by their own names."""
@@ -90,11 +101,6 @@ def parent(path: str) -> str:
 def join(path: str, name: str) -> str:
     """The path of a child."""
     return f"{path}.{name}" if path else name
-
-
-def every_block(path: str) -> str:
-    """The path for all blocks alike: every number in it as a star."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def ancestors(path: str) -> Iterator[str]:

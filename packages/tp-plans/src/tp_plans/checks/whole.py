@@ -8,8 +8,10 @@ from math import prod
 from typing import Any
 
 from tp_plans.checks.findings import Finding
-from tp_plans.checks.tree import Tree, ancestors, every_block, parent
+from tp_plans.checks.tree import Tree, ancestors, parent
 from tp_plans.layouts import Shard
+from tp_plans.patterns import every_block
+from tp_plans.wording import readable_bytes
 
 #: The share of a model's bytes from which on something left whole is told.
 NOTEWORTHY = 0.01
@@ -30,7 +32,7 @@ def left_whole(tree: Tree) -> Iterator[Finding]:
         if size >= NOTEWORTHY * total:
             largest = max(paths, key=lambda path: sizes[path])
             shape = list(tree.parameters[largest].shape)
-            what = f"{_readable(size)}, {size / total:.1%} of the model, stay whole on every rank"
+            what = f"{readable_bytes(size)}, {size / total:.1%} of the model, stay whole on every rank"
             count = f"{len(paths)} parameter{'s' * (len(paths) > 1)}, largest {largest} {shape}"
             yield Finding("warning", where, f"{what} ({count})", _advice(paths, tree))
 
@@ -63,11 +65,3 @@ def _untouched(path: str, reached: set[str]) -> str:
 def _advice(paths: list[str], tree: Tree) -> str:
     ruled = any(tree.style(path) or tree.style(parent(path)) for path in paths)
     return "its rule says so: accept it, or split it" if ruled else "no rule splits it: add one, or accept it"
-
-
-def _readable(size: float) -> str:
-    for name in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {name}"
-        size /= 1000
-    return f"{size:.3g} TB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -15,14 +16,17 @@ from tp_plans.styles import ColwiseParallel, ParallelAttention, RowwiseParallel,
 KV_HEADS = ("num_key_value_heads", "config.num_key_value_heads")
 
 
-def in_whole_heads(tree: Tree) -> Mapping[str, Style]:
-    """The rules of layers whose features are heads, with the size of a head."""
-    return {
-        rule: replace(style, unit=unit)
-        for path in tree.modules
-        if _is_in_heads(style := tree.style(path))
-        if (unit := _unit(path, style, tree)) is not None and (rule := tree.rule(path)) is not None
-    }
+def in_whole_heads(tree: Tree) -> Mapping[str, Style | None]:
+    """The rules of layers whose features are heads, with the size of a head; a rule for each where sizes differ."""
+    sized: dict[str, dict[str, Style]] = defaultdict(dict)
+    for path in tree.modules:
+        if _is_in_heads(style := tree.style(path)) and (rule := tree.rule(path)) is not None:
+            unit = _unit(path, style, tree)
+            sized[rule][path] = style if unit is None else replace(style, unit=unit)
+    rules: dict[str, Style | None] = {}
+    for rule, places in sized.items():
+        rules |= {rule: None, **places} if len(set(places.values())) > 1 else {rule: next(iter(places.values()))}
+    return rules
 
 
 def _is_in_heads(style: Style | None) -> TypeGuard[ColwiseParallel | RowwiseParallel]:
@@ -62,7 +66,7 @@ def with_shared_heads(tree: Tree) -> Mapping[str, Style]:
                 changed[rule] = replace(style, shared=True)
         style = own if isinstance(own, ParallelAttention) else ParallelAttention(layout=_layout(path, tree))
         attention.append((path, replace(style, kv_heads=kv_heads)))
-    return {**changed, **agreed(attention)}
+    return {**changed, **agreed(attention, tree)}
 
 
 def _layout(path: str, tree: Tree) -> Any:

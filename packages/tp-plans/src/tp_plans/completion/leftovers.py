@@ -7,18 +7,24 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from tp_plans.completion.tree import Tree, agreed, generalised, is_linear, parameters_of, size_of
+from tp_plans.completion.tree import Tree, agreed, is_linear, parameters_of, size_of
 from tp_plans.layouts import Replicate
+from tp_plans.patterns import every_block
 from tp_plans.styles import (
     BareParameter,
     ColwiseParallel,
+    GatheredParameters,
     ParallelAttention,
+    Replicated,
     Style,
     VocabParallelEmbedding,
 )
 
 #: The share of the model from which a parameter, of all blocks together, is worth a gather of its own.
 LARGE = 0.003
+
+#: Layers whose weight the kernels of Mamba and its kin take as an argument, in place of calling the layer.
+KERNEL_ARGUMENTS = ("out_proj", "dt_proj")
 
 #: The least number of rows that are split: fewer (a router's experts) leave ranks of a large axis empty.
 ROWS = 16
@@ -30,30 +36,51 @@ def stored_split(tree: Tree) -> Mapping[str, Style]:
     total = 0
     for path, module in tree.modules.items():
         for name, parameter in parameters_of(module).items():
-            sizes[generalised(f"{path}.{name}")] += prod(parameter.shape)
+            sizes[every_block(f"{path}.{name}")] += prod(parameter.shape)
             total += prod(parameter.shape)
     large = {pattern for pattern, size in sizes.items() if size >= LARGE * total}
-    return agreed(_stored_split(tree, large))
+    return {**agreed(_stored_split(tree, large), tree), **agreed(_norms_of_embeddings(tree), tree)}
 
 
 def _stored_split(tree: Tree, large: set[str]) -> Iterator[tuple[str, Style]]:
     for path, module in tree.inside():
+        if (names := _read_by_kernels(path, tree)) and tree.style(path) is None:
+            yield path, GatheredParameters(names=names)
+        if tree.style(path) is not None and not isinstance(tree.style(path), ParallelAttention):
+            continue
+        parent, _, own = path.rpartition(".")
         wanted = [
             name
             for name, parameter in parameters_of(module).items()
-            if generalised(f"{path}.{name}") in large and parameter.ndim > 1 and parameter.shape[0] >= ROWS
+            if every_block(f"{path}.{name}") in large and parameter.ndim > 1 and parameter.shape[0] >= ROWS
         ]
-        if not wanted or (tree.style(path) is not None and not isinstance(tree.style(path), ParallelAttention)):
+        if not wanted or f"{own}.weight" in _read_by_kernels(parent, tree):
             continue
         if is_linear(module) and wanted == ["weight"]:
             if _reads_whole(path, module, tree):
                 yield path, ColwiseParallel(output=Replicate())
         elif hasattr(module, "num_embeddings"):
             yield path, VocabParallelEmbedding()
-        elif not hasattr(module, "kernel_size") and not tree.split_children(path):  # kernels read convolutions' weights
+        elif not tree.split_children(path) and not hasattr(module, "kernel_size"):
             for name in wanted:
                 if tree.style(f"{path}.{name}") is None:
                     yield f"{path}.{name}", BareParameter(gathered=True)
+
+
+def _read_by_kernels(path: str, tree: Tree) -> tuple[str, ...]:
+    """The weights of its layers that a recurrence with a convolution reads itself."""
+    children = tree.children[path]
+    if not any(hasattr(tree.module(path, name), "kernel_size") for name in children):
+        return ()
+    return tuple(f"{name}.weight" for name in KERNEL_ARGUMENTS if name in children)
+
+
+def _norms_of_embeddings(tree: Tree) -> Iterator[tuple[str, Style]]:
+    """What works inside a split embedding sees the ids of its rank only."""
+    for path, module in tree.inside():
+        parent = path.rpartition(".")[0]
+        if isinstance(tree.style(parent), VocabParallelEmbedding) and parameters_of(module):
+            yield path, Replicated(gradient="partial")
 
 
 def _reads_whole(path: str, module: Any, tree: Tree) -> bool:

@@ -21,7 +21,7 @@ LATENT_QUERY = ("q_a_proj", "q_a_layernorm", "q_b_proj", "q_proj")
 
 def split_sublayers(tree: Tree) -> Mapping[str, Style]:
     """Rules for the sub-layers of which the plan says nothing."""
-    return agreed(_split(tree))
+    return agreed(_split(tree), tree)
 
 
 def _split(tree: Tree) -> Iterator[tuple[str, Style]]:

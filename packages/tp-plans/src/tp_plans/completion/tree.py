@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
-from tp_plans.fields import is_integer
 from tp_plans.layouts import Shard
+from tp_plans.patterns import every_block
 from tp_plans.plan import Plan
 from tp_plans.styles import ColwiseParallel, ExpertsParallel, Style
 
@@ -19,17 +19,25 @@ class Tree:
         plan: the plan.
         modules: path to module.
         root: where the language model sits.
+
+    Attributes:
+        children: the names right below every module.
+        places: the modules and parameters at the places that are alike in all blocks, by their pattern.
     """
 
     def __init__(self, plan: Plan, modules: Mapping[str, Any], root: str = "") -> None:
         self.plan, self.modules, self.root = plan, modules, root
         self._rules = {path: plan.match(path) for path in modules}
         self.children: dict[str, list[str]] = defaultdict(list)
+        self.places: dict[str, set[str]] = defaultdict(set)
         self._filled: set[str] = set()
         for path, module in modules.items():
             parent, _, name = path.rpartition(".")
             if path:
                 self.children[parent].append(name)
+            self.places[every_block(path)].add(path)
+            for name in parameters_of(module):
+                self.places[every_block(f"{path}.{name}")].add(f"{path}.{name}")
             if parameters_of(module):
                 self._filled.update(_with_ancestors(path))
 
@@ -89,21 +97,22 @@ def size_of(module: Any, dim: int) -> int | None:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module is a linear layer: it says how many features come in and go out."""
-    return all(is_integer(getattr(module, name, None), least=1) for name in ("in_features", "out_features"))
+    """Whether a module is torch's linear layer and no relative of it, which might compute something else."""
+    return type(module).__name__ == "Linear"
 
 
-def generalised(path: str) -> str:
-    """The pattern of a path: every number becomes ``*``, as ``model.layers.*.mlp``."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
-
-
-def agreed(places: Iterable[tuple[str, Style]]) -> dict[str, Style]:
-    """Rules for paths as rules for their patterns, where all paths of a pattern are told the same."""
-    found: dict[str, set[Style]] = defaultdict(set)
+def agreed(places: Iterable[tuple[str, Style]], tree: Tree) -> dict[str, Style]:
+    """Rules for single paths, merged into one for all blocks where every such place in the model is told the same."""
+    found: dict[str, dict[str, Style]] = defaultdict(dict)
     for path, style in places:
-        found[generalised(path)].add(style)
-    return {pattern: next(iter(styles)) for pattern, styles in found.items() if len(styles) == 1}
+        found[every_block(path)][path] = style
+    rules: dict[str, Style] = {}
+    for pattern, told in found.items():
+        if len(set(told.values())) == 1 and tree.places[pattern] <= told.keys():
+            rules[pattern] = next(iter(told.values()))
+        else:
+            rules.update(told)
+    return rules
 
 
 def _with_ancestors(path: str) -> Iterable[str]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from tp_plans.completion import completed
 from tp_plans.errors import PlanError
+from tp_plans.hugging_face.corrections import corrected
 from tp_plans.hugging_face.shipped import path_of, shipped_words
 from tp_plans.hugging_face.words import IDLE_WORDS, STYLE_WORDS, parameter_style_from_word, style_from_word
 from tp_plans.matches import Matches
 from tp_plans.plan import Plan
-from tp_plans.styles import ColwiseParallel, ExpertsParallel, Replicated, RowwiseParallel, Style, VocabParallelEmbedding
+from tp_plans.styles import ColwiseParallel, ExpertsParallel, RowwiseParallel, Style, VocabParallelEmbedding
 
 __all__ = ["IDLE_WORDS", "STYLE_WORDS", "from_hugging_face", "parameter_style_from_word", "style_from_word"]
 
@@ -55,7 +55,7 @@ def from_hugging_face(model: Any) -> Plan:
     if embedding is not None and embedding not in rules and _may_split(modules, embedding, head, rules):
         rules[embedding] = VocabParallelEmbedding()
     root = "" if embedding is None else embedding.rpartition(".")[0]
-    return completed(Plan(rules, name=f"hf:{name}"), modules, root=root)
+    return completed(corrected(Plan(rules, name=f"hf:{name}"), modules), modules, root=root)
 
 
 def _translated(words: Mapping[str, str], matches: Matches) -> Iterator[tuple[str, Style]]:

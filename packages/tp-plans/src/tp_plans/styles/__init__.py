@@ -17,7 +17,7 @@ from tp_plans.styles.embedding import FeatureParallelEmbedding, VocabParallelEmb
 from tp_plans.styles.experts import DividedInput, ExpertsParallel, SumOutput
 from tp_plans.styles.linear import ColwiseParallel, LatentProjection, RowwiseParallel
 from tp_plans.styles.stream import ParallelAttention, PrepareInput, WholeSequence
-from tp_plans.styles.whole import BareParameter, Replicated, SequenceParallel
+from tp_plans.styles.whole import BareParameter, GatheredParameters, Replicated, SequenceParallel
 
 __all__ = [
     "BareParameter",
@@ -25,6 +25,7 @@ __all__ = [
     "DividedInput",
     "ExpertsParallel",
     "FeatureParallelEmbedding",
+    "GatheredParameters",
     "LatentProjection",
     "ParallelAttention",
     "PrepareInput",
@@ -50,6 +51,7 @@ Style = (
     | DividedInput
     | SumOutput
     | BareParameter
+    | GatheredParameters
     | SequenceParallel
     | Replicated
     | PrepareInput
@@ -59,13 +61,15 @@ Style = (
 
 _STYLES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Style)}
 _LAYOUT_FIELDS = ("input", "output", "layout")
-_TUPLE_FIELDS = ("pieces", "counts")
+_TUPLE_FIELDS = ("pieces", "counts", "names")
 
 
 def parameter_layout(style: Style | None, ndim: int) -> Layout | None:
     """How a style lays its module's parameter of ``ndim`` dims over the axis; ``None`` where it leaves it alone."""
     match style:
-        case None | PrepareInput() | ParallelAttention() | WholeSequence() | SumOutput() | DividedInput():
+        case None | PrepareInput() | ParallelAttention() | WholeSequence():
+            return None
+        case GatheredParameters() | SumOutput() | DividedInput():
             return None
         case ColwiseParallel() | LatentProjection() | VocabParallelEmbedding() | ExpertsParallel():
             return Shard(0)

@@ -8,6 +8,7 @@ from typing import Literal
 from tp_plans.fields import (
     is_integer,
     require,
+    require_attributes,
     require_flag,
     require_layout,
 )
@@ -46,6 +47,23 @@ class SequenceParallel:
 
     def __post_init__(self) -> None:
         require(self, "sequence_dim", is_integer(self.sequence_dim), "an integer, as 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredParameters:
+    """A module below which some parameters are stored split, and gathered for the time of its forward.
+
+    For code that reads another module's weight itself, as kernels for recurrences do, and so for anything whose
+    parameters can be stored split though its work cannot.  The module must see whole activations.
+
+    Args:
+        names: the parameters, by their dotted names below the module, as ``"out_proj.weight"``.
+    """
+
+    names: tuple[str, ...] = ("weight",)
+
+    def __post_init__(self) -> None:
+        require_attributes(self, "names")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from tp_plans import layouts
 from tp_plans.styles import FeatureParallelEmbedding, VocabParallelEmbedding
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
-from tp_plans.torch_styles.reduce import reduced
+from tp_plans.torch_styles.reduce import handed_on, reduced
 
 
 class LocalEmbedding(LocalStyle):
@@ -58,4 +58,4 @@ class LocalFeatures(LocalStyle):
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
         features = call.parameters["weight"].shape[1]
         whole = redistribute(wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=features), self.style.output)
-        return whole.to_local() if self.style.use_local_output else whole
+        return handed_on(whole, use_local_output=self.style.use_local_output)

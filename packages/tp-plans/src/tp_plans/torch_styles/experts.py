@@ -13,7 +13,7 @@ from tp_plans.errors import LayoutError
 from tp_plans.layouts import Layout
 from tp_plans.rows import stored_rows
 from tp_plans.styles import DividedInput, ExpertsParallel, SumOutput
-from tp_plans.torch_styles.gradients import with_summed_gradient
+from tp_plans.torch_styles.gradients import plain_output, with_summed_gradient
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
 from tp_plans.torch_styles.reduce import reduced
@@ -54,7 +54,7 @@ class LocalExperts(LocalStyle):
         if (tokens := call.memory.get("tokens")) is None:
             return _in_layout(output, call, self.style.output)
         gathered = wrap(output, call.mesh, layouts.Shard(0), size=tokens)
-        return redistribute(gathered, layouts.Replicate()).to_local()
+        return plain_output(redistribute(gathered, layouts.Replicate()))
 
 
 class LocalSum(LocalStyle):

@@ -63,18 +63,22 @@ class _SumGradient(torch.autograd.Function):
         return partial.full_tensor(), None
 
 
-def summed_output(addend: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of the ranks' addends as a plain tensor of its own, which model code may change in place."""
-    return cast(Tensor, _Sum.apply(addend, mesh))  # type: ignore[no-untyped-call]
+def plain_output(tensor: DTensor) -> Tensor:
+    """This rank's part as a plain tensor of its own, which model code may change in place: no view, as ``to_local``."""
+    return cast(Tensor, _Plain.apply(tensor))  # type: ignore[no-untyped-call]
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over the mesh forward; identity backward (Megatron-LM's ``g``, arXiv:1909.08053)."""
-
-    @staticmethod
-    def forward(ctx: Any, addend: Tensor, mesh: DeviceMesh) -> Tensor:
-        return DTensor.from_local(addend, mesh, [Partial()], run_check=False).full_tensor()
+class _Plain(torch.autograd.Function):
+    """The local tensor forward; its gradient lies as the DTensor did."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
+        ctx.shape, ctx.stride = tensor.shape, tensor.stride()
+        return tensor.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        return DTensor.from_local(
+            gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )

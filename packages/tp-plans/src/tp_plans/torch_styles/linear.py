@@ -13,9 +13,10 @@ from tp_plans.attributes import number
 from tp_plans.rows import used_rows
 from tp_plans.styles import ColwiseParallel, LatentProjection, RowwiseParallel
 from tp_plans.torch_styles.exchange import RowExchange
-from tp_plans.torch_styles.gradients import local_view, summed_gradient, with_summed_gradient
+from tp_plans.torch_styles.gradients import local_view, plain_output, summed_gradient, with_summed_gradient
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
+from tp_plans.torch_styles.reduce import handed_on, reduced
 
 
 class LocalColwise(LocalStyle):
@@ -52,7 +53,7 @@ class LocalColwise(LocalStyle):
             return output
         features = call.parameters["weight"].shape[0]
         sharded = wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=features)
-        return _hand_on(redistribute(sharded, style.output), use_local_output=style.use_local_output)
+        return handed_on(redistribute(sharded, style.output), use_local_output=style.use_local_output)
 
 
 class LocalRowwise(LocalStyle):
@@ -78,8 +79,7 @@ class LocalRowwise(LocalStyle):
         return first_argument(args, kwargs, own_features)
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
-        partial = as_dtensor(output, call.mesh, layouts.Partial())
-        return _hand_on(redistribute(partial, self.style.output), use_local_output=self.style.use_local_output)
+        return reduced(output, call.mesh, self.style.output, use_local_output=self.style.use_local_output)
 
 
 class LocalLatent(LocalColwise):
@@ -96,7 +96,7 @@ class LocalLatent(LocalColwise):
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
         rotary = number(module, self.style.rotary)
         own = wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=call.parameters["weight"].shape[0])
-        whole = redistribute(own, layouts.Replicate()).to_local()
+        whole = plain_output(redistribute(own, layouts.Replicate()))
         compressed, shared_key = whole[..., :-rotary], whole[..., -rotary:]
         return torch.cat([compressed, with_summed_gradient(shared_key, call.mesh)], dim=-1)
 
@@ -126,7 +126,3 @@ class _OnFirstRank(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def _hand_on(tensor: DTensor, *, use_local_output: bool) -> Tensor:
-    return tensor.to_local() if use_local_output else tensor

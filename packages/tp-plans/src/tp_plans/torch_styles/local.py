@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tp_plans.errors import AlreadyParallelizedError, LayoutError
+from tp_plans.layouts import Layout
 from tp_plans.styles import BareParameter, Style, parameter_layout
 from tp_plans.torch_styles.bare import bare_view
 from tp_plans.torch_styles.gradients import local_view
@@ -38,12 +39,20 @@ class Call:
     parameters: dict[str, DTensor] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
+    borrowed: list[tuple[nn.Module, str, DTensor]] = field(default_factory=list)
+
+    def borrow(self, owner: nn.Module, name: str, parameter: DTensor, view: Tensor) -> None:
+        """Put a plain view in the place of a parameter of another module, below the one that is called."""
+        self.borrowed.append((owner, name, parameter))
+        cast("dict[str, Tensor | None]", owner._parameters)[name] = view
 
     def put_back(self, module: nn.Module) -> None:
-        """Give the module its DTensor parameters and its attributes again."""
+        """Give the module its DTensor parameters and its attributes again, and others what was borrowed."""
         cast("dict[str, Tensor | None]", module._parameters).update(self.parameters)
         for name, value in self.attributes.items():
             setattr(module, name, value)
+        for owner, name, parameter in self.borrowed:
+            cast("dict[str, Tensor | None]", owner._parameters)[name] = parameter
 
 
 class LocalStyle(ParallelStyle):
@@ -106,7 +115,7 @@ class LocalStyle(ParallelStyle):
                 continue
             layout = parameter_layout(self.bare_rule(name) or self.style, parameter.ndim)
             if layout is not None:
-                sharded = _distributed_once(parameter, mesh, layout, self.src_data_rank)
+                sharded = distributed_once(parameter, mesh, layout, self.src_data_rank)
                 module.register_parameter(name, sharded)
 
     def _class_for(self, cls: type[nn.Module], mesh: DeviceMesh) -> type[nn.Module]:
@@ -143,8 +152,8 @@ class _Parallel:
         return style.leave(module, output, call)
 
 
-def _distributed_once(
-    parameter: nn.Parameter, mesh: DeviceMesh, layout: Any, src_data_rank: int | None
+def distributed_once(
+    parameter: nn.Parameter, mesh: DeviceMesh, layout: Layout, src_data_rank: int | None
 ) -> nn.Parameter:
     """A parameter distributed; the same new parameter for every place that shares the old one, so ties hold."""
     wanted = placement(layout)

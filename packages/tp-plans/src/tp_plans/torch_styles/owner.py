@@ -14,6 +14,7 @@ from tp_plans.styles import (
     DividedInput,
     ExpertsParallel,
     FeatureParallelEmbedding,
+    GatheredParameters,
     LatentProjection,
     ParallelAttention,
     PrepareInput,
@@ -29,6 +30,7 @@ from tp_plans.torch_styles.attention import LocalAttention
 from tp_plans.torch_styles.embedding import LocalEmbedding, LocalFeatures
 from tp_plans.torch_styles.experts import LocalDivided, LocalExperts, LocalSum
 from tp_plans.torch_styles.fold import Owned
+from tp_plans.torch_styles.gathered import LocalGathered
 from tp_plans.torch_styles.linear import LocalColwise, LocalLatent, LocalRowwise
 from tp_plans.torch_styles.local import LocalStyle
 from tp_plans.torch_styles.replicated import LocalReplicated, LocalSequenceParallel
@@ -43,6 +45,7 @@ _LOCAL: dict[type, type[LocalStyle]] = {
     ExpertsParallel: LocalExperts,
     DividedInput: LocalDivided,
     SumOutput: LocalSum,
+    GatheredParameters: LocalGathered,
     SequenceParallel: LocalSequenceParallel,
     Replicated: LocalReplicated,
     PrepareInput: PreparedInput,

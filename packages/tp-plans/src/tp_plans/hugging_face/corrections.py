@@ -1,0 +1,59 @@
+"""Where a plan of transformers' is wrong, or says too little: by the class of the module, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tp_plans.layouts import Replicate, Shard
+from tp_plans.patterns import every_block
+from tp_plans.plan import Plan
+from tp_plans.styles import (
+    BareParameter,
+    ColwiseParallel,
+    GatheredParameters,
+    Replicated,
+    RowwiseParallel,
+    Style,
+)
+
+_WHOLE_COLUMN = ColwiseParallel(output=Replicate())
+_STORED = BareParameter(gathered=True)
+
+#: Rules below a module of a class, ``""`` for itself; ``None`` takes one away.
+CORRECTIONS: dict[str, dict[str, Style | None]] = {
+    # Learned scalars of the activation: each rank sees its own columns only (Apertus).
+    "XIELUActivation": {"": Replicated(gradient="partial")},
+    # The sparsity threshold is a mean and deviation over all columns.
+    "Gemma3nTextMLP": {
+        "gate_proj": _WHOLE_COLUMN,
+        "up_proj": _WHOLE_COLUMN,
+        "down_proj": RowwiseParallel(input=Replicate()),
+    },
+    # The mask is one of every key/value head, computed from the values of all of them.
+    "DogeAttention": {
+        "A": BareParameter(),
+        "dt_proj": RowwiseParallel(output=Shard(-1)),
+        "q_norm": Replicated(gradient="partial"),
+        "k_norm": Replicated(gradient="partial"),
+    },
+    # Indices beyond the routed experts stand for identities, so none is left to stand for another rank's expert.
+    "LongcatFlashExperts": {"": None, "identity_expert": None, "gate_up_proj": _STORED, "down_proj": _STORED},
+    # The table is indexed for the padding token outside its own forward.
+    "Gemma4Model": {
+        "": GatheredParameters(names=("language_model.embed_tokens.weight",)),
+        "language_model.embed_tokens": None,
+    },
+}
+
+
+def corrected(plan: Plan, modules: Mapping[str, Any]) -> Plan:
+    """The plan with the corrections for the classes that the model has."""
+    changes = dict(_changes(modules))
+    return plan.override({pattern: style for pattern, style in changes.items() if style is not None or pattern in plan})
+
+
+def _changes(modules: Mapping[str, Any]) -> Iterator[tuple[str, Style | None]]:
+    for path, module in modules.items():
+        for name, style in CORRECTIONS.get(type(module).__name__, {}).items():
+            yield every_block(".".join(part for part in (path, name) if part)), style

@@ -1,0 +1,46 @@
+"""Parameters below a module that are stored split and whole during its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from tp_plans import layouts
+from tp_plans.styles import GatheredParameters
+from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, distributed_once
+from tp_plans.torch_styles.placement import redistribute
+
+
+class LocalGathered(LocalStyle):
+    """``GatheredParameters``: the gathered tensors take the parameters' places."""
+
+    style: GatheredParameters
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for owner, name in self._places(module):
+            parameter = owner._parameters[name]
+            if parameter is not None and not isinstance(parameter.data, DTensor):
+                sharded = distributed_once(parameter, device_mesh, layouts.Shard(0), self.src_data_rank)
+                owner.register_parameter(name, sharded)
+        return super()._apply(module, device_mesh)
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+        for owner, name in self._places(module):
+            parameter = cast("Tensor | None", owner._parameters[name])
+            if isinstance(parameter, DTensor):
+                call.borrow(owner, name, parameter, gathered(parameter))
+        return args, kwargs
+
+    def _places(self, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+        for path in self.style.names:
+            below, _, name = path.rpartition(".")
+            yield module.get_submodule(below), name
+
+
+def gathered(parameter: DTensor) -> Tensor:
+    """The whole of a split parameter; every rank computes its whole gradient, and keeps its own part of it."""
+    return redistribute(parameter, layouts.Replicate()).to_local(grad_placements=[Replicate()])
