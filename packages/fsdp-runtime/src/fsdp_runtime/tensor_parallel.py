@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from fsdp_runtime.errors import ModelError, OptionError
 from tp_plans import ColwiseParallel, Plan, Replicate, Style, check
+from tp_plans.patterns import Patterns
 
 logger = logging.getLogger(__name__)
 
@@ -66,4 +67,8 @@ def apply_plan(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh) -> None:
         tp_plans.CheckFailedError: the plan does not fit; the model is untouched.
     """
     check_plan(model, plan, tp_mesh.size())
-    parallelize_module(model, tp_mesh, dict(plan.to_torch()))
+    styles = plan.to_torch()
+    rules = Patterns(styles)
+    # Concrete paths, since torch warns of every layer that lacks what a pattern names, as layers of another kind do.
+    placed = {path: styles[matched[0]] for path, _ in model.named_modules() if (matched := rules.match(path))}
+    parallelize_module(model, tp_mesh, placed)

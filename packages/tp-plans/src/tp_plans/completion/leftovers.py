@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from tp_plans.completion.tree import Tree, agreed, is_linear, parameters_of, size_of
-from tp_plans.layouts import Replicate
+from tp_plans.layouts import Replicate, Shard
 from tp_plans.patterns import every_block
 from tp_plans.styles import (
     BareParameter,
@@ -52,19 +52,20 @@ def _stored_split(tree: Tree, large: set[str]) -> Iterator[tuple[str, Style]]:
         wanted = [
             name
             for name, parameter in parameters_of(module).items()
-            if every_block(f"{path}.{name}") in large and parameter.ndim > 1 and parameter.shape[0] >= ROWS
+            if every_block(f"{path}.{name}") in large and parameter.ndim > 1 and max(parameter.shape) >= ROWS
         ]
-        if not wanted or f"{own}.weight" in _read_by_kernels(parent, tree):
+        if not wanted or f"{own}.weight" in _read_by_kernels(parent, tree) or tree.is_gathered(f"{path}.{wanted[0]}"):
             continue
         if is_linear(module) and wanted == ["weight"]:
-            if _reads_whole(path, module, tree):
+            if module.out_features >= ROWS and _reads_whole(path, module, tree):
                 yield path, ColwiseParallel(output=Replicate())
         elif hasattr(module, "num_embeddings"):
             yield path, VocabParallelEmbedding()
         elif not tree.split_children(path) and not hasattr(module, "kernel_size"):
             for name in wanted:
                 if tree.style(f"{path}.{name}") is None:
-                    yield f"{path}.{name}", BareParameter(gathered=True)
+                    shape = list(parameters_of(module)[name].shape)
+                    yield f"{path}.{name}", BareParameter(layout=Shard(shape.index(max(shape))), gathered=True)
 
 
 def _read_by_kernels(path: str, tree: Tree) -> tuple[str, ...]:
@@ -72,7 +73,9 @@ def _read_by_kernels(path: str, tree: Tree) -> tuple[str, ...]:
     children = tree.children[path]
     if not any(hasattr(tree.module(path, name), "kernel_size") for name in children):
         return ()
-    return tuple(f"{name}.weight" for name in KERNEL_ARGUMENTS if name in children)
+    return tuple(
+        f"{name}.weight" for name in KERNEL_ARGUMENTS if name in children and tree.style(f"{path}.{name}") is None
+    )
 
 
 def _norms_of_embeddings(tree: Tree) -> Iterator[tuple[str, Style]]:
@@ -84,7 +87,10 @@ def _norms_of_embeddings(tree: Tree) -> Iterator[tuple[str, Style]]:
 
 
 def _reads_whole(path: str, module: Any, tree: Tree) -> bool:
-    """Whether a layer's input is surely whole: nothing beside it is split, or it reads what the split layers read."""
+    """Whether a layer surely works on whole activations: nothing beside it is split, or it feeds what is.
+
+    A column-wise layer sums the gradient of its input, so that of a layer before it is whole again.
+    """
     parent = path.rpartition(".")[0]
     split = tree.split_children(parent)
-    return all(size_of(tree.module(parent, name), 1) == module.in_features for name in split)
+    return not split or module.out_features in {size_of(tree.module(parent, name), 1) for name in split}

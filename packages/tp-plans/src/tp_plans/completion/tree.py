@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 from tp_plans.layouts import Shard
 from tp_plans.patterns import every_block
 from tp_plans.plan import Plan
-from tp_plans.styles import ColwiseParallel, ExpertsParallel, Style
+from tp_plans.styles import ColwiseParallel, ExpertsParallel, GatheredParameters, Style
 
 
 class Tree:
@@ -50,6 +50,14 @@ class Tree:
         """What the plan says of a module or bare parameter."""
         rule = self.rule(path)
         return None if rule is None else self.plan[rule]
+
+    def is_gathered(self, parameter: str) -> bool:
+        """Whether a module above stores a parameter split and gathers it."""
+        return any(
+            isinstance(style := self.style(above), GatheredParameters)
+            and parameter[len(above) :].removeprefix(".") in style.names
+            for above in ("", *_with_ancestors(parameter.rpartition(".")[0]))
+        )
 
     def inside(self) -> Iterable[tuple[str, Any]]:
         """The language model's modules, but for what is inside split experts."""

@@ -11,6 +11,7 @@ from tp_plans.plan import Plan
 from tp_plans.styles import (
     BareParameter,
     ColwiseParallel,
+    ExpertsParallel,
     GatheredParameters,
     Replicated,
     RowwiseParallel,
@@ -39,6 +40,8 @@ CORRECTIONS: dict[str, dict[str, Style | None]] = {
     },
     # Indices beyond the routed experts stand for identities, so none is left to stand for another rank's expert.
     "LongcatFlashExperts": {"": None, "identity_expert": None, "gate_up_proj": _STORED, "down_proj": _STORED},
+    # Its eager forward runs every index that a token has.
+    "NemotronHExperts": {"": ExpertsParallel(skips_absent=False)},
     # The table is indexed for the padding token outside its own forward.
     "Gemma4Model": {
         "": GatheredParameters(names=("language_model.embed_tokens.weight",)),

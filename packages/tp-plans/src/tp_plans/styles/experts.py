@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tp_plans.fields import (
+    require_flag,
     require_layout,
 )
 from tp_plans.layouts import Layout, Replicate
@@ -23,12 +24,16 @@ class ExpertsParallel:
 
     Args:
         output: layout of the output: ``Replicate()``, or ``Shard(dim)`` to reduce-scatter onto a dim.
+        skips_absent: whether the forward passes over that index.  Where it does not, routes to other ranks'
+            experts run on one of this rank's with weight zero: right, and work for nothing.
     """
 
     output: Layout = Replicate()
+    skips_absent: bool = True
 
     def __post_init__(self) -> None:
         require_layout(self, "output")
+        require_flag(self, "skips_absent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ class LocalExperts(LocalStyle):
 
         def routed(value: Tensor) -> Tensor:
             if value is index:
-                return (index - own.start).masked_fill(foreign, len(own))
+                return (index - own.start).masked_fill(foreign, len(own) if self.style.skips_absent else 0)
             return value.masked_fill(foreign, 0) if value.shape == index.shape else value
 
         return _changed(args, kwargs, routed)
