@@ -1,0 +1,53 @@
+"""What a plan does to a model: every rule with its modules, their parameters' placements, and what is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tp_plans.checks.tree import tree_of
+from tp_plans.errors import CheckFailedError
+from tp_plans.explanation.collectives import Collective, collectives_of
+from tp_plans.explanation.placements import PlacedParameter, placed
+from tp_plans.explanation.told import Explanation, RuleExplanation
+from tp_plans.fields import is_integer
+from tp_plans.plan import Plan
+from tp_plans.styles import BareParameter
+
+__all__ = ["Collective", "Explanation", "PlacedParameter", "RuleExplanation", "explain"]
+
+
+def explain(plan: Plan, model: Any, *, tp: int) -> Explanation:
+    """Tell rule by rule what a plan does to a model, without touching either.
+
+    Args:
+        plan: the plan; one that ``check`` finds no errors in.
+        model: a ``torch.nn.Module`` on any device (meta is enough).
+        tp: the size of the tensor-parallel axis.
+
+    Returns:
+        For every rule the modules that it matches, their parameters with full and local shape, and the collectives
+        of one forward and one backward pass in which everything is trained.  They are derived from the layouts: how
+        layers follow one another is read off their places and widths.  Parameters without a rule come last.
+
+    Raises:
+        CheckFailedError: ``tp`` is no size.
+    """
+    if not is_integer(tp, least=1):
+        raise CheckFailedError(f"tp is {tp!r}: give the axis's size, 1 or more")
+    tree = tree_of(plan, model)
+    rules = []
+    for pattern, style in plan.items():
+        found = tree.parameters if isinstance(style, BareParameter) else tree.modules
+        places = tuple(path for path in found if tree.rules[path][:1] == [pattern])
+        rules.append(
+            RuleExplanation(
+                pattern=pattern,
+                style=style,
+                places=places,
+                parameters=tuple(each for path in places for each in placed(path, tree, tp)),
+                collectives=collectives_of(places, style, tree, tp),
+            )
+        )
+    ruled = {parameter.path for rule in rules for parameter in rule.parameters}
+    rest = (each for path in tree.modules for each in placed(path, tree, tp) if each.path not in ruled)
+    return Explanation(plan, tp, tuple(rules), tuple(rest))

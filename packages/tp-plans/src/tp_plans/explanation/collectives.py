@@ -1,0 +1,214 @@
+"""What the ranks send one another under a plan, derived from its layouts.
+
+How a layer's input lies follows from the nearest rule above it that prepares inputs, where the layer reads the
+stream (it is as wide as the embedding), and is whole on every rank where it reads something in between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tp_plans.attributes import number
+from tp_plans.checks.tree import Tree, ancestors, join, parent
+from tp_plans.layouts import Layout, Partial, Replicate, Shard
+from tp_plans.rows import stored_rows, used_rows
+from tp_plans.styles import (
+    BareParameter,
+    ColwiseParallel,
+    ExpertsParallel,
+    FeatureParallelEmbedding,
+    GatheredParameters,
+    LatentProjection,
+    ParallelAttention,
+    PrepareInput,
+    Replicated,
+    RowwiseParallel,
+    SequenceParallel,
+    Style,
+    SumOutput,
+    VocabParallelEmbedding,
+    WholeSequence,
+)
+
+Kind = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+When = Literal["forward", "backward"]
+
+_PREPARED = "prepared"  # a whole DTensor, whose gradient is summed where it was prepared
+_Arrival = Layout | Literal["prepared"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """How often the ranks talk in one way.
+
+    Args:
+        kind: of the collective.
+        when: in the forward or the backward pass.
+        count: how often in one pass, over all places of the rule.
+        what: what is sent.
+    """
+
+    kind: Kind
+    when: When
+    count: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.when}: {self.kind} x {self.count} ({self.what})"
+
+
+_Sent = tuple[Kind, When, str]
+
+
+def collectives_of(places: Sequence[str], style: Style, tree: Tree, tp: int) -> tuple[Collective, ...]:
+    """The collectives that a rule causes at all its places together; none on a single rank."""
+    if tp == 1:
+        return ()
+    counts = Counter(sent for path in places for sent in _sent(path, style, tree, tp))
+    return tuple(Collective(kind, when, count, what) for (kind, when, what), count in counts.items())
+
+
+def _sent(path: str, style: Style, tree: Tree, tp: int) -> Iterator[_Sent]:
+    match style:
+        case ColwiseParallel():
+            yield from _column(path, style, tree, tp)
+        case LatentProjection():
+            yield from _read(_arrival(path, tree))
+            yield "all_gather", "forward", "features"
+            yield "all_reduce", "backward", "gradient of the rotary key"
+        case RowwiseParallel():
+            yield from _row(path, style, tree, tp)
+        case VocabParallelEmbedding():
+            yield from _summed(style.output)
+        case FeatureParallelEmbedding(output=Replicate()) | FeatureParallelEmbedding(output=Shard(dim=1)):
+            yield from _from_features(style.output)
+        case ExpertsParallel():
+            yield from _summed(style.output)
+            yield "all_reduce", "backward", "gradient of the tokens"
+            yield "all_reduce", "backward", "gradient of the routing weights"
+        case SumOutput():
+            yield from _summed(style.output)
+            yield "all_reduce", "backward", "gradient of the input"
+        case SequenceParallel() | Replicated(gradient="partial"):
+            for name in tree.own_parameters(path):
+                yield "all_reduce", "backward", f"gradient of {name}"
+        case GatheredParameters(names=names):
+            for name in names:
+                if join(path, name) in tree.parameters:
+                    yield "all_gather", "forward", name
+        case BareParameter():
+            yield from _bare(path.rpartition(".")[2], style)
+        case PrepareInput() | ParallelAttention():
+            yield from _prepared(path, style, tree)
+        case WholeSequence() if tree.plan.sequence_parallel:
+            yield "all_gather", "forward", "the sequence"
+            yield "all_gather", "backward", "gradient of the sequence"
+
+
+def _column(path: str, style: ColwiseParallel, tree: Tree, tp: int) -> Iterator[_Sent]:
+    yield from _read(Shard(-1) if style.input == Shard(-1) else _arrival(path, tree))
+    yield from _exchanged(path, style, tree, tp)
+    yield from _from_features(style.output)
+
+
+def _row(path: str, style: RowwiseParallel, tree: Tree, tp: int) -> Iterator[_Sent]:
+    if style.input == Replicate():
+        if _arrival(path, tree) == Shard(1):
+            yield "all_to_all", "forward", "input"
+            yield "all_to_all", "backward", "gradient of the input"
+        else:
+            yield "all_gather", "backward", "gradient of the input"
+    yield from _exchanged(path, style, tree, tp)
+    yield from _summed(style.output)
+
+
+def _arrival(path: str, tree: Tree) -> _Arrival:
+    """How the input of a layer lies."""
+    stream: Layout = Shard(1) if tree.plan.sequence_parallel else Replicate()
+    if not _reads_stream(path, tree):
+        return Replicate()
+    for above in ancestors(path):
+        match tree.style(above):
+            case PrepareInput(layout=Replicate()) | ParallelAttention(layout=Replicate()):
+                return _PREPARED  # type: ignore[return-value]
+            case WholeSequence():
+                return Replicate()
+    return stream
+
+
+def _reads_stream(path: str, tree: Tree) -> bool:
+    weight = tree.weight(path)
+    width = next((w.shape[1] for p, s in tree.styled() if _is_table(s) and (w := tree.weight(p)) is not None), None)
+    return weight is None or width is None or weight.shape[1] == width
+
+
+def _is_table(style: Style) -> bool:
+    return isinstance(style, (VocabParallelEmbedding, FeatureParallelEmbedding))
+
+
+def _read(arrives: _Arrival) -> Iterator[_Sent]:
+    """Gathering an input, and reducing its gradient, of which every rank computes a part."""
+    if isinstance(arrives, Shard):
+        yield "all_gather", "forward", "input"
+        yield "reduce_scatter", "backward", "gradient of the input"
+    elif isinstance(arrives, Replicate):
+        yield "all_reduce", "backward", "gradient of the input"
+
+
+def _summed(output: Layout) -> Iterator[_Sent]:
+    """Adding up the ranks' outputs."""
+    if isinstance(output, Replicate):
+        yield "all_reduce", "forward", "output"
+    elif not isinstance(output, Partial):
+        yield "reduce_scatter", "forward", "output"
+        yield "all_gather", "backward", "gradient of the output"
+
+
+def _from_features(output: Layout) -> Iterator[_Sent]:
+    """Bringing an output that is split on its features to another layout."""
+    if isinstance(output, Replicate):
+        yield "all_gather", "forward", "output"
+    elif output != Shard(-1):
+        yield "all_to_all", "forward", "output"
+        yield "all_to_all", "backward", "gradient of the output"
+
+
+def _bare(name: str, style: BareParameter) -> Iterator[_Sent]:
+    if style.gathered:
+        yield "all_gather", "forward", name
+    if style.gradient == "partial":
+        yield ("reduce_scatter" if style.gathered else "all_reduce"), "backward", f"gradient of {name}"
+
+
+def _prepared(path: str, style: PrepareInput | ParallelAttention, tree: Tree) -> Iterator[_Sent]:
+    arrives = _arrival(path, tree)
+    if style.layout == Replicate() and arrives != _PREPARED:
+        yield from _read(arrives)
+    elif isinstance(style.layout, Shard) and _is_whole_at_first(tree):
+        yield "all_gather", "backward", "gradient of the input"
+
+
+def _is_whole_at_first(tree: Tree) -> bool:
+    """Whether embeddings are looked up whole, and cut where the language model begins."""
+    return any(isinstance(s, VocabParallelEmbedding) and s.output == Replicate() for s in tree.plan.values())
+
+
+def _exchanged(path: str, style: ColwiseParallel | RowwiseParallel, tree: Tree, tp: int) -> Iterator[_Sent]:
+    """Fetching rows of a weight that other ranks store, and returning their gradients."""
+    if not style.pieces and not (isinstance(style, ColwiseParallel) and style.shared):
+        return
+    above = tree.modules[parent(path)]
+    unit, pieces = number(above, style.unit), [number(above, piece) for piece in style.pieces]
+    dim = 0 if isinstance(style, ColwiseParallel) else 1
+    shared = isinstance(style, ColwiseParallel) and style.shared
+    for name, parameter in tree.own_parameters(path).items():
+        if parameter.ndim > dim:
+            size = parameter.shape[dim]
+            used = used_rows(size, tp, unit=unit, pieces=pieces, shared=shared)
+            rows = [[row for part in rank for row in part] for rank in used]
+            if rows != [list(stored) for stored in stored_rows(size, tp)]:
+                yield "all_to_all", "forward", f"rows of {name}"
+                yield "all_to_all", "backward", f"gradient of rows of {name}"

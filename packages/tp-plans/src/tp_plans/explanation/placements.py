@@ -1,0 +1,60 @@
+"""Where the parameters of a model lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tp_plans.checks.tree import Tree, join
+from tp_plans.checks.whole import size_of
+from tp_plans.layouts import Layout, Replicate, Shard
+from tp_plans.rows import stored_rows
+from tp_plans.styles import GatheredParameters
+
+
+@dataclass(frozen=True)
+class PlacedParameter:
+    """One parameter of a model.
+
+    Args:
+        path: where it is.
+        shape: of the whole.
+        local_shape: of what the first rank stores; later ranks store as much or less.
+        layout: how it lies; ``None`` where it stays a plain tensor, whole on every rank.
+        size: bytes of the whole.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    layout: Layout | None
+    size: int
+
+    @property
+    def name(self) -> str:
+        """Its own name."""
+        return self.path.rpartition(".")[2]
+
+
+def placed(path: str, tree: Tree, tp: int) -> Iterator[PlacedParameter]:
+    """A parameter, or those of a module that have no rule of their own."""
+    if path in tree.parameters:
+        yield _placed(path, tree, tp)
+        return
+    style = tree.style(path)
+    below = style.names if isinstance(style, GatheredParameters) else ()
+    for name in dict.fromkeys((*tree.own_parameters(path), *below)):
+        parameter = join(path, name)
+        if parameter in tree.parameters and not tree.rules[parameter]:
+            yield _placed(parameter, tree, tp)
+
+
+def _placed(path: str, tree: Tree, tp: int) -> PlacedParameter:
+    parameter, layout = tree.parameters[path], tree.layout(path)
+    shape = tuple(map(int, parameter.shape))
+    local = list(shape)
+    if isinstance(layout, Shard) and -len(shape) <= layout.dim < len(shape):
+        local[layout.dim] = len(stored_rows(shape[layout.dim], tp)[0])
+    elif layout is not None and not isinstance(layout, Shard):
+        layout = Replicate()
+    return PlacedParameter(path, shape, tuple(local), layout, size_of(parameter))
