@@ -94,11 +94,6 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(two_ranks: RankP
     assert "Qwen3ForCausalLM" in message
 
 
-def test_context_parallelism_is_refused_rather_than_ignored(two_ranks: RankPool) -> None:
-    (message, _) = two_ranks.run(_refusal, "LlamaForCausalLM", {}, {"cp": 2})
-    assert message == "MeshError: cp=2: context parallelism is not supported yet; use cp=1"
-
-
 def _parallelize_twice(mesh: dict[str, int]) -> None:
     built = MeshSpec(**mesh).build(device_type="cpu")
     parallelize(parallelize(tiny_model("LlamaForCausalLM"), built), built)

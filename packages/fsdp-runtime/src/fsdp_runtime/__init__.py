@@ -6,10 +6,13 @@ from fsdp_runtime.accumulation import no_gradient_sync
 from fsdp_runtime.anatomy import Anatomy, Heads, anatomy_of
 from fsdp_runtime.checkpointing import Selective, checkpoint_activations
 from fsdp_runtime.compiling import compile_blocks
+from fsdp_runtime.context_attention import ContextAttention
+from fsdp_runtime.context_parallel import apply_context_parallel
 from fsdp_runtime.errors import (
     CheckpointError,
     ConversionError,
     FsdpRuntimeError,
+    LayoutError,
     MeshError,
     MetaBufferError,
     MismatchError,
@@ -26,6 +29,7 @@ from fsdp_runtime.offload import OffloadReport, offload, onload
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.replicas import assert_replicas_equal
 from fsdp_runtime.report import ParallelReport, parallel_report
+from fsdp_runtime.sequence_layout import SequenceLayout, sequence_layout
 from fsdp_runtime.sharding import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
 from fsdp_runtime.tensor_parallel import apply_plan
 from fsdp_runtime.unshard import unsharded
@@ -36,10 +40,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Anatomy",
     "CheckpointError",
+    "ContextAttention",
     "ConversionError",
     "FsdpRuntimeError",
     "Heads",
     "Launch",
+    "LayoutError",
     "LoadReport",
     "MeshError",
     "MeshSpec",
@@ -53,10 +59,12 @@ __all__ = [
     "ParallelReport",
     "ReplicaError",
     "Selective",
+    "SequenceLayout",
     "ShardingOptions",
     "WeightsError",
     "adopt_mesh",
     "anatomy_of",
+    "apply_context_parallel",
     "apply_plan",
     "assert_replicas_equal",
     "checkpoint_activations",
@@ -72,6 +80,7 @@ __all__ = [
     "parallel_report",
     "parallelize",
     "save_weights",
+    "sequence_layout",
     "shard_over_data_parallel",
     "stream_weights",
     "submesh",

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
@@ -84,6 +86,25 @@ def all_gather_flat(output: Tensor, own: Tensor, group: ProcessGroup) -> dist.Wo
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work = gather(output, own, group=group, async_op=True)
     return work
+
+
+def reduce_scatter_flat(own: Tensor, everyone: Tensor, group: ProcessGroup) -> dist.Work:
+    """Start to sum flat tensors over ranks, each keeping its part; torch 2.13 renamed the function."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work = scatter(own, everyone, group=group, async_op=True)
+    return work
+
+
+def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
+    """The causal mask of the last ``queries`` of ``keys`` tokens, in the form that fast kernels need no memory for.
+
+    torch 2.10 to 2.15 cannot make a ``CausalBias`` inside a dispatch mode, such as selective checkpointing, and
+    compiles it only with a graph break; there the mask is an ordinary one.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    with _disable_current_modes():
+        return causal_lower_right(queries, keys)
 
 
 def gathered_bytes(unit: FSDPModule) -> int:

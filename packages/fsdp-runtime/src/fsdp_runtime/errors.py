@@ -15,6 +15,10 @@ class ModelError(FsdpRuntimeError, ValueError):
     """A model has no structure that the runtime can work with, or is in a state in which it must not."""
 
 
+class LayoutError(FsdpRuntimeError, ValueError):
+    """Inputs do not lie over the ranks as they must."""
+
+
 class OptionError(FsdpRuntimeError, ValueError):
     """An option has a value that is not allowed, alone or beside another."""
 

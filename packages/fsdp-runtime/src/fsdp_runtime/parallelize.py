@@ -1,4 +1,4 @@
-"""The ordered story: check, split over ``tp``, checkpoint, compile, shard over data-parallel ranks."""
+"""The ordered story: check, split over ``tp`` and ``cp``, checkpoint, compile, shard over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from fsdp_runtime.checkpointing import (
     recomputes,
 )
 from fsdp_runtime.compiling import compile_blocks
-from fsdp_runtime.errors import MeshError, ModelError, OptionError
+from fsdp_runtime.context_parallel import apply_context_parallel, require_context_parallel
+from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.mesh import axis_size, require_axes
+from fsdp_runtime.sequence_layout import SequenceOrder, require_order
 from fsdp_runtime.sharding import (
     ShardingOptions,
     data_parallel_mesh,
@@ -39,6 +41,7 @@ def parallelize(
     *,
     plan: Plan | Mapping[str, Style | str] | str | None = "auto",
     sequence_parallel: bool = False,
+    sequence_order: SequenceOrder = "balanced",
     logits: Logits = "sharded",
     activation_checkpointing: ActivationCheckpointing = "none",
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
@@ -59,6 +62,8 @@ def parallelize(
         plan: ``"auto"`` (the architecture's plan), a plan, a dict of pattern to style or style word, a dotted
             path to one, or ``None`` to leave every layer whole.  Not used where ``tp`` has size 1.
         sequence_parallel: keep activations between blocks cut on the sequence over ``tp``.
+        sequence_order: how the ranks of ``cp`` share a sequence, ``"balanced"`` or ``"contiguous"``; inputs are cut by
+            ``sequence_layout(mesh, length, order=...)``.
         logits: ``"sharded"`` on the vocabulary (a DTensor, what ``rl_logprobs`` takes), or ``"full"``: a plain
             tensor, for code such as a Hugging Face loss with ``labels``.
         activation_checkpointing: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts
@@ -73,14 +78,14 @@ def parallelize(
         The same model.
 
     Raises:
-        MeshError: the mesh has axes of other names, or context parallelism, which is not supported yet.
-        ModelError: no blocks are found, the model is parallelized already, or none of it would recompute as asked.
+        MeshError: the mesh has axes of other names.
+        ModelError: no blocks are found, the model is parallelized already, none of it would recompute as asked, or
+            its sequences cannot be split over ``cp``.
         OptionError: an option is not allowed, or needs an axis that the mesh lacks.
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
     """
     require_axes(mesh)
-    if axis_size(mesh, "cp") > 1:
-        raise MeshError(f"cp={axis_size(mesh, 'cp')}: context parallelism is not supported yet; use cp=1")
+    require_order(sequence_order)
     _require_fresh(model)
     given: dict[str, Any] = {
         "mixed_precision": mixed_precision,
@@ -92,11 +97,18 @@ def parallelize(
     anatomy = anatomy_of(model)
     modules_to_recompute(anatomy, activation_checkpointing)
     parameters_left_whole(model, options)
+    if axis_size(mesh, "cp") > 1:
+        require_context_parallel(model, anatomy)
+        if options.gradient_divide_factor is None:  # the ranks of cp have parts of one batch: their sum is its gradient
+            different_batches = axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard")
+            options = replace(options, gradient_divide_factor=float(different_batches))
     tp = axis_size(mesh, "tp")
     chosen = _chosen_plan(model, plan, tp, sequence_parallel=sequence_parallel, logits=logits)
 
     if chosen is not None:  # the first step that changes the model checks the plan before it does
         apply_plan(model, chosen, mesh["tp"])
+    if axis_size(mesh, "cp") > 1:
+        apply_context_parallel(model, mesh["cp"], anatomy, order=sequence_order)
     checkpoint_activations(model, anatomy, activation_checkpointing)
     if compile is not False:
         compile_blocks(anatomy, {} if compile is True else compile)

@@ -1,0 +1,167 @@
+"""Context parallelism against the single-process model: outputs, gradients and log-probabilities on every rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import rl_logprobs
+from fsdp_runtime import SequenceLayout, parallelize, sequence_layout, submesh
+from harness.collectives import RecordCollectives
+from harness.models import tiny_inputs, tiny_model
+from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, mesh_for, own_part
+from harness.ranks import RankPool
+
+LENGTH = 16
+
+
+def _inputs(model: nn.Module, kind: str) -> dict[str, Tensor]:
+    inputs = tiny_inputs(model, batch=4, length=LENGTH)
+    inputs = {"input_ids": inputs["input_ids"].clamp(max=120)}  # no image tokens
+    match kind:
+        case "left" | "right":
+            padding = torch.arange(4).unsqueeze(1) * 2
+            mask = torch.arange(LENGTH).unsqueeze(0) >= padding
+            inputs["attention_mask"] = (mask if kind == "left" else mask.flip(1)).long()
+        case "shifted":
+            inputs["position_ids"] = (torch.arange(LENGTH) + 5).expand(4, -1)
+        case "packed":
+            inputs["position_ids"] = torch.cat([torch.arange(7), torch.arange(LENGTH - 7)]).expand(4, -1)
+    return inputs
+
+
+def _own_rows(mesh: DeviceMesh) -> slice:
+    data = submesh(mesh, "dp")
+    share = 4 // data.size()
+    return slice(share * data.get_local_rank(), share * (data.get_local_rank() + 1))
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _compare(
+    architecture: str, axes: dict[str, int], kind: str = "", order: Any = "balanced", **options: Any
+) -> dict[str, float]:
+    """The largest error of the logits and of each gradient against one process."""
+    changes = options.pop("model", {})
+    reference = tiny_model(architecture, **changes)
+    model = copy.deepcopy(reference)
+    inputs = _inputs(reference, kind)
+    expected = reference(**inputs, use_cache=False).logits
+    weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
+    if "attention_mask" in inputs:
+        weights = weights * inputs["attention_mask"].unsqueeze(-1)  # what padding positions compute is undefined
+    (expected * weights).sum().backward()
+
+    mesh = mesh_for(axes)
+    parallelize(model, mesh, sequence_order=order, **options)
+    layout, own = sequence_layout(mesh, LENGTH, order=order), _own_rows(mesh)
+    local = layout.shard_batch({name: value[own] for name, value in inputs.items()})
+    if kind == "shifted":
+        assert torch.equal(local["position_ids"][0], layout.positions + 5)
+    else:
+        local = {name: value for name, value in local.items() if name in inputs}  # the model fills in positions
+    logits = _full(model(**local, use_cache=False).logits)
+    weight = layout.shard(weights[own])
+    # FSDP averages over the ranks of dp, which have different rows, and sums over those of cp.
+    (logits * weight).sum().mul(submesh(mesh, "dp").size()).backward()
+    errors = {"logits": ((logits - layout.shard(expected[own])) * (weight != 0)).abs().max().item() / OUTPUT_BOUND}
+    for (name, one), other in zip(reference.named_parameters(), model.parameters(), strict=True):
+        wanted, found = one.grad, other.grad
+        if wanted is None or found is None:
+            assert wanted is found, name
+            continue
+        scale = wanted.abs().max().item() or 1.0
+        if isinstance(found, DTensor):
+            wanted, found = own_part(wanted, found), found.to_local()
+        if wanted.numel():
+            errors[name] = (found - wanted).abs().max().item() / scale / GRADIENT_BOUND
+    return errors
+
+
+def _assert_within_bounds(found: list[dict[str, float]]) -> None:
+    for rank, errors in enumerate(found):
+        beyond = {name: error for name, error in errors.items() if not error <= 1 and "k_proj.bias" not in name}
+        assert not beyond, f"rank {rank}"
+
+
+@pytest.mark.parametrize("kind", ["", "left", "right", "shifted", "packed"])
+@pytest.mark.parametrize("order", ["balanced", "contiguous"])
+def test_any_mask_in_any_order_computes_what_one_process_does(two_ranks: RankPool, order: str, kind: str) -> None:
+    _assert_within_bounds(two_ranks.run(_compare, "Qwen3ForCausalLM", {"cp": 2}, kind, order))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"])
+@pytest.mark.parametrize("kind", ["", "left"])
+def test_grouped_heads_sliding_windows_and_a_vision_language_models_text(
+    two_ranks: RankPool, architecture: str, kind: str
+) -> None:
+    options = {"model": {"num_key_value_heads": 2}}
+    _assert_within_bounds(two_ranks.run(_compare, architecture, {"cp": 2}, kind, **options))
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"cp": 4}, {}),
+        ({"cp": 2, "tp": 2}, {}),
+        ({"cp": 2, "tp": 2}, {"sequence_parallel": True}),
+        ({"dp_shard": 2, "cp": 2}, {}),
+        ({"dp_replicate": 2, "cp": 2}, {"activation_checkpointing": "block"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["", "right"])
+def test_it_composes_with_every_other_axis(
+    four_ranks: RankPool, axes: dict[str, int], options: dict[str, Any], kind: str
+) -> None:
+    _assert_within_bounds(four_ranks.run(_compare, "Qwen3ForCausalLM", axes, kind, **options))
+
+
+def _communication() -> dict[str, int]:
+    model = parallelize(tiny_model("LlamaForCausalLM"), mesh_for({"cp": 2}), plan=None)
+    layout = sequence_layout(mesh_for({"cp": 2}), LENGTH)
+    local = layout.shard_batch(_inputs(model, ""))
+    del local["position_ids"]
+    with RecordCollectives() as communication:
+        model(**local).logits.sum().backward()
+    return dict(communication.counts())
+
+
+def test_a_layer_takes_one_gather_forward_and_one_scatter_backward(two_ranks: RankPool) -> None:
+    # Two layers; beside them FSDP2 gathers the root and both blocks, the first one twice, and scatters all three.
+    assert two_ranks.run(_communication)[0] == {"all_gather": 2 + 4, "reduce_scatter": 2 + 3}
+
+
+def _logprobs() -> float:
+    """Log-probabilities of the next tokens, with targets shifted in the whole sequence and cut like the inputs."""
+    mesh = mesh_for({"cp": 2, "tp": 2})
+    reference = tiny_model("Qwen3ForCausalLM")
+    ids = _inputs(reference, "")["input_ids"]
+    targets = rl_logprobs.next_token_targets(ids)
+    expected = rl_logprobs.token_logprobs(reference(input_ids=ids, use_cache=False).logits, targets)
+    model = parallelize(copy.deepcopy(reference), mesh, sequence_parallel=True)
+    layout, group = sequence_layout(mesh, LENGTH), mesh.get_group("cp")
+    logits = model(**layout.shard_batch({"input_ids": ids})).logits
+    own = rl_logprobs.token_logprobs(logits, layout.shard(targets))
+    assert torch.equal(layout.shard(targets), rl_logprobs.sequence_shard(targets, layout.permutation, group))
+    gathered = rl_logprobs.gather_sequence(own, layout.permutation, group)
+    return (gathered - expected).abs().max().item()
+
+
+def test_logprobs_of_a_split_sequence_are_those_of_the_whole(four_ranks: RankPool) -> None:
+    assert max(four_ranks.run(_logprobs)) < OUTPUT_BOUND
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_both_packages_mean_the_same_order(ranks: int) -> None:
+    layout = SequenceLayout(48, ranks, 0)
+    expected = torch.arange(48) if ranks == 1 else rl_logprobs.load_balanced_order(48, ranks)
+    assert torch.equal(layout.permutation, expected)

@@ -1,0 +1,140 @@
+"""Context parallelism refuses what it would cut apart; its numbers are tested with the log-probabilities' package."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_runtime import (
+    ContextAttention,
+    LayoutError,
+    MeshSpec,
+    ModelError,
+    SequenceLayout,
+    anatomy_of,
+    apply_context_parallel,
+    parallelize,
+    sequence_layout,
+)
+from fsdp_runtime.context_parallel import require_context_parallel
+from harness.models import tiny_inputs, tiny_model
+from harness.ranks import RankPool
+
+
+def _refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        require_context_parallel(model, anatomy_of(model))
+
+
+def test_tokens_that_meet_outside_attention_are_refused() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    _refused(model, r"LlamaForCausalLM mixes tokens outside attention \(linear_attention\), which cp would cut apart")
+    model = tiny_model("LlamaForCausalLM")
+    model.model.layers[0].short = nn.Conv1d(4, 4, 3)
+    _refused(model, r"outside attention \(model\.layers\.0\.short\)")
+
+
+def test_attention_of_another_kind_is_refused_with_the_fix() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    model.set_attn_implementation("eager")
+    _refused(model, r"computes attention by 'eager': cp needs 'sdpa', as by model\.set_attn_implementation")
+
+
+def test_frequencies_that_depend_on_the_longest_position_are_refused() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    _refused(model, "rotary embeddings of type longrope, whose frequencies depend on the longest position")
+
+
+def test_a_model_of_ones_own_is_shown_what_to_call() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
+    _refused(model, r"no transformers model.*call ContextAttention\(group, order\)\.attend")
+
+
+def _alone() -> nn.Module:
+    model = tiny_model("LlamaForCausalLM")
+    apply_context_parallel(model, MeshSpec().build(device_type="cpu")["cp"], anatomy_of(model))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"labels": torch.zeros(2, 6, dtype=torch.long)}, "labels are shifted inside the model, across the cut"),
+        ({"use_cache": True}, "a key/value cache would hold this rank's keys only: pass use_cache=False"),
+        ({"pixel_values": torch.zeros(2, 3)}, r"pixel_values \(2, 3\) cannot be cut along the tokens: compute the emb"),
+        ({"attention_mask": torch.ones(2, 5)}, r"attention_mask \(2, 5\): give \[batch, 6\], this rank's tokens"),
+        ({"input_ids": None}, "neither input_ids nor inputs_embeds"),
+    ],
+)
+def test_inputs_that_cannot_be_cut_are_refused_with_the_fix(inputs: dict[str, Any], message: str) -> None:
+    model = _alone()
+    with pytest.raises(LayoutError, match=message):
+        model(**{**tiny_inputs(model, batch=2, length=6), **inputs})
+
+
+def test_inputs_by_position_are_refused() -> None:
+    with pytest.raises(LayoutError, match="takes its inputs by name"):
+        _alone()(torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_another_model_of_the_same_config_keeps_its_attention() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    twin = type(model)(model.config)
+    apply_context_parallel(model, MeshSpec().build(device_type="cpu")["cp"], anatomy_of(model))
+    assert twin.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation != "sdpa"
+    assert model.model.layers[0].self_attn.config is model.config
+
+
+def test_one_rank_computes_what_the_plain_model_does() -> None:
+    plain = tiny_model("LlamaForCausalLM")
+    inputs = tiny_inputs(plain, batch=2, length=6)
+    torch.testing.assert_close(_alone()(**inputs).logits, plain(**inputs).logits, atol=1e-6, rtol=0)
+
+
+def _attends_in_ones_own_model() -> float:
+    """Attention called directly, as a model of one's own would."""
+    group = MeshSpec(cp=2).build(device_type="cpu").get_group("cp")
+    layout = SequenceLayout(12, 2, group.rank())
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 12, 8, generator=generator) for heads in (4, 2, 2))
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    parts = [layout.shard(each, dim=2) for each in (query, key, value)]
+    output, _ = ContextAttention(group, "balanced").attend(nn.Identity(), *parts, attention_mask=None)
+    return (output - layout.shard(expected, dim=2).transpose(1, 2)).abs().max().item()
+
+
+def test_attention_can_be_called_from_a_model_of_ones_own(two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(_attends_in_ones_own_model)) < 1e-6
+
+
+def _gradients(**options: Any) -> float:
+    """The largest difference of any gradient to the model without those options."""
+    mesh = MeshSpec(cp=2).build(device_type="cpu")
+    models = [tiny_model("Qwen3ForCausalLM") for _ in range(2)]
+    layout = sequence_layout(mesh, 8)
+    for model, chosen in zip(models, ({}, options), strict=True):
+        parallelize(model, mesh, **chosen)
+        local = layout.shard_batch(tiny_inputs(model, batch=1, length=8))
+        model(**local).logits.square().sum().backward()
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    return max((one.grad.to_local() - other.grad.to_local()).abs().max().item() for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "block", "compile": {"backend": "aot_eager"}},
+    ],
+    ids=["selective", "compiled"],
+)
+def test_recomputing_and_compiled_blocks_gather_alike(two_ranks: RankPool, options: dict[str, Any]) -> None:
+    assert max(two_ranks.run(_gradients, **copy.deepcopy(options))) < 1e-9

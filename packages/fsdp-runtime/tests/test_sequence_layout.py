@@ -1,0 +1,57 @@
+"""The layout of a split sequence: every token once, chunks from both ends, cutting undone by the permutation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_runtime import LayoutError, MeshSpec, OptionError, SequenceLayout, sequence_layout
+
+ORDERS = st.sampled_from(["balanced", "contiguous"])
+
+
+@given(ranks=st.integers(1, 8), run=st.integers(1, 5), order=ORDERS)
+def test_every_token_has_one_rank_and_the_permutation_lists_them(ranks: int, run: int, order: str) -> None:
+    length = 2 * ranks * run
+    layouts = [SequenceLayout(length, ranks, rank, order) for rank in range(ranks)]  # type: ignore[arg-type]
+    assert torch.equal(torch.cat([layout.positions for layout in layouts]), layouts[0].permutation)
+    assert sorted(layouts[0].permutation.tolist()) == list(range(length))
+
+
+@given(ranks=st.integers(1, 8), run=st.integers(1, 5))
+def test_balanced_ranks_have_the_same_causal_work(ranks: int, run: int) -> None:
+    works = {int((SequenceLayout(2 * ranks * run, ranks, rank).positions + 1).sum()) for rank in range(ranks)}
+    assert len(works) == 1
+
+
+def test_contiguous_ranks_have_one_run_each() -> None:
+    assert SequenceLayout(8, 4, 2, "contiguous").positions.tolist() == [4, 5]
+    assert SequenceLayout(8, 2, 1).positions.tolist() == [2, 3, 4, 5]
+
+
+def test_a_batch_is_cut_along_its_tokens_and_gets_position_ids() -> None:
+    layout = SequenceLayout(4, 2, 0)
+    batch = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "inputs_embeds": torch.arange(8).view(1, 4, 2)}
+    local = layout.shard_batch(batch)
+    assert local["input_ids"].tolist() == [[5, 8]]
+    assert local["inputs_embeds"].tolist() == [[[0, 1], [6, 7]]]
+    assert local["position_ids"].tolist() == [[0, 3]]
+    three = layout.shard_batch({"position_ids": torch.arange(12).view(3, 1, 4)})
+    assert three["position_ids"].tolist() == [[[0, 3]], [[4, 7]], [[8, 11]]]
+
+
+def test_a_length_that_does_not_divide_is_refused_with_the_one_to_pad_to() -> None:
+    with pytest.raises(LayoutError, match="10 tokens do not divide over cp=4 in balanced order: pad to 16, a multiple"):
+        SequenceLayout(10, 4, 0)
+    with pytest.raises(LayoutError, match="3 entries on dim 1"):
+        SequenceLayout(4, 2, 0).shard(torch.zeros(1, 3))
+    with pytest.raises(OptionError, match="'zigzag': write one of 'balanced', 'contiguous'"):
+        SequenceLayout(4, 2, 0, "zigzag")  # type: ignore[arg-type]
+
+
+def test_without_cp_every_length_stays_whole() -> None:
+    layout = sequence_layout(MeshSpec().build(device_type="cpu"), 7)
+    assert layout.positions.tolist() == list(range(7))
+    assert layout.shard(torch.arange(7).view(1, 7)).tolist() == [list(range(7))]
