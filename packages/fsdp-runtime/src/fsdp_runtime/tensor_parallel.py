@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from fsdp_runtime.errors import ModelError, OptionError
 from tp_plans import ColwiseParallel, Plan, Replicate, Style, check
-from tp_plans.patterns import Patterns
+from tp_plans.torch_styles import styles_by_path
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,4 @@ def apply_plan(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh) -> None:
         tp_plans.CheckFailedError: the plan does not fit; the model is untouched.
     """
     check_plan(model, plan, tp_mesh.size())
-    styles = plan.to_torch()
-    rules = Patterns(styles)
-    # Concrete paths, since torch warns of every layer that lacks what a pattern names, as layers of another kind do.
-    placed = {path: styles[matched[0]] for path, _ in model.named_modules() if (matched := rules.match(path))}
-    parallelize_module(model, tp_mesh, placed)
+    parallelize_module(model, tp_mesh, dict(styles_by_path(plan, model)))

@@ -50,7 +50,7 @@ def from_hugging_face(model: Any) -> Plan:
     rules = dict(_translated(words, Matches(words, modules)))
     head = path_of(modules, model, "get_output_embeddings")
     embedding = path_of(modules, model, "get_input_embeddings")
-    if head is not None and words.get(head) in _HEAD_WORDS:
+    if head is not None and (words.get(head) in _HEAD_WORDS or _is_free(head, rules, modules)):
         rules[head] = ColwiseParallel(use_local_output=False)
     if embedding is not None and embedding not in rules and _may_split(modules, embedding, head, rules):
         rules[embedding] = VocabParallelEmbedding()
@@ -78,6 +78,11 @@ def _for_module(style: Style, modules: list[Any]) -> Style:
     if isinstance(style, RowwiseParallel) and all(hasattr(module, "num_embeddings") for module in modules):
         return VocabParallelEmbedding()
     return style
+
+
+def _is_free(head: str, rules: Mapping[str, Style], modules: Mapping[str, Any]) -> bool:
+    """Whether a head of which the plan says nothing is torch's own layer, whose output may be split."""
+    return head not in rules and type(modules[head]).__name__ == "Linear"
 
 
 def _may_split(modules: Mapping[str, Any], embedding: str, head: str | None, rules: Mapping[str, Style]) -> bool:

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
+from typing import Any
+
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tp_plans.matches import parameters_of
 from tp_plans.plan import Plan
+from tp_plans.styles import Style
 from tp_plans.torch_styles.fold import folded
 from tp_plans.torch_styles.owner import style_to_torch
 
-__all__ = ["style_to_torch", "to_torch"]
+__all__ = ["styles_by_path", "to_torch"]
 
 
-def to_torch(plan: Plan) -> dict[str, ParallelStyle]:
-    """A plan as the dict that ``torch.distributed.tensor.parallel.parallelize_module`` takes."""
-    return {pattern: style_to_torch(style, owned) for pattern, (style, owned) in folded(plan).items()}
+def to_torch(plan: Mapping[str, Style]) -> dict[str, ParallelStyle]:
+    """A plan as the dict that ``torch.distributed.tensor.parallel.parallelize_module`` takes.
+
+    Equal rules share one style, and so the classes and compiled graphs of the modules that they match.
+    """
+    made: dict[Hashable, ParallelStyle] = {}
+    styles: dict[str, ParallelStyle] = {}
+    for pattern, (style, owned) in folded(plan).items():
+        key = (style, owned.key())
+        if key not in made:
+            made[key] = style_to_torch(style, owned)
+        styles[pattern] = made[key]
+    return styles
+
+
+def styles_by_path(plan: Plan, model: Any) -> dict[str, ParallelStyle]:
+    """The same for one model, by the paths of its modules in place of patterns.
+
+    torch warns of every layer that lacks what a pattern names, as layers of another kind do; and rules for one
+    module that stand at different patterns are told apart from rules for different modules.
+    """
+    modules = dict(model.named_modules())
+    places = (*modules, *parameters_of(modules))
+    return to_torch({path: plan[matched[0]] for path in places if (matched := plan.match(path))})

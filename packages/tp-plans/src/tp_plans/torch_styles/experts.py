@@ -13,7 +13,7 @@ from tp_plans.errors import LayoutError
 from tp_plans.layouts import Layout
 from tp_plans.rows import stored_rows
 from tp_plans.styles import DividedInput, ExpertsParallel, SumOutput
-from tp_plans.torch_styles.gradients import plain_output, with_summed_gradient
+from tp_plans.torch_styles.gradients import depending, plain_output, with_summed_gradient
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
 from tp_plans.torch_styles.reduce import reduced
@@ -43,6 +43,9 @@ class LocalExperts(LocalStyle):
             return first_argument(args, kwargs, lambda tokens: _own_tokens(tokens, own, experts, module, call))
         foreign = (index < own.start) | (index >= own.stop)
 
+        # Where no token comes to a rank, its output depends on nothing, and backward would leave the others waiting.
+        call.memory["read"] = [*module._parameters.values(), *args, *kwargs.values()]
+
         def routed(value: Tensor) -> Tensor:
             if value is index:
                 return (index - own.start).masked_fill(foreign, len(own) if self.style.skips_absent else 0)
@@ -51,6 +54,8 @@ class LocalExperts(LocalStyle):
         return _changed(args, kwargs, routed)
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
+        if not output.requires_grad:
+            output = depending(output, call.memory.get("read", ()))
         if (tokens := call.memory.get("tokens")) is None:
             return _in_layout(output, call, self.style.output)
         gathered = wrap(output, call.mesh, layouts.Shard(0), size=tokens)

@@ -7,7 +7,7 @@ its own, and one whose numbers are attributes of the module above cannot find th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from tp_plans.attributes import needs_owner
@@ -20,6 +20,10 @@ class Owned:
 
     bare: dict[str, BareParameter] = field(default_factory=dict)
     children: dict[str, Style] = field(default_factory=dict)
+
+    def key(self) -> Hashable:
+        """What two modules with equal rules have in common."""
+        return frozenset(self.bare.items()), frozenset(self.children.items())
 
 
 def folded(rules: Mapping[str, Style]) -> dict[str, tuple[Style | None, Owned]]:
@@ -34,4 +38,4 @@ def folded(rules: Mapping[str, Style]) -> dict[str, tuple[Style | None, Owned]]:
             owned[owner].children[name] = style
         else:
             own[pattern] = style
-    return {pattern: (own.get(pattern), owned[pattern]) for pattern in (*own, *(set(owned) - set(own)))}
+    return {pattern: (own.get(pattern), owned.get(pattern, Owned())) for pattern in dict.fromkeys((*own, *owned))}

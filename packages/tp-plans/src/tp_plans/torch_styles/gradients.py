@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -82,3 +83,25 @@ class _Plain(torch.autograd.Function):
         return DTensor.from_local(
             gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
         )
+
+
+def depending(output: Tensor, on: Iterable[object]) -> Tensor:
+    """The output as if computed from tensors that it does not depend on: their gradients are zeros, not absent."""
+    tensors = [value for value in on if isinstance(value, Tensor) and value.requires_grad]
+    if not tensors or not torch.is_grad_enabled():
+        return output
+    return cast(Tensor, _Depending.apply(output, *tensors))  # type: ignore[no-untyped-call]
+
+
+class _Depending(torch.autograd.Function):
+    """Identity in the output forward; zeros backward."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return None, *zeros
