@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -54,6 +55,10 @@ OTHERS = (
 )
 
 
+#: Rows that cannot be built, and why.
+UNBUILDABLE = {"gemma3n": "its vision tower needs timm, and gemma3n_text has all that is split"}
+
+
 @cache
 def entries() -> dict[str, Entry]:
     """Every row by its name."""
@@ -78,9 +83,12 @@ def planned_causal_models() -> list[Entry]:
 def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
     """The tiny jittered model of a row, without dropout, the same on every rank."""
     torch.manual_seed(seed)
-    model = STAND_INS[entry.name]() if entry.name in STAND_INS else _hugging_face_model(entry)
+    with _memory_filled():
+        model = STAND_INS[entry.name]() if entry.name in STAND_INS else _hugging_face_model(entry)
     model.to(dtype)
+    _initialize_the_rest(model)
     _restore_single_precision(model)
+    _fill_routing_tables(model)
     jitter(model)
     return model
 
@@ -111,9 +119,35 @@ def _fields(model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+@contextmanager
+def _memory_filled() -> Iterator[None]:
+    """Fill with NaN what would hold whatever was in memory, and so differ from rank to rank."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _initialize_the_rest(model: nn.Module) -> None:
+    """Some classes leave a parameter to its checkpoint."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.isfinite().all():
+                parameter.normal_(std=0.05)
+
+
 def _restore_single_precision(model: Any) -> None:
     """Some code keeps a part in float32 whatever the model is in, and casts its input to match."""
     names = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
     for path, parameter in model.named_parameters():
         if any(name in path for name in names):
             parameter.data = parameter.data.float()
+
+
+def _fill_routing_tables(model: nn.Module) -> None:
+    """A table from token to experts comes with a checkpoint, and would send every token to the first one."""
+    for module in model.modules():
+        if isinstance(table := getattr(module, "tid2eid", None), torch.Tensor):
+            scores = torch.rand(len(table), module.num_experts)  # a token's experts must differ
+            table.copy_(scores.topk(table.shape[1]).indices)

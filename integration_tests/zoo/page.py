@@ -1,0 +1,121 @@
+"""The results as JSON, the page that shows them, and what has got worse since they were last checked in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from zoo.table import UNBUILDABLE, Entry
+from zoo.verdict import Verdict
+
+#: One row: mode to what is kept of its verdict.
+Row = dict[str, dict[str, Any]]
+
+_MARKS = {"right": "✓", "wrong": "✗ wrong", "refused": "refused", "failed": "✗ fails", "hung": "✗ hangs"}
+#: What a row's notes say of parameters that stay whole: those above this share of the model.
+_NOTEWORTHY = 0.01
+
+
+def versions() -> dict[str, str]:
+    """The releases that a run was measured on."""
+    return {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
+
+
+def kept(verdict: Verdict) -> dict[str, Any]:
+    """What is kept of a verdict: nothing that differs from run to run."""
+    data: dict[str, Any] = {"status": verdict.status}
+    if verdict.note:
+        data["note"] = verdict.note
+    if verdict.share is not None:
+        data["share"] = round(verdict.share, 3)
+        data["whole"] = {pattern: round(share, 3) for pattern, share in verdict.whole.items() if share > _NOTEWORTHY}
+    return data
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The results in a file, or none."""
+    return json.loads(path.read_text()) if path.exists() else {"rows": {}}
+
+
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """Results to a file, all or nothing."""
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    unfinished.replace(path)
+
+
+def regressions(before: Mapping[str, Row], now: Mapping[str, Row]) -> list[str]:
+    """What was right before and is no longer."""
+    return [
+        f"{name}, {mode}: {now[name][mode]['status']}: {now[name][mode].get('note', '')}"
+        for name in before.keys() & now.keys()
+        for mode in before[name].keys() & now[name].keys()
+        if before[name][mode]["status"] == "right" != now[name][mode]["status"]
+    ]
+
+
+def markdown(results: Mapping[str, Any], entries: Mapping[str, Entry]) -> str:
+    """The page of a whole run."""
+    rows = {name: row for name, row in results["rows"].items() if name in entries}
+    return "\n".join([*_head(results, rows), *_table(rows, entries), "", *_unbuildable(entries)]) + "\n"
+
+
+def _head(results: Mapping[str, Any], rows: Mapping[str, Row]) -> Iterator[str]:
+    yield "# Coverage"
+    yield ""
+    releases = " and ".join(f"{name} {number}" for name, number in results["versions"].items())
+    yield (
+        f"Tiny models in float64 on {results['tp']} CPU ranks against one process, {releases}; written by "
+        "`nox -s coverage`. An architecture is right (✓) where the logits and every parameter's gradient agree on "
+        "every rank, for token ids alone, with position ids, and with padding left and right, and where the weights "
+        "gather to the ones that were split. The share is that of the parameter bytes that the loss reaches whose "
+        "storage is split over `tp`; notes name what stays whole above 1 %. Real models are wider, so that what "
+        "cannot be split weighs less."
+    )
+    yield ""
+    for mode in ("TP", "SP", "transformers"):
+        found = [row[mode] for row in rows.values() if mode in row]
+        if found:
+            right = [each for each in found if each["status"] == "right"]
+            mostly = sum(each["share"] >= 0.95 for each in right)
+            title = "transformers' own TP" if mode == "transformers" else mode
+            yield f"- {title}: {len(right)} of {len(found)} right, {mostly} of them with at least 95 % split"
+    yield ""
+
+
+def _table(rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[str]:
+    peers = any("transformers" in row for row in rows.values())
+    titles = ["row", "class", "TP", "SP", "split", *(["transformers' own", "split"] if peers else []), "notes"]
+    yield f"| {' | '.join(titles)} |"
+    yield f"|{'---|' * len(titles)}"
+    for name in sorted(rows):
+        row = rows[name]
+        own = [_mark(row, "TP"), _mark(row, "SP"), _share(row, "TP")]
+        theirs = [_mark(row, "transformers"), _share(row, "transformers")] if peers else []
+        yield f"| {' | '.join([name, entries[name].class_name, *own, *theirs, _notes(row)])} |"
+
+
+def _mark(row: Row, mode: str) -> str:
+    return _MARKS[row[mode]["status"]] if mode in row else ""
+
+
+def _share(row: Row, mode: str) -> str:
+    share = row.get(mode, {}).get("share")
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def _notes(row: Row) -> str:
+    notes = [f"{mode}: {row[mode]['note']}" for mode in ("TP", "SP") if row.get(mode, {}).get("note")]
+    if whole := row.get("TP", {}).get("whole"):
+        notes.append("whole: " + ", ".join(f"`{pattern}` {100 * share:.0f} %" for pattern, share in whole.items()))
+    text = re.sub(r"\s+", " ", "; ".join(notes)).replace("|", "\\|")
+    return text if len(text) <= 400 else f"{text[:400]}…"
+
+
+def _unbuildable(entries: Mapping[str, Entry]) -> Iterator[str]:
+    for name, reason in UNBUILDABLE.items():
+        yield f"Not measured: {name}, {reason}."
