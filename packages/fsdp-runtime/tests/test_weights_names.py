@@ -21,23 +21,6 @@ def _model(architecture: str = "LlamaForCausalLM", *, seed: int = 0, **options: 
     return tiny_model(architecture, dtype=torch.float32, seed=seed, **options)
 
 
-def _mixture(seed: int) -> nn.Module:
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=131,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    torch.manual_seed(seed)
-    return transformers.Qwen3MoeForCausalLM(config)
-
-
 def _assert_same_weights(one: nn.Module, other: nn.Module) -> None:
     wanted = other.state_dict()
     assert [name for name, tensor in one.state_dict().items() if not torch.equal(tensor, wanted[name])] == []
@@ -81,28 +64,6 @@ def test_an_untied_head_is_missed_in_a_tied_checkpoint(tmp_path: Path) -> None:
     _model(tied=True).save_pretrained(tmp_path)
     with pytest.raises(WeightsError, match=r"1 tensors:\n  lm_head\.weight: missing"):
         load_weights(_model(tied=False), tmp_path)
-
-
-def test_tensors_that_must_be_fused_are_named_with_a_way_round(tmp_path: Path) -> None:
-    reference, model = _mixture(0), _mixture(1)
-    reference.save_pretrained(tmp_path / "experts apart")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(WeightsError, match=r"24 of the checkpoint's tensors.*experts\.0\.down_proj.*and 16 more"):
-        load_weights(model, tmp_path / "experts apart")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-    reference.save_pretrained(tmp_path / "fused", save_original_format=False)  # as the message says
-    load_weights(model, tmp_path / "fused")
-    _assert_same_weights(model, reference)
-
-
-def test_tensors_that_would_be_cut_on_the_way_out_leave_under_the_models_names(tmp_path: Path) -> None:
-    model = _mixture(0)
-    for leave in (lambda: list(stream_weights(model)), lambda: save_weights(model, tmp_path / "cut")):
-        with pytest.raises(WeightsError, match=r"4 of the model's tensors.*experts\.gate_up_proj.*names='model'"):
-            leave()
-    save_weights(model, tmp_path / "own", names="model")
-    _assert_same_weights(transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "own"), model)
 
 
 def test_wrappers_do_not_show_in_names() -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime._torch_compat import persistent_buffers
@@ -29,10 +30,36 @@ def is_transformers_model(module: nn.Module) -> bool:
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
-def model_names(
-    model: Any, checkpoint_names: Iterable[str], known: set[str]
-) -> tuple[dict[str, tuple[str, bool]], list[Any]]:
-    """For every name in a checkpoint, the model's name, and whether its tensor must be fused or cut to fit.
+@dataclass(frozen=True)
+class Conversion:
+    """One use of a ``WeightConverter``: tensors that are fused, merged or cut into others.
+
+    Args:
+        sources: names of the tensors that go in, in transformers' order.
+        run: does it, given them by name; the results by their final names.
+    """
+
+    sources: tuple[str, ...]
+    run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Translation:
+    """How the tensors on one side become those of the other.
+
+    Args:
+        renamed: names on the other side, for tensors that stay as they are.
+        conversions: what becomes of the others.
+        rules: the rules that applied, for :func:`remember_rules`.
+    """
+
+    renamed: Mapping[str, str]
+    conversions: Sequence[Conversion]
+    rules: list[Any] = field(default_factory=list)
+
+
+def into_model(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> Translation:
+    """How a checkpoint's tensors become the model's.
 
     ``from_pretrained`` renames (and for some architectures merges) what it reads by a table that has no public
     reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.
@@ -41,24 +68,26 @@ def model_names(
         model: the model.
         checkpoint_names: names as the files have them.
         known: the model's own names.
-
-    Returns:
-        The names, and the rules that applied, for :func:`remember_rules`.
     """
     if not is_transformers_model(model):
-        return {name: (name, False) for name in checkpoint_names}, []
-    from transformers.core_model_loading import rename_source_key
+        return Translation({name: name for name in checkpoint_names}, ())
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     rules = _conversion_rules(model)
     renamings, converters = _by_kind(rules)
     own: dict[str, Any] = dict.fromkeys(known, True)
-    found: dict[str, tuple[str, bool]] = {}
-    for name in checkpoint_names:
-        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        if renamed not in known and name in known:  # a rule meant for another layout of the same architecture
-            renamed, pattern = name, None
-        found[name] = (renamed, pattern is not None)
-    return found, [rule for rule in rules if rule.was_used()]
+    renamed: dict[str, str] = {}
+    groups = _Groups(model, converters)
+    for name in sorted(checkpoint_names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if target not in known and name in known:  # a rule meant for another layout of the same architecture
+            target, pattern = name, None
+        if pattern is None or target not in known:
+            renamed[name] = target
+        else:
+            groups.add(target, pattern, name)
+    used = [rule for rule in rules if rule.was_used()]
+    return Translation(renamed, groups.conversions(lambda name: name), used)
 
 
 def remember_rules(model: Any, rules: list[Any]) -> None:
@@ -67,21 +96,56 @@ def remember_rules(model: Any, rules: list[Any]) -> None:
         model._weight_conversions = rules
 
 
-def checkpoint_names(model: Any, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
-    """For every name of the model, the name that ``save_pretrained`` writes, and whether it would be cut first."""
+def out_of_model(model: Any, names: Iterable[str]) -> Translation:
+    """How the model's tensors become those that ``save_pretrained`` writes."""
     if not is_transformers_model(model):
-        return {name: (name, False) for name in names}
-    from transformers.core_model_loading import PrefixChange, apply_converters, apply_renamings
+        return Translation({name: name for name in names}, ())
+    from transformers.core_model_loading import PrefixChange, apply_converters, apply_renamings, dot_natural_key
 
     rules = getattr(model, "_weight_conversions", None)
     if rules is None:  # as in save_pretrained of a model that was not loaded: nothing tells whether a prefix was there
         rules = [rule for rule in _conversion_rules(model, add_legacy=False) if not isinstance(rule, PrefixChange)]
     renamings, converters = _by_kind([rule.reverse_transform() for rule in reversed(rules)])
-    found: dict[str, tuple[str, bool]] = {}
-    for name in names:
-        converted, pattern = apply_converters(name, converters)
-        found[name] = (apply_renamings(converted, renamings), pattern is not None)
-    return found
+    renamed: dict[str, str] = {}
+    groups = _Groups(model, converters)
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = apply_converters(name, converters)
+        if pattern is None:
+            renamed[name] = apply_renamings(name, renamings)
+        else:
+            groups.add(target, pattern, name)
+    return Translation(renamed, groups.conversions(lambda name: str(apply_renamings(name, renamings))))
+
+
+class _Groups:
+    """Tensors collected by the first target of the converter that takes them, as transformers does."""
+
+    def __init__(self, model: Any, converters: list[Any]) -> None:
+        self._model = model
+        self._converters = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        self._groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+
+    def add(self, target: str, pattern: str, name: str) -> None:
+        """Give a tensor to the group of a target."""
+        _, members = self._groups.setdefault(target, (self._converters[pattern], []))
+        members.append((pattern, name))
+
+    def conversions(self, final_name: Callable[[str], str]) -> list[Conversion]:
+        """One conversion a group; ``final_name`` maps the names that converters give."""
+
+        def conversion(target: str, converter: Any, members: list[tuple[str, str]]) -> Conversion:
+            def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+                once = copy.deepcopy(converter)
+                for pattern, name in members:
+                    once.add_tensor(target, name, pattern, tensors[name])
+                made = once.convert(target, model=self._model, config=self._model.config)
+                return {
+                    final_name(name): value[0] if isinstance(value, list) else value for name, value in made.items()
+                }
+
+            return Conversion(tuple(name for _, name in members), run)
+
+        return [conversion(target, converter, members) for target, (converter, members) in self._groups.items()]
 
 
 def declared_aliases(model: Any) -> set[str]:

@@ -118,6 +118,7 @@ def _launch(pieces: list[_Piece], group: ProcessGroup) -> list[_Packed]:
         shapes.append((cut.chunk(size), *shard.shape[1:]))
         starts.append(total)
         total += -(-_count(shapes[-1]) * shard.itemsize // _ALIGNMENT) * _ALIGNMENT
+    total = max(total, _ALIGNMENT)  # a row without bytes could not be viewed as other dtypes
     if len(shards) == 1 and shards[0].is_contiguous() and shards[0].nbytes == total:
         own = shards[0].view(-1).view(torch.uint8)
     else:
@@ -125,12 +126,10 @@ def _launch(pieces: list[_Piece], group: ProcessGroup) -> list[_Packed]:
         for shard, start, shape in zip(shards, starts, shapes, strict=True):
             chunk = own[start : start + _count(shape) * shard.itemsize].view(shard.dtype).view(shape)
             chunk[: len(shard)].copy_(shard)
-    everyone = own.new_empty(dist.get_world_size(group) * total)
-    work = all_gather_flat(everyone, own, group)
+    everyone = own.new_empty(dist.get_world_size(group), total)
+    work = all_gather_flat(everyone.view(-1), own, group)
     return [
-        _Packed(
-            everyone.view(-1, total), work, start, shape, piece.tensor.dtype, piece.undo[-1][1].dim, piece.undo[-1][2]
-        )
+        _Packed(everyone, work, start, shape, piece.tensor.dtype, piece.undo[-1][1].dim, piece.undo[-1][2])
         for piece, start, shape in zip(pieces, starts, shapes, strict=True)
     ]
 

@@ -7,16 +7,17 @@ import os
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime import _transformers_compat as transformers_compat
+from fsdp_runtime._transformers_compat import Conversion
 from fsdp_runtime.errors import MismatchError
 from fsdp_runtime.weights.checkpoint import Checkpoint, StoredTensor
 from fsdp_runtime.weights.entries import Entry, entries
 from fsdp_runtime.weights.materialize import materialize
-from fsdp_runtime.weights.names import Sources, sources
-from fsdp_runtime.weights.pieces import fill, whole
+from fsdp_runtime.weights.names import Origin, Sources, sources
+from fsdp_runtime.weights.pieces import Read, fill, whole
 from fsdp_runtime.weights.ranks import all_or_none, ranks_of
 
 logger = logging.getLogger(__name__)
@@ -46,9 +47,10 @@ def load_weights(
 ) -> LoadReport:
     """Load a Hugging Face safetensors checkpoint into a model, in place.
 
-    Every rank opens the files itself and reads only what it holds.  A model on the meta device is materialised
-    first.  Values are converted to the dtype of the parameter.  Collective where the model is on a mesh, so that a
-    rank that cannot read ends all of them.
+    Every rank opens the files itself and reads only what it holds, also of tensors that the model has fused or merged
+    (experts, say); only where a conversion does more than to put boxes together does it read them whole.  A model
+    on the meta device is materialised first.  Values are converted to the dtype of the parameter.  Collective where
+    the model is on a mesh, so that a rank that cannot read ends all of them.
 
     Args:
         model: plain, split over ``tp``, sharded by FSDP2, or both; FSDP2's gathered parameters are dropped.
@@ -62,7 +64,7 @@ def load_weights(
     Raises:
         CheckpointError: a file is missing, truncated or corrupt.
         MismatchError: tensors are missing or of another shape, all listed.
-        ConversionError: tensors would have to be fused or cut to fit.
+        ConversionError: tensors that are to be fused, merged or cut to fit the model do not fit together.
         MetaBufferError: a buffer on the meta device that nothing computes.
         OtherRankError: another rank raised one of these.
 
@@ -80,9 +82,14 @@ def load_weights(
                 module.reshard()
         with all_or_none(ranks):
             loaded = entries(model)
+            converter = _Converter(checkpoint)
             for entry in loaded:
-                stored = chosen.by_model_name[_loaded_name(entry, chosen)]
-                fill(entry.tensor, [whole(stored, checkpoint.tensors[stored].shape)], checkpoint.read)
+                name = _loaded_name(entry, chosen)
+                origin = chosen.by_model_name[name]
+                if origin.pieces is not None:
+                    fill(entry.tensor, origin.pieces, checkpoint.read)
+                else:
+                    fill(entry.tensor, [whole(name, origin.shape)], converter.reader(origin))
     transformers_compat.remember_rules(model, chosen.rules)
     return LoadReport(len(loaded), checkpoint.bytes_read, tuple(chosen.unexpected))
 
@@ -90,7 +97,7 @@ def load_weights(
 def _chosen(model: nn.Module, checkpoint: Checkpoint, *, strict: bool, warn: bool) -> Sources:
     """Where every tensor of the model comes from, checked from headers alone."""
     found = entries(model)
-    chosen = sources(model, found, list(checkpoint.tensors))
+    chosen = sources(model, found, checkpoint.tensors)
     problems = [problem for entry in found if (problem := _problem(entry, chosen, checkpoint)) is not None]
     if problems:
         listed = "\n  ".join(problems)
@@ -114,18 +121,39 @@ def _problem(entry: Entry, chosen: Sources, checkpoint: Checkpoint) -> str | Non
     shape = tuple(entry.tensor.shape)
     if name is None:
         return f"{' = '.join(entry.names)}: missing; the model has shape {shape}"
-    stored_name = chosen.by_model_name[name]
-    stored = checkpoint.tensors[stored_name]
-    told = f"{name}" if stored_name == name else f"{name} (stored as {stored_name})"
-    if stored.shape != shape:
-        return f"{told}: shape {stored.shape} in {stored.file}, {shape} in the model"
-    if entry.tensor.is_floating_point() and _is_quantized(stored):
+    origin = chosen.by_model_name[name]
+    stored = [checkpoint.tensors[part] for part in origin.stored]
+    if origin.stored == (name,):
+        told = name
+    else:
+        told = f"{name} (stored as {', '.join(origin.stored[:2])}{', ...' * (len(origin.stored) > 2)})"
+    files = " and ".join(sorted({str(part.file) for part in stored}))
+    if origin.shape != shape:
+        return f"{told}: shape {origin.shape} in {files}, {shape} in the model"
+    if entry.tensor.is_floating_point() and (quantized := {part.dtype for part in stored if _is_quantized(part)}):
         return (
-            f"{told}: {stored.dtype} in {stored.file}, which takes scales to become {entry.tensor.dtype}: dequantize "
-            "the checkpoint first"
+            f"{told}: {', '.join(sorted(quantized))} in {files}, which takes scales to become {entry.tensor.dtype}: "
+            "dequantize the checkpoint first"
         )
     return None
 
 
 def _is_quantized(stored: StoredTensor) -> bool:
     return stored.dtype not in ("F64", "F32", "F16", "BF16")
+
+
+class _Converter:
+    """Reads what a conversion makes of whole tensors; keeps the last one's results, since neighbours share them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._last: Conversion | None = None
+        self._made: dict[str, Tensor] = {}
+
+    def reader(self, origin: Origin) -> Read:
+        """What reads boxes of the tensors that a conversion makes."""
+        if self._last is not origin.conversion and origin.conversion is not None:
+            self._made.clear()
+            stored = {name: self._checkpoint.read(name, ()) for name in origin.conversion.sources}
+            self._last, self._made = origin.conversion, origin.conversion.run(stored)
+        return lambda name, box: self._made[name][box]

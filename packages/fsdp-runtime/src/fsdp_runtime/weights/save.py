@@ -9,19 +9,21 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.weights.checkpoint import INDEX_FILE, SINGLE_FILE
 from fsdp_runtime.weights.disk import sync, write_synced
 from fsdp_runtime.weights.names import Names
+from fsdp_runtime.weights.outgoing import Outgoing, outgoing_units
 from fsdp_runtime.weights.ranks import Ranks, all_or_none, ranks_of, ranks_of_world
 from fsdp_runtime.weights.safetensors_file import Planned, SafetensorsFile
-from fsdp_runtime.weights.stream import Outgoing, buckets, gathered, outgoing
+from fsdp_runtime.weights.stream import buckets, gathered
 
 _WORK = ".saving-"
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
@@ -64,11 +66,12 @@ def save_weights(
         ranks = ranks_of_world()
     target = Path(directory)
     with all_or_none(ranks):
-        items = outgoing(model, dtype=dtype, names=names)
+        units = outgoing_units(model, dtype=dtype, names=names)
+        items = [item for unit in units for item in unit.outgoing]
         saved_dtype = next((item.dtype for item in items if item.dtype.is_floating_point), torch.get_default_dtype())
         shards = list(buckets(items, max_shard_bytes))
     with _work_directory(target, ranks) as work:
-        _write_shards(shards, work, ranks, bucket_bytes=bucket_bytes, dtype=dtype)
+        _write_shards(shards, gathered(units, bucket_bytes, dtype=dtype), work, ranks)
         with all_or_none(ranks):
             if work is not None:
                 if transformers_compat.is_transformers_model(model):
@@ -94,20 +97,20 @@ def _work_directory(target: Path, ranks: Ranks) -> Iterator[Path | None]:
 
 @torch.no_grad()
 def _write_shards(
-    shards: list[list[Outgoing]], work: Path | None, ranks: Ranks, *, bucket_bytes: int, dtype: torch.dtype | None
+    shards: list[list[Outgoing]], stream: Iterator[tuple[Outgoing, Tensor]], work: Path | None, ranks: Ranks
 ) -> None:
     """Every rank gathers, the first one writes; a failure to write is known to all at the file's end at the latest."""
     for number, items in enumerate(shards, start=1):
         path = work / _shard_name(number, len(shards)) if work is not None else None
         with all_or_none(ranks):
-            stream = gathered(items, bucket_bytes, dtype=dtype)
+            own = islice(stream, len(items))
             try:
                 if path is not None:
                     with SafetensorsFile(path, [Planned(i.name, i.shape, i.dtype, i.nbytes) for i in items]) as file:
-                        for item, tensor in stream:
+                        for item, tensor in own:
                             file.write(item.name, tensor)
             finally:
-                for _ in stream:  # the other ranks' part; and the first one's after a failure, so that none is stranded
+                for _ in own:  # the other ranks' part; and the first one's after a failure, so that none is stranded
                     pass
 
 

@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.weights.entries import entries
 from fsdp_runtime.weights.gather import full_tensors
-from fsdp_runtime.weights.names import Names, outgoing_names
+from fsdp_runtime.weights.names import Names
+from fsdp_runtime.weights.outgoing import Outgoing, Unit, outgoing_units
 
-
-@dataclass(frozen=True)
-class Outgoing:
-    """A tensor on its way out: its name there, the model's tensor, and the dtype that it leaves in."""
-
-    name: str
-    tensor: Tensor
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The full tensor's shape."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the full tensor."""
-        return self.tensor.numel() * self.dtype.itemsize
-
-
-def outgoing(model: nn.Module, *, dtype: torch.dtype | None, names: Names) -> list[Outgoing]:
-    """What a model's checkpoint holds, in model order; the same on every rank.
-
-    Raises:
-        ConversionError: see :func:`stream_weights`.
-        OptionError: ``dtype`` is not a floating-point dtype.
-    """
-    if dtype is not None and not dtype.is_floating_point:
-        raise OptionError(f"dtype={dtype}: weights leave in a floating-point dtype, as torch.bfloat16")
-    found = entries(model)
-    return [
-        Outgoing(name, entry.tensor, dtype if dtype and entry.tensor.is_floating_point() else entry.tensor.dtype)
-        for entry, name in zip(found, outgoing_names(model, found, names), strict=True)
-        if name is not None
-    ]
+_T = TypeVar("_T", Unit, Outgoing)
 
 
 @torch.no_grad()
@@ -73,30 +39,31 @@ def stream_weights(
 
     Yields:
         Name and tensor, on the device that the model computes on.  A tensor that no axis cuts is the model's own
-        storage, so do not write to it; to bound memory, drop each tensor before asking for the next.
+        storage, and several that the checkpoint keeps apart may share theirs, so do not write to them; to bound
+        memory, drop each tensor before asking for the next.
 
     Raises:
-        ConversionError: the checkpoint's form has tensors cut otherwise than the model's; ``names="model"`` works.
+        ConversionError: the model's tensors are not those that its class says; ``names="model"`` works.
     """
     if bucket_bytes < 1:
         raise OptionError(f"bucket_bytes={bucket_bytes}: give a positive number of bytes")
-    for item, tensor in gathered(outgoing(model, dtype=dtype, names=names), bucket_bytes, dtype=dtype):
+    for item, tensor in gathered(outgoing_units(model, dtype=dtype, names=names), bucket_bytes, dtype=dtype):
         yield item.name, tensor
 
 
 def gathered(
-    items: list[Outgoing], bucket_bytes: int, *, dtype: torch.dtype | None
+    units: Sequence[Unit], bucket_bytes: int, *, dtype: torch.dtype | None
 ) -> Iterator[tuple[Outgoing, Tensor]]:
-    """Every item with its full tensor, gathered a bucket at a time; collective."""
-    for bucket in buckets(items, bucket_bytes):
-        tensors = full_tensors([item.tensor for item in bucket], dtype=dtype)
-        for item in bucket:
-            yield item, next(tensors)
+    """Everything that leaves, with its full tensor, gathered a bucket at a time; collective."""
+    for bucket in buckets(units, bucket_bytes):
+        tensors = full_tensors([tensor for unit in bucket for tensor in unit.sources.values()], dtype=dtype)
+        for unit in bucket:
+            yield from unit.leave({name: next(tensors) for name in unit.sources})
 
 
-def buckets(items: list[Outgoing], limit: int) -> Iterator[list[Outgoing]]:
-    """Runs of items whose full tensors take up to ``limit`` bytes, or one item that is larger."""
-    bucket: list[Outgoing] = []
+def buckets(items: Sequence[_T], limit: int) -> Iterator[list[_T]]:
+    """Runs of items that take up to ``limit`` bytes, or one item that is larger."""
+    bucket: list[_T] = []
     size = 0
     for item in items:
         if bucket and size + item.nbytes > limit:
