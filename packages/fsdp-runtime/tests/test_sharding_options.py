@@ -124,12 +124,13 @@ def _master_weights() -> dict[str, Any]:
     mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
     model = tiny_model("LlamaForCausalLM", dtype=torch.bfloat16, tied=True)
     model.model.layers[0].mlp.requires_grad_(False)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
     options = ShardingOptions(mixed_precision=policy, master_dtype=torch.float32)
     parallelize(model, mesh, sharding=options)
     computed: list[torch.dtype] = []
-    model.model.layers[1].mlp.register_forward_hook(lambda _, inputs, output: computed.append(output.dtype))
-    model(**tiny_inputs(model, batch=2, length=5), use_cache=False).logits.float().sum().backward()
+    model.model.layers[1].mlp.register_forward_hook(lambda _module, _inputs, output: computed.append(output.dtype))
+    logits = model(**tiny_inputs(model, batch=2, length=5), use_cache=False).logits
+    logits.sum().backward()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     before = [p.to_local().clone() for p in model.parameters()]
     optimizer.step()
@@ -139,6 +140,7 @@ def _master_weights() -> dict[str, Any]:
         "frozen": {str(p.dtype) for p in model.parameters() if not p.requires_grad},
         "gradients": {str(p.grad.dtype) for p in trained},
         "computes": {str(dtype) for dtype in computed},
+        "outputs": str(logits.dtype),
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
         "steps of one millionth arrive": any(
             not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True)
@@ -152,6 +154,7 @@ def test_master_weights_and_reductions_are_float32_under_bfloat16_compute(two_ra
         "frozen": {"torch.bfloat16"},
         "gradients": {"torch.float32"},
         "computes": {"torch.bfloat16"},
+        "outputs": "torch.float32",
         "tied": True,
         "steps of one millionth arrive": True,
     }

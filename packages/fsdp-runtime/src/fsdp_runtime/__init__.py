@@ -9,6 +9,7 @@ from fsdp_runtime.compiling import compile_blocks
 from fsdp_runtime.context_attention import ContextAttention
 from fsdp_runtime.context_parallel import apply_context_parallel
 from fsdp_runtime.errors import (
+    BackendError,
     CheckpointError,
     ConversionError,
     FsdpRuntimeError,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Anatomy",
+    "BackendError",
     "CheckpointError",
     "ContextAttention",
     "ConversionError",

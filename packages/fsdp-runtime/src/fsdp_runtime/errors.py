@@ -27,6 +27,10 @@ class ReplicaError(FsdpRuntimeError, RuntimeError):
     """Copies of a tensor on several ranks are no longer equal."""
 
 
+class BackendError(FsdpRuntimeError, RuntimeError):
+    """Something that an option needs, a package or a kind of device, is not there."""
+
+
 class OffloadError(FsdpRuntimeError, RuntimeError):
     """Memory cannot be freed, or was not."""
 

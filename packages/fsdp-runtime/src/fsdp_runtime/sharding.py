@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -36,8 +36,8 @@ class ShardingOptions:
     """How parameters are sharded over the data-parallel ranks.
 
     Args:
-        mixed_precision: dtypes of gathered parameters, reduced gradients and outputs; ``None`` leaves every dtype
-            as it is.
+        mixed_precision: dtypes of gathered parameters, reduced gradients and the model's outputs; ``None`` leaves
+            every dtype as it is.
         master_dtype: what trainable parameters are converted to before they are sharded, and so what gradients and
             the optimizer work in: ``torch.float32`` under a ``mixed_precision`` that computes in less.
         cpu_offload: keep shards, gradients and optimizer state on the CPU between uses.
@@ -126,11 +126,13 @@ def shard_over_data_parallel(
         CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
     )
 
+    inner = replace(precision, output_dtype=None)  # what blocks hand each other stays in the dtype to compute in
+
     def shard(module: nn.Module, *, reshard: bool) -> None:
         fully_shard(
             module,
             mesh=mesh,
-            mp_policy=precision,
+            mp_policy=precision if module is model else inner,
             offload_policy=offload,
             reshard_after_forward=reshard,
             ignored_params=whole,

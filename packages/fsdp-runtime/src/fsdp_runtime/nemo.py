@@ -1,0 +1,322 @@
+"""The functions of NeMo RL's and NeMo Automodel's parallelizers, by their names and signatures.
+
+A user changes one import line.  They are adapters over this package, whose functions say more and do more; where the
+originals assert, these raise errors that name the fix.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.optim import Optimizer
+
+from fsdp_runtime._torch_compat import flatten_axes, join_axes
+from fsdp_runtime.anatomy import anatomy_of
+from fsdp_runtime.checkpointing import checkpoint_activations
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.megatron import shard_with_megatron
+from fsdp_runtime.mesh import FLATTENED, submesh
+from fsdp_runtime.sharding import ShardingOptions, shard_over_data_parallel
+from fsdp_runtime.tensor_parallel import apply_plan
+from fsdp_runtime.unshard import unsharded
+from tp_plans import Plan, from_hugging_face, resolve_plan
+
+TorchPlan = dict[str, ParallelStyle]
+
+
+def fsdp2_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool = False,
+    tp_shard_plan: Mapping[str, Any] | str | None = None,
+    dp_replicate_mesh_name: str = "dp_replicate",
+    dp_shard_cp_mesh_name: str = "dp_shard_cp",
+    tp_mesh_name: str = "tp",
+) -> nn.Module:
+    """Split over tensor-parallel ranks, recompute feed-forward parts, and shard with FSDP2, in place.
+
+    Args:
+        model: the model.
+        device_mesh: a mesh with the axes named below, flattened ones included.
+        mp_policy: FSDP2's dtypes, ``None`` for none.
+        offload_policy: a ``CPUOffloadPolicy`` to keep shards on the CPU.
+        sequence_parallel: keep activations between blocks cut on the sequence.
+        activation_checkpointing: recompute the feed-forward part of every block in backward.
+        tp_shard_plan: styles of torch or of ``tp_plans`` by module path, or a dotted path to such a dict or to a
+            function that returns one; by default the architecture's plan.
+        dp_replicate_mesh_name: the axis of replicas.
+        dp_shard_cp_mesh_name: the axis that parameters are sharded over.
+        tp_mesh_name: the axis that layers are split over.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError, OptionError, MeshError: as the steps of ``fsdp_runtime.parallelize``.
+        tp_plans.TpPlansError: no plan is known, or it does not fit.
+    """
+    shards = _axis(device_mesh, dp_shard_cp_mesh_name)
+    names = device_mesh.mesh_dim_names or ()
+    replicas = device_mesh[dp_replicate_mesh_name] if dp_replicate_mesh_name in names else None
+    data_parallel = join_axes(replicas, shards) if replicas is not None and replicas.size() > 1 else shards
+    options = ShardingOptions(mixed_precision=mp_policy, cpu_offload=isinstance(offload_policy, CPUOffloadPolicy))
+    tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
+    anatomy = anatomy_of(model)
+    _split(model, tp_mesh, sequence_parallel, tp_shard_plan)
+    checkpoint_activations(model, anatomy, "mlp" if activation_checkpointing else "none")
+    return shard_over_data_parallel(model, data_parallel, anatomy, options)
+
+
+def _parallelize_model(
+    model: nn.Module,
+    dp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool = False,
+    cpu_offload: bool = False,
+    custom_parallel_plan: Mapping[str, Any] | str | None = None,
+) -> nn.Module:
+    """NeMo RL's one function: as :func:`fsdp2_strategy_parallelize`, with its mixed precision.
+
+    Args:
+        model: the model.
+        dp_mesh: the mesh to shard over.
+        tp_mesh: the mesh to split layers over.
+        param_dtype: what to compute in; gradients are reduced and outputs given in float32.
+        sequence_parallel: keep activations between blocks cut on the sequence.
+        activation_checkpointing: recompute the feed-forward part of every block in backward.
+        cpu_offload: keep shards on the CPU.
+        custom_parallel_plan: as ``tp_shard_plan`` there.
+
+    Returns:
+        The same model.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    anatomy = anatomy_of(model)
+    _split(model, tp_mesh, sequence_parallel, custom_parallel_plan)
+    checkpoint_activations(model, anatomy, "mlp" if activation_checkpointing else "none")
+    options = ShardingOptions(mixed_precision=policy, cpu_offload=cpu_offload)
+    return shard_over_data_parallel(model, dp_mesh, anatomy, options)
+
+
+def nvfsdp_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    optimizer: Optimizer | None = None,
+    nvfsdp_unit_modules: list[str] | None = None,
+    tp_shard_plan: Mapping[str, Any] | str | None = None,
+    data_parallel_sharding_strategy: str = "optim_grads_params",
+    init_nvfsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = False,
+    preserve_fp32_weights: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    check_for_nan_in_grad: bool = True,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    dp_mesh_name: str = "dp",
+    cp_mesh_name: str = "cp",
+    tp_mesh_name: str = "tp",
+) -> tuple[nn.Module, Optimizer | None]:
+    """Split over tensor-parallel ranks and shard with Megatron-FSDP, as nvFSDP is called now.
+
+    Arguments keep nvFSDP's names; ``preserve_fp32_weights`` and ``grad_reduce_in_fp32`` became dtypes of a policy, and
+    ``check_for_nan_in_grad`` is ``report_nan_in_param_grad``.  Where one rank holds all shards nothing is wrapped.
+
+    Returns:
+        The wrapped model and the optimizer.
+
+    Raises:
+        BackendError: the extra ``megatron-fsdp`` is not installed, or there is no CUDA device.
+        ModelError, OptionError: as ``fsdp_runtime.megatron.shard_with_megatron``.
+    """
+    names = device_mesh.mesh_dim_names or ()
+    shard_dim, shards = dp_mesh_name, _axis(device_mesh, dp_mesh_name)
+    if cp_mesh_name in names and device_mesh[cp_mesh_name].size() > 1:  # its ranks hold shards too
+        shard_dim = "dp_cp"
+        shards = flatten_axes(device_mesh, (dp_mesh_name, cp_mesh_name), shard_dim)
+    tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
+    anatomy = anatomy_of(model)
+    _split(model, tp_mesh, False, tp_shard_plan)
+    if shards.size() == 1:
+        return model, optimizer
+    return shard_with_megatron(
+        model,
+        device_mesh,
+        anatomy,
+        dp_shard_dim=shard_dim,
+        tp_dim=tp_mesh_name if tp_mesh is not None else None,
+        unit_modules=nvfsdp_unit_modules,
+        optimizer=optimizer,
+        main_params_dtype=torch.float32 if preserve_fp32_weights else None,
+        main_grads_dtype=torch.float32 if grad_reduce_in_fp32 else None,
+        options={
+            "zero_dp_strategy": data_parallel_sharding_strategy,
+            "init_model_with_meta_device": init_nvfsdp_with_meta_device,
+            "overlap_grad_reduce": overlap_grad_reduce,
+            "overlap_param_gather": overlap_param_gather,
+            "report_nan_in_param_grad": check_for_nan_in_grad,
+            "average_in_collective": average_in_collective,
+            "disable_bucketing": disable_bucketing,
+            "calculate_per_token_loss": calculate_per_token_loss,
+            "keep_fp8_transpose_cache": keep_fp8_transpose_cache_when_using_custom_fsdp,
+            "nccl_ub": nccl_ub,
+            "fsdp_double_buffer": fsdp_double_buffer,
+        },
+    )
+
+
+def apply_fsdp2_sharding_recursively(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None = None,
+) -> None:
+    """Wrap the members of every module list below a module with FSDP2; the last of each list stays gathered.
+
+    Lists in lists are gone into; the module itself is left to the caller.
+
+    Args:
+        module: where to begin.
+        mesh: the mesh to shard over.
+        mp_policy: FSDP2's dtypes.
+        offload_policy: where shards are kept.
+    """
+    if not isinstance(module, nn.ModuleList):
+        for child in module.children():
+            apply_fsdp2_sharding_recursively(child, mesh, mp_policy, offload_policy)
+        return
+    for index, child in enumerate(module):
+        if isinstance(child, nn.ModuleList):
+            apply_fsdp2_sharding_recursively(child, mesh, mp_policy, offload_policy)
+        else:
+            fully_shard(
+                child,
+                mesh=mesh,
+                mp_policy=mp_policy or MixedPrecisionPolicy(),
+                offload_policy=offload_policy or OffloadPolicy(),
+                reshard_after_forward=index < len(module) - 1,
+            )
+
+
+def get_hf_tp_shard_plan(model: nn.Module) -> TorchPlan:
+    """The plan that transformers ships for a model, as styles of torch.
+
+    Raises:
+        tp_plans.PlanError: it ships none.
+    """
+    return dict(from_hugging_face(model).to_torch())
+
+
+def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
+    """The style that a word of transformers' plans means.
+
+    Raises:
+        tp_plans.UnknownStyleError: the word is in no table.
+    """
+    return resolve_plan({"module": style}, None).to_torch()["module"]
+
+
+def import_class_from_path(name: str) -> Any:
+    """What a dotted path names, as ``"torch.optim.AdamW"``.
+
+    Raises:
+        OptionError: the module cannot be imported, or has nothing of that name.
+    """
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise OptionError(f"{name!r} cannot be imported: {error}") from error
+
+
+def import_classes_from_paths(class_paths: list[str]) -> list[Any]:
+    """What several dotted paths name.
+
+    Raises:
+        OptionError: as :func:`import_class_from_path`.
+    """
+    return [import_class_from_path(path) for path in class_paths]
+
+
+def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Raise unless the heads of every block divide over a mesh.
+
+    Raises:
+        ModelError: some do not; the message has the sizes that would do.
+    """
+    tp = tp_mesh.size()
+    for path, heads in anatomy_of(model).heads.items():
+        if heads.query % tp or heads.key_value % tp:
+            legal = [n for n in range(1, heads.key_value + 1) if not (heads.key_value % n or heads.query % n)]
+            raise ModelError(
+                f"{path} has {heads.query} query and {heads.key_value} key/value heads, which tp={tp} does not divide: "
+                f"use a tp out of {', '.join(map(str, legal))}"
+            )
+
+
+def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the language model, which activation checkpointing is for."""
+    anatomy = anatomy_of(model)
+    return [anatomy.blocks[path] for path in anatomy.decoder]
+
+
+def _get_parallel_plan(
+    model: nn.Module, sequence_parallel: bool = False, tp_shard_plan: Mapping[str, Any] | str | None = None
+) -> TorchPlan:
+    """The plan for a model: the one given, else the architecture's, as styles of torch.
+
+    Raises:
+        tp_plans.TpPlansError: no plan is known, or the one given cannot be used.
+    """
+    plan = _plan(model, sequence_parallel, tp_shard_plan)
+    return dict(plan.to_torch()) if isinstance(plan, Plan) else plan
+
+
+@contextmanager
+def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
+    """Hold the gathered parameters of a model inside the ``with``."""
+    with unsharded(model):
+        yield
+
+
+def _plan(model: nn.Module, sequence_parallel: bool, given: Mapping[str, Any] | str | None) -> Plan | TorchPlan:
+    if isinstance(given, str):
+        given = import_class_from_path(given)
+        given = given() if callable(given) else given
+    if isinstance(given, Mapping) and given and all(isinstance(style, ParallelStyle) for style in given.values()):
+        return dict(given)
+    return resolve_plan("auto" if given is None else given, model, sequence_parallel=sequence_parallel)
+
+
+def _axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """One axis, also one that someone else flattened under a name of their own."""
+    return submesh(mesh, name) if name in (*(mesh.mesh_dim_names or ()), *FLATTENED) else mesh[name]
+
+
+def _split(
+    model: nn.Module, tp_mesh: DeviceMesh | None, sequence_parallel: bool, given: Mapping[str, Any] | str | None
+) -> None:
+    if tp_mesh is None or tp_mesh.size() == 1:
+        return
+    plan = _plan(model, sequence_parallel, given)
+    if isinstance(plan, Plan):
+        apply_plan(model, plan, tp_mesh)
+    else:  # styles of torch, which nothing can check
+        parallelize_module(model, tp_mesh, plan)
