@@ -33,6 +33,7 @@ from fsdp_runtime.report import ParallelReport, parallel_report
 from fsdp_runtime.sequence_layout import SequenceLayout, sequence_layout
 from fsdp_runtime.sharding import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
 from fsdp_runtime.tensor_parallel import apply_plan
+from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.unshard import unsharded
 from fsdp_runtime.weights import LoadReport, load_weights, materialize, meta_device, save_weights, stream_weights
 
@@ -63,6 +64,7 @@ __all__ = [
     "Selective",
     "SequenceLayout",
     "ShardingOptions",
+    "TrainingState",
     "WeightsError",
     "adopt_mesh",
     "anatomy_of",
@@ -73,6 +75,7 @@ __all__ = [
     "compile_blocks",
     "data_parallel_mesh",
     "launch_from_environment",
+    "load_training_state",
     "load_weights",
     "materialize",
     "meta_device",
@@ -81,6 +84,7 @@ __all__ = [
     "onload",
     "parallel_report",
     "parallelize",
+    "save_training_state",
     "save_weights",
     "sequence_layout",
     "shard_over_data_parallel",
