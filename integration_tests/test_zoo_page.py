@@ -1,0 +1,115 @@
+"""What is written of a run of all architectures, and what counts as worse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.ranks import RankError, RankPool, RanksFailed
+from zoo import page
+from zoo.measure import RankResult
+from zoo.table import Entry
+from zoo.verdict import Verdict, judged, verdict
+
+RIGHT, REFUSED = {"status": "right", "share": 0.99, "whole": {}}, {"status": "refused", "note": "no heads | no split"}
+ENTRIES = {name: Entry(name, name, f"{name.title()}ForCausalLM") for name in ("llama", "phi")}
+RESULTS = {
+    "tp": 2,
+    "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
+    "rows": {"phi": {"TP": RIGHT, "SP": REFUSED}, "llama": {"TP": RIGHT, "SP": RIGHT}},
+}
+
+
+def found(**changes: Any) -> RankResult:
+    base = {"output_errors": {"ids": 0.0}, "gradient_errors": {"w": 0.0}, "problems": [], "reached": 200, "whole": {}}
+    return RankResult(**{**base, **changes})
+
+
+class FailingPool(RankPool):
+    """A pool whose ranks failed as told."""
+
+    def __init__(self, errors: dict[int, RankError]) -> None:
+        super().__init__(2)
+        self.errors = errors
+
+    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+        raise RanksFailed(self.errors)
+
+
+def failure(*errors: tuple[str, str]) -> Verdict:
+    pool = FailingPool({rank: RankError(name, message, "") for rank, (name, message) in enumerate(errors)})
+    return verdict(pool, "llama", "TP", kinds=("ids",), timeout=1)
+
+
+def test_agreement_on_every_rank_is_right() -> None:
+    assert judged([found(), found()]).status == "right"
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ({"output_errors": {"ids": 1e-4}}, "rank 1: output off by 1.0e-04 (ids)"),
+        ({"output_errors": {"ids": float("nan")}}, "rank 1: output off by nan (ids)"),
+        ({"gradient_errors": {"w": 1e-3}}, "rank 1: gradient of w off by 1.0e-03"),
+        ({"gradient_errors": {"w": float("inf")}}, "rank 1: gradient of w off by inf"),
+        ({"problems": ["ties: broken"]}, "ties: broken"),
+    ],
+)
+def test_a_fault_on_one_rank_is_wrong_and_named(fault: dict[str, Any], told: str) -> None:
+    verdict_ = judged([found(), found(**fault)])
+    assert (verdict_.status, verdict_.note) == ("wrong", told)
+
+
+def test_the_share_is_what_no_rank_holds_whole() -> None:
+    verdict_ = judged([found(whole={"norm": 10, "head": 40})] * 2)
+    assert verdict_.share == pytest.approx(0.75)
+    assert list(verdict_.whole) == ["head", "norm"]
+
+
+def test_a_failure_is_told_by_the_rank_that_caused_it() -> None:
+    caused = ("TypeError", "no such thing")
+    assert failure(("RuntimeError", "gloo: connection reset"), caused).note.startswith("TypeError: no such thing")
+    assert failure(("Stranded", "no answer"), caused).status == "failed"
+
+
+def test_a_refusal_and_a_hang_are_told_apart() -> None:
+    assert failure(("Refused", "heads"), ("Refused", "heads")) == Verdict(
+        "refused", "heads", seconds=pytest.approx(0, abs=1)
+    )
+    assert failure(("Stranded", "no answer"), ("Stranded", "no answer")).status == "hung"
+
+
+def test_only_what_was_right_can_get_worse() -> None:
+    before = {"a": {"TP": RIGHT, "SP": REFUSED}, "b": {"TP": RIGHT}, "gone": {"TP": RIGHT}}
+    now = {"a": {"TP": RIGHT, "SP": REFUSED}, "b": {"TP": REFUSED}, "new": {"TP": REFUSED}}
+    assert page.regressions(before, now) == ["b, TP: refused: no heads | no split"]
+
+
+def test_results_are_read_back_as_written(tmp_path: Path) -> None:
+    page.write(tmp_path / "coverage.json", RESULTS)
+    assert page.read(tmp_path / "coverage.json") == RESULTS
+    assert page.read(tmp_path / "nothing.json") == {"rows": {}}
+
+
+def test_nothing_is_kept_that_differs_from_run_to_run() -> None:
+    slow, fast = (Verdict("right", "", 0.9876, {"norm": 0.0124, "scale": 0.001}, seconds) for seconds in (90.0, 1.0))
+    assert page.kept(slow) == page.kept(fast) == {"status": "right", "share": 0.988, "whole": {"norm": 0.012}}
+    assert json.dumps(page.kept(slow))
+
+
+def test_the_page_counts_and_lists_every_row() -> None:
+    text = page.markdown(RESULTS, ENTRIES)
+    assert "torch 2.13.0 and transformers 5.23.0" in text
+    assert "- SP: 1 of 2 right, 1 of them with at least 95 % split" in text
+    assert "| llama | LlamaForCausalLM | ✓ | ✓ | 99.0 % |  |" in text
+    assert "| phi | PhiForCausalLM | ✓ | refused | 99.0 % | SP: no heads \\| no split |" in text
+
+
+def test_the_page_shows_transformers_own_where_it_was_run() -> None:
+    rows = {"llama": {"TP": RIGHT, "transformers": {**RIGHT, "share": 0.5}}}
+    assert "| llama | LlamaForCausalLM | ✓ |  | 99.0 % | ✓ | 50.0 % |  |" in page.markdown(
+        {**RESULTS, "rows": rows}, ENTRIES
+    )
