@@ -83,6 +83,14 @@ def integration(session: nox.Session) -> None:
     session.run("pytest", "integration_tests", *session.posargs)
 
 
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Measure every architecture with TP and SP on two ranks, and write docs/coverage.md (`-- --help` for more)."""
+    install_editable(session, "test")
+    environment = {"PYTHONPATH": "integration_tests", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    session.run("python", "-m", "zoo.run", *session.posargs, env=environment)
+
+
 @nox.session(requires=["dist"], reuse_venv=False)
 def plans_alone(session: nox.Session) -> None:
     """Run tp-plans' pure tests from its wheel, in an environment without torch and transformers."""
