@@ -48,14 +48,9 @@ def _automatic(model: Any, *, sequence_parallel: bool) -> Plan:
         plan = plan_for(model, sequence_parallel=sequence_parallel)
     except UnknownArchitectureError as unknown:
         try:
-            plan = from_hugging_face(model)
+            plan = from_hugging_face(model, sequence_parallel=sequence_parallel)
         except TpPlansError as error:
             raise UnknownArchitectureError(f"{unknown} Its Hugging Face plan does not serve either: {error}") from error
-        if sequence_parallel:
-            raise UnknownArchitectureError(
-                f"{unknown} transformers ships a plan for it, but without sequence parallelism: "
-                "pass sequence_parallel=False, or a plan of your own."
-            ) from None
         logger.warning("no plan of our own for %s: using the one that transformers ships", type(model).__name__)
     logger.info("tensor-parallel plan: %r", plan)
     return plan

@@ -51,6 +51,10 @@ class Tree:
         rule = self.rule(path)
         return None if rule is None else self.plan[rule]
 
+    def paths(self) -> Iterable[str]:
+        """Every module and parameter."""
+        return (path for places in self.places.values() for path in places)
+
     def is_gathered(self, parameter: str) -> bool:
         """Whether a module above stores a parameter split and gathers it."""
         return any(
@@ -86,6 +90,11 @@ class Tree:
     def split_children(self, path: str) -> list[str]:
         """The children whose output is this rank's part only."""
         return [name for name in self.children[path] if is_split(self.style(f"{path}.{name}"))]
+
+
+def join(path: str, name: str) -> str:
+    """The path of a child."""
+    return f"{path}.{name}" if path else name
 
 
 def is_split(style: Style | None) -> TypeGuard[ColwiseParallel]:

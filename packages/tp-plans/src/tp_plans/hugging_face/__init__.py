@@ -12,6 +12,7 @@ from tp_plans.hugging_face.shipped import path_of, shipped_words
 from tp_plans.hugging_face.words import IDLE_WORDS, STYLE_WORDS, parameter_style_from_word, style_from_word
 from tp_plans.matches import Matches
 from tp_plans.plan import Plan
+from tp_plans.sequence_parallel import with_sequence_parallelism
 from tp_plans.styles import ColwiseParallel, ExpertsParallel, RowwiseParallel, Style, VocabParallelEmbedding
 
 __all__ = ["IDLE_WORDS", "STYLE_WORDS", "from_hugging_face", "parameter_style_from_word", "style_from_word"]
@@ -20,7 +21,7 @@ __all__ = ["IDLE_WORDS", "STYLE_WORDS", "from_hugging_face", "parameter_style_fr
 _HEAD_WORDS = {"colwise", "colwise_rep", "colwise_gather_output"}
 
 
-def from_hugging_face(model: Any) -> Plan:
+def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
     """The tensor-parallel plan that transformers ships for a model, merged from all its levels, translated, completed.
 
     Beyond translation, the head keeps its logits sharded on the vocabulary, attention is split in whole heads, and
@@ -29,6 +30,7 @@ def from_hugging_face(model: Any) -> Plan:
 
     Args:
         model: a ``transformers`` model; the meta device is enough.
+        sequence_parallel: give the plan's sequence-parallel form (``tp_plans.sequence_parallel``).
 
     Raises:
         PlanError: the model ships no plan, or is no model.
@@ -55,7 +57,12 @@ def from_hugging_face(model: Any) -> Plan:
     if embedding is not None and embedding not in rules and _may_split(modules, embedding, head, rules):
         rules[embedding] = VocabParallelEmbedding()
     root = "" if embedding is None else embedding.rpartition(".")[0]
-    return completed(corrected(Plan(rules, name=f"hf:{name}"), modules), modules, root=root)
+    plan = completed(corrected(Plan(rules, name=f"hf:{name}"), modules), modules, root=root)
+    if not sequence_parallel:
+        return plan
+    if embedding is None:
+        raise PlanError(f"{name} does not tell its token embedding: sequence parallelism cannot be derived for it")
+    return with_sequence_parallelism(plan, modules, embedding=embedding)
 
 
 def _translated(words: Mapping[str, str], matches: Matches) -> Iterator[tuple[str, Style]]:

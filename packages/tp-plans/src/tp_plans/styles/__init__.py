@@ -67,7 +67,9 @@ _TUPLE_FIELDS = ("pieces", "counts", "names")
 def parameter_layout(style: Style | None, ndim: int) -> Layout | None:
     """How a style lays its module's parameter of ``ndim`` dims over the axis; ``None`` where it leaves it alone."""
     match style:
-        case None | PrepareInput() | ParallelAttention() | WholeSequence():
+        case WholeSequence(around=around):
+            return parameter_layout(around, ndim)
+        case None | PrepareInput() | ParallelAttention():
             return None
         case GatheredParameters() | SumOutput() | DividedInput():
             return None
@@ -94,6 +96,8 @@ def style_to_dict(style: Style) -> dict[str, Any]:
 def _plain(value: object) -> object:
     if isinstance(value, (Replicate, Shard, Partial)):
         return str(value)
+    if isinstance(value, Style):
+        return style_to_dict(value)
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -118,4 +122,6 @@ def style_from_dict(data: Mapping[str, Any]) -> Style:
     for field in _TUPLE_FIELDS:
         if isinstance(fields.get(field), list):
             fields[field] = tuple(fields[field])
+    if isinstance(fields.get("around"), Mapping):
+        fields["around"] = style_from_dict(fields["around"])
     return cls(**fields)  # type: ignore[no-any-return]

@@ -13,6 +13,8 @@ from tp_plans.fields import (
     require_layout,
 )
 from tp_plans.layouts import Layout, Replicate
+from tp_plans.styles.experts import ExpertsParallel, SumOutput
+from tp_plans.styles.whole import GatheredParameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +82,14 @@ class WholeSequence:
 
     Args:
         sequence_dim: the dim of the stream that is cut.
-        argument: as in ``PrepareInput``.
-        position: as in ``PrepareInput``.
+        around: the module's own rule, if it has one, which works inside.
     """
 
     sequence_dim: int = 1
-    argument: str = "hidden_states"
-    position: int | None = 0
+    around: ParallelAttention | GatheredParameters | ExpertsParallel | SumOutput | None = None
 
     def __post_init__(self) -> None:
         require(self, "sequence_dim", is_integer(self.sequence_dim, least=0), "0 or more")
-        require(self, "argument", is_name(self.argument), "the keyword's name, as 'hidden_states'")
-        require(self, "position", self.position is None or is_integer(self.position, least=0), "0 or more, or None")
+        inner = (ParallelAttention, GatheredParameters, ExpertsParallel, SumOutput)
+        wanted = f"None or one of {', '.join(kind.__name__ for kind in inner)}"
+        require(self, "around", self.around is None or isinstance(self.around, inner), wanted)

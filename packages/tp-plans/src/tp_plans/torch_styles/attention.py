@@ -23,16 +23,14 @@ class LocalAttention(PreparedInput):
 
     style: ParallelAttention
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        counts = self._own_counts(module, device_mesh.size())
-        module = super()._apply(module, device_mesh)
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        counts = self._own_counts(module, mesh.size())
         of_config = {path.partition(".")[2]: count for path, count in counts.items() if "." in path}
         if of_config and not isinstance(module.config, OwnCounts):
             module.config = OwnCounts(module.config, of_config)  # type: ignore[assignment]
         for name, count in counts.items():
             if "." not in name:
                 setattr(module, name, count)
-        return module
 
     def _own_counts(self, module: nn.Module, tp: int) -> dict[str, int]:
         style = self.style

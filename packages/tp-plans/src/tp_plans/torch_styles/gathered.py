@@ -20,13 +20,12 @@ class LocalGathered(LocalStyle):
 
     style: GatheredParameters
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         for owner, name in self._places(module):
             parameter = owner._parameters[name]
             if parameter is not None and not isinstance(parameter.data, DTensor):
-                sharded = distributed_once(parameter, device_mesh, layouts.Shard(0), self.src_data_rank)
+                sharded = distributed_once(parameter, mesh, layouts.Shard(0), self.src_data_rank)
                 owner.register_parameter(name, sharded)
-        return super()._apply(module, device_mesh)
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         for owner, name in self._places(module):

@@ -75,6 +75,9 @@ class LocalStyle(ParallelStyle):
         """The plain tensor that stands for a parameter during forward."""
         return local_view(parameter)
 
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """What else changes, once, when the style is applied."""
+
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         """The arguments that the module's forward gets instead."""
         return args, kwargs
@@ -97,6 +100,7 @@ class LocalStyle(ParallelStyle):
                 f"this {type(module).__name__} carries a forward of its own in place of its class's, which would "
                 "bypass the plan: parallelize the model before whatever patches its modules"
             )
+        self.prepare(module, device_mesh)
         self._distribute(module, device_mesh)
         module.__class__ = self._class_for(type(module), device_mesh)
         return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tp_plans.attributes import resolved
 from tp_plans.styles import (
+    BareParameter,
     ColwiseParallel,
     DividedInput,
     ExpertsParallel,
@@ -50,7 +52,6 @@ _LOCAL: dict[type, type[LocalStyle]] = {
     Replicated: LocalReplicated,
     PrepareInput: PreparedInput,
     ParallelAttention: LocalAttention,
-    WholeSequence: LocalWhole,
 }
 
 
@@ -62,9 +63,14 @@ def style_to_torch(style: Style | None, owned: Owned | None = None) -> ParallelS
         owned: the rules folded onto it.
     """
     owned = owned or Owned()
-    local = LocalStyle if style is None else _LOCAL[type(style)]
-    own = local(style, owned.bare)
+    own = _local(style, owned.bare)
     return OwnerStyle(own, owned.children) if owned.children else own
+
+
+def _local(style: Style | None, bare: Mapping[str, BareParameter]) -> LocalStyle:
+    if isinstance(style, WholeSequence):
+        return LocalWhole(style, bare, _local(style.around, bare))
+    return LocalStyle(None, bare) if style is None else _LOCAL[type(style)](style, bare)
 
 
 class OwnerStyle(ParallelStyle):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
-from tp_plans.styles import ParallelAttention, PrepareInput, WholeSequence
+from tp_plans.styles import BareParameter, ParallelAttention, PrepareInput, WholeSequence
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, replaced
 from tp_plans.torch_styles.placement import as_dtensor, redistribute
 
@@ -35,9 +37,25 @@ class PreparedInput(LocalStyle):
 
 
 class LocalWhole(LocalStyle):
-    """``WholeSequence``: whole plain tensors inside, the stream cut on the sequence outside."""
+    """``WholeSequence``: whole plain tensors inside, the stream cut on the sequence outside.
+
+    Args:
+        style: the rule.
+        bare: as of every style.
+        inner: the style of the module's own rule, which works inside.
+    """
 
     style: WholeSequence
+
+    def __init__(self, style: WholeSequence, bare: Mapping[str, BareParameter] | None, inner: LocalStyle) -> None:
+        super().__init__(style, bare)
+        self.inner = inner
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self.inner.prepare(module, mesh)
+
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
+        return self.inner.local_parameter(name, parameter)
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         def whole(value: Any) -> Any:
@@ -45,13 +63,13 @@ class LocalWhole(LocalStyle):
                 return value
             return redistribute(as_dtensor(value, call.mesh, layouts.Replicate()), layouts.Replicate()).to_local()
 
-        return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+        args, kwargs = tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+        return self.inner.enter(module, args, kwargs, call)
 
     def leave(self, module: nn.Module, output: Any, call: Call) -> Any:
         def cut(tensor: Tensor) -> Tensor:
             stream = as_dtensor(tensor, call.mesh, layouts.Replicate())
             return redistribute(stream, layouts.Shard(self.style.sequence_dim))
 
-        if isinstance(output, Tensor):
-            return cut(output)
-        return (cut(output[0]), *output[1:])
+        output = self.inner.leave(module, output, call)
+        return cut(output) if isinstance(output, Tensor) else (cut(output[0]), *output[1:])

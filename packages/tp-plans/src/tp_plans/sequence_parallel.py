@@ -1,0 +1,163 @@
+"""The sequence-parallel form of any tensor-parallel plan, derived from the model's tree.
+
+Between sub-layers the residual stream is cut on the sequence (arXiv:2205.05198): norms work on this rank's tokens,
+a sub-layer gathers its input once, and its row-wise layer reduce-scatters its output.  A sub-layer that needs
+whole tensors for another reason (a recurrence, a router with its experts) has a door: gathered in, cut out.  Where
+a block computes with more than one stream, or with parameters of its own, the door is the block's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tp_plans.completion.tree import Tree, agreed, join, parameters_of
+from tp_plans.decoder import SEQUENCE_DIM
+from tp_plans.errors import PlanError
+from tp_plans.layouts import Replicate, Shard
+from tp_plans.plan import Plan
+from tp_plans.styles import (
+    ExpertsParallel,
+    GatheredParameters,
+    ParallelAttention,
+    PrepareInput,
+    RowwiseParallel,
+    SequenceParallel,
+    Style,
+    SumOutput,
+    VocabParallelEmbedding,
+    WholeSequence,
+)
+
+_STREAM = Shard(SEQUENCE_DIM)
+
+#: Own rules of a sub-layer that work behind its door.
+_BEHIND_DOORS = (ParallelAttention, GatheredParameters, ExpertsParallel, SumOutput)
+
+#: Norms of latent attention, which work on whole latents inside the sub-layer.
+LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+
+
+def with_sequence_parallelism(plan: Plan, modules: Mapping[str, Any], *, embedding: str) -> Plan:
+    """The sequence-parallel form of a plan.
+
+    Args:
+        plan: a tensor-parallel plan.
+        modules: path to module of the model that it is for, as ``dict(model.named_modules())``.
+        embedding: where the token embedding sits; the blocks are beside it.
+
+    Raises:
+        PlanError: no blocks are found beside the embedding.
+    """
+    root = embedding.rpartition(".")[0]
+    tree = Tree(plan, modules, root)
+    blocks = list(_blocks(root, tree))
+    if not blocks:
+        raise PlanError(
+            f"no blocks are found beside {embedding or 'the embedding'}: a list of modules under {root or 'the model'} "
+            "is looked for; write the sequence-parallel plan yourself"
+        )
+    inside = {path: _inside_block(path, tree) for path in blocks}
+    fine = all(rules is not None for rules in inside.values())
+    told = {path: style for path in tree.paths() if (style := tree.style(path)) is not None}
+    told |= _around(root, embedding, tree, fine=fine)
+    for path, rules in inside.items():
+        told |= rules if fine and rules is not None else {path: _door(path, tree)}
+    return Plan(agreed(told.items(), tree), name=plan.name, sequence_parallel=True)
+
+
+def _blocks(root: str, tree: Tree) -> Iterator[str]:
+    """The members of the lists of modules right under the root that hold more than one layer each."""
+    for name in tree.children[root]:
+        container = join(root, name)
+        members = tree.children[container]
+        if members and all(member.isdigit() for member in members):
+            paths = [f"{container}.{member}" for member in members]
+            if all(len(tree.filled(path)) > 1 for path in paths):
+                yield from paths
+
+
+def _around(root: str, embedding: str, tree: Tree, *, fine: bool) -> dict[str, Style]:
+    """Rules for what is not in a block: the stream's beginning and end."""
+    rules: dict[str, Style] = {
+        path: SequenceParallel(sequence_dim=SEQUENCE_DIM)
+        for path in (join(root, name) for name in tree.children[root])
+        if _is_norm(path, tree)
+    }
+    if not fine or not root or tree.style(root) is not None:
+        return rules
+    rules[root] = PrepareInput(layout=_STREAM, argument="inputs_embeds", position=None)
+    if isinstance(tree.style(embedding), VocabParallelEmbedding) and not _edited_outside(root, tree):
+        rules[embedding] = VocabParallelEmbedding(output=_STREAM, use_local_output=False)
+    return rules
+
+
+def _edited_outside(root: str, tree: Tree) -> bool:
+    """Whether the module above the language model has parts of its own, which write into its token embeddings."""
+    above, _, own = root.rpartition(".")
+    return bool(above) and tree.filled(above) != {own}
+
+
+def _inside_block(path: str, tree: Tree) -> dict[str, Style] | None:
+    """Rules inside one block; ``None`` where the door has to be the block's."""
+    module = tree.modules[path]
+    if tree.style(path) is not None or parameters_of(module) or getattr(module, "_buffers", None):
+        return None
+    rules: dict[str, Style] = {}
+    for name in sorted(tree.filled(path)):
+        child = join(path, name)
+        own = tree.style(child)
+        if _is_norm(child, tree):
+            rules[child] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
+        elif (row := _only_row(child, tree)) is not None:
+            rules[child] = replace(own, layout=Replicate()) if isinstance(own, ParallelAttention) else PrepareInput()
+            rules[row] = RowwiseParallel(output=_STREAM, use_local_output=False, unit=_row(row, tree).unit)
+        elif not tree.filled(child) or isinstance(own, ExpertsParallel):  # a layer that the block's own code feeds
+            return None
+        else:
+            rules[child] = _door(child, tree)
+    return rules
+
+
+def _only_row(path: str, tree: Tree) -> str | None:
+    """The row-wise layer whose output is the sub-layer's, where everything in it takes the stream as it comes."""
+    own = tree.style(path)
+    if not (own is None or isinstance(own, (PrepareInput, ParallelAttention))):
+        return None
+    if any(tree.style(f"{path}.{name}") is None for name in parameters_of(tree.modules[path])):
+        return None
+    names = tree.filled(path)
+    rows = [name for name in names if isinstance(tree.style(f"{path}.{name}"), RowwiseParallel)]
+    known = all(tree.style(f"{path}.{name}") is not None or name in LATENT_NORMS for name in names)
+    if len(rows) != 1 or not known or not tree.split_children(path):
+        return None
+    row = f"{path}.{rows[0]}"
+    return row if _row(row, tree).output == Replicate() and _row(row, tree).input == Shard(-1) else None
+
+
+def _row(path: str, tree: Tree) -> RowwiseParallel:
+    style = tree.style(path)
+    if not isinstance(style, RowwiseParallel):
+        raise PlanError(f"{path} is {style}, not row-wise")
+    return style
+
+
+def _door(path: str, tree: Tree) -> WholeSequence:
+    """The door of a sub-layer or block, with its own rule behind it."""
+    own = tree.style(path)
+    if own is None or isinstance(own, (PrepareInput, WholeSequence)):
+        return WholeSequence(sequence_dim=SEQUENCE_DIM)
+    if isinstance(own, _BEHIND_DOORS):
+        return WholeSequence(sequence_dim=SEQUENCE_DIM, around=own)
+    raise PlanError(
+        f"{path} is {type(own).__name__}, and sits where the stream is cut on the sequence: sequence parallelism "
+        "cannot be derived for it; write the sequence-parallel plan yourself"
+    )
+
+
+def _is_norm(path: str, tree: Tree) -> bool:
+    """Whether a module is a norm on the stream, judged by its class's name and its vectors."""
+    module = tree.modules[path]
+    vectors = all(parameter.ndim <= 1 for parameter in parameters_of(module).values())
+    return "norm" in type(module).__name__.lower() and not tree.children[path] and vectors
