@@ -117,7 +117,6 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16, "layer_types": ["full_attention", "sliding_attention"]},
     "nemotron": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 128},
-    "flint": {"mlp_only_layers": [0]},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,

@@ -96,6 +96,8 @@ def tiny_fields(default: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: size for name, size in SIZES.items() if default.get(name) is not None}
     if default.get("qk_rope_head_dim") is not None:  # keys and values are projected up to every head
         fields |= {"num_key_value_heads": HEADS, "head_dim": SIZES["qk_rope_head_dim"]}
+    if "mlp_only_layers" in default:  # one dense layer, the other of experts
+        fields["mlp_only_layers"] = [0]
     tokens = {name: token for name, token in _TOKENS.items() if name in default}
     return fields | tokens | _kinds(default)
 

@@ -27,6 +27,7 @@ class Entry:
         class_name: the model class.
         changes: config fields on top of the generic rule and the model type's own.
         options: further keywords for ``parallelize``.
+        experts: the implementation of a mixture's experts.
     """
 
     name: str
@@ -34,20 +35,26 @@ class Entry:
     class_name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    experts: str = "eager"
 
+
+_MINISTRAL3 = {"model_type": "ministral3"}
 
 #: Rows besides those that transformers maps to a causal language model with a plan.
 OTHERS = (
+    Entry("cohere, head norms", "cohere", "CohereForCausalLM", {"use_qk_norm": True}),
+    Entry("deepseek_v3, whole queries", "deepseek_v3", "DeepseekV3ForCausalLM", {"q_lora_rank": None}),
+    Entry("doge, mixture", "doge", "DogeForCausalLM", {"is_moe": True}),
     Entry("falcon_h1", "falcon_h1", "FalconH1ForCausalLM"),
+    Entry("falcon_h1, norm", "falcon_h1", "FalconH1ForCausalLM", {"mamba_rms_norm": True}),
+    Entry("gemma4_text, keys as values", "gemma4_text", "Gemma4ForCausalLM", {"attention_k_eq_v": True}),
+    Entry("llama, biases", "llama", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     Entry("llama, Nemotron's plan", "llama", "LlamaForCausalLM", options={"plan": "llama_nemotron_super_tp_plan"}),
     Entry("llama, one key head", "llama", "LlamaForCausalLM", {"num_key_value_heads": 1}),
     Entry("mistral3", "mistral3", "Mistral3ForConditionalGeneration"),
-    Entry(
-        "mistral3, ministral3",
-        "mistral3",
-        "Mistral3ForConditionalGeneration",
-        {"text_config": {"model_type": "ministral3"}},
-    ),
+    Entry("mistral3, ministral3", "mistral3", "Mistral3ForConditionalGeneration", {"text_config": _MINISTRAL3}),
+    Entry("mixtral, batched", "mixtral", "MixtralForCausalLM", experts="batched_mm"),
+    Entry("phi, head norms", "phi", "PhiForCausalLM", {"qk_layernorm": True}),
     Entry("qwen3, classifier", "qwen3", "Qwen3ForSequenceClassification", {"num_labels": 3}),
     Entry("qwen3_5, vision", "qwen3_5", "Qwen3_5ForConditionalGeneration"),
     Entry("qwen3_5_moe, vision", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
@@ -101,7 +108,7 @@ def _hugging_face_model(entry: Entry) -> nn.Module:
     config = CONFIG_MAPPING[entry.model_type](**_fields(entry.model_type, entry.changes))
     if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()  # as AutoModelForCausalLM does
-    options = {"experts_implementation": "eager"} if model_class._can_set_experts_implementation() else {}
+    options = {"experts_implementation": entry.experts} if model_class._can_set_experts_implementation() else {}
     model: nn.Module = model_class._from_config(config, **options)
     return model.eval()  # no dropout; gradients flow as in training
 
