@@ -107,6 +107,17 @@ def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
         return causal_lower_right(queries, keys)
 
 
+#: Inductor's switch for async tensor parallelism, private in torch 2.10 to 2.15; torchtitan sets the same.
+MICRO_PIPELINE = "_micro_pipeline_tp"
+
+
+def enable_symmetric_memory(group: ProcessGroup) -> None:
+    """Let ranks of a group read each other's memory; the module is private in torch 2.10 to 2.15."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(group.group_name)
+
+
 def gathered_bytes(unit: FSDPModule) -> int:
     """Bytes that a unit's own parameters take while they are gathered, padding apart.
 

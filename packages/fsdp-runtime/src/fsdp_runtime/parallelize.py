@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from fsdp_runtime.anatomy import anatomy_of
+from fsdp_runtime.async_tensor_parallel import async_compile_options, prepare_async_tensor_parallel
 from fsdp_runtime.checkpointing import (
     ActivationCheckpointing,
     checkpoint_activations,
@@ -45,6 +46,7 @@ def parallelize(
     logits: Logits = "sharded",
     activation_checkpointing: ActivationCheckpointing = "none",
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
+    async_tensor_parallel: bool = False,
     mixed_precision: MixedPrecisionPolicy | None = None,
     cpu_offload: bool | None = None,
     reshard_after_forward: bool | None = None,
@@ -69,6 +71,8 @@ def parallelize(
         activation_checkpointing: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts
             in backward; or a ``Selective`` that names the operators not to run again.
         compile: compile every block in place: ``True``, or keywords of ``torch.compile``.
+        async_tensor_parallel: let the compiler overlap the collectives of sequence parallelism with products; needs
+            ``compile`` and CUDA.
         mixed_precision: FSDP2's dtypes; ``None`` for none.
         cpu_offload: keep FSDP2's shards on the CPU.
         reshard_after_forward: free a block's gathered parameters after its forward; by default, yes.
@@ -81,6 +85,7 @@ def parallelize(
         MeshError: the mesh has axes of other names.
         ModelError: no blocks are found, the model is parallelized already, none of it would recompute as asked, or
             its sequences cannot be split over ``cp``.
+        BackendError: an option needs a device that is not there.
         OptionError: an option is not allowed, or needs an axis that the mesh lacks.
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
     """
@@ -103,6 +108,8 @@ def parallelize(
             different_batches = axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard")
             options = replace(options, gradient_divide_factor=float(different_batches))
     tp = axis_size(mesh, "tp")
+    if async_tensor_parallel:
+        compile = async_compile_options(mesh, compile, sequence_parallel=sequence_parallel)  # noqa: A001
     chosen = _chosen_plan(model, plan, tp, sequence_parallel=sequence_parallel, logits=logits)
 
     if chosen is not None:  # the first step that changes the model checks the plan before it does
@@ -110,6 +117,8 @@ def parallelize(
     if axis_size(mesh, "cp") > 1:
         apply_context_parallel(model, mesh["cp"], anatomy, order=sequence_order)
     checkpoint_activations(model, anatomy, activation_checkpointing)
+    if async_tensor_parallel:
+        prepare_async_tensor_parallel(mesh["tp"])
     if compile is not False:
         compile_blocks(anatomy, {} if compile is True else compile)
     if data_parallel is not None:
