@@ -71,26 +71,39 @@ def _blocks(root: str, tree: Tree) -> Iterator[str]:
     """The members of the lists of modules right under the root that hold more than one layer each."""
     for name in tree.children[root]:
         container = join(root, name)
-        members = tree.children[container]
-        if members and all(member.isdigit() for member in members):
-            paths = [f"{container}.{member}" for member in members]
+        if _is_list(container, tree):
+            paths = [f"{container}.{member}" for member in tree.children[container]]
             if all(len(tree.filled(path)) > 1 for path in paths):
                 yield from paths
 
 
 def _around(root: str, embedding: str, tree: Tree, *, fine: bool) -> dict[str, Style]:
     """Rules for what is not in a block: the stream's beginning and end."""
-    rules: dict[str, Style] = {
-        path: SequenceParallel(sequence_dim=SEQUENCE_DIM)
-        for path in (join(root, name) for name in tree.children[root])
-        if _is_norm(path, tree)
-    }
+    rules: dict[str, Style] = {}
+    for path in _after_blocks(root, tree):
+        if _is_norm(path, tree):
+            rules[path] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
+            break
+        if not fine and tree.filled(path.rpartition(".")[0]) & {path.rpartition(".")[2]} and not _is_list(path, tree):
+            rules[path] = _door(path, tree)
     if not fine or not root or tree.style(root) is not None:
         return rules
     rules[root] = PrepareInput(layout=_STREAM, argument="inputs_embeds", position=None)
     if isinstance(tree.style(embedding), VocabParallelEmbedding) and not _edited_outside(root, tree):
         rules[embedding] = VocabParallelEmbedding(output=_STREAM, use_local_output=False)
     return rules
+
+
+def _after_blocks(root: str, tree: Tree) -> list[str]:
+    """The modules from the list of blocks on, up to the final norm, in their order."""
+    names = tree.children[root]
+    first = next((place for place, name in enumerate(names) if _is_list(join(root, name), tree)), 0)
+    return [join(root, name) for name in (*names[first + 1 :], *names[:first])]
+
+
+def _is_list(path: str, tree: Tree) -> bool:
+    """Whether a module is a list of others, which has no forward of its own."""
+    return bool(tree.children[path]) and all(name.isdigit() for name in tree.children[path])
 
 
 def _edited_outside(root: str, tree: Tree) -> bool:
@@ -113,8 +126,10 @@ def _inside_block(path: str, tree: Tree) -> dict[str, Style] | None:
         elif (row := _only_row(child, tree)) is not None:
             rules[child] = replace(own, layout=Replicate()) if isinstance(own, ParallelAttention) else PrepareInput()
             rules[row] = RowwiseParallel(output=_STREAM, use_local_output=False, unit=_row(row, tree).unit)
-        elif not tree.filled(child) or isinstance(own, ExpertsParallel):  # a layer that the block's own code feeds
-            return None
+        elif not tree.filled(child) or isinstance(own, ExpertsParallel) or _is_list(child, tree):
+            return None  # the block's own code feeds it
+        elif "hyper" in type(tree.modules[child]).__name__.lower():
+            return None  # more than one stream
         else:
             rules[child] = _door(child, tree)
     return rules

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tp_plans.completion import completed
-from tp_plans.errors import PlanError
-from tp_plans.hugging_face.corrections import corrected
+from tp_plans.errors import CapabilityError, PlanError
+from tp_plans.hugging_face.corrections import NO_SEQUENCE_PARALLELISM, corrected
 from tp_plans.hugging_face.shipped import path_of, shipped_words
 from tp_plans.hugging_face.words import IDLE_WORDS, STYLE_WORDS, parameter_style_from_word, style_from_word
 from tp_plans.matches import Matches
@@ -35,6 +35,7 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
     Raises:
         PlanError: the model ships no plan, or is no model.
         UnknownStyleError: it uses a style word that has no translation.
+        CapabilityError: sequence parallelism is asked of a model that has no such form.
     """
     if isinstance(model, type) or not hasattr(model, "named_modules"):
         raise PlanError(
@@ -60,9 +61,17 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
     plan = completed(corrected(Plan(rules, name=f"hf:{name}"), modules), modules, root=root)
     if not sequence_parallel:
         return plan
+    if (reason := _no_sequence_parallelism(modules)) is not None:
+        raise CapabilityError(f"{name} has no sequence-parallel form: {reason}; pass sequence_parallel=False")
     if embedding is None:
         raise PlanError(f"{name} does not tell its token embedding: sequence parallelism cannot be derived for it")
     return with_sequence_parallelism(plan, modules, embedding=embedding)
+
+
+def _no_sequence_parallelism(modules: Mapping[str, Any]) -> str | None:
+    """Why a model's stream cannot be cut, if it cannot."""
+    names = (type(module).__name__ for module in modules.values())
+    return next((NO_SEQUENCE_PARALLELISM[name] for name in names if name in NO_SEQUENCE_PARALLELISM), None)
 
 
 def _translated(words: Mapping[str, str], matches: Matches) -> Iterator[tuple[str, Style]]:

@@ -49,6 +49,13 @@ CORRECTIONS: dict[str, dict[str, Style | None]] = {
     },
 }
 
+#: Inner models between whose blocks the stream cannot be cut, with the reason.
+NO_SEQUENCE_PARALLELISM: dict[str, str] = {
+    "Gemma3nTextModel": "its blocks pass on several streams, stacked before the batch",
+    "HrmTextModel": "its blocks sit in two stacks that run in turns and add learned states to the stream",
+    "Inkling2TextModel": "its blocks read the outputs of all blocks before, collected outside of them",
+}
+
 
 def corrected(plan: Plan, modules: Mapping[str, Any]) -> Plan:
     """The plan with the corrections for the classes that the model has."""
