@@ -1,6 +1,6 @@
-"""Log-probabilities from hidden states: ours beside the unfused head and the products that any method needs.
+"""Log-probabilities from hidden states: ours beside the fused functions of others, the unfused head, and products.
 
-Two gloo ranks share the vocabulary; 2048 tokens, hidden size 512.
+Two gloo ranks share the vocabulary; 2048 tokens, hidden size 512.  Errors are against float64.
 """
 
 from __future__ import annotations
@@ -11,31 +11,38 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from measure import Step, run_ranks, table, take_turns
+from peers import HOW, liger
+from prototypes import FromHidden
 
 import rl_logprobs
 
 TOKENS, FEATURES = 2048, 512
+#: Tokens on which errors are measured: the exact values take long.
+CHECKED = 256
 
 
 def bench(vocab: int, dtype: torch.dtype, rounds: int) -> None:
     torch.manual_seed(0)
-    width = vocab // dist.get_world_size()
-    hidden = torch.randn(TOKENS, FEATURES).to(dtype).requires_grad_()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    hidden = torch.randn(TOKENS, FEATURES).mul_(3).to(dtype).requires_grad_()
     targets = torch.randint(0, vocab, (TOKENS,))
-    torch.manual_seed(dist.get_rank())
-    weight = torch.randn(width, FEATURES).div_(FEATURES**0.5).to(dtype).requires_grad_()
-    frozen = weight.detach()
+    whole = torch.randn(vocab, FEATURES).div_(FEATURES**0.5).to(dtype)
+    weight = whole.chunk(ranks)[rank].clone().requires_grad_()
+    frozen, width = weight.detach(), weight.shape[0]
     group = dist.group.WORLD
     assert group is not None
-    logits = torch.randn(TOKENS, width)
-    states, head = hidden.detach().float(), frozen.float()
+    with torch.no_grad():
+        exact = torch.log_softmax(hidden[:CHECKED].double() @ whole.double().t(), -1)
+        exact = exact.gather(-1, targets[:CHECKED, None])[:, 0]
+    del whole
 
     def fused(head: torch.Tensor) -> torch.Tensor:
         return rl_logprobs.linear_token_logprobs(hidden, head, targets, group=group, vocab_size=vocab)
 
     def unfused() -> torch.Tensor:
-        product = hidden @ weight.t()
-        return rl_logprobs.token_logprobs(product, targets, group=group, vocab_size=vocab)
+        return rl_logprobs.token_logprobs(hidden @ weight.t(), targets, group=group, vocab_size=vocab)
+
+    states, head, logits = hidden.detach().float(), frozen.float(), torch.randn(TOKENS, width)
 
     def products() -> None:
         for left, right in ((states, head.t()), (states, head.t()), (logits, head), (logits.t(), states)):
@@ -44,22 +51,35 @@ def bench(vocab: int, dtype: torch.dtype, rounds: int) -> None:
     def step(function: Callable[[], torch.Tensor], *leaves: torch.Tensor) -> Step:
         return lambda: torch.autograd.grad(function().sum(), leaves)
 
-    steps = {
-        "rl_logprobs": step(lambda: fused(weight), hidden, weight),
-        "rl_logprobs, frozen head": step(lambda: fused(frozen), hidden),
-        "unfused head, then rl_logprobs": step(unfused, hidden, weight),
-        "the four products in float32": products,
+    functions = {
+        "rl_logprobs": lambda: fused(weight),
+        "NeMo RL's algorithm (prototype)": lambda: FromHidden.apply(hidden, weight, targets),
+        "unfused head, then ours": unfused,
     }
+    selective = liger()
+    if selective is not None:
+        shard = targets % width
+        functions["Liger, one rank's work"] = lambda: selective(hidden, weight, shard)
+    elif rank == 0:
+        print(f"Liger is left out; to have it: {HOW}")
+    steps = {name: step(function, hidden, weight) for name, function in functions.items()}
+    steps["rl_logprobs, frozen head"] = step(lambda: fused(frozen), hidden)
+    steps["the four products in float32"] = products
     results = take_turns(steps, lambda: (hidden, weight, targets), rounds)
     title = f"hidden to log-probabilities, forward and backward: {TOKENS} x {FEATURES}, {vocab} ids, {str(dtype)[6:]}"
-    mine = ("rl_logprobs", "rl_logprobs, frozen head")
-    table(title, results, mine, TOKENS * width * dtype.itemsize, "logits")
+    table(title, results, TOKENS * width * dtype.itemsize, "logits")
+    for name, function in functions.items():
+        if "Liger" not in name:
+            with torch.no_grad():
+                error = (function()[:CHECKED] - exact).abs().max().item()
+            if rank == 0:
+                print(f"  {name:34} largest error {error:.1e} nats")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocab", type=int, nargs="*", default=[32768])
-    parser.add_argument("--dtype", nargs="*", default=["float32"])  # bfloat16: without its instructions, minutes
+    parser.add_argument("--dtype", nargs="*", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     for vocab in options.vocab:

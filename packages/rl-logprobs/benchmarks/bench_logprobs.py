@@ -1,6 +1,6 @@
 """Log-probabilities (and entropies) of vocabulary-sharded logits, ours beside the peers that are installed.
 
-Two gloo ranks, batch 2 x 1024 tokens.  ``--vocab 32000 --dtype bfloat16 --rounds 9`` narrows it down.
+Two gloo ranks, batch 2 x 1024 tokens.  ``--vocab 32768 --dtype bfloat16 --rounds 9`` narrows it down.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from measure import Step, run_ranks, table, take_turns
-from peers import HOW, gathered, megatron, torch_loss_parallel, verl_entropy
+from peers import HOW, gathered, megatron, torch_loss_parallel, verl
+from prototypes import FromLogits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
@@ -30,30 +31,32 @@ def bench(vocab: int, dtype: torch.dtype, rounds: int) -> None:
     logits = DTensor.from_local(local, mesh, [Shard(2)])
     torch.manual_seed(0)
     targets = torch.randint(0, vocab, TOKENS)
-    group = mesh.get_group("tp")
+    where = {"group": mesh.get_group("tp"), "vocab_size": vocab}
 
     def ours(**options: bool) -> Callable[[], torch.Tensor]:
-        return lambda: rl_logprobs.token_logprobs(local, targets, group=group, vocab_size=vocab, **options)
+        return lambda: rl_logprobs.token_logprobs(local, targets, **where, **options)
 
-    def both() -> torch.Tensor:
-        found = rl_logprobs.token_statistics(local, targets, group=group, vocab_size=vocab, entropy=True)
-        assert found.entropy is not None
-        return found.logprobs + found.entropy
+    def both(**options: bool) -> Callable[[], torch.Tensor]:
+        def function() -> torch.Tensor:
+            found = rl_logprobs.token_statistics(local, targets, **where, entropy=True, **options)
+            assert found.entropy is not None
+            return found.logprobs + found.entropy
 
-    def fresh() -> torch.Tensor:
-        with torch.no_grad():
-            local.copy_(start)
-        return local
+        return function
 
-    forward: dict[str, Callable[[], torch.Tensor]] = {
+    alone = {
         "rl_logprobs": ours(),
-        "rl_logprobs, in place": ours(inplace_backward=True),
+        "rl_logprobs, inplace_backward": ours(inplace_backward=True),
+        "rl_logprobs, inplace_forward": ours(inplace_forward=True),
         "gather the vocabulary": lambda: gathered(logits, targets),
         "torch loss_parallel": lambda: torch_loss_parallel(logits, targets),
+        "NeMo RL's algorithm (prototype)": lambda: FromLogits.apply(local, targets),
     }
-    log_probs, entropy = megatron(), verl_entropy()
-    if log_probs is not None:
-        forward["verl (Megatron)"] = lambda: log_probs(local, targets)
+    pair = {"rl_logprobs": both(), "rl_logprobs, inplace_backward": both(inplace_backward=True)}
+    log_probs, log_probs_and_entropy = megatron(), verl()
+    if log_probs is not None and log_probs_and_entropy is not None:
+        alone["verl (Megatron)"] = lambda: log_probs(local, targets)
+        pair["verl, both"] = lambda: log_probs_and_entropy(local, targets)
     elif dist.get_rank() == 0:
         print(f"verl's functions are left out; to have them: {HOW}")
 
@@ -71,22 +74,18 @@ def bench(vocab: int, dtype: torch.dtype, rounds: int) -> None:
 
         return step
 
-    size = local.nbytes
-    names = ("rl_logprobs", "rl_logprobs, in place")
+    def restore() -> None:
+        with torch.no_grad():
+            local.copy_(start)
+
     here = f"vocabulary {vocab}, {str(dtype)[6:]}, {TOKENS[0]} x {TOKENS[1]} tokens, tp {dist.get_world_size()}"
-
-    def compare(what: str, functions: dict[str, Callable[[], torch.Tensor]]) -> None:
-        fresh()
-        steps = {name: without_grad(function) for name, function in functions.items() if "in place" not in name}
-        table(f"{what}, forward: {here}", take_turns(steps, lambda: (local,), rounds), names, size, "logits")
-        steps = {name: with_backward(function) for name, function in functions.items()}
-        results = take_turns(steps, lambda: (local,), rounds)
-        table(f"{what}, forward and backward: {here}", results, names, size, "logits")
-
-    compare("log-probabilities", forward)
-    if log_probs is not None and entropy is not None:
-        pair = {"rl_logprobs": both, "verl, both": lambda: log_probs(local, targets) + entropy(local)}
-        compare("log-probabilities and entropies", pair)
+    for what, functions in (("log-probabilities", alone), ("log-probabilities and entropies", pair)):
+        forward = {name: without_grad(function) for name, function in functions.items() if "inplace" not in name}
+        results = take_turns(forward, lambda: (local, start), rounds, restore)
+        table(f"{what}, forward: {here}", results, local.nbytes, "logits")
+        whole = {name: with_backward(function) for name, function in functions.items()}
+        results = take_turns(whole, lambda: (local, start), rounds, restore)
+        table(f"{what}, forward and backward: {here}", results, local.nbytes, "logits")
 
 
 def main() -> None:

@@ -1,15 +1,17 @@
-"""Norm and clip of 288 parameters over four ranks, ``dp_shard=2, tp=2``: ours beside torch's where it works."""
+"""Norm and clip of 288 parameters over four ranks, ``dp_shard=2, tp=2``: ours beside torch's and Automodel's."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from measure import run_ranks, table, take_turns
+from peers import HOW, Clip, automodel, torch_clip
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import rl_logprobs
 
@@ -22,16 +24,14 @@ def parameters(dtype: torch.dtype, mixed: bool) -> list[torch.Tensor]:
     layouts = [(mesh, [Shard(0), Shard(1)]), (mesh, [Shard(0), Replicate()])]
     if mixed:
         layouts += [(mesh["dp_shard"], [Shard(0)]), (None, [])]
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(0)
     made = []
     for index in range(COUNT):
         where, placements = layouts[index % len(layouts)]
-        shape = (256, 256) if index % 2 == 0 else (512,)
-        gradient = torch.randn(shape).to(dtype)
-        zero = torch.zeros_like(gradient)
+        gradient = torch.randn((512, 512) if index % 2 == 0 else (1024,)).to(dtype)
         if where is not None:
-            gradient, zero = (DTensor.from_local(x, where, placements) for x in (gradient, zero))
-        zero.requires_grad_()
+            gradient = distribute_tensor(gradient, where, placements, src_data_rank=None)
+        zero = torch.zeros_like(gradient).requires_grad_()
         zero.grad = gradient
         made.append(zero)
     return made
@@ -39,17 +39,35 @@ def parameters(dtype: torch.dtype, mixed: bool) -> list[torch.Tensor]:
 
 def bench(dtype: torch.dtype, mixed: bool, order: float, rounds: int) -> None:
     made = parameters(dtype, mixed)
-    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in made]
-    size = sum(gradient.nbytes for gradient in local if gradient is not None)
-    # A bound that is never reached: the gradients are scaled all the same, by one, and keep their size.
-    steps = {"rl_logprobs": lambda: rl_logprobs.clip_grad_norm_(made, 1e9, order)}
+    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in made if p.grad is not None]
+    size = sum(gradient.nbytes for gradient in local)
+    clips: dict[str, Clip] = {"rl_logprobs": rl_logprobs.clip_grad_norm_}
     if not mixed:
-        steps["torch.nn.utils"] = lambda: torch.nn.utils.clip_grad_norm_(made, 1e9, order)
-    results = take_turns(steps, lambda: [g for g in local if g is not None], rounds)
+        clips["torch.nn.utils"] = torch_clip
+    if (clip := automodel()) is not None:
+        clips["NeMo Automodel"] = clip
+    elif dist.get_rank() == 0:
+        print(f"NeMo Automodel is left out; to have it: {HOW}")
+    steps = {name: partial(function, made, 0.5, order) for name, function in clips.items()}
+    before = [gradient.clone() for gradient in local]
+
+    def restore() -> None:
+        torch._foreach_copy_(local, before)
+
+    results = take_turns(steps, lambda: [*local, *before], rounds, restore)
     where = "mixed meshes (torch raises)" if mixed else "one mesh"
     name = "infinity" if math.isinf(order) else f"{order:g}"
     title = f"clip by the {name}-norm, {COUNT} parameters, {where}, {str(dtype)[6:]}"
-    table(title, results, ("rl_logprobs",), size, "gradients")
+    table(title, results, size, "gradients")
+    restore()
+    whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in made]
+    exact = torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in whole if g is not None]), order)
+    for name, step in steps.items():
+        restore()
+        found = step()
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        if dist.get_rank() == 0:
+            print(f"  {name:34} relative error {abs(found.double() / exact - 1).item():.1e}")
 
 
 def main() -> None:

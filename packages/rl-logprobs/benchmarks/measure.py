@@ -67,57 +67,68 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Result:
-    """Median seconds, seconds of each turn, peak extra bytes and collectives of one contender."""
+    """Seconds of each turn, on the clock and of this rank's processor, peak extra bytes and collectives.
 
-    seconds: float
+    On a machine with other work the clock says little; a processor's time also counts what the ranks do not wait for.
+    """
+
     turns: tuple[float, ...]
+    cpu_turns: tuple[float, ...]
     peak_bytes: int
     collectives: int
 
 
 def take_turns(
-    steps: Mapping[str, Step], owned: Callable[[], Sequence[torch.Tensor]], rounds: int
+    steps: Mapping[str, Step],
+    owned: Callable[[], Sequence[torch.Tensor]],
+    rounds: int,
+    restore: Callable[[], None] = lambda: None,
 ) -> dict[str, Result]:
-    """Time the contenders round by round, so that whatever else the machine does hits all of them alike."""
+    """Time the contenders round by round, so that whatever else the machine does hits all of them alike.
+
+    ``restore`` undoes, outside the clock, what a contender did to its inputs.
+    """
     peaks, collectives = {}, {}
     for name, step in steps.items():
+        restore()
         step()
+        restore()
         with CommDebugMode() as counter:
             step()
         collectives[name] = counter.get_total_counts()
+        restore()
         with LiveBytes().ignore(*owned()) as live:
             kept = step()
         peaks[name] = live.peak
         del kept
-    turns: dict[str, list[float]] = {name: [] for name in steps}
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
+            restore()
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             kept = step()
-            turns[name].append(time.perf_counter() - start)
+            turns[name].append((time.perf_counter() - start, time.process_time() - cpu))
             del kept
-    return {
-        name: Result(statistics.median(times), tuple(times), peaks[name], collectives[name])
-        for name, times in turns.items()
-    }
+    return {name: Result(*zip(*times, strict=True), peaks[name], collectives[name]) for name, times in turns.items()}
 
 
-def ratio(ours: Result, theirs: Result) -> float:
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Median over the rounds of our time against theirs in the same round."""
-    return statistics.median(mine / other for mine, other in zip(ours.turns, theirs.turns, strict=True))
+    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
 
 
-def table(title: str, results: Mapping[str, Result], ours: Sequence[str], unit_bytes: int, unit_name: str) -> None:
-    """Print one line a contender; ratios are against the fastest peer."""
+def table(title: str, results: Mapping[str, Result], unit_bytes: int, unit_name: str) -> None:
+    """Print one line a contender; ratios are against the fastest peer (those that are not called rl_logprobs)."""
     if dist.get_rank():
         return
-    peers = [name for name in results if name not in ours]
-    best = min(peers, key=lambda name: results[name].seconds) if peers else ours[0]
+    peers = [name for name in results if not name.startswith("rl_logprobs")]
+    best = results[min(peers or results, key=lambda name: statistics.median(results[name].cpu_turns))]
     print(f"\n{title}")
-    print(f"  {'':34} {'ms':>9} {'ratio':>6}  {'extra peak, MiB':>16} {'of ' + unit_name:>12}  collectives")
+    print(f"  {'':34} {'ms':>8} {'ratio':>6} {'CPU':>6}  {'extra peak, MiB':>16} {'of ' + unit_name:>12}  collectives")
     for name, result in results.items():
         print(
-            f"  {name:34} {result.seconds * 1e3:9.1f} {ratio(result, results[best]):6.2f}  "
+            f"  {name:34} {statistics.median(result.turns) * 1e3:8.1f} {ratio(result.turns, best.turns):6.2f} "
+            f"{ratio(result.cpu_turns, best.cpu_turns):6.2f}  "
             f"{result.peak_bytes / 2**20:16.1f} {result.peak_bytes / unit_bytes:12.1%}  {result.collectives:11d}"
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -14,7 +15,13 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch.distributed.tensor import DTensor, Replicate
 
-HOW = "python -m pip install --no-deps verl megatron-core, and numpy packaging einops for them"
+HOW = (
+    "python -m pip install --no-deps verl megatron-core liger-kernel triton nemo-automodel, and numpy packaging "
+    "einops transformers for them"
+)
+
+Logprobs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Clip = Callable[[Sequence[torch.Tensor], float, float], torch.Tensor]
 
 
 def gathered(logits: DTensor, targets: torch.Tensor) -> torch.Tensor:
@@ -29,7 +36,7 @@ def torch_loss_parallel(logits: DTensor, targets: torch.Tensor) -> torch.Tensor:
     return -loss.to_local().view(targets.shape)
 
 
-def megatron() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+def megatron() -> Logprobs | None:
     """Megatron-LM's cross-entropy over a local shard, which is what verl calls for log-probabilities."""
     if importlib.util.find_spec("megatron") is None:
         return None
@@ -40,9 +47,13 @@ def megatron() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     return lambda logits, targets: -tensor_parallel.vocab_parallel_cross_entropy(logits, targets)
 
 
-def verl_entropy() -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """verl's entropy over a local shard; compiled where a C++ compiler is at hand, as verl does."""
-    if megatron() is None or (found := importlib.util.find_spec("verl")) is None:
+def verl() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """verl's log-probabilities plus its entropies; compiled where a C++ compiler is at hand, as verl does.
+
+    Both functions overwrite float32 logits, so that verl's actor gives one of them a copy.
+    """
+    logprobs = megatron()
+    if logprobs is None or (found := importlib.util.find_spec("verl")) is None:
         return None
     if shutil.which("g++") is None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -53,5 +64,39 @@ def verl_entropy() -> Callable[[torch.Tensor], torch.Tensor] | None:
         return None
     module: ModuleType = importlib.util.module_from_spec(spec)  # the package itself would import Ray
     spec.loader.exec_module(module)
-    function: Callable[[torch.Tensor], torch.Tensor] = module.vocab_parallel_entropy
-    return function
+
+    def both(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        entropy = module.vocab_parallel_entropy(logits)
+        return logprobs(logits.clone() if logits.dtype is torch.float32 else logits, targets) + entropy
+
+    return both
+
+
+def liger() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Liger's log-probabilities from hidden states, in torch alone; its Triton kernels do not run on a CPU.
+
+    It knows no vocabulary parallelism: over a shard of the head it does one rank's work and exchanges nothing.
+    """
+    if importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None:
+        return None
+    from liger_kernel.chunked_loss import fused_linear_ppo
+
+    function, width = fused_linear_ppo._ChunkedSelectiveLogProbFunction, 4096
+    return lambda hidden, head, targets: function.apply(hidden, head, targets, None, 1.0, width)
+
+
+def automodel() -> Clip | None:
+    """NeMo Automodel's clipping by the norm of gradients on several meshes."""
+    if importlib.util.find_spec("nemo_automodel") is None or importlib.util.find_spec("transformers") is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from nemo_automodel.components.training import utils
+
+    clip: Clip = utils._clip_grad_norm_impl
+    return clip
+
+
+def torch_clip(parameters: Sequence[torch.Tensor], max_norm: float, order: float) -> torch.Tensor:
+    """torch's own clipping, for gradients on one mesh."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, math.inf if math.isinf(order) else order)

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode

@@ -13,7 +13,7 @@ from rl_logprobs._torch_compat import foreach_mul_
 from rl_logprobs.errors import DtypeError, NonFiniteNormError, OptionError
 from rl_logprobs.local_norms import norm_power
 from rl_logprobs.partial_sums import complete_gradients, local_gradient
-from rl_logprobs.reduction import Domain, domain_of, domains
+from rl_logprobs.reduction import Domain, domains, layout
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -87,14 +87,13 @@ def grad_norms(
     everything = _distinct(parameter for parameters in listed.values() for parameter in parameters)
     _check_gradients(everything)
     home = everything[0].device if everything else torch.device("cpu")
-    parts = domains(everything, groups)
     local = complete_gradients(everything)
     powers = []
-    for domain in parts:
-        device = domain.device(home)
+    for domain, members in domains(everything, groups).items():
+        device, here = domain.device(home), {id(p) for p in members}
         rows = []
         for parameters in listed.values():
-            mine = [p for p in parameters if id(p) in local and domain_of(p, parts) is domain]
+            mine = [p for p in parameters if id(p) in local and id(p) in here]
             rows.append(_shared_power(mine, local, domain, order, device))
         power = domain.largest(torch.stack(rows)) if largest else domain.sum(torch.stack(rows))
         powers.append(power.to(home))
@@ -131,7 +130,7 @@ def clip_grad_norm_(
     _check_max_norm(max_norm)
     listed = _distinct(parameters)
     norm = grad_norm(listed, norm_type, groups=groups, error_if_nonfinite=error_if_nonfinite)
-    clip_grads_with_norm_(listed, max_norm, norm)
+    _scale(listed, max_norm, norm)
     return norm
 
 
@@ -153,13 +152,19 @@ def clip_grads_with_norm_(parameters: Parameters, max_norm: float, total_norm: f
     _check_max_norm(max_norm)
     listed = _distinct(parameters)
     _check_gradients(listed)
+    _scale(listed, max_norm, total_norm)
+
+
+def _scale(parameters: Sequence[torch.Tensor], max_norm: float, total_norm: float | torch.Tensor) -> None:
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in listed:
+    for parameter in parameters:
         if parameter.grad is not None:
             gradient = local_gradient(parameter.grad)
             alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else torch.as_tensor(total_norm)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if factor.device.type == "cpu" and factor == 1:  # where looking costs nothing
+        return
     for (device, _), gradients in alike.items():
         foreach_mul_(gradients, factor.to(device))
 
@@ -172,10 +177,14 @@ def _shared_power(
     device: torch.device,
 ) -> torch.Tensor:
     """This rank's part of a domain's power sum, where parts that several ranks hold are shared out."""
-    by_share: dict[float, list[torch.Tensor]] = {}
+    alike: dict[object, list[torch.Tensor]] = {}
     for parameter in parameters:
-        share = 1.0 if order == math.inf or parameter.grad is None else domain.share(parameter.grad)
-        by_share.setdefault(share, []).append(local[id(parameter)])
+        alike.setdefault(layout(parameter.grad), []).append(parameter)
+    by_share: dict[float, list[torch.Tensor]] = {}
+    for members in alike.values():
+        gradient = members[0].grad
+        share = 1.0 if order == math.inf or gradient is None else domain.share(gradient)
+        by_share.setdefault(share, []).extend(local[id(parameter)] for parameter in members)
     parts = [norm_power(tensors, order, device) * share for share, tensors in by_share.items()]
     if not parts:
         return norm_power([], order, device)

@@ -49,21 +49,35 @@ def _device_power(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
 
 def _cpu_power(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     if order == math.inf:
-        extremes = [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
-        return torch.stack([extreme.double() for extreme in extremes]).abs().amax()
+        return _joined([extreme for tensor in tensors for extreme in torch.aminmax(tensor)]).abs().amax()
     if order == 2:
-        norms = torch.cat([norm.flatten() for tensor in tensors for norm in _stretch_norms(tensor)]).double()
-        power = norms.square().sum()
+        power = _joined(_stretch_norms(tensors)).square().sum()
         if LEAST**2 < power < LARGEST**2:
             return power
     norms = torch.stack([torch.linalg.vector_norm(tensor, order, dtype=torch.float64) for tensor in tensors])
     return norms.pow(order).sum()
 
 
-def _stretch_norms(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if tensor.dtype is torch.float64 or not tensor.is_contiguous():
-        return [torch.linalg.vector_norm(tensor, dtype=torch.float64)]
-    flat = tensor.view(-1)
-    whole = flat.shape[0] // STRETCH * STRETCH
-    parts = [part for part in (flat[:whole].view(-1, STRETCH), flat[whole:].view(1, -1)) if part.numel()]
-    return [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32).double() for part in parts]
+def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All the numbers in float64; joined by dtype, because one conversion costs as much as many numbers."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for value in values:
+        by_dtype.setdefault(value.dtype, []).append(value.view(-1))
+    return torch.cat([torch.cat(alike).double() for alike in by_dtype.values()])
+
+
+def _stretch_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Norms of stretches of the tensors, in dtypes in which they are exact to rounding."""
+    norms, short = [], []
+    for tensor in tensors:
+        if tensor.numel() <= STRETCH and tensor.dtype is not torch.float64:
+            short.append(tensor)
+        elif tensor.dtype is torch.float64 or not tensor.is_contiguous():
+            norms.append(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+        else:
+            rest = tensor.numel() % STRETCH
+            flat = tensor.view(-1)
+            whole = flat[: flat.shape[0] - rest] if rest else flat
+            norms.append(torch.linalg.vector_norm(whole.view(-1, STRETCH), dim=1, dtype=torch.float32))
+            short += [flat[-rest:]] if rest else []
+    return norms + (foreach_norm(short, 2, torch.float32) if short else [])

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from rl_logprobs.errors import PlacementError
+from rl_logprobs.reduction import layout
 from rl_logprobs.rows import statistics_dtype
 
 
@@ -30,12 +31,17 @@ def complete_gradients(parameters: Sequence[torch.Tensor]) -> dict[int, torch.Te
     """
     local: dict[int, torch.Tensor] = {}
     pending: dict[_Kind, list[int]] = {}
+    known: dict[object, tuple[tuple[int, str], ...]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
         local[id(parameter)] = local_gradient(gradient)
-        if isinstance(gradient, DTensor) and (axes := _partial_axes(gradient)):
+        if not isinstance(gradient, DTensor):
+            continue
+        if (where := layout(gradient)) not in known:
+            known[where] = _partial_axes(gradient)
+        if axes := known[where]:
             kind = _Kind(gradient.device_mesh, axes, statistics_dtype(gradient.dtype))
             pending.setdefault(kind, []).append(id(parameter))
     for kind, keys in pending.items():

@@ -74,6 +74,11 @@ def _mesh_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     return dims if joint is None else [joint]
 
 
+def layout(tensor: torch.Tensor | None) -> object:
+    """What tensors have in common that lie alike over the same ranks; None for those without a mesh."""
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
 def shard_count(tensor: torch.Tensor) -> int:
     """Into how many different parts ``tensor`` is cut over its mesh (1: every rank holds all of it)."""
     if not isinstance(tensor, DTensor):
@@ -85,25 +90,27 @@ def shard_count(tensor: torch.Tensor) -> int:
     )
 
 
-def domains(parameters: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup]) -> list[Domain]:
-    """The fewest domains that hold every parameter's mesh, in the order in which they are met.
+def domains(
+    parameters: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup]
+) -> dict[Domain, list[torch.Tensor]]:
+    """The fewest domains that hold every parameter's mesh, in the order in which they are met, and whom each counts.
 
-    Derived from the parameters alone: a rank without gradients takes part in the same collectives.
+    A plain tensor counts in the first.  Derived from the parameters alone: a rank without gradients takes part in the
+    same collectives.
     """
-    meshes = list(dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)))
+    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    meshes = [mesh for mesh in by_mesh if mesh is not None]
     outer: list[DeviceMesh] = []
     for mesh in meshes:
         if not any(_part_of(mesh, other) for other in outer):
             outer = [*(other for other in outer if not _part_of(other, mesh)), mesh]
-    return [Domain(mesh, tuple(groups)) for mesh in outer] or [Domain(None, tuple(groups))]
-
-
-def domain_of(parameter: torch.Tensor, candidates: Sequence[Domain]) -> Domain:
-    """The domain in which ``parameter`` is counted; any will do for a plain tensor, the same on all ranks."""
-    if not isinstance(parameter, DTensor):
-        return candidates[0]
-    mesh = parameter.device_mesh
-    return next(domain for domain in candidates if domain.mesh is not None and _part_of(mesh, domain.mesh))
+    found: dict[Domain, list[torch.Tensor]] = {Domain(mesh, tuple(groups)): [] for mesh in outer or (None,)}
+    for where, members in by_mesh.items():
+        home = next(d for d in found if where is None or (d.mesh is not None and _part_of(where, d.mesh)))
+        found[home].extend(members)
+    return found
 
 
 def _part_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
