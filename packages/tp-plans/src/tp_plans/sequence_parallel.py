@@ -79,13 +79,11 @@ def _blocks(root: str, tree: Tree) -> Iterator[str]:
 
 def _around(root: str, embedding: str, tree: Tree, *, fine: bool) -> dict[str, Style]:
     """Rules for what is not in a block: the stream's beginning and end."""
-    rules: dict[str, Style] = {}
-    for path in _after_blocks(root, tree):
-        if _is_norm(path, tree):
-            rules[path] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
-            break
-        if not fine and tree.filled(path.rpartition(".")[0]) & {path.rpartition(".")[2]} and not _is_list(path, tree):
-            rules[path] = _door(path, tree)
+    after = _after_blocks(root, tree)
+    norm = next((path for path in after if _is_norm(path, tree)), None)
+    rules: dict[str, Style] = {path: _door(path, tree) for path in after if _has_streams(path, tree)}
+    if norm is not None:
+        rules[norm] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
     if not fine or not root or tree.style(root) is not None:
         return rules
     rules[root] = PrepareInput(layout=_STREAM, argument="inputs_embeds", position=None)
@@ -95,7 +93,7 @@ def _around(root: str, embedding: str, tree: Tree, *, fine: bool) -> dict[str, S
 
 
 def _after_blocks(root: str, tree: Tree) -> list[str]:
-    """The modules from the list of blocks on, up to the final norm, in their order."""
+    """The modules beside the blocks, those behind them first."""
     names = tree.children[root]
     first = next((place for place, name in enumerate(names) if _is_list(join(root, name), tree)), 0)
     return [join(root, name) for name in (*names[first + 1 :], *names[:first])]
@@ -128,8 +126,8 @@ def _inside_block(path: str, tree: Tree) -> dict[str, Style] | None:
             rules[row] = RowwiseParallel(output=_STREAM, use_local_output=False, unit=_row(row, tree).unit)
         elif not tree.filled(child) or isinstance(own, ExpertsParallel) or _is_list(child, tree):
             return None  # the block's own code feeds it
-        elif "hyper" in type(tree.modules[child]).__name__.lower():
-            return None  # more than one stream
+        elif _has_streams(child, tree):
+            return None
         else:
             rules[child] = _door(child, tree)
     return rules
@@ -169,6 +167,12 @@ def _door(path: str, tree: Tree) -> WholeSequence:
         f"{path} is {type(own).__name__}, and sits where the stream is cut on the sequence: sequence parallelism "
         "cannot be derived for it; write the sequence-parallel plan yourself"
     )
+
+
+def _has_streams(path: str, tree: Tree) -> bool:
+    """Whether a module joins several residual streams or parts them (hyper-connections, arXiv:2409.19606)."""
+    name = f"{path} {type(tree.modules[path]).__name__}".lower()
+    return "hyper" in name and bool(tree.filled(path.rpartition(".")[0]) & {path.rpartition(".")[2]})
 
 
 def _is_norm(path: str, tree: Tree) -> bool:
