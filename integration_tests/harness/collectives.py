@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,12 +36,12 @@ class Collective:
 
     Args:
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, …
-        group: the name of the process group.
+        ranks: the global ranks of the process group.
         nbytes: bytes that this rank puts in.
     """
 
     kind: str
-    group: str
+    ranks: tuple[int, ...]
     nbytes: int
 
 
@@ -57,7 +59,7 @@ class RecordCollectives(TorchDispatchMode):
             name = func._schema.name.split("::")[1]
             kind = next((kind for part, kind in _KINDS.items() if part in name), None)
             if kind is not None:
-                self.calls.append(Collective(kind, _group(args, kwargs), _nbytes(name, args)))
+                self.calls.append(Collective(kind, _ranks(args, kwargs), _nbytes(name, args)))
         return func(*args, **(kwargs or {}))
 
     def counts(self) -> Counter[str]:
@@ -65,23 +67,27 @@ class RecordCollectives(TorchDispatchMode):
         return Counter(call.kind for call in self.calls)
 
 
-def by_axis(calls: list[Collective], mesh: DeviceMesh, axes: dict[str, DeviceMesh]) -> dict[str, dict[str, Any]]:
-    """Calls and bytes by the axis whose group they ran on, then by kind."""
-    names = {axis.get_group().group_name: label for label, axis in axes.items()}
-    found: dict[str, dict[str, Any]] = {}
+def by_axis(calls: list[Collective], mesh: DeviceMesh) -> dict[str, dict[str, tuple[int, int]]]:
+    """Calls and bytes by the axis of the mesh that they ran on, then by kind; elsewhere under their ranks."""
+    names = {tuple(mesh[axis].mesh.flatten().tolist()): axis for axis in mesh.mesh_dim_names or ()}
+    found: dict[str, dict[str, tuple[int, int]]] = {}
     for call in calls:
-        kinds = found.setdefault(names.get(call.group, call.group), {})
+        kinds = found.setdefault(names.get(call.ranks, str(call.ranks)), {})
         count, nbytes = kinds.get(call.kind, (0, 0))
         kinds[call.kind] = (count + 1, nbytes + call.nbytes)
     return found
 
 
-def _group(args: Any, kwargs: Any) -> str:
+def _ranks(args: Any, kwargs: Any) -> tuple[int, ...]:
     for value in (*args, *(kwargs or {}).values()):
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return ProcessGroup.unbox(value).group_name
-    names = [value for value in args if isinstance(value, str) and value not in ("sum", "avg", "max", "min")]
-    return names[-1] if names else ""
+            return tuple(dist.get_process_group_ranks(ProcessGroup.unbox(value)))
+        if isinstance(value, str):  # of a functional collective: a reduction's name, or the group's
+            try:
+                return tuple(dist.get_process_group_ranks(_resolve_process_group(value)))
+            except (RuntimeError, ValueError, LookupError):
+                continue
+    return ()
 
 
 def _nbytes(name: str, args: Any) -> int:
