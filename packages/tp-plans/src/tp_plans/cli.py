@@ -1,6 +1,7 @@
-"""The command line: ``tp-plans list | show | check | diff``.
+"""The command line: ``tp-plans list | show | check | explain | suggest | diff``.
 
-``list``, ``show`` and ``diff`` of our own plans need no torch; ``check`` and ``hf:NAME`` need torch and transformers.
+``list``, ``show`` and ``diff`` of our own plans need no torch; the others, and ``hf:NAME``, need torch and
+transformers.
 """
 
 from __future__ import annotations
@@ -8,21 +9,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tp_plans.checks import check
 from tp_plans.errors import PlanError, TpPlansError
+from tp_plans.explanation import explain
+from tp_plans.families import Architecture
 from tp_plans.hugging_face import from_hugging_face
 from tp_plans.meta_models import meta_model_from_config, meta_model_of_class
 from tp_plans.plan import Plan
 from tp_plans.registry import architectures, plan_for
 from tp_plans.resolve import resolve_plan
+from tp_plans.suggestion import suggest
+from tp_plans.terminal import coloured, table
+from tp_plans.wording import brief
 
 #: Exit codes: nothing found; something found (errors of a check, a difference); the command could not be carried out.
 OK, FOUND, FAILED = 0, 1, 2
-
-_COLOURS = {"error": "31", "warning": "33", "-": "31", "+": "32", "head": "1"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,21 +52,30 @@ def _parser() -> argparse.ArgumentParser:
 
     listing = commands.add_parser("list", help="the architectures that have a plan of their own")
     listing.add_argument("filter", nargs="?", default="", help="show those whose name or notes contain this")
-    listing.add_argument("--json", action="store_true", help="as JSON")
+    _add_json(listing, "as JSON")
     listing.set_defaults(run=_list)
 
     show = commands.add_parser("show", help="the plan of an architecture")
     show.add_argument("plan", metavar="PLAN", help="a class name, a model_type, hf:CLASS, or a plan in a .json file")
-    show.add_argument("--sequence-parallel", action="store_true", help="with sequence parallelism")
-    show.add_argument("--json", action="store_true", help="as JSON, which Plan.from_json reads")
+    _add_sequence_parallel(show)
+    _add_json(show, "as JSON, which Plan.from_json reads")
     show.set_defaults(run=_show)
 
     checking = commands.add_parser("check", help="whether a plan fits a model, without weights; exit code 1 if not")
-    checking.add_argument("model", metavar="CONFIG_OR_DIR", help="a config.json, or the folder of a checkpoint")
-    checking.add_argument("--tp", type=int, required=True, help="size of the tensor-parallel axis")
-    checking.add_argument("--plan", default="auto", help="a plan in a .json file, or a dotted path; default: auto")
-    checking.add_argument("--sequence-parallel", action="store_true", help="with sequence parallelism")
+    _add_model(checking)
+    _add_plan(checking)
     checking.set_defaults(run=_check)
+
+    explaining = commands.add_parser("explain", help="what a plan does to a model: placements and what is sent")
+    _add_model(explaining)
+    _add_plan(explaining)
+    _add_json(explaining, "as JSON")
+    explaining.set_defaults(run=_explain)
+
+    suggesting = commands.add_parser("suggest", help="a plan proposed from a model's modules, and what is unsure")
+    _add_model(suggesting)
+    _add_json(suggesting, "as JSON, which Plan.from_json reads; what is unsure goes to standard error")
+    suggesting.set_defaults(run=_suggest)
 
     difference = commands.add_parser("diff", help="where two plans differ; exit code 1 if they do")
     difference.add_argument("before", metavar="A", help="as for show")
@@ -72,52 +85,106 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="CONFIG_OR_DIR", help="a config.json, or the folder of a checkpoint")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tp", type=int, required=True, help="size of the tensor-parallel axis")
+    parser.add_argument("--plan", default="auto", help="a plan in a .json file, or a dotted path; default: auto")
+    _add_sequence_parallel(parser)
+
+
+def _add_sequence_parallel(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sequence-parallel", action="store_true", help="with sequence parallelism")
+
+
+def _add_json(parser: argparse.ArgumentParser, how: str) -> None:
+    parser.add_argument("--json", action="store_true", help=how)
+
+
 def _list(options: argparse.Namespace) -> int:
     wanted = options.filter.lower()
-    rows = [
-        {"architecture": entry.class_name, "model_type": entry.model_type, "notes": entry.notes}
+    found = [
+        entry
         for entry in architectures()
+        if wanted in " ".join((entry.class_name, entry.model_type, entry.notes)).lower()
     ]
-    rows = [row for row in rows if wanted in " ".join(row.values()).lower()]
     if options.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps([_as_data(entry) for entry in found], indent=2))
     else:
-        _print_table([["architecture", "model type", "notes"], *(list(row.values()) for row in rows)])
+        header = ("architecture", "model type", "TP", "SP", "experts", "notes")
+        _print_lines(table([header, *map(_as_row, found)]))
     return OK
+
+
+def _as_data(entry: Architecture) -> dict[str, object]:
+    return {
+        "architecture": entry.class_name,
+        "model_type": entry.model_type,
+        "largest_tp": entry.largest_tp,
+        "sequence_parallel": entry.sequence_parallel,
+        "experts": entry.experts,
+        "notes": entry.notes,
+    }
+
+
+def _as_row(entry: Architecture) -> tuple[str, ...]:
+    tp = "yes" if entry.largest_tp is None else f"to {entry.largest_tp}"
+    sp, experts = ("yes" if flag else "no" for flag in (entry.sequence_parallel, entry.experts))
+    return entry.class_name, entry.model_type, tp, sp, experts, entry.notes
 
 
 def _show(options: argparse.Namespace) -> int:
     plan = _plan(options.plan, sequence_parallel=options.sequence_parallel)
     if options.json:
         print(plan.to_json())
-        return OK
-    print(_coloured("head", repr(plan)))
-    _print_table([[pattern or "(top)", str(style)] for pattern, style in plan.items()], header=False)
+    else:
+        _print_plan(plan)
     return OK
 
 
 def _check(options: argparse.Namespace) -> int:
     model = meta_model_from_config(options.model)
-    chosen: object = _from_file(options.plan) if options.plan.endswith(".json") else options.plan
-    plan = resolve_plan(chosen, model, sequence_parallel=options.sequence_parallel)
-    report = check(plan, model, tp=options.tp)
-    for finding in report.findings:
-        print(_coloured(finding.severity, str(finding)))
-    if not report.findings:
-        print(report)
+    report = check(_plan_of(model, options), model, tp=options.tp)
+    kinds = [finding.severity for finding in report.findings]
+    lines = str(report).splitlines()
+    _print_lines(coloured(kind, line) for kind, line in zip(kinds, lines, strict=False))
+    _print_lines(lines[len(kinds) :])
     return FOUND if report.errors else OK
+
+
+def _explain(options: argparse.Namespace) -> int:
+    model = meta_model_from_config(options.model)
+    told = explain(_plan_of(model, options), model, tp=options.tp)
+    if options.json:
+        print(json.dumps(told.to_dict(), indent=2))
+    else:
+        _print_lines(coloured("" if line.startswith(" ") else "head", line) for line in str(told).splitlines())
+    return OK
+
+
+def _suggest(options: argparse.Namespace) -> int:
+    suggestion = suggest(meta_model_from_config(options.model))
+    if options.json:
+        print(suggestion.plan.to_json())
+    else:
+        _print_plan(suggestion.plan)
+    for doubt in suggestion.unsure:
+        print(f"unsure: {doubt}", file=sys.stderr if options.json else sys.stdout)
+    return OK
 
 
 def _diff(options: argparse.Namespace) -> int:
     before = _plan(options.before, sequence_parallel=options.sequence_parallel)
     after = _plan(options.after, sequence_parallel=options.sequence_parallel)
     difference = before.diff(after)
-    for line in str(difference).splitlines():
-        print(_coloured(line[0], line))
+    _print_lines(coloured(line[0], line) for line in str(difference).splitlines())
     return FOUND if difference else OK
 
 
 def _plan(name: str, *, sequence_parallel: bool) -> Plan:
+    """The plan that ``show`` and ``diff`` mean by a name."""
     if name.endswith(".json"):
         return _from_file(name)
     if name.startswith("hf:"):
@@ -125,24 +192,28 @@ def _plan(name: str, *, sequence_parallel: bool) -> Plan:
     return plan_for(name, sequence_parallel=sequence_parallel)
 
 
+def _plan_of(model: object, options: argparse.Namespace) -> Plan:
+    """The plan that ``--plan`` means for a model."""
+    chosen: object = _from_file(options.plan) if options.plan.endswith(".json") else options.plan
+    return resolve_plan(chosen, model, sequence_parallel=options.sequence_parallel)
+
+
 def _from_file(name: str) -> Plan:
     try:
         text = Path(name).read_text()
-    except OSError as error:
-        raise PlanError(f"cannot read the plan {name}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot read the plan {name}: {getattr(error, 'strerror', None) or error}") from error
     return Plan.from_json(text)
 
 
-def _print_table(rows: list[list[str]], *, header: bool = True) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for number, row in enumerate(rows):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        print(_coloured("head", line) if header and number == 0 else line)
+def _print_plan(plan: Plan) -> None:
+    print(coloured("head", repr(plan)))
+    _print_lines(table([[pattern or "(top)", brief(style)] for pattern, style in plan.items()], header=False))
 
 
-def _coloured(kind: str, text: str) -> str:
-    colour = _COLOURS.get(kind)
-    return f"\x1b[{colour}m{text}\x1b[0m" if colour and sys.stdout.isatty() else text
+def _print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,10 @@ class UnknownArchitectureError(TpPlansError, LookupError):
     """No plan is known for an architecture."""
 
 
+class ModelConfigError(TpPlansError, ValueError):
+    """No model can be built from a config."""
+
+
 class CapabilityError(TpPlansError, ValueError):
     """An architecture has no such form; the message says why."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tp_plans.errors import UnknownArchitectureError
+from tp_plans.errors import ModelConfigError, UnknownArchitectureError
 
 
 def meta_model_from_config(source: str | Path) -> Any:
@@ -15,6 +15,7 @@ def meta_model_from_config(source: str | Path) -> Any:
 
     Raises:
         UnknownArchitectureError: there is no such file, or the installed transformers has no class for it.
+        ModelConfigError: the config lacks what its class needs, or has it wrong.
         ImportError: torch or transformers is not installed.
     """
     import transformers
@@ -25,14 +26,19 @@ def meta_model_from_config(source: str | Path) -> Any:
         raise UnknownArchitectureError(f"{source}: no such file; give a config.json or the folder of a checkpoint")
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:
         raise UnknownArchitectureError(f"{source}: {release} cannot read it: {error}") from error
     names = getattr(config, "architectures", None) or []
     cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if cls is None and not names:
+        cls = _text_class(config)
     if cls is None:
         told = f"its architectures are {', '.join(names)}" if names else "it names no architectures"
-        raise UnknownArchitectureError(f"{source}: {told}, none of which {release} has; remote code is not run")
-    return _on_meta(cls, config)
+        raise UnknownArchitectureError(
+            f"{source}: {told}, and {release} has no such class, nor one for text generation of model_type "
+            f"{getattr(config, 'model_type', None)!r}; remote code is not run"
+        )
+    return _on_meta(cls, config, source)
 
 
 def meta_model_of_class(name: str) -> Any:
@@ -48,11 +54,25 @@ def meta_model_of_class(name: str) -> Any:
     config_class = getattr(cls, "config_class", None)
     if cls is None or config_class is None:
         raise UnknownArchitectureError(f"transformers {transformers.__version__} has no model class {name!r}")
-    return _on_meta(cls, config_class())
+    return _on_meta(cls, config_class(), name)
 
 
-def _on_meta(cls: Any, config: Any) -> Any:
+def _text_class(config: Any) -> Any:
+    """The class for text generation of a config that names no class, if there is one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def _on_meta(cls: Any, config: Any, source: str | Path) -> Any:
     import torch
 
-    with torch.device("meta"):
-        return cls(config)
+    try:
+        with torch.device("meta"):
+            return cls(config)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ModelConfigError(
+            f"{source}: no {cls.__name__} can be built from it ({type(error).__name__}: {error}): correct the config"
+        ) from error

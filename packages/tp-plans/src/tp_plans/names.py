@@ -11,6 +11,7 @@ from tp_plans.errors import (
     CheckFailedError,
     CustomPlanError,
     LayoutError,
+    ModelConfigError,
     PlanError,
     TpPlansError,
     UnknownArchitectureError,
@@ -42,6 +43,7 @@ from tp_plans.styles import (
     VocabParallelEmbedding,
     WholeSequence,
 )
+from tp_plans.suggestion import Doubt, Suggestion, suggest
 from tp_plans.without_sums import rowwise_free
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "CustomPlanError",
     "Decoder",
     "DividedInput",
+    "Doubt",
     "ExpertsParallel",
     "Explanation",
     "FeatureParallelEmbedding",
@@ -65,6 +68,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Mixer",
+    "ModelConfigError",
     "ParallelAttention",
     "Partial",
     "PlacedParameter",
@@ -81,6 +85,7 @@ __all__ = [
     "SequenceParallel",
     "Shard",
     "Style",
+    "Suggestion",
     "SumOutput",
     "TpPlansError",
     "UnknownArchitectureError",
@@ -96,4 +101,5 @@ __all__ = [
     "required_multiple",
     "resolve_plan",
     "rowwise_free",
+    "suggest",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ from tp_plans.cli import main
 def test_list_has_a_line_for_every_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
-    assert header.split() == ["architecture", "model", "type", "notes"]
+    assert header.split() == ["architecture", "model", "type", "TP", "SP", "experts", "notes"]
+    assert all(line.split()[2:5] == ["yes", "yes", "no"] for line in lines if line.startswith("Llama"))
     assert [line.split()[0] for line in lines] == [entry.class_name for entry in architectures()]
 
 
@@ -24,6 +26,7 @@ def test_list_is_filtered_by_name_type_or_notes(capsys: pytest.CaptureFixture[st
     assert main(["list", "VISION", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["architecture"] == "Gemma3ForConditionalGeneration"
+    assert (row["sequence_parallel"], row["largest_tp"], row["experts"]) == (True, None, False)
 
 
 def test_show_as_json_reads_back_to_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,12 +39,17 @@ def test_show_prints_a_line_for_every_rule_and_no_colours_into_a_pipe(capsys: py
     out = capsys.readouterr().out
     assert len(out.splitlines()) == 1 + len(plan_for("llama"))
     assert "\x1b" not in out
+    assert re.search(r"^model\.layers\.\*\.mlp\.up_proj +ColwiseParallel\(\)$", out, flags=re.MULTILINE)
 
 
 def test_colours_are_for_terminals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(["diff", "qwen3", "qwen2"]) == 1
     assert capsys.readouterr().out.startswith("\x1b[31m- model.layers.*.self_attn.q_norm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["diff", "qwen3", "qwen2"]) == 1
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_diff_finds_what_is_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,11 +76,28 @@ def test_a_failed_command_says_why_and_exits_with_2(
     assert captured.out == ""
 
 
-def test_a_broken_file_is_named_as_the_plan_that_it_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not JSON"),
+        (b"[]", "an object with an object 'rules'"),
+        (b'{"format": 1, "rules": {"a/b": {"style": "Replicated"}}}', "'a/b' is not a module path"),
+        (b'{"format": 1, "rules": {"a": {"style": "Replicated"}, "a": {"style": "Replicated"}}}', "duplicate key 'a'"),
+        (b'{"format": 1, "rules": {"a": {"style": "Colwise"}}}', "'Colwise' is not a style"),
+        (b'{"format": 1, "rules": {"a": {"style": "SequenceParallel", "sequence_dim": "x"}}}', "sequence_dim is 'x'"),
+        (b'{"format": 1, "rules": {"a": {"style": "RowwiseParallel", "input": "shard(0)"}}}', "write Shard(-1)"),
+        (b"\xff\xfe\x00", "cannot read the plan"),
+    ],
+)
+def test_a_file_that_holds_no_plan_is_refused_with_what_is_wrong(
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "plan.json"
-    file.write_text("{")
+    file.write_bytes(content)
     assert main(["show", str(file)]) == 2
-    assert "not JSON" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
 
 
 def test_list_and_show_import_neither_torch_nor_transformers() -> None:

@@ -1,0 +1,244 @@
+import pytest
+from stand_ins import Embedding, Linear, Module, Norm, decoder, tensor
+
+from tp_plans import (
+    ColwiseParallel,
+    ExpertsParallel,
+    GatheredParameters,
+    ParallelAttention,
+    PlanError,
+    PrepareInput,
+    Replicate,
+    Replicated,
+    RowwiseParallel,
+    VocabParallelEmbedding,
+    check,
+    plan_for,
+    suggest,
+)
+
+
+class Attention(Module):
+    """Heads of eight over a stream of 32, with names that nobody uses."""
+
+    def __init__(self, **more):
+        attributes = more.pop("attributes", {"head_dim": 8})
+        parameters = more.pop("parameters", None)
+        layers = {"alpha": Linear(32, 32), "beta": Linear(16, 32), "gamma": Linear(16, 32), "proj": Linear(32, 32)}
+        super().__init__(attributes=attributes, parameters=parameters, **{**layers, **more})
+
+    def forward(self, tokens, mask):
+        return self.proj(self.alpha(tokens), self.beta(tokens), self.gamma(tokens), mask)
+
+
+class FeedForward(Module):
+    def __init__(self, **layers):
+        super().__init__(**(layers or {"gate": Linear(96, 32), "up": Linear(96, 32), "back": Linear(32, 96)}))
+
+    def forward(self, tokens):
+        return self.back(self.gate(tokens) * self.up(tokens))
+
+
+def model(*blocks, **more):
+    blocks = blocks or (block(), block())
+    stack = Module(**{str(index): each for index, each in enumerate(blocks)})
+    return Module(
+        trunk=Module(table=Embedding(131, 32), stack=stack, last=Norm(32)), **{"logits": Linear(131, 32), **more}
+    )
+
+
+def block(mix=None, ff=None, **more):
+    return Module(pre=Norm(32), mix=mix or Attention(), ff=ff or FeedForward(), **more)
+
+
+def doubts(suggestion, where):
+    return [doubt.what for doubt in suggestion.unsure if doubt.where == where]
+
+
+GATHERED = (ColwiseParallel(output=Replicate()), RowwiseParallel(input=Replicate()))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_known_tree_gets_the_known_plan(tied):
+    assert suggest(decoder(tied=tied)).plan == plan_for("llama")
+
+
+def test_parts_of_unfamiliar_names_are_found_by_place_and_shape():
+    found = suggest(model())
+    assert dict(found.plan) == {
+        "trunk.table": VocabParallelEmbedding(),
+        "trunk.stack.*.pre": Replicated(),
+        "trunk.stack.*.mix": PrepareInput(argument="tokens"),
+        **{f"trunk.stack.*.mix.{name}": ColwiseParallel(unit="head_dim") for name in ("alpha", "beta", "gamma")},
+        "trunk.stack.*.mix.proj": RowwiseParallel(unit="head_dim"),
+        "trunk.stack.*.ff": PrepareInput(argument="tokens"),
+        "trunk.stack.*.ff.gate": ColwiseParallel(),
+        "trunk.stack.*.ff.up": ColwiseParallel(),
+        "trunk.stack.*.ff.back": RowwiseParallel(),
+        "trunk.last": Replicated(),
+        "logits": ColwiseParallel(use_local_output=False),
+    }
+    assert check(found.plan, model(), tp=2).errors == ()
+    assert [doubt.where for doubt in found.unsure] == ["trunk.stack.*.mix.proj"]
+    assert "taken for the layer that writes to the stream" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("mix", "reason"),
+    [
+        (Attention(attributes={}), "layers of 32, 16, 16 features come before one that reads 32"),
+        (Attention(attributes={"num_heads": 5}), "the size of its heads is not found"),
+        (Attention(parameters={"sinks": tensor(4)}), "it has parameters of its own (sinks)"),
+        (Attention(q_norm=Norm(32)), "q_norm is not over one head"),
+        (Attention(low=Linear(7, 9)), "low neither read the stream nor write to it"),
+        (Attention(delta=Linear(24, 32)), "layers of 32, 16, 16, 24 features, in heads of 8, are not queries"),
+    ],
+)
+def test_attention_that_is_not_understood_is_gathered_with_the_reason(mix, reason):
+    found = suggest(model(block(mix=mix)))
+    column, row = GATHERED
+    assert found.plan["trunk.stack.*.mix.alpha"] == column
+    assert found.plan["trunk.stack.*.mix.proj"] == row
+    assert "trunk.stack.*.mix" not in found.plan
+    assert any(told.startswith(reason) for told in doubts(found, "trunk.stack.*.mix"))
+    assert check(found.plan, model(block(mix=mix)), tp=2).errors == ()
+
+
+def test_norms_over_one_head_are_marked():
+    found = suggest(model(block(mix=Attention(q_norm=Norm(8)))))
+    assert found.plan["trunk.stack.*.mix.q_norm"] == Replicated(gradient="partial")
+
+
+def test_attention_that_is_split_in_some_blocks_only_is_gathered_in_all():
+    """Blocks may hand one another keys and values."""
+    found = suggest(model(block(), block(mix=Attention(parameters={"sinks": tensor(4)}))))
+    assert found.plan["trunk.stack.*.mix.alpha"] == GATHERED[0]
+    assert "trunk.stack.*.mix" not in found.plan
+
+
+class Counting(Attention):
+    def forward(self, x):
+        return [self.heads_here * self.alpha(x) for _ in range(2) if self.config.num_kv_heads]
+
+
+def test_counts_that_the_code_reads_are_told_and_given():
+    config = Module(attributes={"num_kv_heads": 2, "unread_heads": 4})
+    mix = Counting(attributes={"head_dim": 8, "heads_here": 4, "num_heads": 4, "config": config})
+    found = suggest(model(block(mix=mix)))
+    counts = ("heads_here", "config.num_kv_heads")
+    assert found.plan["trunk.stack.*.mix"] == ParallelAttention(argument="x", counts=counts)
+    assert "heads_here, config.num_kv_heads taken for" in doubts(found, "trunk.stack.*.mix")[0]
+
+
+class Kernel(Attention):
+    def forward(self, tokens):
+        return tokens @ self.alpha.weight
+
+
+def test_code_that_reads_weights_itself_gets_them_gathered():
+    found = suggest(model(block(mix=Kernel())))
+    names = ("alpha.weight", "beta.weight", "gamma.weight", "proj.weight")
+    assert found.plan["trunk.stack.*.mix"] == GatheredParameters(names=names)
+
+
+class Fused(Module):
+    def __init__(self, name="packed", **attributes):
+        super().__init__(attributes={"head_dim": 8, **attributes}, **{name: Linear(64, 32), "proj": Linear(32, 32)})
+
+
+def test_fused_queries_keys_and_values_are_pieces_and_a_doubt():
+    found = suggest(model(block(mix=Fused("qkv", num_heads=4, num_kv_heads=2))))
+    pieces = ("num_heads", "num_kv_heads", "num_kv_heads")
+    assert found.plan["trunk.stack.*.mix.qkv"] == ColwiseParallel(unit="head_dim", pieces=pieces)
+    assert "one after another" in doubts(found, "trunk.stack.*.mix.qkv")[0]
+    numbers = suggest(model(block(mix=Fused("qkv"))))
+    assert numbers.plan["trunk.stack.*.mix.qkv"].pieces == (4, 2, 2)
+
+
+def test_a_projection_that_keeps_heads_together_is_gathered():
+    found = suggest(model(block(mix=Fused("query_key_value"))))
+    assert found.plan["trunk.stack.*.mix.query_key_value"] == GATHERED[0]
+
+
+def test_gate_and_up_in_one_are_two_pieces():
+    found = suggest(model(block(ff=Module(both=Linear(192, 32), back=Linear(32, 96)))))
+    assert found.plan["trunk.stack.*.ff.both"] == ColwiseParallel(pieces=(1, 1))
+    assert "if they alternate" in doubts(found, "trunk.stack.*.ff.both")[0]
+
+
+class Sparse(FeedForward):
+    def forward(self, tokens):
+        gate = self.gate(tokens)
+        return self.back((gate - gate.mean(-1)) * self.up(tokens))
+
+
+def test_a_feed_forward_whose_code_may_meet_all_features_is_gathered():
+    found = suggest(model(block(ff=Sparse())))
+    assert found.plan["trunk.stack.*.ff.gate"] == GATHERED[0]
+    assert "its code uses mean, which may meet all features at once" in doubts(found, "trunk.stack.*.ff")[0]
+
+
+def test_stacked_experts_are_dealt_and_what_is_inside_is_theirs():
+    stack = Module(parameters={"up": tensor(4, 48, 32), "down": tensor(4, 32, 48)})
+    found = suggest(model(block(ff=Module(router=Linear(4, 32), experts=stack))))
+    assert found.plan["trunk.stack.*.ff.experts"] == ExpertsParallel(skips_absent=False)
+    assert "trunk.stack.*.ff.router" not in found.plan
+    assert "this Linear stays whole" in doubts(found, "trunk.stack.*.ff.router")[0]
+
+
+def test_experts_in_a_list_are_feed_forwards_each():
+    experts = Module(**{str(index): FeedForward() for index in range(4)})
+    found = suggest(model(block(ff=Module(router=Linear(4, 32), experts=experts))))
+    assert found.plan["trunk.stack.*.ff.experts.*.gate"] == ColwiseParallel()
+    assert found.plan["trunk.stack.*.ff.experts.*.back"] == RowwiseParallel()
+
+
+def test_blocks_that_differ_have_rules_of_their_own():
+    fused = Module(both=Linear(192, 32), back=Linear(32, 96))
+    blocks = (block(), block(ff=fused), block(mix=Attention(attributes={"head_size": 8})))
+    found = suggest(model(*blocks))
+    assert check(found.plan, model(*blocks), tp=2).errors == ()
+    assert found.plan["trunk.stack.*.ff.both"] == ColwiseParallel(pieces=(1, 1))
+    assert found.plan["trunk.stack.*.ff.back"] == RowwiseParallel()
+    assert found.plan["trunk.stack.0.mix.alpha"] == ColwiseParallel(unit="head_dim")
+    assert found.plan["trunk.stack.2.mix.alpha"] == ColwiseParallel(unit="head_size")
+
+
+class NormedHead(Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [
+        (NormedHead(parameters={"weight": tensor(131, 32)}), "a head of class NormedHead, which is no linear layer"),
+        (Module(), "no layer has a row for every id"),
+    ],
+)
+def test_a_head_that_is_none_stays_whole(head, told):
+    found = suggest(model(logits=head))
+    assert "logits" not in found.plan
+    assert any(told in str(doubt) for doubt in found.unsure)
+
+
+def test_an_embedding_with_something_inside_stays_whole():
+    whole = model()
+    whole.children["trunk"].children["table"].children["scale"] = Norm(32)
+    found = suggest(whole)
+    assert "trunk.table" not in found.plan
+    assert "the embedding stays whole" in doubts(found, "trunk.table")[0]
+
+
+def test_a_tower_beside_the_language_model_is_left_alone():
+    tower = Module(**{str(index): FeedForward() for index in range(9)})
+    found = suggest(model(tower=Module(patches=Linear(32, 12), layers=tower)))
+    assert not any(pattern.startswith("tower") for pattern in found.plan)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [(Module(a=Linear(2, 2)), "has no embedding"), (Module(e=Embedding(9, 4)), "has no list of blocks")],
+)
+def test_what_is_no_language_model_is_refused(other, told):
+    with pytest.raises(PlanError, match=told):
+        suggest(other)

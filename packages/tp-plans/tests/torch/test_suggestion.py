@@ -1,0 +1,122 @@
+"""Suggested plans against those that are known, and against one process."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from harness.models import ARCHITECTURES, tiny_model
+from harness.parity import Case, assert_parity, compare, mesh_for
+from tp_plans import PrepareInput, plan_for, suggest
+
+
+def with_any_argument(plan):
+    """How a sub-layer's author called its first argument does not matter to who passes it by position."""
+    return {
+        pattern: replace(style, argument="hidden_states") if isinstance(style, PrepareInput) else style
+        for pattern, style in plan.items()
+    }
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_what_is_suggested_for_a_known_architecture_is_its_plan(architecture, tied):
+    model = tiny_model(architecture, tied=tied)
+    assert with_any_argument(suggest(model).plan) == with_any_argument(plan_for(model))
+
+
+def parallelize(model, mesh):
+    return parallelize_module(model, mesh["tp"], suggest(model).plan.to_torch())
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForConditionalGeneration"])
+def test_a_suggested_plan_equals_single_process(two_ranks, architecture):
+    assert_parity(two_ranks.run(compare, Case(architecture, {"tp": 2}, parallelize)))
+
+
+class Mix(nn.Module):
+    """Fused attention with a norm over each head's queries, and its own names for everything."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.d_head = 4, 8
+        self.packed_qkv = nn.Linear(24, 3 * 32)
+        self.sharpen = nn.RMSNorm(8)
+        self.back = nn.Linear(32, 24)
+
+    def forward(self, x):
+        shape = (*x.shape[:-1], self.heads, self.d_head)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in self.packed_qkv(x).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(self.sharpen(q), k, v, is_causal=True)
+        return self.back(mixed.transpose(1, 2).flatten(-2))
+
+
+class Think(nn.Module):
+    """A feed-forward whose features meet one another, which no shape tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(24, 56), nn.Linear(56, 24)
+
+    def forward(self, x):
+        return self.narrow(torch.softmax(self.wide(x), -1))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.RMSNorm(24), nn.RMSNorm(24)
+        self.mix, self.think = Mix(), Think()
+
+    def forward(self, x):
+        x = x + self.mix(self.one(x))
+        return x + self.think(self.two(x))
+
+
+class Unknown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(33, 24)
+        self.tower = nn.ModuleList(Layer() for _ in range(2))
+        self.finish = nn.RMSNorm(24)
+        self.speak = nn.Linear(24, 33, bias=False)
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for layer in self.tower:
+            x = layer(x)
+        return self.speak(self.finish(x))
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def errors_of_an_unknown_model():
+    """The largest errors of the output and of any gradient."""
+    torch.manual_seed(0)
+    whole = Unknown().double()
+    split = parallelize(copy.deepcopy(whole), mesh_for({"tp": 2}))
+    ids = torch.arange(14).view(2, 7)
+    expected, found = whole(ids), full(split(ids))
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    wanted = dict(whole.named_parameters())
+    pairs = [(full(p.grad), wanted[name].grad) for name, p in split.named_parameters()]
+    share = sum(isinstance(p, DTensor) and p.placements[0].is_shard() for p in split.parameters())
+    return max((one - other).abs().max().item() for one, other in [(found, expected), *pairs]), share
+
+
+def test_a_model_of_unknown_names_and_code_trains_as_one_process(two_ranks):
+    torch.manual_seed(0)
+    suggestion = suggest(Unknown())
+    assert "tower.*.mix" in suggestion.plan
+    assert any("softmax" in doubt.what for doubt in suggestion.unsure)
+    for error, split in two_ranks.run(errors_of_an_unknown_model):
+        assert error < 1e-12
+        assert split >= 2 + 2 * 6  # table, head, and in each block four matrices and the biases of three
