@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +32,33 @@ def test_importing_the_package_loads_nothing_but_the_standard_library():
 def test_importing_the_package_leaves_the_costly_parts_of_the_standard_library_out():
     costly = {"asyncio", "concurrent", "email", "http", "inspect", "multiprocessing", "socket", "unittest", "xml"}
     assert not costly & (modules_after("import tp_plans") - modules_after("import dataclasses, logging"))
+
+
+def test_importing_the_package_reads_one_file_only():
+    """What is public is fetched at the first use of a name."""
+    script = "import sys, tp_plans; print(*(name for name in sys.modules if name.startswith('tp_plans.')))"
+    assert subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout.split() == []
+
+
+@pytest.mark.parametrize("first", ["import tp_plans.checks", "import tp_plans.families", "import tp_plans.cli"])
+def test_a_public_name_is_the_same_whatever_was_imported_before(first):
+    script = f"{first}; import tp_plans; print(all(map(callable, (tp_plans.check, tp_plans.architectures))))"
+    printed = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert printed.strip() == "True"
+
+
+def test_no_public_name_is_also_a_module():
+    """A module would take the name's place once it is imported."""
+    import tp_plans
+
+    modules = {path.stem for path in Path(tp_plans.__file__).parent.iterdir()}
+    assert modules & set(tp_plans.__all__) == set()
+
+
+def test_all_public_names_are_listed_and_no_other_is_found():
+    import tp_plans
+
+    assert set(tp_plans.__all__) <= set(dir(tp_plans))
+    assert tp_plans.__all__ == sorted(tp_plans.__all__)
+    with pytest.raises(AttributeError, match="module 'tp_plans' has no attribute 'nothing'"):
+        tp_plans.nothing  # noqa: B018
