@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tp_plans.checks import Finding, Report, check
-from tp_plans.decoder import Decoder, Mixer, decoder_plan
+from tp_plans.decoder import Decoder, Experts, Fused, Mixer, Unsplit, decoder_plan
 from tp_plans.diff import Change, PlanDiff
 from tp_plans.errors import (
     AlreadyParallelizedError,
@@ -59,10 +59,12 @@ __all__ = [
     "Decoder",
     "DividedInput",
     "Doubt",
+    "Experts",
     "ExpertsParallel",
     "Explanation",
     "FeatureParallelEmbedding",
     "Finding",
+    "Fused",
     "GatheredParameters",
     "LatentProjection",
     "Layout",
@@ -90,6 +92,7 @@ __all__ = [
     "TpPlansError",
     "UnknownArchitectureError",
     "UnknownStyleError",
+    "Unsplit",
     "VocabParallelEmbedding",
     "WholeSequence",
     "architectures",

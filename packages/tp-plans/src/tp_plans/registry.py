@@ -15,7 +15,7 @@ from tp_plans.plan import Plan
 from tp_plans.without_sums import rowwise_free
 
 _BY_NAME: dict[str, Architecture] = {
-    key: entry for entry in ARCHITECTURES for key in (entry.class_name, entry.model_type)
+    key: entry for entry in ARCHITECTURES for key in (entry.class_name, entry.model_type, *entry.aliases)
 }
 _TASK = re.compile(r"(.+?)(For[A-Z]\w+)")
 
@@ -65,6 +65,8 @@ def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool =
     if entry is None:
         raise _unknown(names, target)
     plan = entry.plan(sequence_parallel=sequence_parallel, tp=tp)
+    if hasattr(target, "named_modules") and not isinstance(target, type):
+        plan = entry.fitted(plan, target)
     if names.task is not None and not entry.class_name.endswith(names.task[1]):
         plan = _for_task(plan, entry, *names.task)
     return plan if rowwise else rowwise_free(plan)

@@ -21,9 +21,9 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False) -
     """The plan that a user's ``plan`` argument means for a model.
 
     Args:
-        plan: ``"auto"`` (the architecture's own plan, else the one that transformers ships for it), a
-            :class:`Plan`, a dict of pattern to style or style word, or a dotted path (``"package.module.name"``)
-            to one of these or to a function that returns one.
+        plan: ``"auto"`` (the architecture's own plan, else the one that transformers ships for it), the name of
+            an architecture, a :class:`Plan`, a dict of pattern to style or style word, or a dotted path
+            (``"package.module.name"``) to one of these or to a function that returns one.
         model: the model that the plan is for.
         sequence_parallel: wanted of ``"auto"``; a plan of the user's must then be a sequence-parallel one.
 
@@ -34,7 +34,8 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False) -
     """
     if plan == "auto":
         return _automatic(model, sequence_parallel=sequence_parallel)
-    custom = _custom(plan)
+    named = _registered(plan, sequence_parallel=sequence_parallel)
+    custom = _custom(plan) if named is None else named
     if sequence_parallel and not custom.sequence_parallel:
         raise CustomPlanError(
             f"sequence_parallel=True was asked, but the plan {custom.name} is not a sequence-parallel one: "
@@ -54,6 +55,16 @@ def _automatic(model: Any, *, sequence_parallel: bool) -> Plan:
         logger.warning("no plan of our own for %s: using the one that transformers ships", type(model).__name__)
     logger.info("tensor-parallel plan: %r", plan)
     return plan
+
+
+def _registered(plan: object, *, sequence_parallel: bool) -> Plan | None:
+    """The plan of an architecture that is named by a plain word."""
+    if not isinstance(plan, str) or not plan.isidentifier():
+        return None
+    try:
+        return plan_for(plan, sequence_parallel=sequence_parallel)
+    except UnknownArchitectureError:
+        return None
 
 
 def _custom(plan: object) -> Plan:

@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from tp_plans.families.entry import Architecture
+from tp_plans.families.falcon_h1 import FALCON_H1
 from tp_plans.families.gemma3 import GEMMA3, GEMMA3_TEXT
-from tp_plans.families.llama import LLAMA
-from tp_plans.families.qwen import QWEN2, QWEN3
+from tp_plans.families.gemma4 import GEMMA4, GEMMA4_TEXT
+from tp_plans.families.llama import LLAMA, MINISTRAL3, MISTRAL, MISTRAL3
+from tp_plans.families.phi import PHI, PHI3
+from tp_plans.families.qwen import QWEN2, QWEN3, QWEN3_5, QWEN3_5_TEXT
+from tp_plans.families.remote import BAICHUAN, DECILM, NEMOTRON_FLASH, NEMOTRON_LABS_DIFFUSION
 
-ARCHITECTURES: tuple[Architecture, ...] = (LLAMA, QWEN2, QWEN3, GEMMA3_TEXT, GEMMA3)
+ARCHITECTURES: tuple[Architecture, ...] = (
+    LLAMA,
+    MISTRAL,
+    MINISTRAL3,
+    MISTRAL3,
+    QWEN2,
+    QWEN3,
+    QWEN3_5_TEXT,
+    QWEN3_5,
+    GEMMA3_TEXT,
+    GEMMA3,
+    GEMMA4_TEXT,
+    GEMMA4,
+    PHI,
+    PHI3,
+    FALCON_H1,
+    BAICHUAN,
+    DECILM,
+    NEMOTRON_LABS_DIFFUSION,
+    NEMOTRON_FLASH,
+)
 
 __all__ = ["ARCHITECTURES", "Architecture"]

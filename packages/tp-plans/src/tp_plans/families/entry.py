@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from tp_plans.decoder import Decoder, decoder_plan
+from tp_plans.decoder import Decoder, decoder_plan, optional_rules
 from tp_plans.errors import CapabilityError
 from tp_plans.plan import Plan
 
@@ -21,6 +23,8 @@ class Architecture:
         sequence_parallel: whether it has a sequence-parallel form; ``notes`` says why not.
         largest_tp: the largest axis over which it can be split whatever its sizes, or ``None``.
         experts: whether its experts are dealt over the axis.
+        aliases: other names by which it is found.
+        adjust: what the plan changes to for a model's config, where names do not tell all.
     """
 
     class_name: str
@@ -30,6 +34,8 @@ class Architecture:
     sequence_parallel: bool = True
     largest_tp: int | None = None
     experts: bool = False
+    aliases: tuple[str, ...] = ()
+    adjust: Callable[[Plan, Any], Plan] | None = None
 
     def plan(self, *, sequence_parallel: bool = False, tp: int | None = None) -> Plan:
         """The architecture's plan, with sequence parallelism when asked.
@@ -47,3 +53,11 @@ class Architecture:
                 f"use tp={self.largest_tp}, and the other ranks on another axis"
             )
         return decoder_plan(self.decoder, name=self.class_name, sequence_parallel=sequence_parallel)
+
+    def fitted(self, plan: Plan, model: Any) -> Plan:
+        """The plan for one model: adjusted to its config, without the rules for what this model may and does lack."""
+        if self.adjust is not None:
+            plan = self.adjust(plan, getattr(model, "config", None))
+        present = {pattern for path, _ in model.named_modules() for pattern in plan.match(path)}
+        lacking = {p: None for p in optional_rules(self.decoder) if p in plan and p not in present}
+        return plan.override(lacking)

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from tp_plans.decoder import Decoder
 from tp_plans.families.entry import Architecture
-from tp_plans.families.llama import ATTENTION, GATED_MLP, NORMS
-from tp_plans.families.qwen import HEAD_NORMS
+from tp_plans.families.llama import GATED_MLP, NORMS
+from tp_plans.families.qwen import HEAD_NORM_ATTENTION
 
 GEMMA3_TEXT = Architecture(
     class_name="Gemma3ForCausalLM",
     model_type="gemma3_text",
     decoder=Decoder(
-        mixers=(replace(ATTENTION, norms=HEAD_NORMS), GATED_MLP),
+        mixers=(HEAD_NORM_ATTENTION, GATED_MLP),
         norms=(*NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
 )

@@ -1,0 +1,73 @@
+"""Architectures whose code comes with their checkpoints, found by the name that the config gives.
+
+Source: the module trees of the published checkpoints, as the plans of NeMo Automodel name them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tp_plans.decoder import Decoder, Fused, Mixer, Unsplit
+from tp_plans.families.entry import Architecture
+from tp_plans.families.llama import ATTENTION, GATED_MLP, LLAMA, NORMS
+
+#: Code older than transformers 4.48 reads head counts from the attention layer.
+_COUNTS = ("num_heads", "num_key_value_heads")
+
+BAICHUAN = Architecture(
+    class_name="BaichuanForCausalLM",
+    model_type="baichuan",
+    decoder=Decoder(
+        mixers=(
+            Mixer(
+                path="self_attn",
+                columns=(Fused(name="W_pack", pieces=(1, 1, 1)),),
+                row="o_proj",
+                unit="head_dim",
+                counts=("num_heads", "hidden_size"),
+            ),
+            GATED_MLP,
+        ),
+        norms=NORMS,
+    ),
+    notes="fused W_pack: each rank fetches its part of every piece in forward; NormHead split on the vocabulary",
+)
+DECILM = Architecture(
+    class_name="DeciLMForCausalLM",
+    model_type="nemotron-nas",
+    decoder=Decoder(
+        mixers=(
+            replace(ATTENTION, counts=_COUNTS, kv_heads="num_key_value_heads", alone=("linear_attn",)),
+            replace(GATED_MLP, alone=("linear_mlp",)),
+        ),
+        norms=NORMS,
+    ),
+    notes="blocks may lack attention or MLP, or have one matrix in its place",
+)
+NEMOTRON_LABS_DIFFUSION = Architecture(
+    class_name="NemotronLabsDiffusionModel",
+    model_type="nemotron_labs_diffusion",
+    decoder=replace(
+        LLAMA.decoder,
+        mixers=(replace(ATTENTION, counts=_COUNTS, kv_heads="num_key_value_heads"), GATED_MLP),
+        root="encoder",
+        head="diffusion_head",
+    ),
+)
+NEMOTRON_FLASH = Architecture(
+    class_name="NemotronFlashForCausalLM",
+    model_type="nemotron_flash",
+    decoder=Decoder(
+        mixers=(
+            replace(ATTENTION, counts=_COUNTS, kv_heads="num_key_value_heads"),
+            Unsplit(path="gla", layers=("q_proj", "k_proj", "v_proj", "o_proj")),
+            Unsplit(path="mamba", layers=("in_proj", "out_proj")),
+            replace(GATED_MLP, path="ffn"),
+        ),
+        norms=("input_layernorm", "pre_ffn_layernorm"),
+        final_norm="final_layernorm",
+        optional=("self_attn", "gla", "mamba"),
+    ),
+    notes="recurrent layers compute alike on every rank; learned tokens are put before the sequence",
+    sequence_parallel=False,
+)
