@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime import _transformers_compat as transformers_compat
+from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat import Conversion
 from fsdp_runtime.errors import MismatchError
+from fsdp_runtime.weights.adapters import base_entries, require_real_adapters
 from fsdp_runtime.weights.checkpoint import Checkpoint, StoredTensor
-from fsdp_runtime.weights.entries import Entry, entries
+from fsdp_runtime.weights.entries import Entry
 from fsdp_runtime.weights.materialize import materialize
 from fsdp_runtime.weights.names import Origin, Sources, sources
 from fsdp_runtime.weights.pieces import Read, fill, whole
@@ -81,7 +83,7 @@ def load_weights(
             if isinstance(module, FSDPModule):
                 module.reshard()
         with all_or_none(ranks):
-            loaded = entries(model)
+            loaded = base_entries(model)
             converter = _Converter(checkpoint)
             for entry in loaded:
                 name = _loaded_name(entry, chosen)
@@ -90,14 +92,15 @@ def load_weights(
                     fill(entry.tensor, origin.pieces, checkpoint.read)
                 else:
                     fill(entry.tensor, [whole(name, origin.shape)], converter.reader(origin))
-    transformers_compat.remember_rules(model, chosen.rules)
+    transformers_compat.remember_rules(base_model(model), chosen.rules)
     return LoadReport(len(loaded), checkpoint.bytes_read, tuple(chosen.unexpected))
 
 
 def _chosen(model: nn.Module, checkpoint: Checkpoint, *, strict: bool, warn: bool) -> Sources:
     """Where every tensor of the model comes from, checked from headers alone."""
-    found = entries(model)
-    chosen = sources(model, found, checkpoint.tensors)
+    require_real_adapters(model)
+    found = base_entries(model)
+    chosen = sources(base_model(model), found, checkpoint.tensors)
     problems = [problem for entry in found if (problem := _problem(entry, chosen, checkpoint)) is not None]
     if problems:
         listed = "\n  ".join(problems)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat import Conversion
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.weights.adapters import Factors, base_entries, factors_by_weight, merge
 from fsdp_runtime.weights.conversions import Source, results
-from fsdp_runtime.weights.entries import entries
 from fsdp_runtime.weights.names import Names, canonical_names, translation_out
 from fsdp_runtime.weights.pieces import Piece, whole
 
@@ -46,16 +47,20 @@ class Unit:
         sources: the model's tensors, by the model's names.
         outgoing: what is made of them.
         conversion: what makes it, where it is not boxes of the sources.
+        adapters: low-rank factors to be added to a source, by its name; they are sources too.
         nbytes: bytes of the full sources.
     """
 
     sources: Mapping[str, Tensor]
     outgoing: Sequence[Outgoing]
     conversion: Conversion | None
+    adapters: Mapping[str, Sequence[Factors]]
     nbytes: int
 
     def leave(self, full: Mapping[str, Tensor]) -> Iterator[tuple[Outgoing, Tensor]]:
         """What leaves, made of the full sources; views of them where it can be."""
+        merged = {name: merge(full[name], factors, full) for name, factors in self.adapters.items()}
+        full = {**full, **merged}
         made: Mapping[str, Tensor] = {}
         for item in self.outgoing:
             if item.pieces is None and self.conversion is not None:
@@ -74,7 +79,9 @@ def outgoing_units(model: nn.Module, *, dtype: torch.dtype | None, names: Names)
     """
     if dtype is not None and not dtype.is_floating_point:
         raise OptionError(f"dtype={dtype}: weights leave in a floating-point dtype, as torch.bfloat16")
-    found = entries(model)
+    found = base_entries(model)
+    factors = factors_by_weight(model, found)
+    model = base_model(model)
     tensors = {
         name: entry.tensor for name, entry in zip(canonical_names(model, found), found, strict=True) if name is not None
     }
@@ -90,11 +97,11 @@ def outgoing_units(model: nn.Module, *, dtype: torch.dtype | None, names: Names)
         if (target := translation.renamed.get(name)) is not None:
             source = described[name]
             items = [Outgoing(target, source.shape, source.dtype, [whole(name, source.shape)])]
-            units.append(_unit([name], items, None, tensors, described))
+            units.append(_unit([name], items, None, tensors, factors))
         elif (conversion := by_first.get(name)) is not None:
             made = results(conversion, described)
             items = [Outgoing(out, result.shape, result.dtype, result.pieces) for out, result in made.items()]
-            units.append(_unit(conversion.sources, items, conversion, tensors, described))
+            units.append(_unit(conversion.sources, items, conversion, tensors, factors))
     return units
 
 
@@ -103,10 +110,14 @@ def _unit(
     items: Sequence[Outgoing],
     conversion: Conversion | None,
     tensors: Mapping[str, Tensor],
-    described: Mapping[str, Source],
+    factors: Mapping[str, Sequence[Factors]],
 ) -> Unit:
-    nbytes = sum(torch.Size(described[name].shape).numel() * described[name].dtype.itemsize for name in names)
-    return Unit({name: tensors[name] for name in names}, items, conversion, nbytes)
+    adapters = {name: factors[name] for name in names if name in factors}
+    sources = {name: tensors[name] for name in names}
+    for each in (each for members in adapters.values() for each in members):
+        sources |= {each.a_name: each.a, each.b_name: each.b}
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in sources.values())
+    return Unit(sources, items, conversion, adapters, nbytes)
 
 
 def _assembled(item: Outgoing, full: Mapping[str, Tensor]) -> Tensor:

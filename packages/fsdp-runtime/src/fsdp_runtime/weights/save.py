@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime import _transformers_compat as transformers_compat
+from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.weights.checkpoint import INDEX_FILE, SINGLE_FILE
 from fsdp_runtime.weights.disk import sync, write_synced
@@ -74,8 +75,8 @@ def save_weights(
         _write_shards(shards, gathered(units, bucket_bytes, dtype=dtype), work, ranks)
         with all_or_none(ranks):
             if work is not None:
-                if transformers_compat.is_transformers_model(model):
-                    transformers_compat.save_config(model, work, saved_dtype)
+                if transformers_compat.is_transformers_model(base_model(model)):
+                    transformers_compat.save_config(base_model(model), work, saved_dtype)
                 _put_in_force(work, target, shards)
 
 

@@ -1,0 +1,73 @@
+"""Every look into peft's modules, with its reason; seen to work on peft 0.21.
+
+peft is imported only where the model is one of its own, so this package does not depend on it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+#: Where a ``PeftModel`` keeps the model that it adapts.
+BASE = "base_model.model"
+
+
+@dataclass(frozen=True)
+class LoraLayer:
+    """A layer with low-rank adapters.
+
+    Args:
+        path: its path in the adapted model.
+        module: peft's wrapper, with the layer as ``base_layer`` and the factors in ``lora_A`` and ``lora_B``.
+        scaling: the factor of every adapter that is in force, by its name.
+        transposed: the layer's weight is ``[in, out]``.
+        plain: it is an ordinary linear layer with ordinary adapters, not merged.
+    """
+
+    path: str
+    module: nn.Module
+    scaling: dict[str, float]
+    transposed: bool
+    plain: bool
+
+
+def is_peft_model(module: nn.Module) -> bool:
+    """Whether a module is a ``PeftModel``; false without importing anything where peft is unused."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.PeftModel)
+
+
+def base_model(model: Any) -> Any:
+    """The model that a ``PeftModel`` adapts; any other model itself."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
+    """The layers of an adapted model (not of the ``PeftModel`` around it) that carry low-rank adapters."""
+    peft = sys.modules.get("peft")
+    if peft is None:
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            layer: Any = module
+            active = [name for name in layer.active_adapters if name in layer.lora_A]
+            plain = not (layer.merged or layer.lora_variant or layer.lora_embedding_A or any(layer.lora_bias.values()))
+            yield LoraLayer(
+                path,
+                module,
+                {} if layer.disable_adapters else {name: float(layer.scaling[name]) for name in active},
+                bool(getattr(layer, "fan_in_fan_out", False)),
+                plain and isinstance(layer.get_base_layer(), nn.Linear),
+            )
+
+
+def adapter_config(model: Any, adapter: str) -> Any:
+    """The config that peft writes beside an adapter's weights."""
+    config = model.peft_config[adapter]
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = model.get_base_model().__dict__.get("name_or_path")
+    return config

@@ -1,0 +1,54 @@
+"""Low-rank adapters beside a split layer: which styles their two factors take, as data.
+
+An adapter adds ``B(A(x))`` to a layer's output, with ``A`` ``[rank, in]`` and ``B`` ``[out, rank]``.  Beside a
+column-wise layer ``B`` is split as the layer is and ``A`` stays whole; beside a row-wise one ``A`` is split as the
+layer is and ``B`` stays whole, behind the sum over the ranks, which is cheap at the width of the rank.  Source: Hu et
+al., arXiv:2106.09685; the layouts are those of S-LoRA (arXiv:2311.03285), section 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tp_plans.errors import PlanError
+from tp_plans.layouts import Partial, Replicate
+from tp_plans.styles import ColwiseParallel, Replicated, RowwiseParallel, SequenceParallel, Style
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStyles:
+    """The styles of an adapter's two factors.
+
+    Args:
+        a: of ``lora_A``, from the layer's input to the rank.
+        b: of ``lora_B``, from the rank to the layer's output.
+    """
+
+    a: Style
+    b: Style
+
+
+def adapter_styles(style: Style, *, sequence_dim: int | None = None) -> AdapterStyles:
+    """The styles of the factors of an adapter beside a layer of this style.
+
+    Args:
+        style: the layer's, with numbers in place of attributes of the parent (``tp_plans.attributes.resolved``).
+        sequence_dim: the dim on which the layer's input arrives cut, where no module above gathers it (the head
+            under sequence parallelism).
+
+    Raises:
+        PlanError: a layer of this style cannot carry an adapter.
+    """
+    match style:
+        case ColwiseParallel():
+            a = Replicated() if sequence_dim is None else SequenceParallel(sequence_dim=sequence_dim)
+            return AdapterStyles(a=a, b=style)
+        case RowwiseParallel(output=output) if output != Partial():
+            whole = output == Replicate()
+            return AdapterStyles(a=style, b=Replicated(gradient="full" if whole else "partial"))
+        case Replicated():
+            return AdapterStyles(a=style, b=style)
+    raise PlanError(
+        f"a layer that is {style} cannot carry a low-rank adapter: leave it out of the adapter's target modules, or "
+        "give it a rule ColwiseParallel, RowwiseParallel or Replicated"
+    )

@@ -1,0 +1,45 @@
+"""The factors of an adapter: split where the layer is, whole where the rank is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tp_plans import (
+    ColwiseParallel,
+    Partial,
+    PlanError,
+    Replicate,
+    Replicated,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    VocabParallelEmbedding,
+)
+from tp_plans.lora import adapter_styles
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel(), ColwiseParallel(unit=16, pieces=(4, 2, 2), shared=True)])
+def test_beside_a_column_wise_layer_b_is_split_as_the_layer_is(style: ColwiseParallel) -> None:
+    found = adapter_styles(style)
+    assert found.a == Replicated()
+    assert found.b == style
+
+
+def test_an_input_that_arrives_cut_stays_cut_until_it_is_as_narrow_as_the_rank() -> None:
+    found = adapter_styles(ColwiseParallel(), sequence_dim=1)
+    assert found.a == SequenceParallel(sequence_dim=1)
+    assert found.b == ColwiseParallel()
+
+
+@pytest.mark.parametrize(("output", "gradient"), [(Replicate(), "full"), (Shard(1), "partial")])
+def test_beside_a_row_wise_layer_b_follows_the_sum(output: Replicate | Shard, gradient: str) -> None:
+    style = RowwiseParallel(output=output, unit=8)
+    found = adapter_styles(style)
+    assert found.a == style
+    assert found.b == Replicated(gradient=gradient)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("style", [VocabParallelEmbedding(), RowwiseParallel(output=Partial())])
+def test_layers_that_cannot_carry_one_are_refused_with_advice(style: VocabParallelEmbedding | RowwiseParallel) -> None:
+    with pytest.raises(PlanError, match="leave it out of the adapter's target modules"):
+        adapter_styles(style)
