@@ -241,9 +241,16 @@ def test_members_of_nested_lists_are_units(two_ranks: RankPool) -> None:
         ({"prefetch_forward": -1}, "prefetch_forward=-1: give a number of blocks, 0 or more"),
         ({"prefetch_backward": 0}, "prefetch_backward=0: give a number of blocks, 1 or more"),
         ({"gradient_divide_factor": 0.0}, "gradient_divide_factor=0.0: give a positive number"),
-        ({"master_dtype": torch.float32}, "without a dtype to compute in"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         ShardingOptions(**options)
+
+
+def test_master_weights_without_a_dtype_to_compute_in_are_refused() -> None:
+    options = ShardingOptions(master_dtype=torch.float32)
+    with pytest.raises(
+        OptionError, match=r"without a dtype to compute in: give mixed_precision=MixedPrecisionPolicy\("
+    ):
+        parallelize(tiny_model("LlamaForCausalLM"), MeshSpec().build(device_type="cpu"), sharding=options)

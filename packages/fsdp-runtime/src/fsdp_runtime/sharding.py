@@ -71,11 +71,6 @@ class ShardingOptions:
                 raise OptionError(f"{name}={depth!r}: give a number of blocks, {least} or more")
         if (factor := self.gradient_divide_factor) is not None and not factor > 0:
             raise OptionError(f"gradient_divide_factor={factor!r}: give a positive number")
-        if self.master_dtype is not None and (self.mixed_precision is None or self.mixed_precision.param_dtype is None):
-            raise OptionError(
-                f"master_dtype={self.master_dtype} without a dtype to compute in: give "
-                "mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
-            )
 
     @property
     def asked(self) -> bool:
@@ -115,9 +110,11 @@ def shard_over_data_parallel(
         options: dtypes, offload, resharding, prefetching and what becomes of frozen parameters.
 
     Raises:
-        OptionError: frozen parameters are to stay whole in another dtype than the one to compute in.
+        OptionError: options contradict each other, or frozen parameters are to stay whole in another dtype than the
+            one to compute in.
     """
     options = options or ShardingOptions()
+    check_sharding(model, options)
     if options.master_dtype is not None:
         _convert_trainable(model, options.master_dtype)
     whole = parameters_left_whole(model, options)
@@ -170,6 +167,17 @@ def divide_gradients(model: nn.Module, mesh: DeviceMesh, factor: float) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule) and scale != 1:
             module.set_all_reduce_hook(rescale)
+
+
+def check_sharding(model: nn.Module, options: ShardingOptions) -> None:
+    """Raise :class:`OptionError` where options contradict each other or the model; nothing is changed."""
+    policy = options.mixed_precision
+    if options.master_dtype is not None and (policy is None or policy.param_dtype is None):
+        raise OptionError(
+            f"master_dtype={options.master_dtype} without a dtype to compute in: give "
+            "mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        )
+    parameters_left_whole(model, options)
 
 
 def parameters_left_whole(model: nn.Module, options: ShardingOptions) -> set[nn.Parameter]:
