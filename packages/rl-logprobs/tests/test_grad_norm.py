@@ -341,6 +341,18 @@ def test_long_gradients_do_not_lose_accuracy(dtype):
     )
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_of_several_dtypes_add_up_to_the_widest(order):
+    dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+    gradients = [gradient for dtype in dtypes for gradient in full_gradients(dtype).values()]
+    parameters = [with_gradient(gradient) for gradient in gradients]
+    norm = clip_grad_norm_(parameters, 0.5, order)
+    assert norm.dtype is torch.float64
+    torch.testing.assert_close(norm, exact_norm(gradients, order), rtol=1e-6, atol=0)
+    assert [p.grad.dtype for p in parameters] == [g.dtype for g in gradients]
+    assert exact_norm([p.grad for p in parameters], order).item() == pytest.approx(0.5, rel=2**-8)
+
+
 def test_strided_gradients_are_measured_whole():
     gradient = torch.randn(50, 60)[::3, ::2].t()
     parameter = torch.zeros(gradient.shape, requires_grad=True)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from harness.ranks import RanksFailed
 from rl_logprobs import token_logprobs, token_statistics
@@ -205,6 +206,18 @@ def badly_placed(case):
         targets, options = targets.chunk(2, 1)[mesh.get_local_rank("dp")], {"shift": True}
     elif case == "no vocabulary size":
         logits, options = logits[..., :49], {"group": mesh.get_group("tp")}
+    elif case == "strided":
+        logits = DTensor.from_local(
+            logits[..., ::4], mesh, [_StridedShard(2, split_factor=2), Shard(2)], run_check=False
+        )
+    elif case == "target too large":
+        logits, targets = distribute_tensor(logits, mesh, [Replicate(), Shard(2)]), targets + 97
+    elif case == "temperature":
+        logits, options = distribute_tensor(logits, mesh, [Replicate(), Shard(2)]), {"temperature": -1.0}
+    elif case == "no tokens":
+        logits, targets = distribute_tensor(logits[:, :0], mesh, [Replicate(), Shard(2)]), targets[:, :0]
+    elif case == "integer logits":
+        logits = distribute_tensor(logits.nan_to_num().long(), mesh, [Replicate(), Shard(2)])
     elif case == "narrow shard":
         logits, options = logits[..., :30], {"group": mesh.get_group("tp"), "vocab_size": 97}
     with CommDebugMode() as counter:
@@ -225,6 +238,11 @@ def badly_placed(case):
         ("shift over ranks", "ShapeError", "whole sequence of 6"),
         ("no vocabulary size", "OptionError", "vocab_size"),
         ("narrow shard", "ShapeError", "30 columns"),
+        ("strided", "PlacementError", "in strides"),
+        ("target too large", "TargetError", "outside [0, 97)"),
+        ("temperature", "OptionError", "-1.0"),
+        ("no tokens", "ShapeError", "at least one token"),
+        ("integer logits", "DtypeError", "floating point"),
     ],
 )
 def test_misplaced_input_is_refused_on_every_rank_before_any_collective(four_ranks, case, error, message):

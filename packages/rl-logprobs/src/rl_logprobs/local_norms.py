@@ -70,10 +70,10 @@ def _stretch_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Norms of stretches of the tensors, in dtypes in which they are exact to rounding."""
     norms, short = [], []
     for tensor in tensors:
-        if tensor.numel() <= STRETCH and tensor.dtype is not torch.float64:
-            short.append(tensor)
-        elif tensor.dtype is torch.float64 or not tensor.is_contiguous():
+        if tensor.dtype is torch.float64 or not tensor.is_contiguous():
             norms.append(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+        elif tensor.numel() <= STRETCH:
+            short.append(tensor)
         else:
             rest = tensor.numel() % STRETCH
             flat = tensor.view(-1)

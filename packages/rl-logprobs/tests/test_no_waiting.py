@@ -1,0 +1,70 @@
+"""On an accelerator the host waits for nothing: tensors without values cannot tell it any."""
+
+import math
+
+import pytest
+import torch
+
+import rl_logprobs
+from rl_logprobs import SamplingFilter
+
+SHAPE = (3, 5)
+
+
+def logits():
+    return torch.empty(*SHAPE, 300, device="meta", dtype=torch.bfloat16, requires_grad=True)
+
+
+def ids(*shape):
+    return torch.zeros(shape or SHAPE, device="meta", dtype=torch.int64)
+
+
+def statistics(**options):
+    temperature = torch.ones(*SHAPE, device="meta")
+    found = rl_logprobs.token_statistics(
+        logits(), ids(), argmax=True, rank=True, temperature=temperature, shift=True, **options
+    )
+    return found.logprobs + found.logsumexp + (0 if found.entropy is None else found.entropy)
+
+
+def from_hidden(**options):
+    hidden = torch.empty(*SHAPE, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(300, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    return rl_logprobs.linear_token_logprobs(hidden, weight, ids(), **options)
+
+
+STEPS = {
+    "entropy": lambda: statistics(entropy=True).sum().backward(),
+    "inplace_backward": lambda: statistics(inplace_backward=True).sum().backward(),
+    "inplace_forward": lambda: statistics(inplace_forward=True).sum().backward(),
+    "top-k": lambda: statistics(sampling=SamplingFilter(top_k=3, top_p=0.9)).sum().backward(),
+    "top-p": lambda: statistics(sampling=SamplingFilter(top_p=0.9, min_p=0.1)).sum().backward(),
+    "sample": lambda: rl_logprobs.sample_tokens(logits(), seed=1, sampling=SamplingFilter(top_k=3)),
+    "topk_logprobs": lambda: rl_logprobs.topk_logprobs(logits(), 4),
+    "logprobs_at": lambda: rl_logprobs.logprobs_at(logits(), ids(*SHAPE, 2)).sum().backward(),
+    "token_kl": lambda: rl_logprobs.token_kl(logits(), logits(), mask=ids()).sum().backward(),
+    "from hidden": lambda: from_hidden(shift=True, softcap=3.0).sum().backward(),
+    "targets": lambda: rl_logprobs.next_token_targets(ids(7), cu_seqlens=ids(3)),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_log_probabilities_need_no_value_on_the_host(name):
+    STEPS[name]()
+
+
+@pytest.mark.parametrize("order", [2.0, 3.0, math.inf])
+def test_norms_clipping_and_skipping_need_no_value_on_the_host(order):
+    dtypes = (torch.bfloat16, torch.float32)
+    parameters = [torch.empty(3000, 2, device="meta", dtype=dtype, requires_grad=True) for dtype in dtypes]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    rl_logprobs.must_skip_step(rl_logprobs.clip_grad_norm_(parameters, 1.0, order))
+    rl_logprobs.grad_norms({"all": parameters, "first": parameters[0]}, order)
+
+
+def test_an_error_for_norms_that_are_not_finite_waits_because_it_was_asked_for():
+    parameter = torch.empty(3, device="meta", requires_grad=True)
+    parameter.grad = torch.empty_like(parameter)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        rl_logprobs.grad_norm(parameter, error_if_nonfinite=True)
