@@ -38,14 +38,18 @@ def number(owner: Any, value: int | str) -> int:
 def needs_owner(style: Style) -> bool:
     """Whether a style cannot be applied without numbers of the module above its own."""
     match style:
-        case ColwiseParallel(pieces=pieces, shared=shared):
-            return bool(pieces) or shared
-        case RowwiseParallel(pieces=pieces):
-            return bool(pieces)
-        case LatentProjection():
-            return True
+        case ColwiseParallel(unit=unit, pieces=pieces, shared=shared):
+            return (bool(pieces) or shared) and _any_name(unit, *pieces)
+        case RowwiseParallel(unit=unit, pieces=pieces):
+            return bool(pieces) and _any_name(unit, *pieces)
+        case LatentProjection(rotary=rotary):
+            return _any_name(rotary)
         case _:
             return False
+
+
+def _any_name(*numbers: int | str) -> bool:
+    return any(isinstance(value, str) for value in numbers)
 
 
 def resolved(style: Style, owner: Any) -> Style:

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from tp_plans.attributes import needs_owner
+from tp_plans.errors import PlanError
 from tp_plans.styles import BareParameter, Style
 
 
@@ -27,15 +28,26 @@ class Owned:
 
 
 def folded(rules: Mapping[str, Style]) -> dict[str, tuple[Style | None, Owned]]:
-    """The rules by module pattern, each with those folded onto it; a module without a rule of its own has ``None``."""
+    """The rules by module pattern, each with those folded onto it; a module without a rule of its own has ``None``.
+
+    Modules that carry others' rules come first, since a rule of theirs may change the numbers that those read.
+
+    Raises:
+        PlanError: such a rule stands for the model itself, which has nothing above.
+    """
     owned: dict[str, Owned] = defaultdict(Owned)
     own: dict[str, Style] = {}
     for pattern, style in rules.items():
         owner, _, name = pattern.rpartition(".")
+        if not pattern and (isinstance(style, BareParameter) or needs_owner(style)):
+            raise PlanError(
+                f"the rule '' is {style}, which belongs to a parameter or takes numbers from the module above, and "
+                "stands for the model itself: name the parameter, or give the numbers"
+            )
         if isinstance(style, BareParameter):
             owned[owner].bare[name] = style
         elif needs_owner(style):
             owned[owner].children[name] = style
         else:
             own[pattern] = style
-    return {pattern: (own.get(pattern), owned.get(pattern, Owned())) for pattern in dict.fromkeys((*own, *owned))}
+    return {pattern: (own.get(pattern), owned.get(pattern, Owned())) for pattern in dict.fromkeys((*owned, *own))}
