@@ -14,6 +14,7 @@ nox.options.sessions = ["lint", "types", "plans_alone", "tests"]
 
 PACKAGES = ["tp-plans", "fsdp-runtime", "rl-logprobs"]
 TORCH_VERSIONS = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
+BENCH_PEERS = ["verl==0.9.1", "megatron-core==0.16.1", "liger-kernel==0.8.5", "triton", "nemo-automodel==0.7.0"]
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 DIST = Path("dist")
 
@@ -142,7 +143,9 @@ def build(session: nox.Session, package: str, kind: str) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks of all packages."""
+    """Run the benchmarks of all packages, rl-logprobs beside other projects' functions; their wheels come alone."""
     install_editable(session, "bench")
+    session.install("numpy", "packaging", "einops")
+    session.install("--no-deps", *BENCH_PEERS)
     for script in sorted(Path("packages").glob("*/benchmarks/bench_*.py")):
         session.run("python", str(script), *session.posargs)
