@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch.distributed.tensor import DTensor, Replicate
 
 HOW = (
-    "python -m pip install --no-deps verl megatron-core liger-kernel triton nemo-automodel, and numpy packaging "
+    "python -m pip install --no-deps verl megatron-core liger-kernel nemo-automodel, and numpy packaging "
     "einops transformers for them"
 )
 
@@ -77,7 +77,7 @@ def liger() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 
     It knows no vocabulary parallelism: over a shard of the head it does one rank's work and exchanges nothing.
     """
-    if importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None:
+    if importlib.util.find_spec("liger_kernel") is None:
         return None
     from liger_kernel.chunked_loss import fused_linear_ppo
 
