@@ -74,13 +74,14 @@ def _parser() -> argparse.ArgumentParser:
 
     suggesting = commands.add_parser("suggest", help="a plan proposed from a model's modules, and what is unsure")
     _add_model(suggesting)
+    _add_sequence_parallel(suggesting)
     _add_json(suggesting, "as JSON, which Plan.from_json reads; what is unsure goes to standard error")
     suggesting.set_defaults(run=_suggest)
 
     difference = commands.add_parser("diff", help="where two plans differ; exit code 1 if they do")
     difference.add_argument("before", metavar="A", help="as for show")
     difference.add_argument("after", metavar="B", help="as for show; hf:CLASS is the plan that transformers ships")
-    difference.add_argument("--sequence-parallel", action="store_true", help="of our own plans, with it")
+    _add_sequence_parallel(difference)
     difference.set_defaults(run=_diff)
     return parser
 
@@ -165,7 +166,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _suggest(options: argparse.Namespace) -> int:
-    suggestion = suggest(meta_model_from_config(options.model))
+    suggestion = suggest(meta_model_from_config(options.model), sequence_parallel=options.sequence_parallel)
     if options.json:
         print(suggestion.plan.to_json())
     else:
@@ -188,7 +189,7 @@ def _plan(name: str, *, sequence_parallel: bool) -> Plan:
     if name.endswith(".json"):
         return _from_file(name)
     if name.startswith("hf:"):
-        return from_hugging_face(meta_model_of_class(name.removeprefix("hf:")))
+        return from_hugging_face(meta_model_of_class(name.removeprefix("hf:")), sequence_parallel=sequence_parallel)
     return plan_for(name, sequence_parallel=sequence_parallel)
 
 

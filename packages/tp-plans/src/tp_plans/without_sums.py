@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tp_plans.errors import PlanError
 from tp_plans.layouts import Partial
 from tp_plans.plan import Plan
@@ -13,6 +15,7 @@ from tp_plans.styles import (
     RowwiseParallel,
     Style,
     SumOutput,
+    WholeSequence,
 )
 
 
@@ -38,7 +41,7 @@ def rowwise_free(plan: Plan) -> Plan:
 
 def _without_sum(pattern: str, style: Style) -> Style:
     match style:
-        case RowwiseParallel(output=Partial()) | SumOutput() | DividedInput():
+        case RowwiseParallel(output=Partial()) | SumOutput() | DividedInput() | WholeSequence(around=SumOutput()):
             raise PlanError(
                 f"the rule for {pattern!r} is {style}, an addend of a sum over ranks: to do without it, "
                 "override the rules of the module that sums, so that it is whole on every rank"
@@ -52,5 +55,7 @@ def _without_sum(pattern: str, style: Style) -> Style:
             return ColwiseParallel(input=style.input, output=style.output, use_local_output=style.use_local_output)
         case ExpertsParallel():
             return Replicated()
+        case WholeSequence(around=ExpertsParallel()):
+            return replace(style, around=None)
         case _:
             return style

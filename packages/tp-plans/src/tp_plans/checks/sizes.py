@@ -85,7 +85,7 @@ def cuts_of(tree: Tree) -> tuple[list[Cut], list[Finding]]:
 
 
 def _cuts(path: str, tree: Tree) -> Iterator[Cut | Finding]:
-    match tree.style(path):
+    match tree.own_style(path):
         case ColwiseParallel(unit=unit, pieces=pieces, shared=shared) if (weight := tree.weight(path)) is not None:
             yield from _of_weight(path, weight.shape[0], unit, pieces, tree, shared=shared)
         case RowwiseParallel(unit=unit, pieces=pieces) if (weight := tree.weight(path)) is not None:

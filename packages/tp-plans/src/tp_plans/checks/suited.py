@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tp_plans.checks.findings import Finding
-from tp_plans.checks.tree import Tree
+from tp_plans.checks.tree import Tree, join
 from tp_plans.layouts import Shard
 from tp_plans.styles import (
     BareParameter,
@@ -13,6 +13,7 @@ from tp_plans.styles import (
     DividedInput,
     ExpertsParallel,
     FeatureParallelEmbedding,
+    GatheredParameters,
     LatentProjection,
     RowwiseParallel,
     VocabParallelEmbedding,
@@ -30,7 +31,8 @@ _WHOLE_TABLE_OPTIONS = {
 
 def unsuited(tree: Tree) -> Iterator[Finding]:
     """Modules and parameters that their style cannot split."""
-    for path, style in tree.styled():
+    for path in tree.modules:
+        style = tree.own_style(path)
         if isinstance(style, _OF_MATRICES):
             yield from _no_matrix(path, type(style).__name__, tree)
         if isinstance(style, (VocabParallelEmbedding, FeatureParallelEmbedding)):
@@ -40,6 +42,8 @@ def unsuited(tree: Tree) -> Iterator[Finding]:
         elif isinstance(style, DividedInput) and (names := tree.own_parameters(path)):
             what = f"DividedInput is for a module without parameters, and this one has {', '.join(names)}"
             yield Finding("error", path, what, "let the rule match what only passes tokens on, or use SumOutput")
+        elif isinstance(style, GatheredParameters):
+            yield from _nothing_to_gather(path, style.names, tree)
     for path, parameter in tree.parameters.items():
         rule = tree.style(path)
         if isinstance(rule, BareParameter) and isinstance(rule.layout, Shard):
@@ -69,6 +73,13 @@ def _whole_table(path: str, tree: Tree) -> Iterator[Finding]:
             continue
         if getattr(tree.modules[path], option, None) not in (None, False):
             yield Finding("error", path, f"{option} {effect}", f"build the embedding without {option}")
+
+
+def _nothing_to_gather(path: str, names: tuple[str, ...], tree: Tree) -> Iterator[Finding]:
+    missing = [name for name in names if join(path, name) not in tree.parameters]
+    if missing:
+        what = f"{type(tree.modules[path]).__name__} has no parameter {', '.join(missing)} to gather"
+        yield Finding("error", path, what, "name the parameters below it, as 'out_proj.weight'")
 
 
 def _no_experts(path: str, tree: Tree) -> Iterator[Finding]:

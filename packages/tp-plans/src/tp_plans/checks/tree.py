@@ -11,7 +11,7 @@ from tp_plans.fields import is_integer
 from tp_plans.layouts import Layout, Shard
 from tp_plans.patterns import every_block as every_block
 from tp_plans.plan import Plan
-from tp_plans.styles import BareParameter, GatheredParameters, Style, parameter_layout
+from tp_plans.styles import BareParameter, GatheredParameters, Style, WholeSequence, parameter_layout
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Tree:
         patterns = self.rules[path]
         return self.plan[patterns[0]] if patterns else None
 
+    def own_style(self, path: str) -> Style | None:
+        """The style of a module's own work: what is behind the door, where it has one."""
+        style = self.style(path)
+        return style.around if isinstance(style, WholeSequence) else style
+
     def layout(self, parameter: str) -> Layout | None:
         """How a parameter lies over the axis; ``None`` where the plan says nothing of it."""
         if self._is_gathered(parameter):
@@ -53,7 +58,7 @@ class Tree:
     def _is_gathered(self, parameter: str) -> bool:
         """Whether a module above stores the parameter split."""
         return any(
-            isinstance(style := self.style(above), GatheredParameters)
+            isinstance(style := self.own_style(above), GatheredParameters)
             and parameter[len(above) :].removeprefix(".") in style.names
             for above in ancestors(parameter)
         )

@@ -103,9 +103,12 @@ def _sent(path: str, style: Style, tree: Tree, tp: int) -> Iterator[_Sent]:
             yield from _bare(path.rpartition(".")[2], style)
         case PrepareInput() | ParallelAttention():
             yield from _prepared(path, style, tree)
-        case WholeSequence() if tree.plan.sequence_parallel:
-            yield "all_gather", "forward", "the sequence"
-            yield "all_gather", "backward", "gradient of the sequence"
+        case WholeSequence(around=around):
+            if tree.plan.sequence_parallel:
+                yield "all_gather", "forward", "the sequence"
+                yield "all_gather", "backward", "gradient of the sequence"
+            if around is not None:
+                yield from _sent(path, around, tree, tp)
 
 
 def _column(path: str, style: ColwiseParallel, tree: Tree, tp: int) -> Iterator[_Sent]:
@@ -131,11 +134,11 @@ def _arrival(path: str, tree: Tree) -> _Arrival:
     if not _reads_stream(path, tree):
         return Replicate()
     for above in ancestors(path):
-        match tree.style(above):
+        match tree.own_style(above):
             case PrepareInput(layout=Replicate()) | ParallelAttention(layout=Replicate()):
                 return _PREPARED  # type: ignore[return-value]
-            case WholeSequence():
-                return Replicate()
+        if isinstance(tree.style(above), WholeSequence):
+            return Replicate()
     return stream
 
 
@@ -184,7 +187,7 @@ def _bare(name: str, style: BareParameter) -> Iterator[_Sent]:
 
 
 def _prepared(path: str, style: PrepareInput | ParallelAttention, tree: Tree) -> Iterator[_Sent]:
-    arrives = _arrival(path, tree)
+    arrives = Replicate() if isinstance(tree.style(path), WholeSequence) else _arrival(path, tree)
     if style.layout == Replicate() and arrives != _PREPARED:
         yield from _read(arrives)
     elif isinstance(style.layout, Shard) and _is_whole_at_first(tree):

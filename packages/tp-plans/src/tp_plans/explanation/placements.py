@@ -41,7 +41,7 @@ def placed(path: str, tree: Tree, tp: int) -> Iterator[PlacedParameter]:
     if path in tree.parameters:
         yield _placed(path, tree, tp)
         return
-    style = tree.style(path)
+    style = tree.own_style(path)
     below = style.names if isinstance(style, GatheredParameters) else ()
     for name in dict.fromkeys((*tree.own_parameters(path), *below)):
         parameter = join(path, name)

@@ -11,6 +11,7 @@ from tp_plans.checks.tree import ancestors
 from tp_plans.layouts import Replicate
 from tp_plans.patterns import every_block
 from tp_plans.plan import Plan
+from tp_plans.sequence_parallel import with_sequence_parallelism
 from tp_plans.styles import (
     ColwiseParallel,
     ExpertsParallel,
@@ -48,7 +49,7 @@ class Suggestion:
         return "\n".join([f"{self.plan!r}, unsure of", *(f"  {doubt}" for doubt in self.unsure)])
 
 
-def suggest(model: Any) -> Suggestion:
+def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
     """Propose a tensor-parallel plan for a decoder from its modules' shapes and names.
 
     Embedding, blocks, norms and head are found by their places and shapes; so are, in each block, the sub-layers
@@ -58,6 +59,7 @@ def suggest(model: Any) -> Suggestion:
 
     Args:
         model: a ``torch.nn.Module`` on any device (meta is enough).
+        sequence_parallel: give the plan's sequence-parallel form (``tp_plans.sequence_parallel``).
 
     Returns:
         The plan, to be checked as any other, and what to look at before it is trusted.
@@ -81,8 +83,10 @@ def suggest(model: Any) -> Suggestion:
         rules[anatomy.final_norm] = Replicated()
     doubts += _add_head(rules, anatomy)
     doubts += _left_whole(rules, anatomy)
-    name = f"suggested for {type(model).__name__}"
-    return Suggestion(Plan(_by_pattern(rules, anatomy), name=name), tuple(dict.fromkeys(doubts)))
+    plan = Plan(_by_pattern(rules, anatomy), name=f"suggested for {type(model).__name__}")
+    if sequence_parallel:
+        plan = with_sequence_parallelism(plan, anatomy.modules, embedding=anatomy.embedding)
+    return Suggestion(plan, tuple(dict.fromkeys(doubts)))
 
 
 def _add_embedding(rules: dict[str, Style], anatomy: Anatomy) -> Iterator[Doubt]:

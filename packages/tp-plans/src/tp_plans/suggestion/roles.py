@@ -13,6 +13,7 @@ _WRITERS = re.compile(
 _ATTENTION = re.compile(r"attn|attention|self_att|mha")
 _HEAD_FIRST = re.compile(r"query_key_value")
 _QUERIES = re.compile(r"q|wq|q_?(proj|lin|linear)|query(_proj)?|to_q")
+_KEYS_AND_VALUES = re.compile(r"[kv]|w[kv]|[kv]_?(proj|lin|linear)|(key|value)(_proj)?|to_[kv]")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ def sublayer_at(path: str, anatomy: Anatomy) -> SubLayer | None:
     if not readers:
         return None
     return SubLayer(path, readers, writer, others, shapes[writer][1], by_name=not certain and len(writing) > 1)
+
+
+def is_key_or_value(path: str) -> bool:
+    """Whether a layer's name says that it computes keys or values."""
+    return bool(_KEYS_AND_VALUES.fullmatch(leaf(path)))
 
 
 def leaf(path: str) -> str:

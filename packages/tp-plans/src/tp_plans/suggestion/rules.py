@@ -7,7 +7,7 @@ around it does with them.  So nothing proposed here trains wrongly: what is not 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tp_plans.attributes import lookup
@@ -24,7 +24,7 @@ from tp_plans.styles import (
 )
 from tp_plans.suggestion.anatomy import Anatomy, is_norm, matrix, parameters_of
 from tp_plans.suggestion.code import counts_used, first_argument, meets_features_together, names_read
-from tp_plans.suggestion.roles import SubLayer, leaf
+from tp_plans.suggestion.roles import SubLayer, is_key_or_value, leaf
 
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "d_kv")
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_q_heads")
@@ -132,9 +132,11 @@ def _attention(sub: SubLayer, anatomy: Anatomy) -> Proposal:
             return {}, [Doubt(sub.path, f"{leaf(path)} is not over one head")]
         norms[path] = Replicated(gradient="partial")
     counts = counts_used(anatomy.modules[sub.path], _countable(sub, widths, size))
+    shared = _shared(sub, anatomy, columns)
     rules: dict[str, Style] = {
-        sub.path: _prepared(sub, anatomy, counts),
+        sub.path: _prepared(sub, anatomy, counts, has_groups=bool(shared)),
         **columns,
+        **shared,
         **norms,
         sub.writer: RowwiseParallel(unit=unit),
     }
@@ -156,6 +158,19 @@ def _columns(
     if len(widths) < 3 or len(narrow) not in (0, 2) or len(set(narrow)) > 1 or max(widths.values()) > sub.inner:
         return None
     return dict.fromkeys(widths, ColwiseParallel(unit=unit))
+
+
+def _shared(sub: SubLayer, anatomy: Anatomy, columns: Mapping[str, Style]) -> dict[str, Style]:
+    """The rules of keys and values whose heads ranks may share, where the module tells how they are grouped."""
+    module = anatomy.modules[sub.path]
+    defaults = ParallelAttention()
+    if any(not is_integer(lookup(module, name), least=1) for name in (defaults.groups, defaults.kv_heads)):
+        return {}
+    return {
+        path: replace(style, shared=True)
+        for path, style in columns.items()
+        if isinstance(style, ColwiseParallel) and is_key_or_value(path) and not style.pieces
+    }
 
 
 def _fused(sub: SubLayer, anatomy: Anatomy, unit: int | str, size: int, width: int) -> dict[str, Style] | None:
@@ -201,8 +216,10 @@ def _vectors(sub: SubLayer, anatomy: Anatomy) -> Iterator[str]:
             yield path
 
 
-def _prepared(sub: SubLayer, anatomy: Anatomy, counts: tuple[str, ...] = ()) -> Style:
+def _prepared(
+    sub: SubLayer, anatomy: Anatomy, counts: tuple[str, ...] = (), *, has_groups: bool = False
+) -> PrepareInput | ParallelAttention:
     argument = first_argument(anatomy.modules[sub.path])
-    if counts:
+    if counts or has_groups:
         return ParallelAttention(argument=argument, counts=counts)
     return PrepareInput(argument=argument)
