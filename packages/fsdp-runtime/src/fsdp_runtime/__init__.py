@@ -26,11 +26,12 @@ from fsdp_runtime.errors import (
 )
 from fsdp_runtime.launch import Launch, launch_from_environment
 from fsdp_runtime.mesh import MeshSpec, adopt_mesh, submesh
-from fsdp_runtime.offload import OffloadReport, offload, onload
+from fsdp_runtime.offloading import OffloadReport, offload, onload
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.replicas import assert_replicas_equal
 from fsdp_runtime.report import ParallelReport, parallel_report
-from fsdp_runtime.sequence_layout import SequenceLayout, sequence_layout
+from fsdp_runtime.ring import ring_attention
+from fsdp_runtime.sequences import SequenceLayout, sequence_layout
 from fsdp_runtime.sharding import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
 from fsdp_runtime.tensor_parallel import apply_plan
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
@@ -84,6 +85,7 @@ __all__ = [
     "onload",
     "parallel_report",
     "parallelize",
+    "ring_attention",
     "save_training_state",
     "save_weights",
     "sequence_layout",

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_runtime._torch_compat import all_gather_flat, causal_bias, reduce_scatter_flat
 from fsdp_runtime.errors import ModelError
-from fsdp_runtime.sequence_layout import SequenceLayout, SequenceOrder
+from fsdp_runtime.sequences import SequenceLayout, SequenceOrder
 
 
 @dataclass
@@ -30,12 +30,14 @@ class ContextAttention:
         order: how they share a sequence.
         masked: whether the batch at hand has padding; decided once a forward, without looking at values.
         documents: ``[batch, seq]``, the number of each token's document in a packed batch, else ``None``.
+        ring: whether torch's ring is in force, which takes local tokens.
     """
 
     group: ProcessGroup
     order: SequenceOrder
     masked: bool = False
     documents: Tensor | None = None
+    ring: bool = False
 
     def layout(self, local_length: int) -> SequenceLayout:
         """The layout of sequences of which this rank holds ``local_length`` tokens."""
@@ -77,10 +79,13 @@ class ContextAttention:
             )
         if any(options.get(name) is not None for name in ("position_bias", "s_aux", "softcap")):
             raise ModelError(f"{type(module).__name__} adds to its scores what torch's attention cannot: use cp=1")
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        shared: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
+        if self.ring and attention_mask is None and causal:
+            return _ring(query, key, value, shared), None
         layout = self.layout(query.shape[2])
         key, value = gather_sequence([key, value], layout, self.group)
-        shared: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        shared["enable_gqa"] = key.shape[1] != query.shape[1]
         if attention_mask is not None or not causal:
             output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **shared)
         else:
@@ -163,3 +168,11 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, s
             scaled_dot_product_attention(queries, key[:, :, :end], value[:, :, :end], attn_mask=bias, **shared)
         )
     return torch.cat(outputs, dim=2)
+
+
+def _ring(query: Tensor, key: Tensor, value: Tensor, shared: dict[str, Any]) -> Tensor:
+    """Through torch's name for attention, which its ring replaces; it knows no grouped heads."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, **shared)
+    return output.transpose(1, 2).contiguous()

@@ -19,7 +19,7 @@ from fsdp_runtime.anatomy import Anatomy
 from fsdp_runtime.attention_interface import rope_types, use_attention
 from fsdp_runtime.context_attention import ContextAttention
 from fsdp_runtime.errors import LayoutError, ModelError
-from fsdp_runtime.sequence_layout import SequenceLayout, SequenceOrder, require_order
+from fsdp_runtime.sequences import SequenceLayout, SequenceOrder, require_order
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +91,23 @@ def apply_context_parallel(
     logger.info("context parallelism: attention over %d ranks, %s order", cp_mesh.size(), order)
 
 
+def attention_of(model: nn.Module) -> ContextAttention:
+    """The attention that :func:`apply_context_parallel` gave a model.
+
+    Raises:
+        ModelError: it gave it none.
+    """
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, _Inputs):
+            return hook.attention
+    raise ModelError(f"{type(model).__name__} is not under context parallelism: parallelize it on a mesh with cp > 1")
+
+
 class _Inputs:
     """The forward pre-hook that completes a rank's inputs and refuses what cannot be cut."""
 
     def __init__(self, attention: ContextAttention) -> None:
-        self._attention = attention
+        self.attention = attention
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -104,7 +116,7 @@ class _Inputs:
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is None:
             raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs to know the length")
-        attention = self._attention
+        attention = self.attention
         layout = attention.layout(tokens.shape[1])
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         attention.masked, attention.documents = mask is not None, None
@@ -128,7 +140,7 @@ class _Inputs:
         """``[..., seq]`` in sequence order, of a small tensor without gradient."""
         first = local.movedim(-1, 0).contiguous()
         everyone = first.new_empty(layout.length, *first.shape[1:])
-        all_gather_flat(everyone.view(-1), first.view(-1), self._attention.group).wait()
+        all_gather_flat(everyone.view(-1), first.view(-1), self.attention.group).wait()
         return everyone.index_select(0, layout.permutation.argsort().to(local.device)).movedim(0, -1)
 
 

@@ -22,16 +22,17 @@ from fsdp_runtime.checkpointing import (
 from fsdp_runtime.compiling import compile_blocks
 from fsdp_runtime.context_parallel import apply_context_parallel, require_context_parallel
 from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.lora import resolve_adapted_plan
 from fsdp_runtime.mesh import axis_size, require_axes
-from fsdp_runtime.sequence_layout import SequenceOrder, require_order
+from fsdp_runtime.sequences import SequenceOrder, require_order
 from fsdp_runtime.sharding import (
     ShardingOptions,
+    check_sharding,
     data_parallel_mesh,
-    parameters_left_whole,
     shard_over_data_parallel,
 )
 from fsdp_runtime.tensor_parallel import Logits, apply_plan, prepared_plan
-from tp_plans import Plan, Style, resolve_plan
+from tp_plans import Plan, Style
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ def parallelize(
     data_parallel = _data_parallel(mesh, options)
     anatomy = anatomy_of(model)
     modules_to_recompute(anatomy, activation_checkpointing)
-    parameters_left_whole(model, options)
+    check_sharding(model, options)
     if axis_size(mesh, "cp") > 1:
         require_context_parallel(model, anatomy)
         if options.gradient_divide_factor is None:  # the ranks of cp have parts of one batch: their sum is its gradient
@@ -149,7 +150,7 @@ def _chosen_plan(model: nn.Module, plan: Any, tp: int, *, sequence_parallel: boo
         return None
     if tp == 1:
         return None
-    return prepared_plan(resolve_plan(plan, model, sequence_parallel=sequence_parallel), logits=logits)
+    return prepared_plan(resolve_adapted_plan(plan, model, sequence_parallel=sequence_parallel), logits=logits)
 
 
 def _data_parallel(mesh: DeviceMesh, options: ShardingOptions) -> DeviceMesh | None:
