@@ -19,9 +19,8 @@ def main() -> None:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as wheel:
         for path in files:
             wheel.write(path, path.relative_to(root.parent))
-    print(
-        f"\n{len(files)} files, deflated {len(archive.getvalue()) / 1000:.0f} kB; to hold: {BOUND // 1000} kB with metadata"
-    )
+    size = len(archive.getvalue()) / 1000
+    print(f"\n{len(files)} files, deflated {size:.0f} kB; to hold: {BOUND // 1000} kB with metadata")
     parts: Counter[str] = Counter()
     for info in zipfile.ZipFile(archive).infolist():
         inside = Path(info.filename).parts[1:]

@@ -38,12 +38,14 @@ class Norm(Module):
 
 
 def decoder(*, heads=4, kv_heads=2, head_dim=8, hidden=32, inner=96, vocab=131, layers=2, tied=False):
+    config = SimpleNamespace(num_key_value_heads=kv_heads)
+
     def block():
         return Module(
             input_layernorm=Norm(hidden),
             post_attention_layernorm=Norm(hidden),
             self_attn=Module(
-                attributes={"head_dim": head_dim},
+                attributes={"head_dim": head_dim, "num_key_value_groups": heads // kv_heads, "config": config},
                 q_proj=Linear(heads * head_dim, hidden),
                 k_proj=Linear(kv_heads * head_dim, hidden),
                 v_proj=Linear(kv_heads * head_dim, hidden),

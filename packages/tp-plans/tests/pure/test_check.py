@@ -94,15 +94,21 @@ def test_the_usual_embedding_options_are_no_finding():
 
 
 def test_heads_that_do_not_divide_are_told_once_a_rule_with_the_sizes_that_would_do():
-    report = check(LLAMA, decoder(heads=8, kv_heads=2, layers=30), tp=4)
+    report = check(LLAMA, decoder(heads=10, kv_heads=2, layers=30), tp=4)
     assert [finding.where for finding in report.findings] == [
-        "model.layers.*.self_attn.k_proj",
-        "model.layers.*.self_attn.v_proj",
+        "model.layers.*.self_attn.q_proj",
+        "model.layers.*.self_attn.o_proj",
     ]
     first = report.findings[0]
-    assert "2 heads of 8 (16 features) cannot be split over tp=4" in first.message
+    assert "10 heads of 8 (80 features) cannot be split over tp=4" in first.message
     assert "30 modules" in first.message
-    assert first.fix == "use a tp out of 1, 2"
+    assert first.fix == "use a tp out of 1, 2, 5, 10"
+
+
+def test_key_value_heads_may_be_fewer_than_ranks():
+    assert check(LLAMA, decoder(heads=8, kv_heads=2), tp=4).errors == ()
+    assert check(LLAMA, decoder(heads=8, kv_heads=2), tp=1).legal_tp == (1, 2, 4, 8)
+    assert check(LLAMA, decoder(heads=9, kv_heads=3), tp=1).legal_tp == (1, 3, 9)
 
 
 def test_a_single_misfit_among_equal_layers_is_told_by_its_path():
@@ -116,9 +122,9 @@ def test_a_single_misfit_among_equal_layers_is_told_by_its_path():
 def test_the_sizes_told_are_exactly_those_that_pass():
     model = decoder(heads=12, kv_heads=12, hidden=96)
     legal = {tp for tp in range(1, 13) if not findings(LLAMA, model, tp)}
-    assert legal == {1, 2, 3, 4, 6, 12}
+    assert legal == {1, 2, 3, 4, 6, 12} == set(check(LLAMA, model, tp=1).legal_tp)
     for tp in set(range(2, 13)) - legal:
-        told = {f.fix for f in findings(LLAMA, model, tp) if "self_attn" in f.where}
+        told = {f.fix.partition(", or")[0] for f in findings(LLAMA, model, tp) if "self_attn" in f.where}
         assert told == {"use a tp out of 1, 2, 3, 4, 6, 12"}
 
 

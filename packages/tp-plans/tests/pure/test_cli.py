@@ -24,9 +24,19 @@ def test_list_has_a_line_for_every_architecture(capsys: pytest.CaptureFixture[st
 
 def test_list_is_filtered_by_name_type_or_notes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "VISION", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert row["architecture"] == "Gemma3ForConditionalGeneration"
-    assert (row["sequence_parallel"], row["largest_tp"], row["experts"]) == (True, None, False)
+    row, *others = json.loads(capsys.readouterr().out)
+    assert all("vision" in "".join(map(str, each.values())).lower() for each in (row, *others))
+    assert len(others) + 1 < len(architectures())
+    assert set(row) == {"architecture", "model_type", "largest_tp", "sequence_parallel", "experts", "notes"}
+
+
+def test_list_tells_what_an_architecture_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
+    unable = [entry.class_name for entry in architectures() if not entry.sequence_parallel]
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:] if line.split()[3] == "no"] == unable
+    assert main(["show", unable[0], "--sequence-parallel"]) == 2
+    assert "has no sequence-parallel form" in capsys.readouterr().err
 
 
 def test_show_as_json_reads_back_to_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,15 @@ import pytest
 
 from tp_plans import Plan, RowwiseParallel, Shard, VocabParallelEmbedding, architectures, required_multiple
 
-ENTRIES = architectures()
+FORMS = [
+    pytest.param(entry, sequence_parallel, id=f"{entry.class_name}-{'SP' if sequence_parallel else 'TP'}")
+    for entry in architectures()
+    for sequence_parallel in (False, True)
+    if entry.sequence_parallel or not sequence_parallel
+]
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=[entry.class_name for entry in ENTRIES])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("entry", "sequence_parallel"), FORMS)
 def test_our_plans_ask_nothing_of_batch_and_sequence(entry, sequence_parallel):
     found = required_multiple(entry.plan(sequence_parallel=sequence_parallel), tp=8)
     assert (found.batch, found.sequence) == (1, 1)

@@ -12,15 +12,26 @@ from tp_plans import (
     RowwiseParallel,
     Shard,
     SumOutput,
+    WholeSequence,
     architectures,
     rowwise_free,
 )
 
-ENTRIES = architectures()
+FORMS = [
+    pytest.param(entry, sequence_parallel, id=f"{entry.class_name}-{'SP' if sequence_parallel else 'TP'}")
+    for entry in architectures()
+    for sequence_parallel in (False, True)
+    if entry.sequence_parallel or not sequence_parallel
+]
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=[entry.class_name for entry in ENTRIES])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+def sums(style):
+    """Whether a rule adds up what the ranks computed."""
+    around = style.around if isinstance(style, WholeSequence) else style
+    return isinstance(around, (RowwiseParallel, ExpertsParallel))
+
+
+@pytest.mark.parametrize(("entry", "sequence_parallel"), FORMS)
 def test_only_row_wise_rules_change_and_none_is_left(entry, sequence_parallel):
     plan = entry.plan(sequence_parallel=sequence_parallel)
     free = rowwise_free(plan)
@@ -28,7 +39,7 @@ def test_only_row_wise_rules_change_and_none_is_left(entry, sequence_parallel):
     assert free.sequence_parallel is sequence_parallel
     assert "rowwise-free" in free.name
     changed = [pattern for pattern in plan if plan[pattern] != free[pattern]]
-    assert changed == [pattern for pattern in plan if isinstance(plan[pattern], RowwiseParallel)]
+    assert changed == [pattern for pattern in plan if sums(plan[pattern])]
     assert changed
     assert not any(isinstance(style, RowwiseParallel) for style in free.values())
 
@@ -44,6 +55,8 @@ def test_the_input_is_read_and_the_output_handed_on_as_before():
 
 def test_stacked_experts_stay_whole():
     assert rowwise_free(Plan({"experts": ExpertsParallel()})) == Plan({"experts": Replicated()})
+    door = WholeSequence(around=ExpertsParallel())
+    assert rowwise_free(Plan({"experts": door})) == Plan({"experts": WholeSequence()})
 
 
 @pytest.mark.parametrize(
@@ -51,6 +64,7 @@ def test_stacked_experts_stay_whole():
     [
         (RowwiseParallel(output=Partial()), "an addend of a sum over ranks"),
         (SumOutput(), "an addend of a sum over ranks"),
+        (WholeSequence(around=SumOutput()), "an addend of a sum over ranks"),
         (DividedInput(), "an addend of a sum over ranks"),
         (RowwiseParallel(pieces=(1, 1)), "reads 2 pieces"),
     ],

@@ -23,10 +23,16 @@ def run_all(blocks):
 
 
 def test_every_block_of_the_readme_runs(two_ranks, capsys):
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 7
     assert two_ranks.run(run_all, BLOCKS) == [(True, [1, 3, 131])] * 2
 
 
-@pytest.mark.parametrize("name", ["plan_for", "check", "override", "with_prefix", "resolve_plan", "from_hugging_face"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plan_for", "check", "override", "with_prefix", "resolve_plan", "from_hugging_face"),
+        *("explain", "suggest", "required_multiple", "rowwise_free", "legal_tp"),
+    ],
+)
 def test_the_readme_names_what_a_user_needs(name):
     assert name in README.read_text()
