@@ -23,6 +23,12 @@ _UNUSED_TOWER: dict[str, Any] = {
     "patch_size": 2,
     "out_hidden_size": 64,
     "num_position_embeddings": 16,
+    "position_embedding_size": 16,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "mm_embed_dim": 32,
+    "mm_posemb_size": 16,
+    "output_proj_dims": 32,
 }
 _TOWER = {"vision_config": _UNUSED_TOWER}
 
