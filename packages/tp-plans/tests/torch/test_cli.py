@@ -33,11 +33,11 @@ def test_a_bare_config_file_is_enough(checkpoint: Path) -> None:
 def test_heads_that_do_not_divide_exit_with_1_and_name_the_sizes_that_do(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", str(checkpoint), "--tp", "4"]) == 1
+    assert main(["check", str(checkpoint), "--tp", "3"]) == 1
     out = capsys.readouterr().out
-    assert "k_proj: 2 heads of 16 (32 features) cannot be split over tp=4" in out
-    assert out.count("use a tp out of 1, 2\n") == 2  # keys and values
-    assert out.endswith("the whole plan can be dealt over tp = 1, 2\n")
+    assert "q_proj: 4 heads of 16 (64 features) cannot be split over tp=3" in out
+    assert "use a tp out of 1, 2, 4\n" in out
+    assert out.endswith("the whole plan can be dealt over tp = 1, 2, 4\n")
 
 
 def test_a_plan_from_a_file_is_checked(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,8 +61,8 @@ def of_passes(model, inputs):
     return dict(forward.counts), dict(backward.counts)
 
 
-def of_architecture(architecture, sequence_parallel, rowwise):
-    model = tiny_model(architecture)
+def of_architecture(architecture, sequence_parallel, rowwise, **options):
+    model = tiny_model(architecture, **options)
     inputs = tiny_inputs(model, batch=2, length=8)
     plan = plan_for(model, sequence_parallel=sequence_parallel, rowwise=rowwise)
     told = explain(plan, model, tp=2)
@@ -78,6 +78,13 @@ def of_architecture(architecture, sequence_parallel, rowwise):
 def test_the_collectives_and_local_shapes_told_are_those_of_the_run(two_ranks, architecture, sequence_parallel):
     for measured, told, wrong in two_ranks.run(of_architecture, architecture, sequence_parallel, True):
         assert measured == told
+        assert wrong == []
+
+
+def test_heads_that_ranks_share_are_fetched_as_told(two_ranks):
+    for measured, told, wrong in two_ranks.run(of_architecture, "LlamaForCausalLM", False, True, num_key_value_heads=1):
+        assert measured == told
+        assert told[0]["all_to_all"] == 2 * 4  # keys and values, weight and bias, in two blocks
         assert wrong == []
 
 
