@@ -99,10 +99,22 @@ def _parallelize_twice(mesh: dict[str, int]) -> None:
     parallelize(parallelize(tiny_model("LlamaForCausalLM"), built), built)
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}, {"cp": 2}], ids=str)
 def test_a_second_call_is_refused(two_ranks: RankPool, mesh: dict[str, int]) -> None:
     with pytest.raises(RanksFailed, match=r"ModelError: .*already"):
         two_ranks.run(_parallelize_twice, mesh)
+
+
+def _again_without_tp() -> None:
+    model = parallelize(tiny_model("LlamaForCausalLM"), MeshSpec(tp=2).build(device_type="cpu"))
+    parallelize(model, MeshSpec(dp_shard=2).build(device_type="cpu"))
+
+
+def test_a_second_call_on_another_mesh_is_refused_before_anything_changes(two_ranks: RankPool) -> None:
+    with pytest.raises(
+        RanksFailed, match=r"ModelError: model\.embed_tokens\.weight is a DTensor over tp already: para"
+    ):
+        two_ranks.run(_again_without_tp)
 
 
 def test_a_model_wrapped_elsewhere_is_refused() -> None:

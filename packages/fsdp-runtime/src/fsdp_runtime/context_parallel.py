@@ -7,6 +7,7 @@ positions, and only its attention function is another one.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -97,10 +98,20 @@ def attention_of(model: nn.Module) -> ContextAttention:
     Raises:
         ModelError: it gave it none.
     """
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, _Inputs):
-            return hook.attention
-    raise ModelError(f"{type(model).__name__} is not under context parallelism: parallelize it on a mesh with cp > 1")
+    hook = next(_hooks(model), None)
+    if hook is None:
+        name = type(model).__name__
+        raise ModelError(f"{name} is not under context parallelism: parallelize it on a mesh with cp > 1")
+    return hook.attention
+
+
+def under_context_parallelism(model: nn.Module) -> bool:
+    """Whether :func:`apply_context_parallel` was called on a model."""
+    return any(_hooks(model))
+
+
+def _hooks(model: nn.Module) -> Iterator[_Inputs]:
+    return (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Inputs))
 
 
 class _Inputs:

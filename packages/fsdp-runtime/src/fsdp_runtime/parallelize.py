@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.anatomy import anatomy_of
 from fsdp_runtime.async_tensor_parallel import async_compile_options, prepare_async_tensor_parallel
@@ -20,7 +21,11 @@ from fsdp_runtime.checkpointing import (
     recomputes,
 )
 from fsdp_runtime.compiling import compile_blocks
-from fsdp_runtime.context_parallel import apply_context_parallel, require_context_parallel
+from fsdp_runtime.context_parallel import (
+    apply_context_parallel,
+    require_context_parallel,
+    under_context_parallelism,
+)
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.lora import resolve_adapted_plan
 from fsdp_runtime.mesh import axis_size, require_axes
@@ -103,19 +108,17 @@ def parallelize(
     anatomy = anatomy_of(model)
     modules_to_recompute(anatomy, activation_checkpointing)
     check_sharding(model, options)
-    if axis_size(mesh, "cp") > 1:
+    cp, tp = axis_size(mesh, "cp"), axis_size(mesh, "tp")
+    if cp > 1:
         require_context_parallel(model, anatomy)
-        if options.gradient_divide_factor is None:  # the ranks of cp have parts of one batch: their sum is its gradient
-            different_batches = axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard")
-            options = replace(options, gradient_divide_factor=float(different_batches))
-    tp = axis_size(mesh, "tp")
+        options = _summed_over_cp(options, mesh)
     if async_tensor_parallel:
         compile = async_compile_options(mesh, compile, sequence_parallel=sequence_parallel)  # noqa: A001
     chosen = _chosen_plan(model, plan, tp, sequence_parallel=sequence_parallel, logits=logits)
 
     if chosen is not None:  # the first step that changes the model checks the plan before it does
         apply_plan(model, chosen, mesh["tp"])
-    if axis_size(mesh, "cp") > 1:
+    if cp > 1:
         apply_context_parallel(model, mesh["cp"], anatomy, order=sequence_order)
     checkpoint_activations(model, anatomy, activation_checkpointing)
     if async_tensor_parallel:
@@ -138,6 +141,15 @@ def _require_fresh(model: nn.Module) -> None:
             raise ModelError(f"{path or 'the model'} is wrapped by {wrapper}: parallelize the model inside it, fresh")
         if recomputes(module):
             raise ModelError(f"{path} recomputes its activations already: parallelize a fresh model")
+    if under_context_parallelism(model):
+        raise ModelError("the model is under context parallelism already: parallelize a fresh model")
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            axes = " and ".join(parameter.device_mesh.mesh_dim_names or ()) or "a mesh"
+            raise ModelError(
+                f"{path} is a DTensor over {axes} already: parallelize a fresh model, or call the steps that are left, "
+                "such as shard_over_data_parallel, with that mesh"
+            )
 
 
 def _chosen_plan(model: nn.Module, plan: Any, tp: int, *, sequence_parallel: bool, logits: Logits) -> Plan | None:
@@ -151,6 +163,14 @@ def _chosen_plan(model: nn.Module, plan: Any, tp: int, *, sequence_parallel: boo
     if tp == 1:
         return None
     return prepared_plan(resolve_adapted_plan(plan, model, sequence_parallel=sequence_parallel), logits=logits)
+
+
+def _summed_over_cp(options: ShardingOptions, mesh: DeviceMesh) -> ShardingOptions:
+    """Ranks of ``cp`` have parts of one batch: by default their gradients are summed, and averaged over ``dp`` only."""
+    if options.gradient_divide_factor is not None:
+        return options
+    batches = axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard")
+    return replace(options, gradient_divide_factor=float(batches))
 
 
 def _data_parallel(mesh: DeviceMesh, options: ShardingOptions) -> DeviceMesh | None:
