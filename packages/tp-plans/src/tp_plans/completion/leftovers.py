@@ -39,7 +39,12 @@ def stored_split(tree: Tree) -> Mapping[str, Style]:
             sizes[every_block(f"{path}.{name}")] += prod(parameter.shape)
             total += prod(parameter.shape)
     large = {pattern for pattern, size in sizes.items() if size >= LARGE * total}
-    return {**agreed(_stored_split(tree, large), tree), **agreed(_norms_of_embeddings(tree), tree)}
+    return agreed(_stored_split(tree, large), tree)
+
+
+def inside_tables(tree: Tree) -> Mapping[str, Style]:
+    """Rules for what works inside a split embedding, and so sees the ids of its rank only."""
+    return agreed(_inside_tables(tree), tree)
 
 
 def _stored_split(tree: Tree, large: set[str]) -> Iterator[tuple[str, Style]]:
@@ -78,8 +83,7 @@ def _read_by_kernels(path: str, tree: Tree) -> tuple[str, ...]:
     )
 
 
-def _norms_of_embeddings(tree: Tree) -> Iterator[tuple[str, Style]]:
-    """What works inside a split embedding sees the ids of its rank only."""
+def _inside_tables(tree: Tree) -> Iterator[tuple[str, Style]]:
     for path, module in tree.inside():
         parent = path.rpartition(".")[0]
         if isinstance(tree.style(parent), VocabParallelEmbedding) and parameters_of(module):
