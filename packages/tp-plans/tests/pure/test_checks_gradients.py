@@ -113,3 +113,9 @@ def test_a_norm_as_wide_as_a_head_and_as_the_input_is_judged_by_its_name(name, s
     model = Module(attn=Module(q_b=Linear(16, 8), o=Linear(8, 16), **{name: Norm(8)}))
     rules = {"attn.q_b": ColwiseParallel(unit=8), "attn.o": RowwiseParallel(unit=8)}
     assert [found.severity for found in findings(rules, model)] == severities
+
+
+def test_a_norm_among_layers_of_its_own_is_judged_by_those():
+    """As in an indexer that picks keys beside the attention's own projections."""
+    indexer = Module(wk=Linear(4, 32), k_norm=Norm(4))
+    assert findings(RULES, attention(indexer=indexer)) == []

@@ -33,9 +33,11 @@ def unmarked(tree: Tree) -> Iterator[Finding]:
 
 
 def _below(path: str, tree: Tree) -> Iterator[str]:
+    """The modules inside, but for what stands among layers of its own."""
     for child in tree.children[path]:
         yield child
-        yield from _below(child, tree)
+        if not any(tree.weight(inner) is not None for inner in tree.children[child]):
+            yield from _below(child, tree)
 
 
 def _sees_what_comes(path: str, tree: Tree) -> bool:
