@@ -122,8 +122,9 @@ def _inside_block(path: str, tree: Tree) -> dict[str, Style] | None:
         if _is_norm(child, tree):
             rules[child] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
         elif (row := _only_row(child, tree)) is not None:
-            rules[child] = replace(own, layout=Replicate()) if isinstance(own, ParallelAttention) else PrepareInput()
-            rules[row] = RowwiseParallel(output=_STREAM, use_local_output=False, unit=_row(row, tree).unit)
+            prepared = own if isinstance(own, (ParallelAttention, PrepareInput)) else PrepareInput()
+            rules[child] = replace(prepared, layout=Replicate())
+            rules[row] = replace(_row(row, tree), output=_STREAM, use_local_output=False)
         elif not tree.filled(child) or isinstance(own, ExpertsParallel) or _is_list(child, tree):
             return None  # the block's own code feeds it
         elif _has_streams(child, tree):
