@@ -246,7 +246,7 @@ def apply_twice():
 
 
 def apply_overlapping():
-    parallelized(model(), {"mlp.up": ColwiseParallel(), "mlp.*": ColwiseParallel()})
+    parallelized(model(), {"mlp.up": ColwiseParallel(), "mlp.*": ColwiseParallel(unit=2)})
 
 
 @pytest.mark.parametrize("function", [apply_twice, apply_overlapping])

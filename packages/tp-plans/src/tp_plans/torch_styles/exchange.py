@@ -8,8 +8,7 @@ in forward, one ``1 / tp`` of the weight a rank, and their gradients are returne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -33,24 +32,21 @@ class RowExchange:
     size: int
     used: Sequence[Sequence[range]]
     rank: int
+    #: Whether any rank computes with other rows than it stores.
+    needed: bool = field(init=False)
+    #: For every rank, which of the rows stored here it gets, counted from the first stored here.
+    sent: list[list[range]] = field(init=False)
+    #: How many rows come from every rank.
+    received: list[int] = field(init=False)
 
-    @cached_property
-    def needed(self) -> bool:
-        """Whether any rank computes with other rows than it stores."""
+    def __post_init__(self) -> None:
         stored = stored_rows(self.size, len(self.used))
-        return any(list(_joined(rows)) != list(own) for rows, own in zip(self.used, stored, strict=True))
-
-    @cached_property
-    def sent(self) -> list[list[range]]:
-        """For every rank, which of the rows stored here it gets."""
-        own = stored_rows(self.size, len(self.used))[self.rank]
-        return [overlap(rows, own) for rows in self.used]
-
-    @cached_property
-    def received(self) -> list[int]:
-        """How many rows come from every rank."""
-        stored = stored_rows(self.size, len(self.used))
-        return [sum(map(len, overlap(self.used[self.rank], chunk))) for chunk in stored]
+        unlike = (_joined(rows) != list(own) for rows, own in zip(self.used, stored, strict=True))
+        # Computed once and here: the compiler traces a call, and cannot trace what computes at first use.
+        object.__setattr__(self, "needed", any(unlike))
+        object.__setattr__(self, "sent", [overlap(rows, stored[self.rank]) for rows in self.used])
+        received = [sum(map(len, overlap(self.used[self.rank], chunk))) for chunk in stored]
+        object.__setattr__(self, "received", received)
 
     def __call__(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
         """From the rows stored here ``[stored, ...]`` to the rows used here ``[used, ...]``; differentiable."""
@@ -59,7 +55,7 @@ class RowExchange:
         return cast(Tensor, _AllToAll.apply(out, mesh, self.received, counts))  # type: ignore[no-untyped-call]
 
 
-def _joined(rows: Sequence[range]) -> Sequence[int]:
+def _joined(rows: Sequence[range]) -> list[int]:
     return [row for part in rows for row in part]
 
 

@@ -6,17 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
-from tp_plans.errors import LayoutError
+from tp_plans.errors import LayoutError, PlanError
 from tp_plans.layouts import Layout
 from tp_plans.rows import stored_rows
 from tp_plans.styles import DividedInput, ExpertsParallel, SumOutput
-from tp_plans.torch_styles.gradients import depending, plain_output, with_summed_gradient
+from tp_plans.torch_styles.gradients import depending, with_summed_gradient
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
-from tp_plans.torch_styles.reduce import reduced
+from tp_plans.torch_styles.reduce import handed_on, reduced
 
 #: What transformers' expert modules call the number of experts that they hold.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -30,6 +31,13 @@ class LocalExperts(LocalStyle):
 
     style: ExpertsParallel
 
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        if not any(parameter is not None for parameter in module._parameters.values()):
+            raise PlanError(
+                f"{type(module).__name__} has no parameters of its own, so there are no stacked experts to deal: "
+                "ExpertsParallel is for modules that hold them as [experts, ...]"
+            )
+
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         experts = next(iter(call.parameters.values())).shape[0]
         own = stored_rows(experts, call.mesh.size())[call.mesh.get_local_rank()]
@@ -41,6 +49,11 @@ class LocalExperts(LocalStyle):
         index = next((value for value in (*args, *kwargs.values()) if _is_index(value)), None)
         if index is None:
             return first_argument(args, kwargs, lambda tokens: _own_tokens(tokens, own, experts, module, call))
+        if not self.style.skips_absent and not len(stored_rows(experts, call.mesh.size())[-1]):
+            raise LayoutError(
+                f"{type(module).__name__} runs every route, and {experts} experts over tp={call.mesh.size()} leave a "
+                "rank without any to run: use a smaller tp"
+            )
         foreign = (index < own.start) | (index >= own.stop)
 
         # Where no token comes to a rank, its output depends on nothing, and backward would leave the others waiting.
@@ -59,7 +72,8 @@ class LocalExperts(LocalStyle):
         if (tokens := call.memory.get("tokens")) is None:
             return _in_layout(output, call, self.style.output)
         gathered = wrap(output, call.mesh, layouts.Shard(0), size=tokens)
-        return plain_output(redistribute(gathered, layouts.Replicate()))
+        lying = redistribute(gathered, self.style.output)
+        return handed_on(lying, use_local_output=_is_whole(self.style.output))
 
 
 class LocalSum(LocalStyle):
@@ -68,9 +82,13 @@ class LocalSum(LocalStyle):
     style: SumOutput
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
-        return _changed(args, kwargs, lambda tensor: _whole(tensor, call))
+        args, kwargs = _changed(args, kwargs, lambda tensor: _whole(tensor, call))
+        call.memory["read"] = [*module._parameters.values(), *args, *kwargs.values()]
+        return args, kwargs
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
+        if not output.requires_grad:
+            output = depending(output, call.memory["read"])
         return _in_layout(output, call, self.style.output)
 
 
@@ -117,4 +135,8 @@ def _own_tokens(tokens: Tensor, own: range, experts: int, module: nn.Module, cal
 
 
 def _in_layout(output: Tensor, call: Call, layout: Layout) -> Tensor:
-    return reduced(output, call.mesh, layout, use_local_output=isinstance(layout, layouts.Replicate))
+    return reduced(output, call.mesh, layout, use_local_output=_is_whole(layout))
+
+
+def _is_whole(layout: Layout) -> bool:
+    return isinstance(layout, layouts.Replicate)

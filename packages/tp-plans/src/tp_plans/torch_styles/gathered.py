@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from tp_plans import layouts
+from tp_plans.errors import PlanError
 from tp_plans.styles import GatheredParameters
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, distributed_once
 from tp_plans.torch_styles.placement import redistribute
@@ -37,7 +38,13 @@ class LocalGathered(LocalStyle):
     def _places(self, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         for path in self.style.names:
             below, _, name = path.rpartition(".")
-            yield module.get_submodule(below), name
+            try:
+                owner = module.get_submodule(below)
+            except AttributeError:
+                owner = None
+            if owner is None or name not in owner._parameters:
+                raise PlanError(f"{type(module).__name__} has no parameter {path!r}, which {self.style} is to gather")
+            yield owner, name
 
 
 def gathered(parameter: DTensor) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from tp_plans import layouts
 from tp_plans.attributes import number
 from tp_plans.rows import used_rows
-from tp_plans.styles import ColwiseParallel, LatentProjection, RowwiseParallel
+from tp_plans.styles import BareParameter, ColwiseParallel, LatentProjection, RowwiseParallel
 from tp_plans.torch_styles.exchange import RowExchange
 from tp_plans.torch_styles.gradients import local_view, plain_output, summed_gradient, with_summed_gradient
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
@@ -24,9 +26,16 @@ class LocalColwise(LocalStyle):
 
     style: ColwiseParallel
 
+    def __init__(self, style: ColwiseParallel, bare: Mapping[str, BareParameter] | None = None) -> None:
+        super().__init__(style, bare)
+        self._exchanges: dict[int, RowExchange] = {}
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._exchanges |= _exchanges(self.style, module, mesh, dim=0)
+
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         own = local_view(parameter)
-        exchange = _exchange(self.style, parameter, dim=0)
+        exchange = self._exchanges.get(parameter.shape[0])
         return own if exchange is None else exchange(own, parameter.device_mesh)
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
@@ -61,10 +70,17 @@ class LocalRowwise(LocalStyle):
 
     style: RowwiseParallel
 
+    def __init__(self, style: RowwiseParallel, bare: Mapping[str, BareParameter] | None = None) -> None:
+        super().__init__(style, bare)
+        self._exchanges: dict[int, RowExchange] = {}
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._exchanges |= _exchanges(self.style, module, mesh, dim=1)
+
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         if name != "bias":
             own = local_view(parameter)
-            exchange = _exchange(self.style, parameter, dim=1)
+            exchange = self._exchanges.get(parameter.shape[1])
             return own if exchange is None else exchange(own.mT, parameter.device_mesh).mT
         is_first = parameter.device_mesh.get_local_rank() == 0
         return cast(Tensor, _OnFirstRank.apply(parameter.to_local(), is_first))  # type: ignore[no-untyped-call]
@@ -87,6 +103,9 @@ class LocalLatent(LocalColwise):
 
     style: LatentProjection  # type: ignore[assignment]
 
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Its rows are used where they are stored."""
+
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return local_view(parameter)
 
@@ -101,16 +120,19 @@ class LocalLatent(LocalColwise):
         return torch.cat([compressed, with_summed_gradient(shared_key, call.mesh)], dim=-1)
 
 
-def _exchange(style: ColwiseParallel | RowwiseParallel, parameter: DTensor, *, dim: int) -> RowExchange | None:
-    """What brings the parameter's rows (``dim`` 0, or columns) to the ranks that use them; ``None`` if they do."""
-    if not (style.pieces or (isinstance(style, ColwiseParallel) and style.shared)):
-        return None
-    mesh, size = parameter.device_mesh, parameter.shape[dim]
-    numbers = cast("tuple[int, ...]", style.pieces)
+def _exchanges(
+    style: ColwiseParallel | RowwiseParallel, module: nn.Module, mesh: DeviceMesh, *, dim: int
+) -> dict[int, RowExchange]:
+    """What brings a weight's rows (``dim`` 0) or columns to the ranks that use them, by size, where other ranks do."""
     shared = isinstance(style, ColwiseParallel) and style.shared
-    used = used_rows(size, mesh.size(), unit=cast(int, style.unit), pieces=numbers, shared=shared)
-    exchange = RowExchange(size, used, mesh.get_local_rank())
-    return exchange if exchange.needed else None
+    if not (style.pieces or shared):
+        return {}
+    size = cast(Tensor, module.weight).shape[dim]
+    pieces, unit = cast("tuple[int, ...]", style.pieces), cast(int, style.unit)
+    exchange = RowExchange(
+        size, used_rows(size, mesh.size(), unit=unit, pieces=pieces, shared=shared), mesh.get_local_rank()
+    )
+    return {size: exchange} if exchange.needed else {}
 
 
 class _OnFirstRank(torch.autograd.Function):

@@ -88,8 +88,7 @@ class LocalStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, _Parallel):
-            # An equal rule led here before: the module sits at several places, or several patterns lead to it.
-            if module.tp_style.style == self.style and module.tp_style.bare == self.bare:
+            if module.tp_style is self:  # the same rule led here before: the module sits at several places
                 return module
             raise AlreadyParallelizedError(
                 f"this {type(module).__name__} already carries {module.tp_style.style or 'rules of its parameters'}: "
