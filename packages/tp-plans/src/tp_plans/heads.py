@@ -17,5 +17,6 @@ TASK_HEADS: dict[str, tuple[str, Style]] = {
 def with_head(plan: Plan, head: str, task: str, *, name: str) -> Plan:
     """The plan with the rule of ``head`` replaced by that of a task's head."""
     path, style = TASK_HEADS[task]
-    changed = plan.override({head: None, path: style})
+    without: dict[str, Style | None] = {head: None} if head in plan else {}
+    changed = plan.override({**without, path: style})
     return Plan(changed, name=name, sequence_parallel=plan.sequence_parallel)
