@@ -153,14 +153,14 @@ def test_unsharding_holds_gathered_parameters_and_puts_them_back(two_ranks: Rank
 
 
 def _validated() -> None:
-    nemo.validate_tp_mesh(tiny_model("LlamaForCausalLM"), MeshSpec(tp=2).build(device_type="cpu")["tp"])
-    nemo.validate_tp_mesh(
-        tiny_model("LlamaForCausalLM", num_key_value_heads=1), MeshSpec(tp=2).build(device_type="cpu")["tp"]
-    )
+    tp = MeshSpec(tp=2).build(device_type="cpu")["tp"]
+    for key_value in (4, 2, 1):
+        nemo.validate_tp_mesh(tiny_model("LlamaForCausalLM", num_key_value_heads=key_value), tp)
+    nemo.validate_tp_mesh(tiny_model("LlamaForCausalLM", num_attention_heads=9, num_key_value_heads=3), tp)
 
 
-def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_would(two_ranks: RankPool) -> None:
-    with pytest.raises(RanksFailed, match=r"ModelError: model\.layers\.0 has 4 query and 1 key/value heads.*out of 1"):
+def test_heads_that_cannot_be_dealt_are_refused_with_the_sizes_that_can(two_ranks: RankPool) -> None:
+    with pytest.raises(RanksFailed, match=r"model\.layers\.0 has 9 query and 3 key/value heads.*tp=2: use .* 1, 3, 9"):
         two_ranks.run(_validated)
 
 

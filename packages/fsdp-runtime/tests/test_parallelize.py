@@ -47,9 +47,9 @@ QWEN3_PLAN = plan_for("Qwen3ForCausalLM")
     ("model_options", "options", "expected"),
     [
         (
-            {"num_key_value_heads": 1},
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
             {},
-            ["CheckFailedError", "k_proj: 1 heads of 16 (16 features) cannot be split over tp=2", "use a tp out of 1"],
+            ["CheckFailedError", "q_proj: 3 heads of 16 (48 features) cannot be split over tp=2", "a tp out of 1, 3"],
         ),
         (
             {},

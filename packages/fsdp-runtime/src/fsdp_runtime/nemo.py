@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.optim import Optimizer
 
 from fsdp_runtime._torch_compat import flatten_axes, join_axes
-from fsdp_runtime.anatomy import anatomy_of
+from fsdp_runtime.anatomy import Heads, anatomy_of
 from fsdp_runtime.checkpointing import checkpoint_activations
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.megatron import shard_with_megatron
@@ -256,19 +256,25 @@ def import_classes_from_paths(class_paths: list[str]) -> list[Any]:
 
 
 def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Raise unless the heads of every block divide over a mesh.
+    """Raise unless the heads of every block can be dealt over a mesh.
+
+    Key/value heads that several ranks share are no fault here: ``tp_plans`` copies them.
 
     Raises:
-        ModelError: some do not; the message has the sizes that would do.
+        ModelError: some cannot; the message has the sizes that would do.
     """
     tp = tp_mesh.size()
     for path, heads in anatomy_of(model).heads.items():
-        if heads.query % tp or heads.key_value % tp:
-            legal = [n for n in range(1, heads.key_value + 1) if not (heads.key_value % n or heads.query % n)]
+        if not _deals(heads, tp):
+            legal = ", ".join(str(size) for size in range(1, heads.query + 1) if _deals(heads, size))
             raise ModelError(
-                f"{path} has {heads.query} query and {heads.key_value} key/value heads, which tp={tp} does not divide: "
-                f"use a tp out of {', '.join(map(str, legal))}"
+                f"{path} has {heads.query} query and {heads.key_value} key/value heads, which cannot be dealt over "
+                f"tp={tp}: use a tp out of {legal}"
             )
+
+
+def _deals(heads: Heads, tp: int) -> bool:
+    return not heads.query % tp and not (heads.key_value % tp and tp % heads.key_value)
 
 
 def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
