@@ -6,6 +6,20 @@ from fsdp_runtime.weights.buffers import meta_device
 from fsdp_runtime.weights.load import LoadReport, load_weights
 from fsdp_runtime.weights.materialize import materialize
 from fsdp_runtime.weights.save import save_weights
+from fsdp_runtime.weights.send import WeightInfo, describe_weights, packed, send_weights, stream_buckets, unpacked
 from fsdp_runtime.weights.stream import stream_weights
 
-__all__ = ["LoadReport", "load_weights", "materialize", "meta_device", "save_weights", "stream_weights"]
+__all__ = [
+    "LoadReport",
+    "WeightInfo",
+    "describe_weights",
+    "load_weights",
+    "materialize",
+    "meta_device",
+    "packed",
+    "save_weights",
+    "send_weights",
+    "stream_buckets",
+    "stream_weights",
+    "unpacked",
+]

@@ -16,7 +16,7 @@ from fsdp_runtime._transformers_compat import Conversion
 from fsdp_runtime.errors import MismatchError
 from fsdp_runtime.weights.adapters import base_entries, require_real_adapters
 from fsdp_runtime.weights.checkpoint import Checkpoint, StoredTensor
-from fsdp_runtime.weights.entries import Entry
+from fsdp_runtime.weights.entries import Entry, require_plain
 from fsdp_runtime.weights.materialize import materialize
 from fsdp_runtime.weights.names import Origin, Sources, sources
 from fsdp_runtime.weights.pieces import Read, fill, whole
@@ -66,7 +66,8 @@ def load_weights(
     Raises:
         CheckpointError: a file is missing, truncated or corrupt.
         MismatchError: tensors are missing or of another shape, all listed.
-        ConversionError: tensors that are to be fused, merged or cut to fit the model do not fit together.
+        ConversionError: tensors that are to be fused, merged or cut to fit the model do not fit together, or the
+            model's weights are quantised.
         MetaBufferError: a buffer on the meta device that nothing computes.
         OtherRankError: another rank raised one of these.
 
@@ -100,6 +101,7 @@ def _chosen(model: nn.Module, checkpoint: Checkpoint, *, strict: bool, warn: boo
     """Where every tensor of the model comes from, checked from headers alone."""
     require_real_adapters(model)
     found = base_entries(model)
+    require_plain(found)
     chosen = sources(base_model(model), found, checkpoint.tensors)
     problems = [problem for entry in found if (problem := _problem(entry, chosen, checkpoint)) is not None]
     if problems:

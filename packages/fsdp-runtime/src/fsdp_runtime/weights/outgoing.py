@@ -13,6 +13,7 @@ from fsdp_runtime._transformers_compat import Conversion
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.weights.adapters import Factors, base_entries, factors_by_weight, merge
 from fsdp_runtime.weights.conversions import Source, results
+from fsdp_runtime.weights.entries import require_plain
 from fsdp_runtime.weights.names import Names, canonical_names, translation_out
 from fsdp_runtime.weights.pieces import Piece, whole
 
@@ -74,12 +75,13 @@ def outgoing_units(model: nn.Module, *, dtype: torch.dtype | None, names: Names)
     """What leaves of a model, in model order; the same on every rank, and without communication.
 
     Raises:
-        ConversionError: the model's tensors are not those that its class says.
+        ConversionError: the model's tensors are not those that its class says, or quantised.
         OptionError: ``dtype`` is not a floating-point dtype.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise OptionError(f"dtype={dtype}: weights leave in a floating-point dtype, as torch.bfloat16")
     found = base_entries(model)
+    require_plain(found)
     factors = factors_by_weight(model, found)
     model = base_model(model)
     tensors = {

@@ -45,10 +45,15 @@ def stream_weights(
     Raises:
         ConversionError: the model's tensors are not those that its class says; ``names="model"`` works.
     """
-    if bucket_bytes < 1:
-        raise OptionError(f"bucket_bytes={bucket_bytes}: give a positive number of bytes")
+    require_bucket_bytes(bucket_bytes)
     for item, tensor in gathered(outgoing_units(model, dtype=dtype, names=names), bucket_bytes, dtype=dtype):
         yield item.name, tensor
+
+
+def require_bucket_bytes(bucket_bytes: int) -> None:
+    """Raise :class:`OptionError` unless a bucket can hold anything."""
+    if bucket_bytes < 1:
+        raise OptionError(f"bucket_bytes={bucket_bytes}: give a positive number of bytes")
 
 
 def gathered(
