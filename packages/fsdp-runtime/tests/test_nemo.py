@@ -156,7 +156,7 @@ def _validated() -> None:
     tp = MeshSpec(tp=2).build(device_type="cpu")["tp"]
     for key_value in (4, 2, 1):
         nemo.validate_tp_mesh(tiny_model("LlamaForCausalLM", num_key_value_heads=key_value), tp)
-    nemo.validate_tp_mesh(tiny_model("LlamaForCausalLM", num_attention_heads=9, num_key_value_heads=3), tp)
+    nemo.validate_tp_mesh(tiny_model("Qwen3ForCausalLM", num_attention_heads=9, num_key_value_heads=3), tp)
 
 
 def test_heads_that_cannot_be_dealt_are_refused_with_the_sizes_that_can(two_ranks: RankPool) -> None:
