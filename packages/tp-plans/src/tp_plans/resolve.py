@@ -7,7 +7,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from tp_plans.errors import CustomPlanError, PlanError, TpPlansError, UnknownArchitectureError, type_name
+from tp_plans.errors import (
+    CapabilityError,
+    CustomPlanError,
+    PlanError,
+    TpPlansError,
+    UnknownArchitectureError,
+    type_name,
+)
 from tp_plans.hugging_face import from_hugging_face, style_from_word
 from tp_plans.plan import Plan
 from tp_plans.registry import plan_for
@@ -31,6 +38,7 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False) -
         CustomPlanError: the user's plan cannot be used; the message says what was wrong with it.
         UnknownStyleError: it holds a word that names no style.
         UnknownArchitectureError: ``"auto"`` found no plan.
+        CapabilityError: sequence parallelism was asked of a model that has no such form.
     """
     if plan == "auto":
         return _automatic(model, sequence_parallel=sequence_parallel)
@@ -50,6 +58,8 @@ def _automatic(model: Any, *, sequence_parallel: bool) -> Plan:
     except UnknownArchitectureError as unknown:
         try:
             plan = from_hugging_face(model, sequence_parallel=sequence_parallel)
+        except CapabilityError:
+            raise
         except TpPlansError as error:
             raise UnknownArchitectureError(f"{unknown} Its Hugging Face plan does not serve either: {error}") from error
         logger.warning("no plan of our own for %s: using the one that transformers ships", type(model).__name__)

@@ -4,6 +4,7 @@ from tp_plans import (
     ColwiseParallel,
     Decoder,
     Mixer,
+    ParallelAttention,
     PrepareInput,
     Replicate,
     Replicated,
@@ -11,10 +12,12 @@ from tp_plans import (
     SequenceParallel,
     Shard,
     VocabParallelEmbedding,
+    WholeSequence,
     architectures,
     decoder_plan,
     plan_for,
 )
+from tp_plans.styles import parameter_layout
 
 BLOCK = "model.layers.*"
 
@@ -23,10 +26,10 @@ LLAMA_TP = {
     "model.embed_tokens": VocabParallelEmbedding(),
     f"{BLOCK}.input_layernorm": Replicated(),
     f"{BLOCK}.post_attention_layernorm": Replicated(),
-    f"{BLOCK}.self_attn": PrepareInput(),
+    f"{BLOCK}.self_attn": ParallelAttention(),
     f"{BLOCK}.self_attn.q_proj": ColwiseParallel(unit="head_dim"),
-    f"{BLOCK}.self_attn.k_proj": ColwiseParallel(unit="head_dim"),
-    f"{BLOCK}.self_attn.v_proj": ColwiseParallel(unit="head_dim"),
+    f"{BLOCK}.self_attn.k_proj": ColwiseParallel(unit="head_dim", shared=True),
+    f"{BLOCK}.self_attn.v_proj": ColwiseParallel(unit="head_dim", shared=True),
     f"{BLOCK}.self_attn.o_proj": RowwiseParallel(unit="head_dim"),
     f"{BLOCK}.mlp": PrepareInput(),
     f"{BLOCK}.mlp.gate_proj": ColwiseParallel(),
@@ -45,6 +48,9 @@ LLAMA_SP = LLAMA_TP | {
     "model.norm": SequenceParallel(),
 }
 
+CUT = pytest.mark.parametrize(
+    "entry", [entry for entry in architectures() if entry.sequence_parallel], ids=lambda entry: entry.class_name
+)
 EVERY = pytest.mark.parametrize("entry", architectures(), ids=lambda entry: entry.class_name)
 
 
@@ -66,29 +72,42 @@ def test_tensor_parallelism_alone_leaves_the_stream_whole(entry):
             assert style.layout == Replicate()
 
 
-@EVERY
-def test_sequence_parallelism_only_adds_the_door_of_the_stream(entry):
+@CUT
+def test_sequence_parallelism_only_adds_doors_of_the_stream(entry):
     tp, sp = entry.plan(), entry.plan(sequence_parallel=True)
-    assert set(sp) - set(tp) == {entry.decoder.root}
-    assert sp[entry.decoder.root] == PrepareInput(layout=Shard(1), argument="inputs_embeds", position=None)
+    added = {pattern: sp[pattern] for pattern in set(sp) - set(tp)}
+    entrance = PrepareInput(layout=Shard(1), argument="inputs_embeds", position=None)
+    assert (added.pop(entry.decoder.root, None) == entrance) is not entry.decoder.door_at_blocks
+    assert set(map(type, added.values())) <= {WholeSequence}
+    assert (f"{entry.decoder.root}.{entry.decoder.blocks}" in added) is entry.decoder.door_at_blocks
 
 
-@EVERY
+@CUT
 def test_sequence_parallelism_splits_the_same_weights_in_the_same_units(entry):
     tp, sp = entry.plan(), entry.plan(sequence_parallel=True)
     for pattern, style in tp.items():
-        if isinstance(style, (ColwiseParallel, PrepareInput)):
-            assert sp[pattern] == style
-        elif isinstance(style, (RowwiseParallel, VocabParallelEmbedding)):
-            assert type(sp[pattern]) is type(style)
-            assert getattr(sp[pattern], "unit", 1) == getattr(style, "unit", 1)
-        elif style == Replicated(gradient="full"):
-            assert sp[pattern] == SequenceParallel()
+        cut = sp[pattern]
+        if isinstance(cut, WholeSequence):
+            assert cut.around == style
+        elif isinstance(cut, SequenceParallel):
+            assert style == Replicated()
         else:
-            assert sp[pattern] == style
+            assert type(cut) is type(style)
+            assert parameter_layout(cut, 2) == parameter_layout(style, 2)
+            for name in ("unit", "pieces", "shared", "counts", "gradient", "input"):
+                assert getattr(cut, name, None) == getattr(style, name, None)
 
 
-@EVERY
+@CUT
+def test_every_norm_of_a_cut_stream_works_on_its_own_tokens(entry):
+    plan = entry.plan(sequence_parallel=True)
+    assert plan[f"{entry.decoder.root}.{entry.decoder.final_norm}"] == SequenceParallel()
+    for norm in entry.decoder.norms:
+        inside = Replicated() if entry.decoder.door_at_blocks else SequenceParallel()
+        assert plan[f"{entry.decoder.root}.{entry.decoder.blocks}.{norm}"] == inside
+
+
+@CUT
 def test_what_writes_to_a_cut_stream_hands_on_a_dtensor_that_knows_the_full_length(entry):
     for style in entry.plan(sequence_parallel=True).values():
         if isinstance(style, (RowwiseParallel, VocabParallelEmbedding)) and style.output == Shard(1):
@@ -96,16 +115,18 @@ def test_what_writes_to_a_cut_stream_hands_on_a_dtensor_that_knows_the_full_leng
 
 
 @EVERY
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_logits_stay_cut_on_the_vocabulary(entry, sequence_parallel):
-    plan = entry.plan(sequence_parallel=sequence_parallel)
-    assert plan["lm_head"] == ColwiseParallel(output=Shard(-1), use_local_output=False)
+def test_logits_stay_cut_on_the_vocabulary(entry):
+    for sequence_parallel in {False, entry.sequence_parallel}:
+        plan = entry.plan(sequence_parallel=sequence_parallel)
+        assert plan[entry.decoder.head] == ColwiseParallel(output=Shard(-1), use_local_output=False)
 
 
 @EVERY
 def test_attention_is_split_in_whole_heads(entry):
+    alone = {name for mixer in entry.decoder.mixers for name in getattr(mixer, "alone", ())}
     for pattern, style in entry.plan().items():
-        if "self_attn." in pattern and isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        in_heads = "self_attn." in pattern and pattern.rpartition(".")[2] not in alone
+        if in_heads and isinstance(style, (ColwiseParallel, RowwiseParallel)):
             assert style.unit == "head_dim"
 
 

@@ -32,6 +32,7 @@ class Shipping:
 
     def named_modules(self):
         yield "", self
+        yield "up", object()
 
 
 class Unknown(Shipping):
@@ -62,7 +63,7 @@ def test_auto_falls_back_to_what_transformers_ships_and_says_so(caplog):
 
 
 def test_sequence_parallelism_is_never_dropped_in_silence():
-    with pytest.raises(UnknownArchitectureError, match="without sequence parallelism"):
+    with pytest.raises(UnknownArchitectureError, match="sequence parallelism cannot be derived"):
         resolve_plan("auto", Shipping(), sequence_parallel=True)
     with pytest.raises(CustomPlanError, match=r"not a sequence-parallel one: .*sequence_parallel=True"):
         resolve_plan(RULES, Unknown(), sequence_parallel=True)
@@ -167,7 +168,7 @@ def test_a_module_that_fails_on_import_is_told_with_its_error(tmp_path, monkeypa
 
 
 def test_an_unknown_word_keeps_its_own_type_and_names_pattern_and_known_words():
-    with pytest.raises(UnknownStyleError, match=r"'colwize' for 'up': known are colwise"):
+    with pytest.raises(UnknownStyleError, match=r"'colwize' for 'up': known are all_reduce, colwise"):
         resolve_plan({"up": "colwize"}, Unknown())
 
 

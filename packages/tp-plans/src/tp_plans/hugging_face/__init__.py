@@ -51,6 +51,11 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
         )
     modules = dict(model.named_modules())
     rules = dict(_translated(words, Matches(words, modules)))
+    if not rules:
+        raise PlanError(
+            f"{name} ships a plan of which nothing matches its modules ({', '.join(words)}): "
+            "use tp_plans.plan_for or give a plan of your own"
+        )
     head = path_of(modules, model, "get_output_embeddings")
     embedding = path_of(modules, model, "get_input_embeddings")
     if head is not None and (words.get(head) in _HEAD_WORDS or _is_free(head, rules, modules)):
