@@ -13,7 +13,8 @@ tied tokens their sort puts first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,8 +72,8 @@ def sampling_floor(
 ) -> torch.Tensor | None:
     """The least logit that the filter keeps, ``[tokens]`` in the statistics dtype; None if it keeps all.
 
-    Up to a top-k of ``FEW``, one collective and another for top-p.  Otherwise one for the peak, one for what top-p
-    counts, and one a round for each of top-k and top-p.
+    Up to a top-k of ``FEW``, one collective and another for top-p.  Otherwise one for the peak and one a round for
+    each of top-k and top-p.
 
     Args:
         logits: ``[..., columns]``, this rank's columns.
@@ -102,7 +103,7 @@ def sampling_floor(
 
 @dataclass(frozen=True)
 class _Selection:
-    """Selection among the logits of all ranks, by the order-preserving integers that their bits make."""
+    """Selection among the logits of all ranks, byte by byte of their bits, which order floats of one sign."""
 
     logits: torch.Tensor
     group: dist.ProcessGroup | None
@@ -135,15 +136,11 @@ class _Selection:
 
     def at_count(self, count: int) -> torch.Tensor:
         """The ``count``-th largest logit."""
-        goal = torch.full((self._tokens,), count, dtype=torch.float64, device=self.logits.device)
-        return self._select(goal, None, None)
+        return self._select(lambda sums: torch.full_like(sums, count), None, None)
 
     def at_mass(self, share: float, peak: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
         """The least logit above which less than ``share`` of the probability at or above ``floor`` lies."""
-        total = torch.zeros(self._tokens, dtype=wide_dtype(peak.device), device=peak.device)
-        for span, (block,) in self._blocks():
-            total[span] = self._weights(block, span, peak, floor).sum(-1)
-        return self._select(self._sum_(total) * share, peak, floor)
+        return self._select(lambda sums: sums * share, peak, floor)
 
     def at_mass_among(self, largest: torch.Tensor, share: float, floor: torch.Tensor) -> torch.Tensor:
         """``at_mass`` where only these (the largest, falling) and what ties with the last of them are left."""
@@ -169,40 +166,56 @@ class _Selection:
         """What each logit adds to the sum: one, or its weight if it is at or above the floor."""
         wide = wide_dtype(block.device)
         if peak is None or floor is None:
-            return torch.ones(block.shape, dtype=wide, device=block.device)
+            return torch.ones((), dtype=wide, device=block.device).expand(block.shape)
         values = block.to(peak.dtype)
-        weights = powers(values, peak[span], self.scale.rows(span)).exp2_()
-        return weights.masked_fill_(values < floor[span, None], 0).to(wide)
+        below = values < floor[span, None]
+        return powers(values, peak[span], self.scale.rows(span)).exp2_().masked_fill_(below, 0).to(wide)
 
-    def _select(self, goal: torch.Tensor, peak: torch.Tensor | None, floor: torch.Tensor | None) -> torch.Tensor:
-        """The largest logit that, with all larger ones, adds up to ``goal``."""
-        bits = self.logits.dtype.itemsize * 8
-        above, prefix = torch.zeros_like(goal), torch.zeros(goal.shape, dtype=torch.int64, device=goal.device)
-        for shift in range(bits - 8, -1, -8):
-            leading = shift == bits - 8
-            histogram = goal.new_zeros(goal.shape[0], BINS)
+    def _select(
+        self,
+        goal_of: Callable[[torch.Tensor], torch.Tensor],
+        peak: torch.Tensor | None,
+        floor: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The largest logit that, with all larger ones, adds up to what ``goal_of`` makes of the sum of all.
+
+        Histograms count the bytes as they are; putting their bins in the order of the logits is cheaper than that of
+        every logit.
+        """
+        wide, integers = wide_dtype(self.logits.device), _INTEGERS[self.logits.dtype.itemsize]
+        above = torch.zeros(self._tokens, dtype=wide, device=self.logits.device)
+        prefix, negative, goal = above.long(), above.bool(), above
+        places = range(self.logits.dtype.itemsize)
+        for place in reversed(places):
+            histogram = above.new_zeros(len(above), BINS)
             for span, (block,) in self._blocks():
-                keys, weights = _keys(block), self._weights(block, span, peak, floor)
-                if leading:
-                    digits = (keys >> shift) + BINS // 2  # signed: the least key goes to the first bin
-                else:
-                    digits = (keys >> shift) & (BINS - 1)
-                    weights *= (keys >> (shift + 8)) == prefix[span, None]
-                histogram[span].scatter_add_(1, digits, weights)
-            at_or_above = self._sum_(histogram).flip(1).cumsum(1).flip(1) + above[:, None]
+                block = block.contiguous()
+                weights = self._weights(block, span, peak, floor)
+                if place != places[-1]:
+                    known = block.view(integers) & (-1 << 8 * (place + 1))
+                    weights = weights * (known == prefix[span, None].to(integers))
+                histogram[span].scatter_add_(1, _bytes(block, place), weights)
+            histogram = self._sum_(histogram)
+            if place == places[-1]:
+                goal = goal_of(histogram.sum(1))
+                rising = torch.cat([torch.arange(BINS - 1, BINS // 2 - 1, -1), torch.arange(BINS // 2)])
+                order = rising.to(prefix.device).expand_as(histogram)
+            else:
+                order = torch.arange(BINS, device=prefix.device).expand_as(histogram)
+                order = torch.where(negative[:, None], BINS - 1 - order, order)
+            at_or_above = histogram.gather(1, order).flip(1).cumsum(1).flip(1) + above[:, None]
             larger = torch.cat([at_or_above[:, 1:], above[:, None]], 1)
-            digit = (larger >= goal[:, None]).sum(1).clamp(max=BINS - 1)
-            above = larger.gather(1, digit[:, None])[:, 0]
-            prefix = digit - BINS // 2 if leading else prefix * BINS + digit
-        return _values(prefix, self.logits.dtype).to(statistics_dtype(self.logits.dtype))
+            bin_ = (larger >= goal[:, None]).sum(1, keepdim=True).clamp(max=BINS - 1)
+            above, digit = larger.gather(1, bin_)[:, 0], order.gather(1, bin_)[:, 0]
+            if place == places[-1]:
+                negative = digit >= BINS // 2
+                digit = digit - BINS * negative
+            prefix = prefix + (digit << 8 * place)
+        return prefix.to(integers).view(self.logits.dtype).to(statistics_dtype(self.logits.dtype))
 
 
-def _keys(block: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the floats: two's complement for the magnitude bits of negative ones."""
-    bits = block.contiguous().view(_INTEGERS[block.dtype.itemsize])
-    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).long()
-
-
-def _values(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    bits = keys.to(_INTEGERS[dtype.itemsize])
-    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype)
+def _bytes(block: torch.Tensor, place: int) -> torch.Tensor:
+    """One byte of each logit, int64; ``place`` 0 is the least significant."""
+    size = block.dtype.itemsize
+    first = place if sys.byteorder == "little" else size - 1 - place
+    return block.view(torch.uint8)[..., first::size].long()
