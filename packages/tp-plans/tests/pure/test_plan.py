@@ -1,13 +1,21 @@
 import copy
 import json
 import pickle
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_plans import (
+    BareParameter,
     ColwiseParallel,
+    DividedInput,
+    ExpertsParallel,
+    FeatureParallelEmbedding,
+    GatheredParameters,
+    LatentProjection,
+    ParallelAttention,
     Partial,
     Plan,
     PlanError,
@@ -17,16 +25,44 @@ from tp_plans import (
     RowwiseParallel,
     SequenceParallel,
     Shard,
+    Style,
+    SumOutput,
     UnknownStyleError,
     VocabParallelEmbedding,
+    WholeSequence,
 )
 
 on_any_machine = settings(deadline=None)  # a busy one exceeds hypothesis's 200 ms at times
 shards = st.builds(Shard, st.integers(-4, 4))
 cuts = st.one_of(st.just(Replicate()), shards)
 units = st.one_of(st.integers(1, 1 << 20), st.sampled_from(["head_dim", "_width"]))
+pieces = st.one_of(st.just(()), st.lists(units, min_size=2, max_size=4).map(tuple))
+names = st.lists(st.sampled_from(["num_heads", "config.num_heads"]), max_size=3).map(tuple)
+arguments, positions = st.sampled_from(["hidden_states", "x"]), st.one_of(st.none(), st.integers(0, 5))
+behind_doors = st.one_of(
+    st.builds(
+        ParallelAttention,
+        layout=st.one_of(st.none(), cuts),
+        argument=arguments,
+        position=positions,
+        counts=names,
+        groups=st.sampled_from(["groups", "config.groups"]),
+    ),
+    st.builds(GatheredParameters, names=names),
+    st.builds(ExpertsParallel, output=cuts, skips_absent=st.booleans()),
+    st.builds(SumOutput, output=cuts),
+)
 styles = st.one_of(
     st.builds(ColwiseParallel, output=cuts, use_local_output=st.booleans(), unit=units),
+    st.builds(ColwiseParallel, unit=units, pieces=pieces, shared=st.booleans()),
+    st.builds(RowwiseParallel, output=cuts, unit=units, pieces=pieces),
+    st.builds(LatentProjection, rotary=units),
+    st.builds(FeatureParallelEmbedding, output=cuts, use_local_output=st.booleans()),
+    st.builds(DividedInput),
+    st.builds(BareParameter, layout=shards, gathered=st.booleans()),
+    st.builds(BareParameter, layout=st.just(Replicate()), gradient=st.sampled_from(["full", "partial"])),
+    st.builds(WholeSequence, sequence_dim=st.integers(0, 3), around=st.one_of(st.none(), behind_doors)),
+    behind_doors,
     st.builds(
         RowwiseParallel,
         input=st.sampled_from([Shard(-1), Replicate()]),
@@ -40,8 +76,8 @@ styles = st.one_of(
     st.builds(
         PrepareInput,
         layout=cuts,
-        argument=st.sampled_from(["hidden_states", "x"]),
-        position=st.one_of(st.none(), st.integers(0, 5)),
+        argument=arguments,
+        position=positions,
     ),
 )
 parts = st.text(st.characters(exclude_characters="./", exclude_categories=["Z", "C"]), min_size=1, max_size=8)
@@ -55,6 +91,18 @@ plans = st.builds(
 
 UP, DOWN = ColwiseParallel(), RowwiseParallel()
 MLP = Plan({"layers.*.mlp.up": UP, "layers.*.mlp.down": DOWN}, name="mlp", sequence_parallel=True)
+
+
+def test_the_round_trips_are_tried_with_every_style():
+    drawn = set()
+
+    @settings(deadline=None, max_examples=300, database=None)
+    @given(styles)
+    def draw(style):
+        drawn.add(type(style))
+
+    draw()
+    assert drawn == set(get_args(Style))
 
 
 @on_any_machine
