@@ -242,3 +242,14 @@ def test_a_tower_beside_the_language_model_is_left_alone():
 def test_what_is_no_language_model_is_refused(other, told):
     with pytest.raises(PlanError, match=told):
         suggest(other)
+
+
+class Grouped(Linear):
+    def forward(self, x):
+        return x
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_is_none():
+    found = suggest(model(block(ff=FeedForward(gate=Linear(96, 32), up=Linear(96, 32), back=Grouped(32, 96)))))
+    assert "trunk.stack.*.ff.back" not in found.plan
+    assert "this Grouped stays whole" in doubts(found, "trunk.stack.*.ff.back")[0]

@@ -83,8 +83,11 @@ def is_table(module: Any) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module is a linear layer, whose forward is a product with its weight."""
-    return any(base.__name__ == "Linear" for base in type(module).__mro__) and len(matrix(module)) == 2
+    """Whether a module is a linear layer, whose forward is a product with its weight and nothing else."""
+    bases = type(module).__mro__
+    own = next((base.__name__ for base in bases if "forward" in vars(base)), "Linear")
+    is_product = own in ("Linear", "_Parallel")  # the latter runs the forward of the class that it is mixed into
+    return is_product and any(base.__name__ == "Linear" for base in bases) and len(matrix(module)) == 2
 
 
 def is_norm(module: Any, width: int) -> bool:
