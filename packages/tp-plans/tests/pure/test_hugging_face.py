@@ -4,17 +4,20 @@ from typing import ClassVar
 import pytest
 
 from tp_plans import (
+    BareParameter,
+    CapabilityError,
     ColwiseParallel,
+    ExpertsParallel,
     PlanError,
     Replicate,
     Replicated,
     RowwiseParallel,
-    SequenceParallel,
+    Shard,
     UnknownStyleError,
     VocabParallelEmbedding,
     from_hugging_face,
 )
-from tp_plans.hugging_face import STYLE_WORDS, style_from_word
+from tp_plans.hugging_face import IDLE_WORDS, STYLE_WORDS
 
 HEADS_COLUMN, HEADS_ROW = ColwiseParallel(unit="head_dim"), RowwiseParallel(unit="head_dim")
 INNER_WORDS = {
@@ -184,26 +187,118 @@ def test_an_unknown_word_names_its_pattern_and_the_known_words():
     assert all(word in message for word in STYLE_WORDS)
 
 
-@pytest.mark.parametrize(
-    ("word", "style"),
-    [
-        ("colwise", ColwiseParallel()),
-        ("colwise_rep", ColwiseParallel(output=Replicate())),
-        ("colwise_gather_output", ColwiseParallel(output=Replicate())),
-        ("rowwise", RowwiseParallel()),
-        ("rowwise_rep", RowwiseParallel(input=Replicate())),
-        ("rowwise_split_input", RowwiseParallel(input=Replicate())),
-        ("embedding_rowwise", VocabParallelEmbedding()),
-        ("sequence_parallel", SequenceParallel()),
-        ("replicate", Replicated()),
-        ("replicated_with_grad_allreduce", Replicated(gradient="partial")),
-    ],
-)
-def test_words_mean(word, style):
-    assert style_from_word(word) == style
+def with_experts(words):
+    """A model whose blocks have bare parameters in their experts, and scales of their own."""
+    model = causal(words={**INNER_WORDS, **words})
+    for block in model.children["model"].children["layers"].children.values():
+        experts = Module(_parameters={"gate_up_proj": Parameter(3), "down_proj": Parameter(3)})
+        block.children["mlp"].children["experts"] = experts
+        block.children["self_attn"]._parameters = {"sinks": Parameter(1)}
+    return model
 
 
-@pytest.mark.parametrize("word", ["", "Colwise", None, 3, ["colwise"]])
-def test_what_is_no_word_is_refused(word):
-    with pytest.raises(UnknownStyleError, match="unknown style word"):
-        style_from_word(word)
+class Parameter:
+    def __init__(self, ndim):
+        self.ndim, self.shape = ndim, (4,) * ndim
+
+
+def added(words):
+    plan = from_hugging_face(with_experts(words))
+    return {name.removeprefix("model.layers.*."): plan[name] for name in plan if name.startswith("model.layers.*.")}
+
+
+def test_a_word_for_a_bare_parameter_is_read_by_its_ndim():
+    rules = added({"layers.*.self_attn.sinks": "colwise", "layers.*.mlp.experts.down_proj": "rowwise"})
+    assert rules["self_attn.sinks"] == BareParameter()
+    assert rules["mlp.experts.down_proj"] == BareParameter(layout=Shard(2))
+
+
+@pytest.mark.parametrize("word", ["moe_tp_experts", "ep_dispatch_experts"])
+def test_parameters_inside_split_experts_have_no_rule_of_their_own(word):
+    words = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise", "layers.*.mlp.experts": word}
+    rules = added(words)
+    assert rules["mlp.experts"] == ExpertsParallel()
+    assert "mlp.experts.gate_up_proj" not in rules
+
+
+def test_parameters_under_an_idle_word_keep_their_rules():
+    words = {"layers.*.mlp.experts.gate_up_proj": "local_colwise", "layers.*.mlp.experts": "gather"}
+    rules = added(words)
+    assert "mlp.experts" not in rules
+    assert rules["mlp.experts.gate_up_proj"] == BareParameter(layout=Shard(1))
+
+
+@pytest.mark.parametrize("word", IDLE_WORDS)
+def test_an_idle_word_leaves_no_rule(word):
+    assert dict(from_hugging_face(causal(words={**INNER_WORDS, "layers.*.mlp": word}))) == dict(
+        from_hugging_face(causal())
+    )
+
+
+def test_rules_for_what_this_model_does_not_have_are_left_out():
+    words = {**INNER_WORDS, "layers.*.mlp.experts": "moe_tp_experts", "layers.*.self_attn.kv_a": "mla_kv_a_proj"}
+    assert dict(from_hugging_face(causal(words=words))) == dict(from_hugging_face(causal()))
+
+
+def test_a_word_that_nobody_knows_is_told_even_where_nothing_bears_it():
+    with pytest.raises(UnknownStyleError, match=r"'quantum' for 'model\.layers\.\*\.mlp\.experts'"):
+        from_hugging_face(causal(words={**INNER_WORDS, "layers.*.mlp.experts": "quantum"}))
+
+
+def test_an_embedding_that_older_releases_split_row_wise_is_split_on_the_vocabulary():
+    model = causal(words={**INNER_WORDS, "embed_tokens": "rowwise_rep"})
+    model.children["model"].children["embed_tokens"].num_embeddings = 131
+    assert from_hugging_face(model)["model.embed_tokens"] == VocabParallelEmbedding()
+
+
+class XIELUActivation(Module):
+    """By its name, the activation of Apertus."""
+
+
+def test_a_correction_is_made_wherever_its_class_sits_and_only_there():
+    model = causal()
+    for block in model.children["model"].children["layers"].children.values():
+        block.children["mlp"].children["act_fn"] = XIELUActivation()
+    plan = from_hugging_face(model)
+    assert plan["model.layers.*.mlp.act_fn"] == Replicated(gradient="partial")
+    assert len(plan) == len(from_hugging_face(causal())) + 1
+
+
+class LongcatFlashExperts(Module):
+    """By its name, experts whose rule is wrong for them."""
+
+
+def test_a_correction_may_take_a_rule_away_and_needs_none_to_take():
+    def corrected_plan(words):
+        model = with_experts(words)
+        for block in model.children["model"].children["layers"].children.values():
+            block.children["mlp"].children["experts"].__class__ = LongcatFlashExperts
+        return from_hugging_face(model)
+
+    stored = BareParameter(gathered=True)
+    for words in ({"layers.*.mlp.experts": "moe_tp_experts"}, {}):
+        plan = corrected_plan(words)
+        assert "model.layers.*.mlp.experts" not in plan
+        assert plan["model.layers.*.mlp.experts.gate_up_proj"] == stored
+
+
+def test_where_the_embedding_is_not_told_there_is_no_sequence_parallel_form():
+    class Vision(PreTrained):
+        def get_input_embeddings(self):
+            raise NotImplementedError
+
+    model = Vision({"fc": Module()}, config=SimpleNamespace(base_model_tp_plan={"fc": "rowwise"}))
+    with pytest.raises(PlanError, match="Vision does not tell its token embedding"):
+        from_hugging_face(model, sequence_parallel=True)
+
+
+class Gemma3nTextModel(Module):
+    """By its name, a model whose stream cannot be cut."""
+
+
+def test_a_model_whose_stream_cannot_be_cut_is_refused_with_the_reason():
+    model = causal()
+    model.children["model"].children["text"] = Gemma3nTextModel()
+    assert not from_hugging_face(model).sequence_parallel
+    with pytest.raises(CapabilityError, match=r"TinyForCausalLM has no sequence-parallel form: .*several streams"):
+        from_hugging_face(model, sequence_parallel=True)

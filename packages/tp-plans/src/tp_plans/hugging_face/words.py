@@ -63,6 +63,7 @@ IDLE_WORDS: dict[str, str] = {
 _COLUMN_WORDS = {"colwise", "local_colwise", "colwise_rep", "colwise_gather_output"}
 _ROW_WORDS = {"rowwise", "local_rowwise", "rowwise_rep", "rowwise_split_input"}
 _PACKED_WORDS = {"packed_colwise": -2, "packed_rowwise": -1, "local_packed_rowwise": -1}
+_EXPERT_WORD = "grouped_gemm"  # 5.0 on: stacked experts, in the plans for expert parallelism
 
 
 def style_from_word(word: str, *, where: str = "") -> Style:
@@ -89,7 +90,7 @@ def parameter_style_from_word(word: str, ndim: int, *, where: str = "") -> BareP
         return BareParameter(layout=Shard(ndim - 1) if ndim > 1 else Replicate())
     if word in _PACKED_WORDS:  # no layout of torch's describes its parts: it is stored split and used whole
         return BareParameter(layout=Shard(max(0, ndim + _PACKED_WORDS[word])), gathered=True)
-    if word == "grouped_gemm":
+    if word == _EXPERT_WORD:
         return BareParameter(layout=Shard(0))
     if word in ("replicate", "replicated_with_grad_allreduce"):
         return BareParameter(layout=Replicate(), gradient="full" if word == "replicate" else "partial")
@@ -99,6 +100,7 @@ def parameter_style_from_word(word: str, ndim: int, *, where: str = "") -> BareP
 def _unknown(word: object, where: str) -> UnknownStyleError:
     place = f" for {where!r}" if where else ""
     return UnknownStyleError(
-        f"unknown style word {word!r}{place}: known are {', '.join(sorted({*STYLE_WORDS, *IDLE_WORDS}))}. "
-        "Give a plan of your own in which this rule is a style of tp_plans, as ColwiseParallel()."
+        f"unknown style word {word!r}{place}: known are {', '.join(sorted(STYLE_WORDS))}, and {_EXPERT_WORD} for "
+        f"parameters; leave {' and '.join(sorted(IDLE_WORDS))} out, which ask for nothing here. "
+        "Or give a plan of your own in which this rule is a style of tp_plans, as ColwiseParallel()."
     )
