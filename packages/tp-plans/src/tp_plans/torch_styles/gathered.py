@@ -28,6 +28,9 @@ class LocalGathered(LocalStyle):
                 sharded = distributed_once(parameter, mesh, layouts.Shard(0), self.src_data_rank)
                 owner.register_parameter(name, sharded)
 
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
+        return gathered(parameter) if name in self.style.names else super().local_parameter(name, parameter)
+
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         for owner, name in self._places(module):
             parameter = cast("Tensor | None", owner._parameters[name])
