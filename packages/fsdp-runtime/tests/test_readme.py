@@ -16,6 +16,9 @@ SECTIONS = (
     "Micro-batches",
     "Between training and generation",
     "Long sequences",
+    "Stopping and resuming",
+    "Weights for an inference engine",
+    "Low-rank adapters",
 )
 
 
@@ -35,6 +38,9 @@ def _run(checkpoint: str) -> dict[str, Any]:
         "logits": tuple(names["logits"].shape),
         "targets": tuple(names["targets"].shape),
         "data_parallel": names["data_parallel"].size(),
+        "resumed": (names["state"].step, names["state"].random_restored),
+        "received": list(names["received"]) == [weight.name for weight in names["described"]],
+        "merged": names["merged"].keys() == names["received"].keys(),
     }
 
 
@@ -47,4 +53,7 @@ def test_the_sections_run_one_after_another(four_ranks: RankPool, tmp_path: Path
             "logits": (2, 16, 131),
             "targets": (2, 16),
             "data_parallel": 2,
+            "resumed": (1, True),
+            "received": True,
+            "merged": True,
         }

@@ -25,6 +25,7 @@ from fsdp_runtime.errors import (
     WeightsError,
 )
 from fsdp_runtime.launch import Launch, launch_from_environment
+from fsdp_runtime.lora import save_adapter
 from fsdp_runtime.mesh import MeshSpec, adopt_mesh, submesh
 from fsdp_runtime.offloading import OffloadReport, offload, onload
 from fsdp_runtime.parallelize import parallelize
@@ -36,7 +37,20 @@ from fsdp_runtime.sharding import ShardingOptions, data_parallel_mesh, shard_ove
 from fsdp_runtime.tensor_parallel import apply_plan
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.unshard import unsharded
-from fsdp_runtime.weights import LoadReport, load_weights, materialize, meta_device, save_weights, stream_weights
+from fsdp_runtime.weights import (
+    LoadReport,
+    WeightInfo,
+    describe_weights,
+    load_weights,
+    materialize,
+    meta_device,
+    packed,
+    save_weights,
+    send_weights,
+    stream_buckets,
+    stream_weights,
+    unpacked,
+)
 
 __version__ = "0.1.0"
 
@@ -66,6 +80,7 @@ __all__ = [
     "SequenceLayout",
     "ShardingOptions",
     "TrainingState",
+    "WeightInfo",
     "WeightsError",
     "adopt_mesh",
     "anatomy_of",
@@ -75,6 +90,7 @@ __all__ = [
     "checkpoint_activations",
     "compile_blocks",
     "data_parallel_mesh",
+    "describe_weights",
     "launch_from_environment",
     "load_training_state",
     "load_weights",
@@ -83,14 +99,19 @@ __all__ = [
     "no_gradient_sync",
     "offload",
     "onload",
+    "packed",
     "parallel_report",
     "parallelize",
     "ring_attention",
+    "save_adapter",
     "save_training_state",
     "save_weights",
+    "send_weights",
     "sequence_layout",
     "shard_over_data_parallel",
+    "stream_buckets",
     "stream_weights",
     "submesh",
+    "unpacked",
     "unsharded",
 ]
