@@ -123,12 +123,13 @@ def gathered_bytes(unit: FSDPModule) -> int:
 
     In torch 2.10 to 2.15 neither the parameters of one unit nor the policy that it was wrapped with are public.
     """
-    total = 0
-    for group in _parameter_groups(unit):
-        dtype = group.mp_policy.param_dtype
-        for parameter in group.fsdp_params:
-            total += parameter._orig_size.numel() * (dtype or parameter.sharded_param.dtype).itemsize
-    return total
+    state: Any = unit._get_fsdp_state()
+    dtype = state._mp_policy.param_dtype
+    return sum(
+        parameter._orig_size.numel() * (dtype or parameter.sharded_param.dtype).itemsize
+        for group in _parameter_groups(unit)
+        for parameter in group.fsdp_params
+    )
 
 
 def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
