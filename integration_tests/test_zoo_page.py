@@ -15,7 +15,10 @@ from zoo.table import Entry
 from zoo.verdict import Verdict, judged, verdict
 
 RIGHT, REFUSED = {"status": "right", "share": 0.99, "whole": {}}, {"status": "refused", "note": "no heads | no split"}
-ENTRIES = {name: Entry(name, name, f"{name.title()}ForCausalLM") for name in ("llama", "phi")}
+ENTRIES = {
+    "llama": Entry("llama", "llama", "LlamaForCausalLM", shipped=True),
+    "phi": Entry("phi", "phi", "PhiForCausalLM"),
+}
 RESULTS = {
     "tp": 2,
     "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
@@ -103,7 +106,7 @@ def test_nothing_is_kept_that_differs_from_run_to_run() -> None:
 def test_the_page_counts_and_lists_every_row() -> None:
     text = page.markdown(RESULTS, ENTRIES)
     assert "torch 2.13.0 and transformers 5.23.0" in text
-    assert "- SP: 1 of 2 right, 1 of them with at least 95 % split" in text
+    assert "- SP: 1 of 1 right (1 with at least 95 % split) that transformers ships a plan for; 0 of 1 right" in text
     assert "| llama | LlamaForCausalLM | ✓ | ✓ | 99.0 % |  |" in text
     assert "| phi | PhiForCausalLM | ✓ | refused | 99.0 % | SP: no heads \\| no split |" in text
 

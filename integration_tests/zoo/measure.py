@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime import FsdpRuntimeError, parallelize
 from harness.parity import largest, logits_of, mesh_for, padding_mask, ties
 from tp_plans import TpPlansError
-from zoo.peers import parallelize_by_transformers
+from zoo.peers import NoPlanError, parallelize_by_transformers
 from zoo.shrink import VOCAB
 from zoo.table import entries, tiny_model
 
@@ -81,7 +81,7 @@ def measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...]) -> RankRes
     candidate = copy.deepcopy(reference)
     try:
         candidate = MODES[mode](candidate, mesh_for({"tp": tp}), **entries()[name].options)
-    except (TpPlansError, FsdpRuntimeError) as error:
+    except (TpPlansError, FsdpRuntimeError, NoPlanError) as error:
         raise Refused(str(error)) from error
     return compared(reference, candidate, runs)
 

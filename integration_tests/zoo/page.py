@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from zoo.verdict import Verdict
 Row = dict[str, dict[str, Any]]
 
 _MARKS = {"right": "✓", "wrong": "✗ wrong", "refused": "refused", "failed": "✗ fails", "hung": "✗ hangs"}
+_TITLES = {"TP": "TP", "SP": "SP", "transformers": "transformers' own TP"}
 #: What a row's notes say of parameters that stay whole: those above this share of the model.
 _NOTEWORTHY = 0.01
 
@@ -61,10 +62,10 @@ def regressions(before: Mapping[str, Row], now: Mapping[str, Row]) -> list[str]:
 def markdown(results: Mapping[str, Any], entries: Mapping[str, Entry]) -> str:
     """The page of a whole run."""
     rows = {name: row for name, row in results["rows"].items() if name in entries}
-    return "\n".join([*_head(results, rows), *_table(rows, entries), "", *_unbuildable(entries)]) + "\n"
+    return "\n".join([*_head(results, rows, entries), *_table(rows, entries), "", *_unbuildable(entries)]) + "\n"
 
 
-def _head(results: Mapping[str, Any], rows: Mapping[str, Row]) -> Iterator[str]:
+def _head(results: Mapping[str, Any], rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[str]:
     yield "# Coverage"
     yield ""
     releases = " and ".join(f"{name} {number}" for name, number in results["versions"].items())
@@ -78,13 +79,21 @@ def _head(results: Mapping[str, Any], rows: Mapping[str, Row]) -> Iterator[str]:
     )
     yield ""
     for mode in ("TP", "SP", "transformers"):
-        found = [row[mode] for row in rows.values() if mode in row]
-        if found:
-            right = [each for each in found if each["status"] == "right"]
-            mostly = sum(each["share"] >= 0.95 for each in right)
-            title = "transformers' own TP" if mode == "transformers" else mode
-            yield f"- {title}: {len(right)} of {len(found)} right, {mostly} of them with at least 95 % split"
+        groups = {
+            "that transformers ships a plan for": [name for name in rows if entries[name].shipped],
+            "other rows (variants, seeds, stand-ins)": [name for name in rows if not entries[name].shipped],
+        }
+        told = [f"{counts} {what}" for what, names in groups.items() if (counts := _counts(rows, names, mode))]
+        if told:
+            yield f"- {_TITLES[mode]}: {'; '.join(told)}"
     yield ""
+
+
+def _counts(rows: Mapping[str, Row], names: Sequence[str], mode: str) -> str:
+    found = [rows[name][mode] for name in names if mode in rows[name]]
+    right = [each for each in found if each["status"] == "right"]
+    mostly = sum(each["share"] >= 0.95 for each in right)
+    return f"{len(right)} of {len(found)} right ({mostly} with at least 95 % split)" if found else ""
 
 
 def _table(rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[str]:

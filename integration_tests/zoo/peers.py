@@ -9,13 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
+class NoPlanError(Exception):
+    """transformers ships no plan for the model."""
+
+
 def parallelize_by_transformers(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     """What ``from_pretrained(distributed_config=...)`` does to a model, on one that holds its weights already."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     hugging_face: Any = model
     if not getattr(model, "tp_plan", None):
-        raise ValueError("transformers ships no plan for this model")
+        raise NoPlanError("transformers ships no plan for this model")
     for alias in hugging_face.all_tied_weights_keys:  # loading ties after it has split
         module, _, name = alias.rpartition(".")
         owner = model.get_submodule(module)

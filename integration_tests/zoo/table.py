@@ -28,6 +28,7 @@ class Entry:
         changes: config fields on top of the generic rule and the model type's own.
         options: further keywords for ``parallelize``.
         experts: the implementation of a mixture's experts.
+        shipped: transformers maps the model type to a causal language model and ships a plan for it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Entry:
     changes: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     experts: str = "eager"
+    shipped: bool = False
 
 
 _MINISTRAL3 = {"model_type": "ministral3"}
@@ -83,7 +85,7 @@ def planned_causal_models() -> list[Entry]:
         config = CONFIG_MAPPING[model_type]
         configs = [config, *(sub for sub in config.sub_configs.values() if isinstance(sub, type))]
         if any(getattr(each, "base_model_tp_plan", None) for each in configs):
-            found.append(Entry(model_type, model_type, class_name))
+            found.append(Entry(model_type, model_type, class_name, shipped=True))
     return found
 
 

@@ -1,0 +1,107 @@
+"""Architectures with every style word and special case: outputs and gradients on every rank, as ``nox -s coverage``.
+
+Each row is there for a reason, which its name or comment gives.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+from harness.parity import largest, mesh_for
+from harness.ranks import RankPool
+from tp_plans import ExpertsParallel, Plan
+from zoo.measure import KINDS, measure
+from zoo.table import entries, tiny_model
+from zoo.verdict import judged
+
+#: Rows whose block types permit sequence parallelism.
+BOTH = [
+    "apertus",  # learned scalars in the activation
+    "aria_text",  # packed_rowwise: gate and up fused along the last dim
+    "cohere, head norms",  # a norm with other weights for every head, in parallel branches
+    "deepseek_v3",  # latent attention, dense and mixture blocks
+    "doge",  # a mask computed from the values, per key head
+    "falcon_h1",  # attention and a state space side by side
+    "gemma3_text",  # tied, sliding and full attention
+    "gpt_neox",  # queries, keys and values of a head in turn
+    "granite_swa",  # local_params: attention sinks
+    "kimi_linear",  # blocks of two kinds under one name
+    "llama",
+    "llama, biases",
+    "mistral3, ministral3",  # a language model inside, whose tower stays whole
+    "mixtral",  # moe_tp_experts, packed_colwise
+    "mixtral, batched",
+    "nemotron_h",  # four kinds of blocks under one name, experts without a gate
+    "olmo2",  # rowwise_split_input: norms over all heads at once
+    "olmo_hybrid",  # colwise_gather_output
+    "phi",  # biases in a parallel block, a head with a bias
+    "phi3",  # fused qkv and gate_up
+    "qwen3_5_moe_text",  # linear attention
+    "qwen3, classifier",  # no language-model head
+    "baichuan",
+    "deci_lm",
+    "nemotron_labs_diffusion",
+]
+#: Rows that are right with tensor parallelism only.
+TP_ONLY = [
+    "gemma3n_text",  # statistics over all features of an MLP; embeddings per layer
+    "gemma4",  # code that reads a row of the embedding's weight
+    "inkling_text",  # all_reduce; a norm inside the embedding
+    "inkling2_text",  # replicate
+    "llama4_text",  # experts without an index; additions in place
+    "longcat_flash",  # moe_identity_expert
+    "qwen4_exp_text",  # embedding_colwise, hyper-connections
+]
+
+
+@pytest.mark.parametrize("name", [*BOTH, *TP_ONLY])
+def test_tensor_parallel_architecture_equals_single_process(two_ranks: RankPool, name: str) -> None:
+    found = judged(two_ranks.run(measure, name, "TP", tp=2, kinds=KINDS))
+    assert (found.status, found.note) == ("right", "")
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_sequence_parallel_architecture_equals_single_process(two_ranks: RankPool, name: str) -> None:
+    found = judged(two_ranks.run(measure, name, "SP", tp=2, kinds=KINDS))
+    assert (found.status, found.note) == ("right", "")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama, one key head", "nemotron_h", "phi3"])
+def test_four_ranks_agree_too(four_ranks: RankPool, name: str) -> None:
+    found = judged(four_ranks.run(measure, name, "TP", tp=4, kinds=("ids",)))
+    assert (found.status, found.note) == ("right", "")
+
+
+def _experts_error(routes: list[list[int]]) -> float:
+    """The largest error of split experts in the implementation that training uses by default, in float32."""
+    model = tiny_model(replace(entries()["mixtral"], experts="grouped_mm"), dtype=torch.float32)
+    whole = model.get_submodule("model.layers.0.mlp.experts")
+    split = parallelize_module(
+        copy.deepcopy(whole), mesh_for({"tp": 2})["tp"], Plan({"": ExpertsParallel()}).to_torch()
+    )
+    generator = torch.Generator().manual_seed(0)
+    tokens, weights = torch.randn(len(routes), 64, generator=generator), torch.rand(len(routes), 2, generator=generator)
+    expected, actual = (_run_experts(module, tokens, torch.tensor(routes), weights) for module in (whole, split))
+    return max(largest(theirs - ours) / largest(theirs) for theirs, ours in zip(expected, actual, strict=True))
+
+
+def _run_experts(experts: nn.Module, tokens: Tensor, routes: Tensor, weights: Tensor) -> list[Tensor]:
+    tokens, weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
+    output = experts(tokens, routes, weights)
+    output.square().sum().backward()
+    return [output.detach(), tokens.grad, weights.grad]
+
+
+@pytest.mark.parametrize(
+    "routes",
+    [[[0, 2], [3, 1], [1, 2], [0, 1], [2, 3]], [[0, 1], [1, 0], [0, 1]]],
+    ids=["every expert", "one rank's experts only"],
+)
+def test_grouped_experts_skip_what_other_ranks_run(two_ranks: RankPool, routes: list[list[int]]) -> None:
+    assert max(two_ranks.run(_experts_error, routes)) < 1e-5
