@@ -57,7 +57,7 @@ class _Away:
 
     device: torch.device
     storages: dict[Part, list[tuple[UntypedStorage, Tensor]]] = field(default_factory=dict)
-    guards: list[Any] = field(default_factory=list)
+    guards: dict[int, Any] = field(default_factory=dict)
 
 
 def offload(
@@ -69,7 +69,7 @@ def offload(
 ) -> OffloadReport:
     """Move a model's tensors to host memory (pinned where the device can use it) and free the device's.
 
-    Until :func:`onload` the model's forward and the optimizer's step raise.  Call it between steps: gathered
+    Until :func:`onload` a forward or an optimizer's step that needs them raises.  Call it between steps: gathered
     parameters are dropped first.  Tensors that are elsewhere already, as by FSDP2's own CPU offload, stay.
 
     Args:
@@ -145,7 +145,7 @@ def onload(model: nn.Module, *, parts: Iterable[Part] = PARTS) -> OffloadReport:
         _synchronize(away.device)
         moved[part] = sum(host.nbytes for _, host in pairs)
     if not away.storages:
-        for guard in away.guards:
+        for guard in away.guards.values():
             guard.remove()
         del model.__dict__[_STATE]
     return OffloadReport(moved, before, _allocated(away.device))
@@ -197,17 +197,24 @@ def _to_host(storage: UntypedStorage) -> Tensor:
     return host
 
 
+#: What a forward and an optimizer's step touch.
+_FORWARD: tuple[Part, ...] = ("parameters", "buffers")
+_STEP: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
+
+
 def _guard(away: _Away, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Raise where freed memory would be used."""
-    if away.guards:
-        return
 
-    def refuse(*_: Any) -> None:
-        raise ModelError(f"{', '.join(away.storages)} are offloaded to host memory: call onload(model) first")
+    def refuse(needed: tuple[Part, ...]) -> None:
+        if missing := [part for part in away.storages if part in needed]:
+            raise ModelError(
+                f"{', '.join(missing)} are offloaded to host memory: call onload(model, parts={tuple(missing)!r}) first"
+            )
 
-    away.guards.append(model.register_forward_pre_hook(refuse))
-    if optimizer is not None:
-        away.guards.append(optimizer.register_step_pre_hook(refuse))
+    if id(model) not in away.guards:
+        away.guards[id(model)] = model.register_forward_pre_hook(lambda *_: refuse(_FORWARD))
+    if optimizer is not None and id(optimizer) not in away.guards:
+        away.guards[id(optimizer)] = optimizer.register_step_pre_hook(lambda *_: refuse(_STEP))
 
 
 def _allocated(device: torch.device) -> int | None:
