@@ -78,7 +78,7 @@ def cuts_of(tree: Tree) -> tuple[list[Cut], list[Finding]]:
     """Everything that the plan deals over the axis, and the numbers that it asks for and the model does not have."""
     cuts: list[Cut] = []
     findings: list[Finding] = []
-    for path in (*tree.modules, *tree.parameters):
+    for path in tree.styles:
         for found in _cuts(path, tree):
             (cuts if isinstance(found, Cut) else findings).append(found)  # type: ignore[arg-type]
     return cuts, findings

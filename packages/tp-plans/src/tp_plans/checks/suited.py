@@ -31,7 +31,7 @@ _WHOLE_TABLE_OPTIONS = {
 
 def unsuited(tree: Tree) -> Iterator[Finding]:
     """Modules and parameters that their style cannot split."""
-    for path in tree.modules:
+    for path, _ in tree.styled():
         style = tree.own_style(path)
         if isinstance(style, _OF_MATRICES):
             yield from _no_matrix(path, type(style).__name__, tree)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tp_plans.attributes import lookup
@@ -34,14 +35,16 @@ class Tree:
 
     def styled(self) -> Iterator[tuple[str, Style]]:
         """Every module in the plan, with its style."""
-        for path in self.modules:
-            if (style := self.style(path)) is not None:
-                yield path, style
+        yield from ((path, style) for path, style in self.styles.items() if path in self.modules)
+
+    @cached_property
+    def styles(self) -> Mapping[str, Style]:
+        """The style of every module and bare parameter that has one; the first where several rules match."""
+        return {path: self.plan[patterns[0]] for path, patterns in self.rules.items() if patterns}
 
     def style(self, path: str) -> Style | None:
-        """The style of a module or bare parameter; the first where several match."""
-        patterns = self.rules[path]
-        return self.plan[patterns[0]] if patterns else None
+        """The style of a module or bare parameter."""
+        return self.styles.get(path)
 
     def own_style(self, path: str) -> Style | None:
         """The style of a module's own work: what is behind the door, where it has one."""
@@ -57,11 +60,15 @@ class Tree:
 
     def _is_gathered(self, parameter: str) -> bool:
         """Whether a module above stores the parameter split."""
-        return any(
+        return self._gathers and any(
             isinstance(style := self.own_style(above), GatheredParameters)
             and parameter[len(above) :].removeprefix(".") in style.names
             for above in ancestors(parameter)
         )
+
+    @cached_property
+    def _gathers(self) -> bool:
+        return any(isinstance(self.own_style(path), GatheredParameters) for path in self.styles)
 
     def own_parameters(self, path: str) -> dict[str, Any]:
         """A module's parameters by their own names."""
