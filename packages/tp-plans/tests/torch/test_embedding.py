@@ -7,11 +7,11 @@ from torch.distributed.tensor import DTensor
 
 from harness.layers import faults, parallelized
 from harness.ranks import RanksFailed
-from tp_plans import Replicate, Shard, VocabParallelEmbedding
+from tp_plans import FeatureParallelEmbedding, Replicate, Shard, VocabParallelEmbedding
 
 VOCAB, WIDTH = 131, 6
 FIRST_OF_RANK_1 = 66
-DEFAULT = VocabParallelEmbedding()
+DEFAULT, FEATURES = VocabParallelEmbedding(), FeatureParallelEmbedding()
 
 
 def ids_of(kind, shape=(3, 5)):
@@ -115,3 +115,42 @@ def look_up(index):
 def test_an_id_outside_the_vocabulary_is_an_error_as_in_one_process(two_ranks, index):
     with pytest.raises(RanksFailed, match="IndexError"):
         two_ranks.run(look_up, index)
+
+
+def feature_faults(*, shape=(3, 5), style=FEATURES, width=7, padding_idx=None, **how):
+    return faults(
+        lambda: nn.Embedding(VOCAB, width, padding_idx=padding_idx),
+        {"": style},
+        ids_of("all", shape),
+        leaves=style.output,
+        leaves_plain=style.use_local_output,
+        **how,
+    )
+
+
+@pytest.mark.parametrize("use_local_output", [True, False])
+@pytest.mark.parametrize("output", [Replicate(), Shard(1), Shard(-1)])
+@pytest.mark.parametrize("width", [6, 7])
+def test_a_table_split_on_its_features_gives_what_is_asked(two_ranks, width, output, use_local_output):
+    style = FeatureParallelEmbedding(output=output, use_local_output=use_local_output)
+    assert two_ranks.run(feature_faults, width=width, style=style) == [[], []]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3, 5)])
+def test_features_are_looked_up_for_ids_of_any_shape(two_ranks, shape):
+    assert two_ranks.run(feature_faults, shape=shape, padding_idx=3) == [[], []]
+
+
+@pytest.mark.parametrize("layout", [Replicate(), Shard(1)])
+def test_features_are_looked_up_for_ids_in_a_dtensor(two_ranks, layout):
+    assert two_ranks.run(feature_faults, arrives=layout, plain=False) == [[], []]
+
+
+def features_stored():
+    embedding = parallelized(nn.Embedding(VOCAB, 7), {"": FEATURES})
+    embedding(ids_of("all")).sum().backward()
+    return list(embedding.weight.to_local().shape), list(embedding.weight.grad.to_local().shape)
+
+
+def test_a_rank_holds_its_features_of_every_row(two_ranks):
+    assert two_ranks.run(features_stored) == [([VOCAB, 4], [VOCAB, 4]), ([VOCAB, 3], [VOCAB, 3])]

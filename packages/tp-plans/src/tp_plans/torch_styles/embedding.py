@@ -26,8 +26,7 @@ class LocalEmbedding(LocalStyle):
         start, end = self._own_rows(rows, call)
 
         def own_ids(ids: Tensor) -> Tensor:
-            if isinstance(ids, DTensor):
-                ids = redistribute(as_dtensor(ids, call.mesh, layouts.Replicate()), layouts.Replicate()).to_local()
+            ids = _whole(ids, call)
             # Ids outside the vocabulary stay outside this rank's rows, so that the lookup fails as it would whole.
             foreign = ((ids >= 0) & (ids < start)) | ((ids >= end) & (ids < rows))
             call.memory["foreign"] = foreign
@@ -55,7 +54,17 @@ class LocalFeatures(LocalStyle):
 
     style: FeatureParallelEmbedding
 
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+        return first_argument(args, kwargs, lambda ids: _whole(ids, call))
+
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
         features = call.parameters["weight"].shape[1]
         whole = redistribute(wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=features), self.style.output)
         return handed_on(whole, use_local_output=self.style.use_local_output)
+
+
+def _whole(ids: Tensor, call: Call) -> Tensor:
+    """All ids, as a plain tensor."""
+    if not isinstance(ids, DTensor):
+        return ids
+    return redistribute(as_dtensor(ids, call.mesh, layouts.Replicate()), layouts.Replicate()).to_local()
