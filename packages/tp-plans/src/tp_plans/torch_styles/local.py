@@ -69,6 +69,7 @@ class LocalStyle(ParallelStyle):
         super().__init__()
         self.style = style
         self.bare = dict(bare or {})
+        self._bare_rules: dict[str, BareParameter] = {}
         self._classes: dict[tuple[type[nn.Module], DeviceMesh], type[nn.Module]] = {}
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
@@ -105,8 +106,8 @@ class LocalStyle(ParallelStyle):
         return module
 
     def bare_rule(self, name: str) -> BareParameter | None:
-        """The rule for one parameter of the module, if it has one of its own."""
-        return next((rule for pattern, rule in self.bare.items() if fnmatchcase(name, pattern)), None)
+        """The rule for one parameter of the modules that the style was applied to, if it has one of its own."""
+        return self._bare_rules.get(name)
 
     def view(self, name: str, parameter: DTensor) -> Tensor:
         """The plain tensor that stands for a parameter during forward, by its own rule or the module's."""
@@ -115,6 +116,10 @@ class LocalStyle(ParallelStyle):
 
     def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(module._parameters.items()):
+            # Matched once and here: the compiler traces a call, and cannot trace how patterns are matched.
+            rule = next((rule for pattern, rule in self.bare.items() if fnmatchcase(name, pattern)), None)
+            if rule is not None:
+                self._bare_rules[name] = rule
             if parameter is None or isinstance(parameter, DTensor):
                 continue
             layout = parameter_layout(self.bare_rule(name) or self.style, parameter.ndim)
