@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tp_plans.completion.heads import in_whole_heads, with_shared_heads
+from tp_plans.completion.heads import in_whole_heads, norms_of_every_head, with_shared_heads
 from tp_plans.completion.leftovers import inside_tables, stored_split
 from tp_plans.completion.sublayers import split_sublayers
 from tp_plans.completion.tree import Tree
 from tp_plans.plan import Plan
 
 __all__ = ["completed"]
+
+STEPS = (split_sublayers, in_whole_heads, norms_of_every_head, with_shared_heads, stored_split, inside_tables)
 
 
 def completed(plan: Plan, modules: Mapping[str, Any], *, root: str = "") -> Plan:
@@ -28,6 +30,6 @@ def completed(plan: Plan, modules: Mapping[str, Any], *, root: str = "") -> Plan
         modules: path to module of the model that it is for, as ``dict(model.named_modules())``.
         root: where the language model sits in it; nothing outside is added (a vision tower stays whole).
     """
-    for step in (split_sublayers, in_whole_heads, with_shared_heads, stored_split, inside_tables):
+    for step in STEPS:
         plan = plan.override(step(Tree(plan, modules, root)))
     return plan

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any, TypeGuard
 
 from tp_plans.attributes import lookup
-from tp_plans.completion.tree import Tree, agreed, is_split, size_of
+from tp_plans.completion.tree import HEAD_NORMS, Tree, agreed, is_split, parameters_of, size_of
 from tp_plans.fields import is_integer
 from tp_plans.layouts import Shard
-from tp_plans.styles import ColwiseParallel, ParallelAttention, RowwiseParallel, Style
+from tp_plans.styles import BareParameter, ColwiseParallel, ParallelAttention, RowwiseParallel, Style
 
 KV_HEADS = ("num_key_value_heads", "config.num_key_value_heads")
 
@@ -67,6 +67,20 @@ def with_shared_heads(tree: Tree) -> Mapping[str, Style]:
         style = own if isinstance(own, ParallelAttention) else ParallelAttention(layout=_layout(path, tree))
         attention.append((path, replace(style, kv_heads=kv_heads)))
     return {**changed, **agreed(attention, tree)}
+
+
+def norms_of_every_head(tree: Tree) -> Mapping[str, Style]:
+    """Rules for norms that have a row for each head, which is split as the heads are."""
+    rows = []
+    for path, module in tree.inside():
+        if "q_proj" not in tree.split_children(path):
+            continue
+        for name in HEAD_NORMS:
+            weight = parameters_of(tree.modules.get(f"{path}.{name}")).get("weight")
+            in_heads = weight is not None and weight.ndim == 2 and weight.shape[1] == getattr(module, "head_dim", None)
+            if in_heads and tree.style(f"{path}.{name}") is None:
+                rows.append((f"{path}.{name}.weight", BareParameter()))
+    return agreed(rows, tree)
 
 
 def _layout(path: str, tree: Tree) -> Any:

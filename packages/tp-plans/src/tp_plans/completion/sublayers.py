@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tp_plans.completion.tree import Tree, agreed, parameters_of, size_of
+from tp_plans.completion.tree import HEAD_NORMS, Tree, agreed, parameters_of, size_of
 from tp_plans.fields import is_integer
 from tp_plans.styles import ColwiseParallel, LatentProjection, Replicated, RowwiseParallel, Style
 
 OUTPUTS = ("o_proj", "out_proj", "dense")
-HEAD_NORMS = ("q_norm", "k_norm", "v_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 OUTPUT_GATES = ("gate_proj", "g_proj")
 GATED_MLPS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 FUSED_MLPS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))

@@ -11,6 +11,9 @@ from tp_plans.patterns import every_block
 from tp_plans.plan import Plan
 from tp_plans.styles import ColwiseParallel, ExpertsParallel, GatheredParameters, Style
 
+#: What norms over queries, keys and values are called.
+HEAD_NORMS = ("q_norm", "k_norm", "v_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
+
 
 class Tree:
     """One plan against one model's modules.
@@ -29,15 +32,15 @@ class Tree:
         self.plan, self.modules, self.root = plan, modules, root
         self._rules = {path: plan.match(path) for path in modules}
         self.children: dict[str, list[str]] = defaultdict(list)
-        self.places: dict[str, set[str]] = defaultdict(set)
+        self.places: dict[str, dict[str, None]] = defaultdict(dict)  # ordered, so that every rank has one order
         self._filled: set[str] = set()
         for path, module in modules.items():
             parent, _, name = path.rpartition(".")
             if path:
                 self.children[parent].append(name)
-            self.places[every_block(path)].add(path)
+            self.places[every_block(path)][path] = None
             for name in parameters_of(module):
-                self.places[every_block(f"{path}.{name}")].add(f"{path}.{name}")
+                self.places[every_block(f"{path}.{name}")][f"{path}.{name}"] = None
             if parameters_of(module):
                 self._filled.update(_with_ancestors(path))
 
@@ -125,7 +128,7 @@ def agreed(places: Iterable[tuple[str, Style]], tree: Tree) -> dict[str, Style]:
         found[every_block(path)][path] = style
     rules: dict[str, Style] = {}
     for pattern, told in found.items():
-        if len(set(told.values())) == 1 and tree.places[pattern] <= told.keys():
+        if len(set(told.values())) == 1 and tree.places[pattern].keys() <= told.keys():
             rules[pattern] = next(iter(told.values()))
         else:
             rules.update(told)

@@ -16,6 +16,7 @@ from tp_plans.styles import (
     Replicated,
     RowwiseParallel,
     Style,
+    VocabParallelEmbedding,
 )
 
 _WHOLE_COLUMN = ColwiseParallel(output=Replicate())
@@ -40,6 +41,8 @@ CORRECTIONS: dict[str, dict[str, Style | None]] = {
     },
     # Indices beyond the routed experts stand for identities, so none is left to stand for another rank's expert.
     "LongcatFlashExperts": {"": None, "identity_expert": None, "gate_up_proj": _STORED, "down_proj": _STORED},
+    # Kept whole for the norm inside it, whose gradient can be summed instead.
+    "Inkling2TextModel": {"embed_tokens": VocabParallelEmbedding()},
     # Its eager forward runs every index that a token has.
     "NemotronHExperts": {"": ExpertsParallel(skips_absent=False)},
     # The table is indexed for the padding token outside its own forward.

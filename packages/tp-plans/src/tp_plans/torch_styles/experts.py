@@ -22,6 +22,10 @@ from tp_plans.torch_styles.reduce import handed_on, reduced
 #: What transformers' expert modules call the number of experts that they hold.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
+#: What tells transformers' batched and grouped experts (5.23) to look for the index that stands for no expert: without
+#: it their kernels leave such rows as memory had them.
+_SKIPS = "_is_expert_parallel"
+
 
 class LocalExperts(LocalStyle):
     """``ExpertsParallel``: runs this rank's experts on all tokens, sums over the ranks.
@@ -37,6 +41,8 @@ class LocalExperts(LocalStyle):
                 f"{type(module).__name__} has no parameters of its own, so there are no stacked experts to deal: "
                 "ExpertsParallel is for modules that hold them as [experts, ...]"
             )
+        if hasattr(module, _SKIPS):
+            setattr(module, _SKIPS, True)
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         experts = next(iter(call.parameters.values())).shape[0]
