@@ -198,11 +198,7 @@ class _Selection:
             histogram = self._sum_(histogram)
             if place == places[-1]:
                 goal = goal_of(histogram.sum(1))
-                rising = torch.cat([torch.arange(BINS - 1, BINS // 2 - 1, -1), torch.arange(BINS // 2)])
-                order = rising.to(prefix.device).expand_as(histogram)
-            else:
-                order = torch.arange(BINS, device=prefix.device).expand_as(histogram)
-                order = torch.where(negative[:, None], BINS - 1 - order, order)
+            order = _rising_bins(None if place == places[-1] else negative, histogram)
             at_or_above = histogram.gather(1, order).flip(1).cumsum(1).flip(1) + above[:, None]
             larger = torch.cat([at_or_above[:, 1:], above[:, None]], 1)
             bin_ = (larger >= goal[:, None]).sum(1, keepdim=True).clamp(max=BINS - 1)
@@ -212,6 +208,17 @@ class _Selection:
                 digit = digit - BINS * negative
             prefix = prefix + (digit << 8 * place)
         return prefix.to(integers).view(self.logits.dtype).to(statistics_dtype(self.logits.dtype))
+
+
+def _rising_bins(negative: torch.Tensor | None, histogram: torch.Tensor) -> torch.Tensor:
+    """The bytes of each token in the order of the logits that they belong to, ``[tokens, BINS]``.
+
+    Bytes of negative logits fall where the logits rise; the leading ones (``negative`` None) hold the sign.
+    """
+    bins = torch.arange(BINS, device=histogram.device)
+    if negative is None:
+        return torch.cat([bins[BINS // 2 :].flip(0), bins[: BINS // 2]]).expand_as(histogram)
+    return torch.where(negative[:, None], BINS - 1 - bins, bins)
 
 
 def _bytes(block: torch.Tensor, place: int) -> torch.Tensor:
