@@ -9,11 +9,13 @@ Loading is set beside ``from_pretrained`` on every rank, streaming beside bare a
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "integration_tests"))
-from fsdp_runtime import MeshSpec, load_weights, parallelize, stream_weights
+from fsdp_runtime import MeshSpec, load_weights, materialize, parallelize, stream_weights
+from fsdp_runtime._torch_compat import all_gather_flat
 from harness.memory import LiveBytes
 
 BUCKET = 16 * 2**20
@@ -78,7 +82,7 @@ def gather_bare(model: nn.Module) -> int:
             if not placement.is_replicate():
                 group = parameter.device_mesh.get_group(axis)
                 everyone = piece.new_empty(dist.get_world_size(group) * piece.numel())
-                dist.all_gather_into_tensor(everyone, piece, group=group)
+                all_gather_flat(everyone, piece, group).wait()
                 piece = everyone
         received += piece.nbytes
     return received
@@ -119,15 +123,18 @@ def report(seconds: Mapping[str, list[float]], base: str) -> None:
 
 def bench(rank: int, folder: Path, axes: dict[str, int], rounds: int) -> None:
     torch.set_num_threads(1)
+    disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{axes}", rank=rank, world_size=4)
     mesh = MeshSpec(**axes).build(device_type="cpu")
 
-    model = on_meta(mesh)
+    model = materialize(on_meta(mesh))
     with LiveBytes() as live:
         read = load_weights(model, folder).bytes_read
     held = local_bytes(model)
     largest = max(p.numel() * p.element_size() for p in model.parameters())
-    peaks = {"load": (live.peak, held + largest)}
+    peaks = {"load, beside the shards": (live.peak, largest)}
     for bucket in (BUCKET, 4 * BUCKET):
         with LiveBytes() as live:
             total = drain(model, bucket)
@@ -138,7 +145,8 @@ def bench(rank: int, folder: Path, axes: dict[str, int], rounds: int) -> None:
             print(f"  peak of {name:32} {peak / 2**20:9.1f} MiB {peak / bound:8.2f} of {bound / 2**20:.0f}")
 
     loading = {
-        "load_weights": lambda: load_weights(on_meta(mesh), folder),
+        "load_weights": lambda: load_weights(model, folder),
+        "meta model, parallelize, load_weights": lambda: load_weights(on_meta(mesh), folder),
         "from_pretrained on every rank": lambda: whole(folder),
     }
     report(in_turns(loading, rounds), "from_pretrained on every rank")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,6 +123,19 @@ def test_values_are_converted_to_the_parameters_dtype(tmp_path: Path) -> None:
     load_weights(model, _single_file(tmp_path))
     expected = _reference("Qwen3ForCausalLM").to(torch.bfloat16)
     assert _differences(model, expected) == []
+
+
+@pytest.mark.parametrize("form", ["one file", "several"])
+def test_a_hub_id_loads_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    repository, commit = tmp_path / "models--someone--tiny", "0" * 40
+    snapshot = repository / "snapshots" / commit
+    (_single_file if form == "one file" else _checkpoint)(snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    model = _on_meta("Qwen3ForCausalLM")
+    load_weights(model, "someone/tiny")
+    assert _differences(model, _reference("Qwen3ForCausalLM")) == []
 
 
 def _loaded_while_gathered(path: Path) -> list[str]:
