@@ -85,4 +85,6 @@ def norms_of_every_head(tree: Tree) -> Mapping[str, Style]:
 
 def _layout(path: str, tree: Tree) -> Any:
     """Gather the input once for all projections where nothing else in the layer could read it."""
+    if parameters_of(tree.modules[path]):  # of which its own code may use some on the input
+        return None
     return ParallelAttention().layout if all(tree.style(f"{path}.{n}") for n in tree.filled(path)) else None

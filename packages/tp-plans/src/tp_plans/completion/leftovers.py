@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from tp_plans.completion.tree import Tree, agreed, is_linear, parameters_of, size_of
+from tp_plans.completion.tree import Tree, agreed, is_linear, parameters_of, size_of, with_ancestors
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.patterns import every_block
 from tp_plans.styles import (
@@ -95,6 +95,8 @@ def _reads_whole(path: str, module: Any, tree: Tree) -> bool:
 
     A column-wise layer sums the gradient of its input, so that of a layer before it is whole again.
     """
-    parent = path.rpartition(".")[0]
+    parent, _, _ = path.rpartition(".")
     split = tree.split_children(parent)
-    return not split or module.out_features in {size_of(tree.module(parent, name), 1) for name in split}
+    if split:
+        return module.out_features in {size_of(tree.module(parent, name), 1) for name in split}
+    return not any(tree.split_children(above) for above in with_ancestors(parent))

@@ -42,7 +42,7 @@ class Tree:
             for name in parameters_of(module):
                 self.places[every_block(f"{path}.{name}")][f"{path}.{name}"] = None
             if parameters_of(module):
-                self._filled.update(_with_ancestors(path))
+                self._filled.update(with_ancestors(path))
 
     def rule(self, path: str) -> str | None:
         """The pattern of the plan that stands for a path."""
@@ -63,7 +63,7 @@ class Tree:
         return any(
             isinstance(style := self.style(above), GatheredParameters)
             and parameter[len(above) :].removeprefix(".") in style.names
-            for above in ("", *_with_ancestors(parameter.rpartition(".")[0]))
+            for above in ("", *with_ancestors(parameter.rpartition(".")[0]))
         )
 
     def inside(self) -> Iterable[tuple[str, Any]]:
@@ -135,7 +135,8 @@ def agreed(places: Iterable[tuple[str, Style]], tree: Tree) -> dict[str, Style]:
     return rules
 
 
-def _with_ancestors(path: str) -> Iterable[str]:
+def with_ancestors(path: str) -> Iterable[str]:
+    """A path and those above it, nearest first, but for the top."""
     while path:
         yield path
         path = path.rpartition(".")[0]

@@ -65,10 +65,12 @@ class LocalExperts(LocalStyle):
         # Where no token comes to a rank, its output depends on nothing, and backward would leave the others waiting.
         call.memory["read"] = [*module._parameters.values(), *args, *kwargs.values()]
 
+        tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
         def routed(value: Tensor) -> Tensor:
             if value is index:
                 return (index - own.start).masked_fill(foreign, len(own) if self.style.skips_absent else 0)
-            return value.masked_fill(foreign, 0) if value.shape == index.shape else value
+            return value.masked_fill(foreign, 0) if value is not tokens and value.shape == index.shape else value
 
         return _changed(args, kwargs, routed)
 
