@@ -90,7 +90,7 @@ def planned_causal_models() -> list[Entry]:
 
 
 def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
-    """The tiny jittered model of a row, without dropout, the same on every rank; no parameter repeats a number."""
+    """The tiny jittered model of a row, without dropout, the same on every rank; in float64 no parameter repeats a number."""
     torch.manual_seed(seed)
     with _memory_filled():
         model = STAND_INS[entry.name]() if entry.name in STAND_INS else _hugging_face_model(entry)
@@ -99,7 +99,7 @@ def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 
     _restore_single_precision(model)
     _fill_routing_tables(model)
     jitter(model)
-    for parameter in model.parameters():
+    for parameter in model.parameters() if dtype == torch.float64 else ():
         while parameter.unique().numel() < parameter.numel():  # by chance, in float32
             parameter.data += torch.randn_like(parameter) * 0.01
     return model
