@@ -90,7 +90,10 @@ def planned_causal_models() -> list[Entry]:
 
 
 def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
-    """The tiny jittered model of a row, without dropout, the same on every rank; in float64 no parameter repeats a number."""
+    """The tiny jittered model of a row, without dropout, the same on every rank.
+
+    In float64 no parameter repeats a number, so that each tells where it belongs.
+    """
     torch.manual_seed(seed)
     with _memory_filled():
         model = STAND_INS[entry.name]() if entry.name in STAND_INS else _hugging_face_model(entry)
