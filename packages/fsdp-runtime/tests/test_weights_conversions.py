@@ -146,14 +146,14 @@ def _without(names: str) -> Callable[[dict[str, Tensor]], None]:
 
 
 def _narrow(tensors: dict[str, Tensor]) -> None:
-    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    name = "model.layers.1.mlp.experts.1.up_proj.weight"
     tensors[name] = tensors[name][:-1].contiguous()
 
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Tensor]], None], type[Exception], str]] = {
-    "one expert's gate": (_without("layers.0.mlp.experts.2.gate_proj"), ConversionError, "cannot be converted"),
-    "one whole expert": (_without("layers.0.mlp.experts.2."), MismatchError, r"experts\.gate_up_proj \(stored as"),
-    "all experts": (_without("layers.0.mlp.experts."), MismatchError, r"experts\.down_proj: missing"),
+    "one expert's gate": (_without("layers.1.mlp.experts.2.gate_proj"), ConversionError, "cannot be converted"),
+    "one whole expert": (_without("layers.1.mlp.experts.2."), MismatchError, r"experts\.gate_up_proj \(stored as"),
+    "all experts": (_without("layers.1.mlp.experts."), MismatchError, r"experts\.down_proj: missing"),
     "a shape": (_narrow, ConversionError, "cannot be converted"),
 }
 
