@@ -7,15 +7,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from fsdp_runtime import parallelize
 from tp_plans import Replicated, plan_for
 
 
 def unreduced_query_norm(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Each rank keeps the gradient of its own heads, as with plans that call a q norm simply replicated."""
+    """Each rank keeps the gradient of its own heads, as with plans that call a q norm simply replicated.
+
+    ``parallelize`` refuses such a plan, so torch applies it, unchecked.
+    """
     plan = plan_for(model).override({"model.layers.*.self_attn.q_norm": Replicated(gradient="full")})
-    return parallelize(model, mesh, plan=plan)
+    return parallelize_module(model, mesh["tp"], plan.to_torch())
 
 
 def bias_added_twice(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

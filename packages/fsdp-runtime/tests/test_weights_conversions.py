@@ -122,8 +122,9 @@ def _peak(path: Path) -> tuple[int, int]:
 
 def test_loading_merged_experts_holds_one_stored_tensor_at_a_time(two_ranks: RankPool, tmp_path: Path) -> None:
     stored_sizes = [tensor.nbytes for tensor in _saved("mixtral", tmp_path).values()]
+    smallest = min(stored_sizes)  # what a load also makes, such as a status byte a rank, is less than any tensor
     for peak, _ in two_ranks.run(_peak, tmp_path):
-        assert 0 < peak <= max(stored_sizes)
+        assert 0 < peak < max(stored_sizes) + smallest
 
 
 def test_the_fused_form_loads_and_leaves_as_it_came(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Over which ranks a norm is summed: one collective for a mesh, whatever part of the world it is."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
@@ -25,6 +26,21 @@ def test_the_ranks_of_a_mesh_make_their_group_once_and_without_the_others(four_r
     assert four_ranks.run(group_of_a_few) == [*[(True, [0, 1, 2], 3.0)] * 3, None]
 
 
+def group_of_ranks_in_differently_many_groups():
+    own = dist.new_group([0, 1])  # two ranks now belong to one group more than the others
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    parameter = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Shard(1)])
+    parameter.grad = torch.ones_like(parameter)
+    found = joint_group(mesh), grad_norm([parameter]).item()
+    if dist.get_rank() < 2:
+        dist.destroy_process_group(own)
+    return found
+
+
+def test_ranks_that_belong_to_differently_many_groups_do_without_a_joint_one_and_do_not_wait_forever(four_ranks):
+    assert four_ranks.run(group_of_ranks_in_differently_many_groups) == [(None, pytest.approx(24**0.5))] * 4
+
+
 def part_of_a_larger_world():
     """In a world of eight ranks that only one process stands for: the collectives can be counted, not summed."""
     dist.init_process_group("fake", rank=0, world_size=8, store=dist.HashStore())
@@ -33,6 +49,7 @@ def part_of_a_larger_world():
     parameters = [DTensor.from_local(torch.ones(2, 3), mesh[name], placements) for name, placements in layouts]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
+    grad_norm(parameters)  # the first call for a mesh also asks its ranks, once, whether they can form a group
     counts = []
     for groups in ([], [mesh.get_group("pp")]):
         with CommDebugMode() as counter:

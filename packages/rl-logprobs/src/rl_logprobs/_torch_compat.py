@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -64,14 +65,18 @@ def all_gather_into(gathered: torch.Tensor, part: torch.Tensor, group: dist.Proc
     gather(gathered, part, group=group)
 
 
-_joint_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_joint_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup | None]] = (
+    WeakKeyDictionary()
+)
 
 
 def joint_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The group of all ranks of a mesh, made by those ranks alone at their first call; None if only all can make it.
+    """The group of all ranks of a mesh, made by those ranks alone at their first call; None if they cannot.
 
     torch 2.10 to 2.15 have no public group over several dims of a mesh.  A world bound to a device (``device_id`` of
-    ``init_process_group``) splits its communicator for a new group, and for that it needs every rank.
+    ``init_process_group``) splits its communicator for a new group, and for that it needs every rank.  Elsewhere the
+    ranks meet under a name that holds how many groups each belongs to: where one is in more groups than another
+    (pipeline stages with a group of their own, say), they would wait for each other under different names.
     """
     world = dist.group.WORLD
     if world is None or getattr(world, "bound_device_id", None) is not None:
@@ -79,8 +84,18 @@ def joint_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     known = _joint_groups.setdefault(world, {})
     if ranks not in known:
-        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        agreed = _same_everywhere(len(distributed_c10d._world.pg_names), mesh)
+        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True) if agreed else None
     return known[ranks]
+
+
+def _same_everywhere(number: int, mesh: DeviceMesh) -> bool:
+    """Whether all ranks of a mesh hold the same number, asked along one dim after the other."""
+    bounds = torch.tensor([number, -number], device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    most, least = bounds.tolist()
+    return bool(most == -least)
 
 
 def wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
