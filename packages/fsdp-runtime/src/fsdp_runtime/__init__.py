@@ -13,6 +13,7 @@ from fsdp_runtime.errors import (
     CheckpointError,
     ConversionError,
     FsdpRuntimeError,
+    GradientError,
     LayoutError,
     MeshError,
     MetaBufferError,
@@ -24,6 +25,7 @@ from fsdp_runtime.errors import (
     ReplicaError,
     WeightsError,
 )
+from fsdp_runtime.finite import assert_finite_gradients
 from fsdp_runtime.launch import Launch, launch_from_environment
 from fsdp_runtime.lora import save_adapter
 from fsdp_runtime.mesh import MeshSpec, adopt_mesh, submesh
@@ -61,6 +63,7 @@ __all__ = [
     "ContextAttention",
     "ConversionError",
     "FsdpRuntimeError",
+    "GradientError",
     "Heads",
     "Launch",
     "LayoutError",
@@ -86,6 +89,7 @@ __all__ = [
     "anatomy_of",
     "apply_context_parallel",
     "apply_plan",
+    "assert_finite_gradients",
     "assert_replicas_equal",
     "checkpoint_activations",
     "compile_blocks",

@@ -27,6 +27,10 @@ class ReplicaError(FsdpRuntimeError, RuntimeError):
     """Copies of a tensor on several ranks are no longer equal."""
 
 
+class GradientError(FsdpRuntimeError, RuntimeError):
+    """A gradient is not finite on some rank."""
+
+
 class BackendError(FsdpRuntimeError, RuntimeError):
     """Something that an option needs, a package or a kind of device, is not there."""
 
