@@ -12,6 +12,7 @@ from fsdp_runtime.errors import (
     BackendError,
     CheckpointError,
     ConversionError,
+    EstimateError,
     FsdpRuntimeError,
     GradientError,
     LayoutError,
@@ -26,6 +27,7 @@ from fsdp_runtime.errors import (
     WeightsError,
 )
 from fsdp_runtime.finite import assert_finite_gradients
+from fsdp_runtime.estimate import Estimate, estimate
 from fsdp_runtime.launch import Launch, launch_from_environment
 from fsdp_runtime.lora import save_adapter
 from fsdp_runtime.mesh import MeshSpec, adopt_mesh, submesh
@@ -62,6 +64,8 @@ __all__ = [
     "CheckpointError",
     "ContextAttention",
     "ConversionError",
+    "Estimate",
+    "EstimateError",
     "FsdpRuntimeError",
     "GradientError",
     "Heads",
@@ -95,6 +99,7 @@ __all__ = [
     "compile_blocks",
     "data_parallel_mesh",
     "describe_weights",
+    "estimate",
     "launch_from_environment",
     "load_training_state",
     "load_weights",

@@ -35,6 +35,10 @@ class BackendError(FsdpRuntimeError, RuntimeError):
     """Something that an option needs, a package or a kind of device, is not there."""
 
 
+class EstimateError(FsdpRuntimeError, RuntimeError):
+    """A dry run cannot be made of this model, here or at all."""
+
+
 class OffloadError(FsdpRuntimeError, RuntimeError):
     """Memory cannot be freed, or was not."""
 
