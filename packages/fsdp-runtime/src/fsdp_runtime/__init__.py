@@ -26,8 +26,8 @@ from fsdp_runtime.errors import (
     ReplicaError,
     WeightsError,
 )
-from fsdp_runtime.finite import assert_finite_gradients
 from fsdp_runtime.estimate import Estimate, estimate
+from fsdp_runtime.finite import assert_finite_gradients
 from fsdp_runtime.launch import Launch, launch_from_environment
 from fsdp_runtime.lora import save_adapter
 from fsdp_runtime.mesh import MeshSpec, adopt_mesh, submesh
