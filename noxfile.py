@@ -120,6 +120,14 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/, with warnings as errors (`-- serve` to read it in a browser)."""
+    session.install(*group("docs"))
+    command = ("serve",) if session.posargs == ["serve"] else ("build", "--strict", *session.posargs)
+    session.run("mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
 def dist(session: nox.Session) -> None:
     """Make the sdist and wheel of each package, in dist/, and check what is inside."""
     session.install(*group("build"))

@@ -119,7 +119,7 @@ def linear_token_statistics(
         The statistics, each differentiable but ``argmax``.
 
     Raises:
-        As ``linear_token_logprobs``.
+        ShapeError, PlacementError, DtypeError, OptionError, TargetError: as ``linear_token_logprobs``.
     """
     _check_head(hidden, weight, bias, logit_scale, softcap)
     shard = _locate_weight(weight, group, vocab_size, vocab_start)

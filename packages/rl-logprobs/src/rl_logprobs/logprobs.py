@@ -144,7 +144,7 @@ def token_statistics(
         The statistics, each differentiable but ``argmax`` and ``rank``.
 
     Raises:
-        As ``token_logprobs``.
+        ShapeError, PlacementError, DtypeError, OptionError, TargetError: as ``token_logprobs``.
     """
     if inplace_forward and entropy:
         raise OptionError("inplace_forward loses the logits that the entropy's gradient needs; use inplace_backward")

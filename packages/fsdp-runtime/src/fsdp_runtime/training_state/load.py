@@ -78,7 +78,7 @@ def load_training_state(
         MismatchError: the state is not that of this model or optimizer; every difference is listed.
         OtherRankError: another rank raised one of these.
 
-        All are raised on every rank before anything changes, but for a file that fails while it is read.
+    All are raised on every rank before anything changes, but for a file that fails while it is read.
     """
     ranks = ranks_of(model)
     if not ranks.groups:

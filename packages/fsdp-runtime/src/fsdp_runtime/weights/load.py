@@ -71,7 +71,7 @@ def load_weights(
         MetaBufferError: a buffer on the meta device that nothing computes.
         OtherRankError: another rank raised one of these.
 
-        All but a failure in the middle of a file are raised on every rank before any parameter changes.
+    All but a failure in the middle of a file are raised on every rank before any parameter changes.
     """
     ranks = ranks_of(model)
     with all_or_none(ranks):

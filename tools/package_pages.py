@@ -1,0 +1,22 @@
+"""Makes a page of the documentation out of each package's README and CHANGELOG, so that nothing is said twice."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+PACKAGES = ("tp-plans", "fsdp-runtime", "rl-logprobs")
+TO_SIBLING = re.compile(r"\]\(\.\./([a-z-]+)\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add ``packages/NAME.md`` and ``packages/NAME-changes.md``; links from one README to another go to its page."""
+    for name in PACKAGES:
+        folder = Path(config.config_file_path).parent / "packages" / name
+        for source, page in (("README.md", f"{name}.md"), ("CHANGELOG.md", f"{name}-changes.md")):
+            text = TO_SIBLING.sub(r"](\1.md)", (folder / source).read_text())
+            files.append(File.generated(config, f"packages/{page}", content=text))
+    return files
