@@ -33,6 +33,10 @@ class ModelConfigError(TpPlansError, ValueError):
     """No model can be built from a config."""
 
 
+class ModelError(TpPlansError, TypeError):
+    """What was given as a model is none."""
+
+
 class CapabilityError(TpPlansError, ValueError):
     """An architecture has no such form; the message says why."""
 

@@ -43,7 +43,7 @@ class Partial:
 
 Layout = Replicate | Shard | Partial
 
-_SHARD = re.compile(r"shard\((-?\d+)\)")
+_SHARD = re.compile(r"shard\((-?\d{1,3})\)")
 
 
 def layout_from_str(text: str) -> Layout:

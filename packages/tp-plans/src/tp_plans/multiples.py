@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tp_plans.arguments import require_plan, require_size
 from tp_plans.layouts import Shard
 from tp_plans.plan import Plan
 from tp_plans.styles import FeatureParallelEmbedding, RowwiseParallel, VocabParallelEmbedding
@@ -29,7 +30,12 @@ def required_multiple(plan: Plan, *, tp: int) -> RequiredMultiple:
         1 and 1 for every plan of this package: a cut stream stays a DTensor, which knows its full length, so
         ranks may hold parts of different length.  ``tp`` for a dim that some rule of the plan hands on as a plain
         part, since nothing tells such parts' full length.
+
+    Raises:
+        PlanError: ``plan`` is no plan, or ``tp`` no size.
     """
+    require_plan(plan)
+    require_size(tp)
     plain: dict[int, list[str]] = {0: [], 1: []}
     for pattern, style in plan.items():
         if isinstance(style, (RowwiseParallel, VocabParallelEmbedding, FeatureParallelEmbedding)):

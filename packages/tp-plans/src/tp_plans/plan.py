@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from tp_plans.arguments import require_plan
 from tp_plans.diff import PlanDiff, diff_plans
 from tp_plans.errors import PlanError, type_name
+from tp_plans.fields import is_integer
 from tp_plans.patterns import Patterns
 from tp_plans.styles import Style, style_from_dict, style_to_dict
 
@@ -31,7 +33,7 @@ class Plan(Mapping[str, Style]):
         sequence_parallel: whether activations between blocks are cut on the sequence.
 
     Raises:
-        PlanError: a key is no module path, or a value is no style.
+        PlanError: a key is no module path, a value is no style, or another argument is of the wrong type.
     """
 
     def __init__(self, rules: Mapping[str, Style], *, name: str = "custom", sequence_parallel: bool = False) -> None:
@@ -44,6 +46,10 @@ class Plan(Mapping[str, Style]):
                     f"the rule for {pattern!r} is of type {type_name(style)}, which is no style of tp_plans: "
                     "write one, as ColwiseParallel()"
                 )
+        if not isinstance(name, str):
+            raise PlanError(f"name is {name!r}: write a string")
+        if not isinstance(sequence_parallel, bool):
+            raise PlanError(f"sequence_parallel is {sequence_parallel!r}: write true or false")
         self._rules = dict(rules)
         self._name = name
         self._sequence_parallel = sequence_parallel
@@ -84,8 +90,10 @@ class Plan(Mapping[str, Style]):
         """A plan with some rules replaced or added; ``None`` removes one.
 
         Raises:
-            PlanError: a rule to remove is not in the plan.
+            PlanError: a rule to remove is not in the plan, or the rules are no mapping.
         """
+        if not isinstance(rules, Mapping):
+            raise PlanError(f"override takes a mapping of pattern to style or None, not of type {type_name(rules)}")
         merged: dict[str, Style] = dict(self._rules)
         for pattern, style in rules.items():
             if style is not None:
@@ -109,7 +117,7 @@ class Plan(Mapping[str, Style]):
 
     def diff(self, other: Plan) -> PlanDiff:
         """The rules that ``other`` adds, drops or says otherwise; false where there are none."""
-        return diff_plans(self, other)
+        return diff_plans(self, require_plan(other))
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """The plan as JSON text, which :meth:`from_json` reads back to an equal plan."""
@@ -128,23 +136,16 @@ class Plan(Mapping[str, Style]):
         Raises:
             PlanError: the text is not JSON, of another format, repeats a pattern, or holds an unknown style.
         """
-        try:
-            data = json.loads(text, object_pairs_hook=_unique)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise PlanError(f"not JSON: {error}") from error
+        data = _parsed(text)
         if not isinstance(data, dict) or not isinstance(data.get("rules"), dict):
             raise PlanError("a plan in JSON is an object with an object 'rules' of pattern to style")
-        if data.get("format") != FORMAT:
+        if not is_integer(data.get("format")) or data["format"] != FORMAT:
             raise PlanError(f"plan format {data.get('format')!r}: this release reads format {FORMAT}")
         if unknown := sorted(set(data) - set(_FIELDS)):
             raise PlanError(f"a plan in JSON has no field {', '.join(unknown)}: its fields are {', '.join(_FIELDS)}")
-        name, sequence_parallel = data.get("name", "custom"), data.get("sequence_parallel", False)
-        if not isinstance(name, str):
-            raise PlanError(f"name is {name!r}: write a string")
-        if not isinstance(sequence_parallel, bool):
-            raise PlanError(f"sequence_parallel is {sequence_parallel!r}: write true or false")
         rules = {pattern: _rule_from_json(pattern, style) for pattern, style in data["rules"].items()}
-        return cls(rules, name=name, sequence_parallel=sequence_parallel)
+        given = {field: data[field] for field in ("name", "sequence_parallel") if field in data}
+        return cls(rules, **given)
 
     def to_torch(self) -> dict[str, ParallelStyle]:
         """The plan for ``torch.distributed.tensor.parallel.parallelize_module`` (imports torch).
@@ -164,12 +165,32 @@ class Plan(Mapping[str, Style]):
 
 
 def _require_module_path(pattern: object) -> None:
-    if not (isinstance(pattern, str) and (pattern == "" or all(map(_is_path_part, pattern.split("."))))):
-        raise PlanError(f"{pattern!r} is not a module path: write dotted names, as 'model.layers.*.mlp.up_proj'")
+    fix = "write dotted names, as 'model.layers.*.mlp.up_proj'"
+    if isinstance(pattern, str):
+        if pattern == "":
+            return
+        if "**" in pattern:
+            fix = "a star stands for exactly one part: write one * for each"
+        elif "\\" in pattern:
+            fix = r"it has no \d, no regular expression: write a * for each part that varies"
+        elif all(map(_is_path_part, pattern.split("."))):
+            return
+    raise PlanError(f"{pattern!r} is not a module path: {fix}")
 
 
 def _is_path_part(part: str) -> bool:
     return part != "" and not any(character.isspace() or character == "/" for character in part)
+
+
+def _parsed(text: str | bytes) -> Any:
+    if not isinstance(text, (str, bytes, bytearray)):
+        raise PlanError(f"not JSON: a plan is read from text, not from what is of type {type_name(text)}")
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except PlanError:
+        raise
+    except (ValueError, RecursionError) as error:  # also numbers that are too long, and bytes that are no text
+        raise PlanError(f"not JSON: {error}") from error
 
 
 def _rule_from_json(pattern: str, style: object) -> Style:

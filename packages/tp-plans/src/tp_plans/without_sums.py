@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tp_plans.arguments import require_plan
 from tp_plans.errors import PlanError
 from tp_plans.layouts import Partial
 from tp_plans.plan import Plan
@@ -33,8 +34,10 @@ def rowwise_free(plan: Plan) -> Plan:
     and generation.
 
     Raises:
-        PlanError: a layer's part of a sum is left to another module, or its input consists of pieces.
+        PlanError: a layer's part of a sum is left to another module, or its input consists of pieces; or what was
+            given is no plan.
     """
+    require_plan(plan)
     changed = {pattern: _without_sum(pattern, style) for pattern, style in plan.items()}
     return Plan(changed, name=f"{plan.name}, rowwise-free", sequence_parallel=plan.sequence_parallel)
 

@@ -1,7 +1,7 @@
 from types import SimpleNamespace
 
 import pytest
-from stand_ins import Embedding, Linear, Module, tensor
+from stand_ins import Embedding, Linear, Module, decoder, tensor
 
 from tp_plans import (
     BareParameter,
@@ -16,6 +16,7 @@ from tp_plans import (
     RowwiseParallel,
     Shard,
     check,
+    plan_for,
 )
 from tp_plans.rows import stored_rows, used_rows
 
@@ -206,3 +207,26 @@ def test_the_rows_stored_are_those_that_the_emptiness_rule_counts():
             rules = {"e": BareParameter()}
             fits = errors(rules, Module(parameters={"e": tensor(size)}), tp) == ()
             assert fits is all(stored_rows(size, tp))
+
+
+@pytest.mark.parametrize("config", [None, SimpleNamespace(), SimpleNamespace(num_key_value_heads=None)])
+def test_heads_are_shared_only_where_the_config_tells_their_number(config):
+    model = decoder(heads=8, kv_heads=2)
+    for path, module in model.named_modules():
+        if path.endswith("self_attn"):
+            module.config = config
+    plan = plan_for("LlamaForCausalLM")
+    assert check(plan, model, tp=2).errors == ()  # every rank has a head of its own, and needs no count
+    (error,) = check(plan, model, tp=4).errors
+    assert error.where == "model.layers.*.self_attn"
+    assert "'config.num_key_value_heads', which Module does not have" in error.message
+    assert "kv_heads" in error.fix
+    assert check(plan, decoder(heads=8, kv_heads=2), tp=4).errors == ()
+
+
+def test_a_config_without_the_fields_of_its_class_still_finds_its_plan():
+    bare = type("LlamaForCausalLM", (Module,), {})(**decoder().children)
+    for config in (None, SimpleNamespace(), SimpleNamespace(architectures="x", model_type=3)):
+        bare.config = config
+        assert plan_for(bare) == plan_for("LlamaForCausalLM")
+        assert check(plan_for(bare, sequence_parallel=True), bare, tp=2).errors == ()

@@ -80,7 +80,8 @@ styles = st.one_of(
         position=positions,
     ),
 )
-parts = st.text(st.characters(exclude_characters="./", exclude_categories=["Z", "C"]), min_size=1, max_size=8)
+characters = st.characters(exclude_characters="./\\", exclude_categories=["Z", "C"])
+parts = st.text(characters, min_size=1, max_size=8).filter(lambda part: "**" not in part)
 paths = st.lists(parts, max_size=4).map(".".join)
 plans = st.builds(
     Plan,
@@ -202,11 +203,27 @@ def test_every_matching_pattern_is_told():
     assert plan.match("layers.0.up") == ["layers.*.up", "layers.0.up"]
 
 
-@pytest.mark.parametrize("pattern", ["a..b", ".a", "a.", "a b", "a/b", "a\tb", " ", "\n", 3, None, ("a",)])
+@pytest.mark.parametrize(
+    "pattern", ["a..b", ".a", "a.", "a b", "a/b", "a\tb", " ", "\n", 3, None, ("a",), b"a", "a\\b"]
+)
 def test_a_key_that_is_no_module_path_is_refused(pattern):
     with pytest.raises(PlanError) as caught:
         Plan({pattern: UP})
     assert f"{pattern!r} is not a module path" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fix"),
+    [
+        ("layers.**.up", "a star stands for exactly one part: write one * for each"),
+        ("**", "a star stands for exactly one part: write one * for each"),
+        (r"layers\.\d+\.up", r"\d, no regular expression: write a * for each part that varies"),
+    ],
+)
+def test_a_key_in_the_manner_of_other_tools_is_refused_with_ours(pattern, fix):
+    with pytest.raises(PlanError) as caught:
+        Plan({pattern: UP})
+    assert fix in str(caught.value)
 
 
 @pytest.mark.parametrize("prefix", ["a.", "a b", None])
@@ -227,6 +244,25 @@ def test_rules_that_are_no_mapping_are_refused(rules):
         Plan(rules)
 
 
+@pytest.mark.parametrize("rules", [None, ["up"], "up", 3])
+def test_override_refuses_what_is_no_mapping(rules):
+    with pytest.raises(PlanError, match="override takes a mapping of pattern to style or None, not of type"):
+        MLP.override(rules)
+
+
+@pytest.mark.parametrize(("field", "value"), [("name", 3), ("name", None), ("sequence_parallel", "yes")])
+def test_a_name_that_is_no_text_and_a_flag_that_is_none_are_refused(field, value):
+    with pytest.raises(PlanError, match=f"{field} is {value!r}: write"):
+        Plan({}, **{field: value})
+
+
+def test_a_rule_that_holds_itself_is_refused():
+    rules = {}
+    rules["a"] = rules
+    with pytest.raises(PlanError, match="the rule for 'a' is of type dict"):
+        Plan(rules)
+
+
 def document(**changes):
     data = {"format": 1, "name": "x", "sequence_parallel": False, "rules": {"a": {"style": "Replicated"}}}
     return json.dumps({**data, **changes})
@@ -242,6 +278,12 @@ def test_the_smallest_document_is_format_and_rules():
     [
         ("", "not JSON"),
         ("{", "not JSON"),
+        (None, "not JSON: a plan is read from text, not from what is of type NoneType"),
+        ({"format": 1}, "not JSON: .* of type dict"),
+        (b"\xff", "not JSON: 'utf-8' codec"),
+        (document(format=1)[:-1] + ', "name": ' + "9" * 5000 + "}", "not JSON: .*4300"),
+        (document(rules={"a": {"style": "ColwiseParallel", "output": f"shard({'9' * 5000})"}}), "is not a layout"),
+        (document(format=True), "plan format True"),
         ("[" * 100_000, "not JSON"),
         ("[]", "an object with an object 'rules'"),
         ("null", "an object with an object 'rules'"),

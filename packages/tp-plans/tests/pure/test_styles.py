@@ -161,6 +161,13 @@ def test_wrong_values_in_json_are_refused_too(data, message):
         style_from_dict(data)
 
 
+def test_data_that_holds_itself_is_refused():
+    data = {"style": "WholeSequence"}
+    data["around"] = data
+    with pytest.raises(PlanError, match=r"WholeSequence\.around has an 'around' of its own: write a style"):
+        style_from_dict(data)
+
+
 def test_replacing_a_field_checks_it_again():
     with pytest.raises(PlanError, match="unit"):
         dataclasses.replace(ColwiseParallel(), unit=0)

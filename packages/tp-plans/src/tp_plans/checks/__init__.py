@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tp_plans.arguments import require_model
 from tp_plans.checks.chains import unmet
 from tp_plans.checks.findings import Finding, once_a_rule
 from tp_plans.checks.gradients import unmarked
 from tp_plans.checks.patterns import matched_twice, owners_written_otherwise, unmatched
 from tp_plans.checks.report import Report
-from tp_plans.checks.sizes import cuts_of
+from tp_plans.checks.sizes import cuts_of, uncounted
 from tp_plans.checks.suited import unsuited
 from tp_plans.checks.ties import untied
 from tp_plans.checks.tree import tree_of
@@ -40,8 +41,13 @@ def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> Report:
         would), layers that read otherwise than their neighbours hand on, parameters whose gradient would be a part,
         tied weights that would be untied.  Warnings: what of this is likely only, and large parameters left whole.
         What is wrong with many modules of one rule alike is one finding.
+
+    Raises:
+        PlanError: ``plan`` is neither a plan nor a dict.
+        ModelError: ``model`` is no model.
     """
     plan, unread = (plan, []) if isinstance(plan, Plan) else plan_from_words(plan)
+    require_model(model)
     if not is_integer(tp, least=1):
         return Report(plan, tp, (*unread, Finding("error", "", f"tp is {tp!r}", "give the axis's size, 1 or more")))
     tree = tree_of(plan, model)
@@ -53,6 +59,7 @@ def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> Report:
         *owners_written_otherwise(tree),
         *unsuited(tree),
         *missing,
+        *uncounted(tree, tp),
         *(cut.finding(tp) for cut in cuts if not cut.fits(tp)),
         *unmet(tree),
         *unmarked(tree),

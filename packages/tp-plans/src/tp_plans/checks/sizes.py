@@ -165,7 +165,37 @@ def _of_counts(path: str, style: ParallelAttention, tree: Tree) -> Iterator[Cut 
             yield Finding("error", join(path, name), what, "leave it out of the rule's counts")
 
 
+def uncounted(tree: Tree, tp: int) -> Iterator[Finding]:
+    """Attention layers whose ranks share key/value heads, without the number that says how many there are."""
+    for path in tree.styles:
+        style = tree.own_style(path)
+        if not isinstance(style, ParallelAttention) or not is_integer(lookup(tree.modules[path], style.groups)):
+            continue
+        if lookup(tree.modules[path], style.kv_heads) is None and any(
+            _is_scarce(p, tree, tp) for p in _shared(path, tree)
+        ):
+            what = (
+                f"ranks of tp={tp} would share key/value heads, and its {style.groups!r} can only be adapted with "
+                f"{style.kv_heads!r}, which {type(tree.modules[path]).__name__} does not have"
+            )
+            yield Finding("error", path, what, "give the config that field, or the rule's kv_heads another attribute")
+
+
+def _is_scarce(path: str, tree: Tree, tp: int) -> bool:
+    """Whether a projection has fewer heads than there are ranks."""
+    style, weight = tree.style(path), tree.weight(path)
+    unit = tree.number(path, style.unit) if isinstance(style, ColwiseParallel) else None
+    return weight is not None and unit is not None and int(weight.shape[0]) // unit < tp
+
+
 def _shares(path: str, tree: Tree) -> bool:
     """Whether a projection of an attention layer lets ranks share its heads."""
-    styles = map(tree.style, tree.children[path])
-    return any(isinstance(style, ColwiseParallel) and style.shared for style in styles)
+    return any(_shared(path, tree))
+
+
+def _shared(path: str, tree: Tree) -> Iterator[str]:
+    """The projections of an attention layer that let ranks share their heads."""
+    for child in tree.children[path]:
+        style = tree.style(child)
+        if isinstance(style, ColwiseParallel) and style.shared:
+            yield child

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from tp_plans.arguments import require_model, require_plan, require_size
 from tp_plans.checks.tree import tree_of
 from tp_plans.errors import CheckFailedError
 from tp_plans.explanation.collectives import Collective, collectives_of
 from tp_plans.explanation.placements import PlacedParameter, placed
 from tp_plans.explanation.told import Explanation, RuleExplanation
-from tp_plans.fields import is_integer
 from tp_plans.plan import Plan
 from tp_plans.styles import BareParameter
 
@@ -31,9 +31,12 @@ def explain(plan: Plan, model: Any, *, tp: int) -> Explanation:
 
     Raises:
         CheckFailedError: ``tp`` is no size.
+        PlanError: ``plan`` is no plan.
+        ModelError: ``model`` is no model.
     """
-    if not is_integer(tp, least=1):
-        raise CheckFailedError(f"tp is {tp!r}: give the axis's size, 1 or more")
+    require_plan(plan)
+    require_model(model)
+    require_size(tp, CheckFailedError)
     tree = tree_of(plan, model)
     rules = []
     for pattern, style in plan.items():

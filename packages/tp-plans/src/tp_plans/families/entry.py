@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tp_plans.arguments import require_size
 from tp_plans.decoder import Decoder, decoder_plan, optional_rules
 from tp_plans.errors import CapabilityError
 from tp_plans.plan import Plan
@@ -47,6 +48,8 @@ class Architecture:
             raise CapabilityError(
                 f"{self.class_name} has no sequence-parallel form ({self.notes}): pass sequence_parallel=False"
             )
+        if tp is not None:
+            require_size(tp, CapabilityError)
         if tp is not None and self.largest_tp is not None and tp > self.largest_tp:
             raise CapabilityError(
                 f"{self.class_name} can be split over {self.largest_tp} ranks at most ({self.notes}), not {tp}: "

@@ -122,6 +122,8 @@ def style_from_dict(data: Mapping[str, Any]) -> Style:
     for field in _TUPLE_FIELDS:
         if isinstance(fields.get(field), list):
             fields[field] = tuple(fields[field])
-    if isinstance(fields.get("around"), Mapping):
-        fields["around"] = style_from_dict(fields["around"])
+    if isinstance(around := fields.get("around"), Mapping):
+        if "around" in around:  # nothing that may stand there has one, and data could go on for ever
+            raise PlanError(f"{name}.around has an 'around' of its own: write a style that stands for itself")
+        fields["around"] = style_from_dict(around)
     return cls(**fields)  # type: ignore[no-any-return]

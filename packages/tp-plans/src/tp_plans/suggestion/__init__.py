@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tp_plans.arguments import require_model
 from tp_plans.checks.tree import ancestors
 from tp_plans.layouts import Replicate
 from tp_plans.patterns import every_block
@@ -66,7 +67,9 @@ def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
 
     Raises:
         PlanError: the model has no token embedding, or no list of blocks.
+        ModelError: it is no model.
     """
+    require_model(model)
     anatomy = anatomy_of(model)
     rules: dict[str, Style] = {}
     doubts: list[Doubt] = [*_add_embedding(rules, anatomy)]

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tp_plans.errors import AlreadyParallelizedError, LayoutError
-from tp_plans.layouts import Layout
+from tp_plans.layouts import Layout, Shard
 from tp_plans.styles import BareParameter, Style, parameter_layout
 from tp_plans.torch_styles.bare import bare_view
 from tp_plans.torch_styles.gradients import local_view
-from tp_plans.torch_styles.placement import placement
+from tp_plans.torch_styles.placement import existing_dim, placement
 
 _SHARDED = "_tp_plans_sharded"
 
@@ -166,6 +166,8 @@ def distributed_once(
 ) -> nn.Parameter:
     """A parameter distributed; the same new parameter for every place that shares the old one, so ties hold."""
     wanted = placement(layout)
+    if isinstance(layout, Shard):
+        existing_dim(layout.dim, parameter)
     known = getattr(parameter, _SHARDED, None)
     if isinstance(known, DTensor) and known.device_mesh == mesh:
         if known.placements != (wanted,):

@@ -20,6 +20,21 @@ def placement(layout: Layout) -> Placement:
     return Replicate() if isinstance(layout, layouts.Replicate) else Partial()
 
 
+def existing_dim(dim: int, tensor: Tensor) -> int:
+    """A dim of a tensor, counted from the first.
+
+    Raises:
+        LayoutError: the tensor has no such dim.
+    """
+    if not -tensor.ndim <= dim < tensor.ndim:
+        has = f"dims 0 to {tensor.ndim - 1}" if tensor.ndim else "none"
+        raise LayoutError(
+            f"a tensor of shape {list(tensor.shape)} has no dim {dim} to be cut on, it has {has}: correct the "
+            f"Shard({dim}) or sequence_dim={dim} of the rule"
+        )
+    return dim % tensor.ndim
+
+
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     """``tensor`` itself where it is a DTensor already, else a DTensor that reads it in ``layout``.
 
@@ -53,10 +68,14 @@ def wrap(local: Tensor, mesh: DeviceMesh, layout: Layout, *, size: int | None = 
 
 
 def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
-    """``tensor`` in ``layout``; the backward redistributes the gradient the other way."""
+    """``tensor`` in ``layout``; the backward redistributes the gradient the other way.
+
+    Raises:
+        LayoutError: it has no such dim.
+    """
     wanted = placement(layout)
-    if isinstance(wanted, Shard) and wanted.dim < 0:
-        wanted = Shard(wanted.dim + tensor.ndim)
+    if isinstance(wanted, Shard):
+        wanted = Shard(existing_dim(wanted.dim, tensor))
     if tensor.placements == (wanted,):
         return tensor
     return tensor.redistribute(placements=[wanted])
