@@ -24,7 +24,7 @@ from tp_plans.hugging_face import from_hugging_face
 from tp_plans.layouts import Layout, Partial, Replicate, Shard
 from tp_plans.multiples import RequiredMultiple, required_multiple
 from tp_plans.plan import Plan
-from tp_plans.registry import architectures, plan_for
+from tp_plans.registry import architectures, plan_for, register
 from tp_plans.resolve import resolve_plan
 from tp_plans.styles import (
     BareParameter,
@@ -103,6 +103,7 @@ __all__ = [
     "explain",
     "from_hugging_face",
     "plan_for",
+    "register",
     "required_multiple",
     "resolve_plan",
     "rowwise_free",

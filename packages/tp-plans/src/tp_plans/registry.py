@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tp_plans.errors import UnknownArchitectureError
+from tp_plans.errors import PlanError, UnknownArchitectureError, type_name
 from tp_plans.families import ARCHITECTURES, Architecture
 from tp_plans.heads import TASK_HEADS, with_head
 from tp_plans.plan import Plan
 from tp_plans.without_sums import rowwise_free
 
-_BY_NAME: dict[str, Architecture] = {
-    key: entry for entry in ARCHITECTURES for key in (entry.class_name, entry.model_type, *entry.aliases)
-}
+_BY_NAME: dict[str, Architecture] = {name: entry for entry in ARCHITECTURES for name in entry.names}
 _TASK = re.compile(r"(.+?)(For[A-Z]\w+)")
 
 
@@ -38,8 +36,29 @@ class _Names:
 
 
 def architectures() -> tuple[Architecture, ...]:
-    """Every architecture that has a plan of its own."""
-    return ARCHITECTURES
+    """Every architecture that has a plan of its own; those that were registered come last."""
+    return tuple({id(entry): entry for entry in _BY_NAME.values()}.values())
+
+
+def register(entry: Architecture) -> None:
+    """Make an architecture known in this process, wherever a plan is asked for by name, class, model or config.
+
+    Args:
+        entry: its names and what it can do; one that is equal to a known one changes nothing.
+
+    Raises:
+        PlanError: it is no :class:`Architecture`, or another one goes by one of its names.
+    """
+    if not isinstance(entry, Architecture):
+        raise PlanError(f"register takes an Architecture, not what is of type {type_name(entry)}")
+    for name in entry.names:
+        if _BY_NAME.get(name, entry) != entry:
+            raise PlanError(
+                f"the name {name!r} of {entry.class_name} is that of {_BY_NAME[name].class_name} already: give the new "
+                f"architecture another, or change the known plan with plan_for({name!r}).override(...)"
+            )
+    for name in entry.names:
+        _BY_NAME.setdefault(name, entry)
 
 
 def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool = True, tp: int | None = None) -> Plan:
@@ -94,7 +113,7 @@ def _unknown(names: _Names, target: object) -> UnknownArchitectureError:
     hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else "."
     return UnknownArchitectureError(
         f"no plan is known for {' / '.join(names) or repr(target)}{hint} "
-        f"Known: {', '.join(entry.class_name for entry in ARCHITECTURES)}. "
+        f"Known: {', '.join(entry.class_name for entry in architectures())}. "
         "Give a plan of your own (a dict of pattern to style), tp_plans.from_hugging_face(model), or what "
         "tp_plans.suggest(model) proposes."
     )

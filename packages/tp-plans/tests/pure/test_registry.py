@@ -4,13 +4,19 @@ from dataclasses import replace
 import pytest
 
 from tp_plans import (
+    Architecture,
     CapabilityError,
+    Decoder,
+    Mixer,
     Plan,
+    PlanError,
     Replicate,
     RowwiseParallel,
     UnknownArchitectureError,
     architectures,
     plan_for,
+    register,
+    registry,
     rowwise_free,
 )
 
@@ -179,3 +185,47 @@ def test_what_an_architecture_cannot_do_is_refused_and_not_ignored(asked, messag
         limited.plan(**asked)
     assert str(caught.value).startswith(message)
     assert limited.plan(tp=2) == llama.plan(tp=64)
+
+
+BIRCH = Architecture(
+    class_name="BirchForCausalLM",
+    model_type="birch",
+    decoder=Decoder(mixers=(Mixer(path="ff", columns=("up",), row="down"),), norms=("norm",)),
+    aliases=("silver_birch",),
+)
+
+
+@pytest.fixture
+def forgetful(monkeypatch):
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(registry, "_BY_NAME", dict(registry._BY_NAME))
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_a_registered_architecture_is_found_like_one_of_our_own():
+    with pytest.raises(UnknownArchitectureError):
+        plan_for("birch")
+    register(BIRCH)
+    register(replace(BIRCH))  # as a module that is imported under two names does
+    model = type("Wrapped", (type("BirchForCausalLM", (), {}),), {})()
+    for target in ("BirchForCausalLM", "birch", "silver_birch", model, config_of(model_type="birch")):
+        assert plan_for(target, sequence_parallel=True) == BIRCH.plan(sequence_parallel=True)
+    assert architectures() == (*ENTRIES, BIRCH)
+    with pytest.raises(
+        UnknownArchitectureError, match=r"BirchForCasualLM; did you mean BirchForCausalLM.*Known: .*Birch"
+    ):
+        plan_for("BirchForCasualLM")
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize("name", [{"class_name": "LlamaForCausalLM"}, {"model_type": "llama"}, {"aliases": ("llama",)}])
+def test_a_name_that_is_taken_is_refused_and_nothing_is_registered(name):
+    with pytest.raises(PlanError, match=r"the name '\w+' of \w+ is that of LlamaForCausalLM already.*override"):
+        register(replace(BIRCH, **name))
+    assert architectures() == ENTRIES
+    assert plan_for("llama").name == "LlamaForCausalLM"
+
+
+def test_what_is_no_architecture_is_not_registered():
+    with pytest.raises(PlanError, match=r"register takes an Architecture, not what is of type .*Plan"):
+        register(plan_for("llama"))

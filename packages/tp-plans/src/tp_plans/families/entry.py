@@ -38,6 +38,11 @@ class Architecture:
     aliases: tuple[str, ...] = ()
     adjust: Callable[[Plan, Any], Plan] | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Everything that it is found by."""
+        return (self.class_name, self.model_type, *self.aliases)
+
     def plan(self, *, sequence_parallel: bool = False, tp: int | None = None) -> Plan:
         """The architecture's plan, with sequence parallelism when asked.
 
