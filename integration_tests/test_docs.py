@@ -1,0 +1,121 @@
+"""What the documentation shows runs as it stands there, and every command that it names exists."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import fsdp_runtime
+import rl_logprobs
+import tp_plans
+from harness import pages
+from harness.models import tiny_model
+from tp_plans import cli as tp_plans_cli
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+WITH_CODE = [page for page in PAGES if pages.parts(page)]
+NOX_SESSIONS = {
+    node.name for node in ast.parse((ROOT / "noxfile.py").read_text()).body if isinstance(node, ast.FunctionDef)
+}
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What pages call ``checkpoint``: a tiny real one."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_model("Qwen3ForCausalLM").float().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=_name)
+def test_the_code_of_a_page_runs_and_prints_what_it_says(
+    page: Path, checkpoint: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    names = {"__name__": "page", "checkpoint": str(checkpoint)}
+    for part in pages.parts(page):
+        if part.ranks:
+            pool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[part.ranks])
+            assert pool.run(pages.run_part, part, names, tmp_path) == [[]] * part.ranks
+        else:
+            assert pages.run_part(part, names, tmp_path) == []
+
+
+def _commands(page: Path) -> Iterator[list[str]]:
+    for block in pages.blocks(page, "bash"):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if words := shlex.split(line, comments=True):
+                yield words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_commands_of_a_page_exist(page: Path, checkpoint: Path) -> None:
+    for words in _commands(page):
+        words = [str(checkpoint) if word == "CHECKPOINT" else word for word in words]
+        fault = _fault(words, page.read_text())
+        assert fault is None, f"{shlex.join(words)}: {fault}"
+
+
+def _fault(words: list[str], page: str) -> str | None:
+    """Why a command could not be given as the page gives it."""
+    while words and ("=" in words[0] or words[0] in ("export", "srun", "python3", "python", "-m")):
+        words = words[1:]
+    match words:
+        case []:
+            return None
+        case ["nox", *options]:
+            named = [name for flag, name in pairwise(options) if flag == "-s"]
+            return next((f"no session {name}" for name in named if name not in NOX_SESSIONS), None)
+        case ["pip", "install", *requirements]:
+            return next((fault for name in requirements if (fault := _missing_extra(name))), None)
+        case ["tp-plans", *arguments]:
+            code = tp_plans_cli.main(arguments)
+            return f"exit code {code}" if code == tp_plans_cli.FAILED else None
+        case ["torchrun" | "sbatch" | "bash", *arguments]:
+            script = next(word for word in arguments if word.endswith((".py", ".sh", ".sbatch")))
+            return None if (ROOT / script).exists() or f"`{script}`" in page else f"there is no {script}"
+        case [script, *_] if script.endswith(".py"):
+            return None if (ROOT / script).exists() or f"`{script}`" in page else f"there is no {script}"
+    return "the test knows no such command"
+
+
+def _missing_extra(requirement: str) -> str | None:
+    """What an extra of ours, as in ``fsdp-runtime[transformers]``, lacks."""
+    found = re.fullmatch(r"([a-z-]+)\[([a-z-]+)\]", requirement)
+    if found is None or not (ROOT / "packages" / found[1]).exists():
+        return None
+    project = tomllib.loads((ROOT / "packages" / found[1] / "pyproject.toml").read_text())["project"]
+    return None if found[2] in project["optional-dependencies"] else f"{found[1]} has no extra {found[2]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_json_of_a_page_is_json(page: Path) -> None:
+    for block in pages.blocks(page, "json"):
+        json.loads(block.text)
+
+
+@pytest.mark.parametrize("package", [tp_plans, fsdp_runtime, rl_logprobs], ids=lambda package: package.__name__)
+def test_the_reference_has_every_public_name(package: object) -> None:
+    name = str(package.__name__)  # type: ignore[attr-defined]
+    page = (DOCS / "reference" / f"{name.replace('_', '-')}.md").read_text()
+    shown = {path.rpartition(".")[2] for path in re.findall(rf"^::: ({name}\.[\w.]+)$", page, flags=re.MULTILINE)}
+    public = set(package.__all__) - {"Layout", "Style"}  # type: ignore[attr-defined]  # unions of what is shown
+    assert public - shown == set()
+
+
+def test_the_navigation_has_every_page() -> None:
+    named = set(re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert {str(page.relative_to(DOCS)) for page in PAGES} - named == set()
