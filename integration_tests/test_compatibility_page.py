@@ -1,0 +1,59 @@
+"""The compatibility table says what pytest's reports say, and keeps the last run on each set of versions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tools.compatibility import Run, merged, page, read_report
+
+ROOT = Path(__file__).parents[1]
+TESTS = """
+import pytest
+def test_right(): pass
+def test_wrong(): assert 0
+@pytest.fixture
+def broken(): raise OSError
+def test_broken(broken): pass
+def test_skipped(): pytest.skip("not here")
+"""
+
+
+def _report(folder: Path) -> Path:
+    """The report of a real run of four tests, with the plugin of this repository."""
+    (folder / "test_four.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml", "-q"]
+    subprocess.run([*command, "--junitxml=run.xml", "test_four.py"], cwd=folder, capture_output=True)
+    return folder / "run.xml"
+
+
+def test_a_report_tells_versions_and_counts(tmp_path: Path) -> None:
+    run = read_report(_report(tmp_path))
+    assert (run.passed, run.failed, run.skipped, run.tests) == (1, 2, 1, "subset")
+    assert run.python == ".".join(map(str, sys.version_info[:3]))
+    assert run.place[0] >= (2, 10)
+
+
+def test_a_report_without_versions_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.xml"
+    path.write_text('<testsuites><testsuite tests="3"/></testsuites>')
+    with pytest.raises(ValueError, match="does not say torch, python, transformers, tests, commit"):
+        read_report(path)
+
+
+RUN = Run("2.9.1", "3.11.7", "5.0.0", "all", passed=3, failed=0, skipped=0, date="2026-01-02", commit="abc")
+
+
+def test_the_last_run_on_the_same_versions_counts_and_versions_are_ordered_as_numbers() -> None:
+    newer, again = replace(RUN, torch="2.10.0"), replace(RUN, failed=1)
+    runs = merged([newer, RUN], [again])
+    assert runs == [again, newer]
+
+
+def test_every_run_is_a_row() -> None:
+    rows = page([RUN, replace(RUN, tests="subset", failed=2)]).splitlines()
+    assert "| 2.9.1 | 3.11.7 | 5.0.0 | all | 3 | 0 | 0 | 2026-01-02 | abc |" in rows
+    assert "| 2.9.1 | 3.11.7 | 5.0.0 | subset | 3 | 2 | 0 | 2026-01-02 | abc |" in rows
