@@ -1,0 +1,44 @@
+"""The guide to a plan for a new architecture, followed word for word: its files, its commands, what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+GUIDE = (Path(__file__).parents[1] / "docs" / "guides" / "new-architecture.md").read_text()
+FILES = dict(re.findall(r'```py title="(\S+)"\n(.*?)```', GUIDE, flags=re.DOTALL))
+STEPS = re.findall(r"```bash\n(.*?)```\n\n```text\n(.*?)```", GUIDE, flags=re.DOTALL)
+
+
+def said(command: str, folder: Path) -> str:
+    """What a command of the guide prints in a folder, with the programs of this environment."""
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": programs, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_following_the_guide_prints_what_it_shows(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    assert len(STEPS) == GUIDE.count("```bash") == 2
+    for command, expected in STEPS:
+        assert said(command, tmp_path) == expected
+
+
+def test_the_plan_is_one_file_of_about_twenty_lines() -> None:
+    code = [line for line in FILES["gptj_plan.py"].splitlines() if line.strip()]
+    assert len(code) <= 22
+    assert f"`{'`, `'.join(FILES)}`" == "`look.py`, `gptj_plan.py`, `prove.py`"
+
+
+def test_the_guide_shows_what_nobody_else_has() -> None:
+    from transformers import GPTJConfig
+
+    assert getattr(GPTJConfig, "base_model_tp_plan", None) is None
