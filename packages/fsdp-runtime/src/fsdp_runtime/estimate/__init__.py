@@ -1,11 +1,13 @@
 """The dry run: what a training step holds and sends on each rank of a mesh, without a device or weights.
 
 ``estimate``             runs the step on fake tensors and returns an ``Estimate``
+``sweep``                estimates many meshes of the same ranks and ranks them, as a ``Sweep``
 ``result``               what is returned: ``Estimate``, ``Settings``, ``Memory``, ``Peak``, ``Bytes``, ``Traffic``, …
 """
 
 from __future__ import annotations
 
+from fsdp_runtime.estimate.candidates import Candidate, Sweep
 from fsdp_runtime.estimate.public import estimate
 from fsdp_runtime.estimate.result import (
     PHASES,
@@ -19,17 +21,21 @@ from fsdp_runtime.estimate.result import (
     Traffic,
     Whole,
 )
+from fsdp_runtime.estimate.sweep import sweep
 
 __all__ = [
     "PHASES",
     "Advice",
     "Assumed",
     "Bytes",
+    "Candidate",
     "Estimate",
     "Memory",
     "Peak",
     "Settings",
+    "Sweep",
     "Traffic",
     "Whole",
     "estimate",
+    "sweep",
 ]

@@ -1,0 +1,194 @@
+"""The command line: ``fsdp-runtime estimate``, a dry run of a training step without a device or weights."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
+from fsdp_runtime.estimate import Estimate, Sweep, estimate, sweep
+from fsdp_runtime.estimate.html import html_report
+from fsdp_runtime.estimate.png import write_png
+from fsdp_runtime.estimate.progress import Progress
+from fsdp_runtime.estimate.sections import Section, estimate_sections, sweep_sections
+from fsdp_runtime.estimate.table import text_lines
+from fsdp_runtime.estimate.units import parse_mesh, split_bandwidths
+from tp_plans import Plan, TpPlansError
+
+#: Exit codes: it fits, or nobody asked; it does not fit; the command could not be carried out.
+OK, TOO_LARGE, FAILED = 0, 1, 2
+
+_SHOWN = 40
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        0 where an estimate was made and, if ``--device-memory`` was given, fits; 1 where it does not fit (of a sweep:
+        where nothing does); 2 where the command failed.
+    """
+    options = _parser().parse_args(arguments)
+    progress = Progress()
+    try:
+        return _sweep(options, progress) if options.sweep else _estimate(options, progress)
+    except (FsdpRuntimeError, TpPlansError, OSError) as error:
+        message = str(error)
+    except ImportError as error:
+        message = f"{error}: this command needs transformers, pip install 'fsdp-runtime[transformers]'"
+    progress.close()
+    print(f"fsdp-runtime estimate: {message}", file=sys.stderr)
+    return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fsdp-runtime", description="Train a model on a device mesh.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "estimate",
+        help="what a training step holds and sends on each rank of a mesh, without a device or weights",
+        description="Run a training step on tensors without data and report memory, traffic and work of one rank. "
+        "Exit code: 0, 1 if it does not fit --device-memory, 2 for errors.",
+    )
+    command.add_argument("model", metavar="CONFIG_OR_DIR", help="a config.json, or the folder of a checkpoint")
+    command.add_argument("--seq-len", type=int, required=True, metavar="TOKENS", help="tokens of a sequence")
+    command.add_argument("--micro-batch", type=int, default=1, metavar="N", help="sequences of a rank (default: 1)")
+    _add_layout(command)
+    _add_training(command)
+    _add_machine(command)
+    _add_sweep(command)
+    _add_output(command)
+    return parser
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how the model lies on the ranks")
+    group.add_argument("--mesh", metavar="AXIS=N,...", help="as dp_replicate=4,dp_shard=32,tp=8; also cp")
+    group.add_argument("--plan", default="auto", help="auto, none, hf, a plan in a .json file, or a dotted path")
+    group.add_argument("--sequence-parallel", action="store_true", help="cut the residual stream over tp too")
+    group.add_argument("--rank", type=int, default=0, help="whose numbers (default: 0, which holds most)")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how a step runs")
+    group.add_argument("--activation-checkpointing", metavar="MODE", help="none (default), mlp, selective, block")
+    group.add_argument("--dtype", default="bf16", help="of computation: bf16 (default), fp16, fp32, fp64")
+    group.add_argument("--master-dtype", help="of parameters, gradients and optimizer state, where another, as fp32")
+    group.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, none")
+    group.add_argument("--logprobs", default="logits", help="the loss: logits (default), linear, or a dotted path")
+    group.add_argument("--no-clip", dest="clip", action="store_false", help="do not clip the norm of gradients")
+    group.add_argument("--offload", action="store_true", help="keep shards and optimizer state on the host")
+    group.add_argument("--exact", action="store_true", help="run every block, not a few that stand for all")
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what it runs on")
+    group.add_argument("--device-memory", metavar="SIZE", help="as 80GiB: says whether it fits, and what to change")
+    group.add_argument("--bandwidth", metavar="AXIS=RATE,...", help="of a rank, as tp=450GB/s,dp_shard=400Gb/s")
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("comparing meshes; --sequence-parallel and --activation-checkpointing stay fixed")
+    group.add_argument("--sweep", action="store_true", help="estimate every mesh of as many ranks, and rank them")
+    group.add_argument("--world-size", type=int, metavar="N", help="ranks (default: those of --mesh)")
+    group.add_argument("--max-tp", type=int, default=8, metavar="N", help="ranks of a node, the most tp (default: 8)")
+    group.add_argument("--cp", type=_integers, default=(1,), metavar="N,...", help="sizes of cp (default: 1)")
+    group.add_argument("--dp-replicate", type=_integers, metavar="N,...", help="replicas (default: 1, one a node)")
+    group.add_argument("--device-flops", metavar="RATE", help="as 400TFLOP/s: ranks by work as well as traffic")
+    group.add_argument("--workers", type=int, default=2, metavar="N", help="dry runs at once (default: 2)")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", metavar="FILE", help="as JSON; - for standard output, and then no text")
+    group.add_argument("--html", metavar="FILE", help="a page with charts that needs no network")
+    group.add_argument("--png", metavar="FILE", help="the charts alone; needs fsdp-runtime[charts]")
+
+
+def _estimate(options: argparse.Namespace, progress: Progress) -> int:
+    if options.mesh is None:
+        raise EstimateError("which mesh? Give --mesh, as --mesh dp_shard=16,tp=8, or --sweep with --world-size")
+    spec = parse_mesh(options.mesh)
+    found = estimate(
+        options.model,
+        spec if options.world_size is None else spec.resolve(options.world_size),
+        sequence_parallel=options.sequence_parallel,
+        activation_checkpointing=options.activation_checkpointing or "none",
+        progress=progress,
+        **_common(options),
+    )
+    progress.close()
+    _write(found, estimate_sections(found), options)
+    return TOO_LARGE if found.fits is False else OK
+
+
+def _sweep(options: argparse.Namespace, progress: Progress) -> int:
+    modes = options.activation_checkpointing
+    found = sweep(
+        options.model,
+        _world_size(options),
+        max_tp=options.max_tp,
+        cp=options.cp,
+        dp_replicate=options.dp_replicate,
+        **({"sequence_parallel": (True,)} if options.sequence_parallel else {}),
+        **({"activation_checkpointing": modes.split(",")} if modes else {}),
+        device_flops=options.device_flops,
+        workers=options.workers,
+        progress=progress,
+        **_common(options),
+    )
+    progress.close()
+    _write(found, sweep_sections(found, shown=_SHOWN), options)
+    if not found.estimated:
+        return FAILED
+    return TOO_LARGE if found.best is None else OK
+
+
+def _common(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that one dry run and a sweep take alike."""
+    names = ("seq_len", "micro_batch", "dtype", "master_dtype", "optimizer", "logprobs", "clip", "offload")
+    return {
+        **{name: getattr(options, name) for name in (*names, "exact", "rank", "device_memory")},
+        "plan": _plan(options.plan),
+        "bandwidth": None if options.bandwidth is None else split_bandwidths(options.bandwidth),
+    }
+
+
+def _plan(name: str) -> Plan | str | None:
+    if name == "none":
+        return None
+    return Plan.from_json(Path(name).read_text()) if name.endswith(".json") else name
+
+
+def _world_size(options: argparse.Namespace) -> int:
+    if options.world_size is not None:
+        return int(options.world_size)
+    if options.mesh is None:
+        raise EstimateError("how many ranks? Give --world-size, or --mesh for as many as that has")
+    return math.prod(parse_mesh(options.mesh).sizes.values())
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _write(found: Estimate | Sweep, sections: list[Section], options: argparse.Namespace) -> None:
+    if options.json != "-":
+        for line in text_lines(sections):
+            print(line)
+    else:
+        print(found.to_json())
+    if options.json not in (None, "-"):
+        Path(options.json).write_text(found.to_json() + "\n")
+    if options.html is not None:
+        Path(options.html).write_text(html_report(found), encoding="utf-8")
+    if options.png is not None:
+        write_png(found, options.png)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""How far a long command is: a bar on a terminal, a line a step elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TextIO
+
+_CELLS = 24
+
+
+class Progress:
+    """Shows steps done on a stream; called as ``progress(name, done, steps)``.
+
+    Args:
+        stream: where to; standard error by default, so that what a command prints stays clean.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._redraws = self._stream.isatty()
+
+    def __call__(self, name: str, done: int, steps: int) -> None:
+        """Show that ``done`` of ``steps`` are over, and ``name`` is the latest."""
+        if self._redraws:
+            filled = _CELLS * done // max(steps, 1)
+            line = f"[{'#' * filled}{'.' * (_CELLS - filled)}] {done}/{steps} {name}"
+            self._write(line[: shutil.get_terminal_size().columns - 1])
+        else:
+            self._stream.write(f"{done}/{steps} {name}\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Clear the bar."""
+        if self._redraws:
+            self._write("")
+
+    def _write(self, line: str) -> None:
+        self._stream.write(f"\r\x1b[K{line}")
+        self._stream.flush()
