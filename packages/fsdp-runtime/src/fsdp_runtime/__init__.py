@@ -26,7 +26,7 @@ from fsdp_runtime.errors import (
     ReplicaError,
     WeightsError,
 )
-from fsdp_runtime.estimate import Estimate, estimate
+from fsdp_runtime.estimate import Estimate, Sweep, estimate, sweep
 from fsdp_runtime.finite import assert_finite_gradients
 from fsdp_runtime.launch import Launch, launch_from_environment
 from fsdp_runtime.lora import save_adapter
@@ -86,6 +86,7 @@ __all__ = [
     "Selective",
     "SequenceLayout",
     "ShardingOptions",
+    "Sweep",
     "TrainingState",
     "WeightInfo",
     "WeightsError",
@@ -121,6 +122,7 @@ __all__ = [
     "stream_buckets",
     "stream_weights",
     "submesh",
+    "sweep",
     "unpacked",
     "unsharded",
 ]
