@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rl_logprobs._torch_compat import foreach_mul_
-from rl_logprobs.errors import DtypeError, NonFiniteNormError, OptionError
+from rl_logprobs.errors import NonFiniteNormError, OptionError
+from rl_logprobs.local_gradients import LocalGradients, local_gradients
 from rl_logprobs.local_norms import norm_power
-from rl_logprobs.partial_sums import complete_gradients, local_gradient
-from rl_logprobs.reduction import Domain, domains, layout
+from rl_logprobs.partial_sums import complete_gradients
+from rl_logprobs.reduction import Domain, domains
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -51,12 +52,7 @@ def grad_norm(
         DtypeError: a gradient is sparse or not floating point.
         NonFiniteNormError: if asked for.
     """
-    norm = grad_norms({"": parameters}, norm_type, groups=groups)[""]
-    if error_if_nonfinite and not norm.isfinite():
-        raise NonFiniteNormError(
-            f"the {norm_type:g}-norm of the gradients is {norm.item()}; skip this step, or look for the loss "
-            f"or activation that overflowed"
-        )
+    norm, _ = _norm_and_parts(_distinct(parameters), norm_type, groups, error_if_nonfinite)
     return norm
 
 
@@ -80,26 +76,9 @@ def grad_norms(
     Raises:
         OptionError, DtypeError: as ``grad_norm``.
     """
-    if not norm_type > 0:
-        raise OptionError(f"norm_type must be positive or infinity, got {norm_type}")
-    order, largest = float(norm_type), norm_type == math.inf
-    listed = {name: _distinct(parameters) for name, parameters in parameter_groups.items()}
-    everything = _distinct(parameter for parameters in listed.values() for parameter in parameters)
-    _check_gradients(everything)
-    home = everything[0].device if everything else torch.device("cpu")
-    local = complete_gradients(everything)
-    powers = []
-    for domain, members in domains(everything, groups).items():
-        device, here = domain.device(home), {id(p) for p in members}
-        rows = []
-        for parameters in listed.values():
-            mine = [p for p in parameters if id(p) in local and id(p) in here]
-            rows.append(_shared_power(mine, local, domain, order, device))
-        power = domain.largest(torch.stack(rows)) if largest else domain.sum(torch.stack(rows))
-        powers.append(power.to(home))
-    total = torch.stack(powers).amax(0) if largest else torch.stack(powers).sum(0).pow(1 / order)
-    wide = any(p.grad is not None and p.grad.dtype is torch.float64 for p in everything)
-    return dict(zip(listed, total.to(torch.float64 if wide else torch.float32).unbind(), strict=True))
+    listed = {name: _distinct(members) for name, members in parameter_groups.items()}
+    everything = _distinct(parameter for members in listed.values() for parameter in members)
+    return _norms(listed, everything, local_gradients(everything), norm_type, groups)
 
 
 @torch.no_grad()
@@ -128,9 +107,8 @@ def clip_grad_norm_(
         OptionError, DtypeError, NonFiniteNormError: as ``grad_norm``; the gradients are then untouched.
     """
     _check_max_norm(max_norm)
-    listed = _distinct(parameters)
-    norm = grad_norm(listed, norm_type, groups=groups, error_if_nonfinite=error_if_nonfinite)
-    _scale(listed, max_norm, norm)
+    norm, parts = _norm_and_parts(_distinct(parameters), norm_type, groups, error_if_nonfinite)
+    _scale(parts, max_norm, norm)
     return norm
 
 
@@ -150,62 +128,79 @@ def clip_grads_with_norm_(parameters: Parameters, max_norm: float, total_norm: f
         DtypeError: a gradient is sparse or not floating point.
     """
     _check_max_norm(max_norm)
-    listed = _distinct(parameters)
-    _check_gradients(listed)
-    _scale(listed, max_norm, total_norm)
+    _scale(local_gradients(_distinct(parameters)).parts.values(), max_norm, total_norm)
 
 
-def _scale(parameters: Sequence[torch.Tensor], max_norm: float, total_norm: float | torch.Tensor) -> None:
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradient = local_gradient(parameter.grad)
-            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+def _norm_and_parts(
+    parameters: Sequence[torch.Tensor],
+    order: float,
+    groups: Sequence[dist.ProcessGroup],
+    error_if_nonfinite: bool,
+) -> tuple[torch.Tensor, Collection[torch.Tensor]]:
+    """The norm of the parameters' gradients, and this rank's parts of them."""
+    gradients = local_gradients(parameters)
+    norm = _norms({"": parameters}, parameters, gradients, order, groups)[""]
+    if error_if_nonfinite and not norm.isfinite():
+        raise NonFiniteNormError(
+            f"the {order:g}-norm of the gradients is {norm.item()}; skip this step, or look for the loss "
+            f"or activation that overflowed"
+        )
+    return norm, gradients.parts.values()
+
+
+def _norms(
+    listed: Mapping[str, Sequence[torch.Tensor]],
+    everything: Sequence[torch.Tensor],
+    gradients: LocalGradients,
+    order: float,
+    groups: Sequence[dist.ProcessGroup],
+) -> dict[str, torch.Tensor]:
+    if not order > 0:
+        raise OptionError(f"norm_type must be positive or infinity, got {order}")
+    largest = order == math.inf
+    home = everything[0].device if everything else torch.device("cpu")
+    complete = complete_gradients(gradients)
+    powers = []
+    for domain, members in domains(everything, groups).items():
+        device, here = domain.device(home), {id(parameter) for parameter in members}
+        chosen = [here.intersection(map(id, parameters)) for parameters in listed.values()]
+        rows = torch.stack([_shared_power(complete, keys, domain, float(order), device) for keys in chosen])
+        powers.append((domain.largest(rows) if largest else domain.sum(rows)).to(home))
+    total = torch.stack(powers).amax(0) if largest else torch.stack(powers).sum(0).pow(1 / order)
+    wide = any(part.dtype is torch.float64 for part in gradients.parts.values())
+    return dict(zip(listed, total.to(torch.float64 if wide else torch.float32).unbind(), strict=True))
+
+
+def _shared_power(
+    gradients: LocalGradients, chosen: Set[int], domain: Domain, order: float, device: torch.device
+) -> torch.Tensor:
+    """This rank's part of a domain's power sum, where parts that several ranks hold are shared out."""
+    by_share: dict[float, list[torch.Tensor]] = {}
+    for layout, keys in gradients.alike.items():
+        share = 1.0 if order == math.inf else domain.share(layout)
+        by_share.setdefault(share, []).extend(gradients.parts[key] for key in keys if key in chosen)
+    parts = [norm_power(tensors, order, device) * share for share, tensors in by_share.items() if tensors]
+    if not parts:
+        return norm_power([], order, device)
+    return torch.stack(parts).amax() if order == math.inf else torch.stack(parts).sum()
+
+
+def _scale(parts: Iterable[torch.Tensor], max_norm: float, total_norm: float | torch.Tensor) -> None:
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else torch.as_tensor(total_norm)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if factor.device.type == "cpu" and factor == 1:  # where looking costs nothing
         return
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for part in parts:
+        alike.setdefault((part.device, part.dtype), []).append(part)
     for (device, _), gradients in alike.items():
         foreach_mul_(gradients, factor.to(device))
-
-
-def _shared_power(
-    parameters: Sequence[torch.Tensor],
-    local: Mapping[int, torch.Tensor],
-    domain: Domain,
-    order: float,
-    device: torch.device,
-) -> torch.Tensor:
-    """This rank's part of a domain's power sum, where parts that several ranks hold are shared out."""
-    alike: dict[object, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        alike.setdefault(layout(parameter.grad), []).append(parameter)
-    by_share: dict[float, list[torch.Tensor]] = {}
-    for members in alike.values():
-        gradient = members[0].grad
-        share = 1.0 if order == math.inf or gradient is None else domain.share(gradient)
-        by_share.setdefault(share, []).extend(local[id(parameter)] for parameter in members)
-    parts = [norm_power(tensors, order, device) * share for share, tensors in by_share.items()]
-    if not parts:
-        return norm_power([], order, device)
-    return torch.stack(parts).amax() if order == math.inf else torch.stack(parts).sum()
 
 
 def _distinct(parameters: Parameters) -> list[torch.Tensor]:
     """Each parameter once, in order: tied parameters appear under several names."""
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     return list({id(parameter): parameter for parameter in listed}.values())
-
-
-def _check_gradients(parameters: Sequence[torch.Tensor]) -> None:
-    for index, parameter in enumerate(parameters):
-        gradient = parameter.grad
-        if gradient is None or (gradient.layout is torch.strided and gradient.is_floating_point()):
-            continue
-        raise DtypeError(
-            f"gradient {index} of shape {tuple(gradient.shape)} is {gradient.layout} {gradient.dtype}; norms "
-            f"need dense floating-point gradients"
-        )
 
 
 def _check_max_norm(max_norm: float) -> None:

@@ -13,6 +13,9 @@ from rl_logprobs.rows import wide_dtype
 #: torch's float32 norm on a CPU adds sequentially: 1e-5 off at a million elements, 2e-4 at eight million.
 #: Over stretches of this length it is exact to rounding, and just as fast.
 STRETCH = 1024
+#: Stretches that are read at once where torch first makes a float32 copy of what it reads, as it does on a CPU for
+#: half precision: 256 KiB of it, however long the gradient.
+WIDENED = 64
 #: Outside these bounds squares leave the range of float32 (1e25 squared overflows, 1e-23 squared vanishes).
 LEAST, LARGEST = 1e-15, 1e18
 
@@ -59,25 +62,28 @@ def _cpu_power(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
 
 
 def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All the numbers in float64; joined by dtype, because one conversion costs as much as many numbers."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    """All the numbers of 0-d and 1-d tensors in float64; joined by kind, for a call costs as much as many numbers."""
+    by_kind: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
     for value in values:
-        by_dtype.setdefault(value.dtype, []).append(value.view(-1))
-    return torch.cat([torch.cat(alike).double() for alike in by_dtype.values()])
+        by_kind.setdefault((value.dtype, value.ndim), []).append(value)
+    return torch.cat([(torch.cat if dims else torch.stack)(alike).double() for (_, dims), alike in by_kind.items()])
 
 
 def _stretch_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Norms of stretches of the tensors, in dtypes in which they are exact to rounding."""
+    """Norms of stretches of the tensors, 0-d and 1-d, in dtypes in which they are exact to rounding."""
     norms, short = [], []
     for tensor in tensors:
+        length = tensor.numel()
         if tensor.dtype is torch.float64 or not tensor.is_contiguous():
             norms.append(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-        elif tensor.numel() <= STRETCH:
+        elif length <= STRETCH:
             short.append(tensor)
         else:
-            rest = tensor.numel() % STRETCH
-            flat = tensor.view(-1)
-            whole = flat[: flat.shape[0] - rest] if rest else flat
-            norms.append(torch.linalg.vector_norm(whole.view(-1, STRETCH), dim=1, dtype=torch.float32))
-            short += [flat[-rest:]] if rest else []
+            if rest := length % STRETCH:
+                tensor, tail = tensor.view(-1).split([length - rest, rest])
+                short.append(tail)
+            rows = tensor.view(-1, STRETCH)
+            whole = tensor.dtype is torch.float32 or length <= WIDENED * STRETCH
+            for block in (rows,) if whole else rows.split(WIDENED):
+                norms.append(torch.linalg.vector_norm(block, dim=1, dtype=torch.float32))
     return norms + (foreach_norm(short, 2, torch.float32) if short else [])

@@ -8,20 +8,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import Partial
 
 from rl_logprobs.errors import PlacementError
-from rl_logprobs.reduction import layout
+from rl_logprobs.local_gradients import LocalGradients
+from rl_logprobs.reduction import Layout
 from rl_logprobs.rows import statistics_dtype
 
 
-def local_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a gradient, sharing its memory."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def complete_gradients(parameters: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """This rank's part of every gradient, by the parameter's ``id``, with partial sums completed.
+def complete_gradients(gradients: LocalGradients) -> LocalGradients:
+    """The same gradients with partial sums completed.
 
     The partial sums over the same mesh axes travel together, in one all-reduce an axis; the gradients
     themselves are left as they are.
@@ -29,24 +25,17 @@ def complete_gradients(parameters: Sequence[torch.Tensor]) -> dict[int, torch.Te
     Raises:
         PlacementError: a partial reduction other than a sum or an average.
     """
-    local: dict[int, torch.Tensor] = {}
     pending: dict[_Kind, list[int]] = {}
-    known: dict[object, tuple[tuple[int, str], ...]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
+    for layout, keys in gradients.alike.items():
+        if layout is None or not (axes := _partial_axes(layout, gradients.parts[keys[0]])):
             continue
-        local[id(parameter)] = local_gradient(gradient)
-        if not isinstance(gradient, DTensor):
-            continue
-        if (where := layout(gradient)) not in known:
-            known[where] = _partial_axes(gradient)
-        if axes := known[where]:
-            kind = _Kind(gradient.device_mesh, axes, statistics_dtype(gradient.dtype))
-            pending.setdefault(kind, []).append(id(parameter))
+        for key in keys:
+            kind = _Kind(layout.mesh, axes, statistics_dtype(gradients.parts[key].dtype))
+            pending.setdefault(kind, []).append(key)
+    complete = dict(gradients.parts)
     for kind, keys in pending.items():
-        local.update(zip(keys, _complete([local[key] for key in keys], kind), strict=True))
-    return local
+        complete.update(zip(keys, _complete([complete[key] for key in keys], kind), strict=True))
+    return LocalGradients(complete, gradients.alike)
 
 
 class _Kind(NamedTuple):
@@ -57,13 +46,13 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
 
 
-def _partial_axes(gradient: DTensor) -> tuple[tuple[int, str], ...]:
+def _partial_axes(layout: Layout, example: torch.Tensor) -> tuple[tuple[int, str], ...]:
     axes = []
-    for dim, placement in enumerate(gradient.placements):
-        if isinstance(placement, Partial) and gradient.device_mesh.size(dim) > 1:
+    for dim, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial) and layout.mesh.size(dim) > 1:
             if placement.reduce_op not in ("sum", "avg"):
                 raise PlacementError(
-                    f"a gradient of shape {tuple(gradient.shape)} is {placement} over mesh dim {dim}; only "
+                    f"a gradient of local shape {tuple(example.shape)} is {placement} over mesh dim {dim}; only "
                     f"sums and averages can be completed, redistribute it first"
                 )
             axes.append((dim, placement.reduce_op))

@@ -10,13 +10,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from rl_logprobs._torch_compat import joint_group, same_root
+
+
+class Layout(NamedTuple):
+    """How a DTensor lies over ranks; a tensor without a mesh has none."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    @property
+    def shards(self) -> int:
+        """Into how many different parts the tensor is cut (1: every rank holds all of it)."""
+        return math.prod(
+            self.mesh.size(dim)
+            for dim, placement in enumerate(self.placements)
+            if not isinstance(placement, Replicate | Partial)
+        )
 
 
 @dataclass(frozen=True)
@@ -39,9 +57,9 @@ class Domain:
         """Number of ranks that add up."""
         return (1 if self.mesh is None else self.mesh.size()) * self.different
 
-    def share(self, tensor: torch.Tensor) -> float:
+    def share(self, layout: Layout | None) -> float:
         """The factor by which a rank scales its part, so that the sum counts every element once."""
-        return shard_count(tensor) * self.different / self.size
+        return (1 if layout is None else layout.shards) * self.different / self.size
 
     def device(self, default: torch.device) -> torch.device:
         """Where the collective can run: gradients may be offloaded to a CPU that has no backend."""
@@ -74,22 +92,6 @@ def _mesh_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     return dims if joint is None else [joint]
 
 
-def layout(tensor: torch.Tensor | None) -> object:
-    """What tensors have in common that lie alike over the same ranks; None for those without a mesh."""
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-
-
-def shard_count(tensor: torch.Tensor) -> int:
-    """Into how many different parts ``tensor`` is cut over its mesh (1: every rank holds all of it)."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    return math.prod(
-        tensor.device_mesh.size(dim)
-        for dim, placement in enumerate(tensor.placements)
-        if not isinstance(placement, Replicate | Partial)
-    )
-
-
 def domains(
     parameters: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup]
 ) -> dict[Domain, list[torch.Tensor]]:
@@ -101,15 +103,20 @@ def domains(
     by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for parameter in parameters:
         by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    meshes = [mesh for mesh in by_mesh if mesh is not None]
-    outer: list[DeviceMesh] = []
-    for mesh in meshes:
-        if not any(_part_of(mesh, other) for other in outer):
-            outer = [*(other for other in outer if not _part_of(other, mesh)), mesh]
-    found: dict[Domain, list[torch.Tensor]] = {Domain(mesh, tuple(groups)): [] for mesh in outer or (None,)}
-    for where, members in by_mesh.items():
-        home = next(d for d in found if where is None or (d.mesh is not None and _part_of(where, d.mesh)))
-        found[home].extend(members)
+    served: dict[DeviceMesh, list[DeviceMesh]] = {}
+    for mesh in by_mesh:
+        if mesh is None:
+            continue
+        host = next((outer for outer in served if _part_of(mesh, outer)), None)
+        if host is not None:
+            served[host].append(mesh)
+        else:
+            inner = [outer for outer in served if _part_of(outer, mesh)]
+            served[mesh] = [mesh, *(part for outer in inner for part in served.pop(outer))]
+    found = {
+        Domain(outer, tuple(groups)): [p for mesh in meshes for p in by_mesh[mesh]] for outer, meshes in served.items()
+    } or {Domain(None, tuple(groups)): []}
+    next(iter(found.values())).extend(by_mesh.get(None, []))
     return found
 
 
