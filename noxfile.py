@@ -130,9 +130,11 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session(requires=["dist"], reuse_venv=False)
 def plans_alone(session: nox.Session) -> None:
-    """Run tp-plans' pure tests from its wheel, in an environment without torch and transformers."""
+    """Run tp-plans' pure tests and the planner from its wheel, in an environment without torch and transformers."""
     session.install(str(artifact("tp-plans", "wheel")), *group("pure-test"))
     session.run("python", "tools/check_absent.py", "torch", "transformers")
+    foreign = Path("docs/examples/foreign_trainers")
+    session.run("python", *(str(foreign / n) for n in ("planner.py", "plan.json", "llama-3-8b.json")), "--tp=4")
     elsewhere = Path(session.create_tmp(), "pure")
     shutil.copytree("packages/tp-plans/tests/pure", elsewhere)
     (elsewhere / "pytest.ini").touch()  # makes this folder pytest's root: the repository's settings stay out
