@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement
@@ -95,6 +97,11 @@ def reduce_scatter_flat(own: Tensor, everyone: Tensor, group: ProcessGroup) -> d
     return work
 
 
+def own_store() -> dist.Store:
+    """A connection of one's own to the store of ``init_process_group``, which torch 2.10 to 2.15 hand out nowhere."""
+    return distributed_c10d._get_default_store().clone()
+
+
 def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
     """The causal mask of the last ``queries`` of ``keys`` tokens, in the form that fast kernels need no memory for.
 
@@ -153,3 +160,76 @@ def is_compiled(module: nn.Module) -> bool:
 def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype) -> Any:
     """A tensor of a subclass with a shape and no storage (torch 2.10 to 2.15: documented, and not public)."""
     return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+
+
+def fake_store() -> Any:
+    """The store of torch's process group without peers; both are under ``torch.testing._internal`` in 2.10 to 2.15.
+
+    Importing the module registers the backend ``"fake"``.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """torch's mode of tensors without memory (private in 2.10 to 2.15), usable beside DTensor.
+
+    DTensor computes where a shard lies with small tensors whose values it needs; those stay real.  What it runs on
+    whole shapes, to learn an operator's result, is no part of the program and is hidden from other modes.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.tensor import _utils
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    outside = [
+        (_utils, "_compute_local_shape_and_global_offset"),
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
+    ]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in outside]
+    for owner, name, function in originals:
+        setattr(owner, name, _outside_modes(function))
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        for owner, name, function in originals:
+            setattr(owner, name, function)
+
+
+def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def outside_modes(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return outside_modes
+
+
+def group_of(value: object) -> ProcessGroup | None:
+    """The process group that an operator's argument is, as an object or by its name; ``None`` for other arguments.
+
+    Names are resolved by a private function in torch 2.10 to 2.15.
+    """
+    if isinstance(value, ProcessGroup):
+        return value
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return ProcessGroup.unbox(value)
+    if isinstance(value, str):
+        try:
+            return dist.distributed_c10d._resolve_process_group(value)
+        except (RuntimeError, ValueError, LookupError):
+            return None
+    return None
+
+
+def autograd_position() -> int:
+    """The number that the next operator's backward node will get in this thread (private in torch 2.10 to 2.15)."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def running_backward_of() -> int | None:
+    """The number of the backward node that runs now; ``None`` outside backward (private in torch 2.10 to 2.15)."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())

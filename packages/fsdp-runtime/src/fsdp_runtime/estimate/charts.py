@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 from fsdp_runtime.estimate.candidates import Sweep
 from fsdp_runtime.estimate.result import Bytes, Estimate
@@ -25,6 +26,7 @@ _LIGHT_AND_DARK = (
     ("#38a3b0", "#58c4d1"),
     ("#e0b93a", "#d9bc55"),
 )
+_TRAFFIC = 5  # so that an axis does not look like parameters
 _AXES = ("dp_shard", "dp_replicate", "tp", "cp", "dp_shard_cp", "dp", "dp_cp")
 
 
@@ -99,7 +101,7 @@ def _charts_of_estimate(estimate: Estimate) -> list[Chart]:
     bars = {total.axis: dict.fromkeys(kinds, 0) for total in totals}
     for total in totals:
         bars[total.axis][total.kind] += total.moved
-    traffic = _chart("Bytes that leave a rank in a step, by axis", _numbered(kinds), bars.items())
+    traffic = _chart("Bytes that leave a rank in a step, by axis", _numbered(kinds, _TRAFFIC), bars.items())
     return [_memory_chart("Memory of a rank over a step", moments, estimate), *([traffic] if bars else [])]
 
 
@@ -117,7 +119,7 @@ def _charts_of_sweep(sweep: Sweep) -> list[Chart]:
         for label, way, estimate in drawn
     ]
     seen = dict.fromkeys(axis for _, sizes in sent for axis in sizes)
-    axes = _numbered([*(axis for axis in _AXES if axis in seen), *(axis for axis in seen if axis not in _AXES)])
+    axes = _numbered([*filter(seen.__contains__, _AXES), *(axis for axis in seen if axis not in _AXES)], _TRAFFIC)
     return [
         _memory_chart("Memory of a rank at its peak", peaks, drawn[0][2]),
         _chart("Bytes that leave a rank for a million tokens of the step, by axis", axes, sent),
@@ -152,9 +154,7 @@ def _chart(
     )
 
 
-def _numbered(names: Iterable[str]) -> dict[str, Part]:
-    colours: Sequence[tuple[str, str]] = _LIGHT_AND_DARK
-    return {
-        name: Part(name=name, light=colours[at % len(colours)][0], dark=colours[at % len(colours)][1])
-        for at, name in enumerate(names)
-    }
+def _numbered(names: Iterable[str], start: int = 0) -> dict[str, Part]:
+    """Names with the colours from ``start`` on."""
+    pairs = islice(cycle(_LIGHT_AND_DARK), start, None)
+    return {name: Part(name=name, light=light, dark=dark) for name, (light, dark) in zip(names, pairs, strict=False)}

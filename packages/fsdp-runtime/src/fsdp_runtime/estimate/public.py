@@ -77,4 +77,32 @@ def estimate(
         tp_plans.TpPlansError: no plan is known, or the model cannot be split so.
         ModelError, OptionError: as ``parallelize`` raises them.
     """
-    raise NotImplementedError
+    from fsdp_runtime.estimate.run import run
+    from fsdp_runtime.estimate.settings import bandwidths, dtype_named, mesh_spec, number_of_bytes
+    from fsdp_runtime.estimate.step import Step
+
+    step = Step(
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        dtype=dtype_named(dtype),
+        master_dtype=None if master_dtype is None else dtype_named(master_dtype),
+        optimizer=optimizer,
+        logprobs=logprobs,
+        clip=clip,
+        offload=offload,
+        parallelize={
+            "plan": plan,
+            "sequence_parallel": sequence_parallel,
+            "activation_checkpointing": activation_checkpointing,
+        },
+    )
+    return run(
+        model,
+        mesh_spec(mesh),
+        step,
+        exact=exact,
+        rank=rank,
+        device_memory=None if device_memory is None else int(number_of_bytes(device_memory, what="device_memory")),
+        bandwidths=bandwidths(bandwidth),
+        progress=progress,
+    )

@@ -125,15 +125,15 @@ def memory_section(estimate: Estimate) -> Section:
         "at the peak": memory.peak.nbytes,
         **({"on the host": memory.host} if memory.host.total else {}),
     }
-    rows = [["Memory of this rank", *moments]]
+    rows = [["", *moments]]
     for category, name in CATEGORY_NAMES.items():
-        sizes = [getattr(moment, category) for moment in moments.values()]
+        sizes = [moment.by_category()[category] for moment in moments.values()]
         if any(sizes):
             rows.append([name, *(readable_bytes(size) if size else _NONE for size in sizes)])
     rows.append(["all", *(readable_bytes(moment.total) for moment in moments.values())])
     phases = ", ".join(f"{peak.phase} {readable_bytes(peak.total)}" for peak in memory.phases)
     lines = [f"peak: {peak_line(memory.peak)}", f"highest moment of each phase: {phases}"]
-    return Section(heading="Memory", rows=rows, lines=lines)
+    return Section(heading="Memory of this rank", rows=rows, lines=lines)
 
 
 def traffic_section(estimate: Estimate) -> Section:

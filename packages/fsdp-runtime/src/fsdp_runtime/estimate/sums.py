@@ -44,8 +44,10 @@ def moved_by_axis(traffic: Iterable[Traffic]) -> dict[str, int]:
 
 
 def unpriced_axes(traffic: Iterable[Traffic]) -> tuple[str, ...]:
-    """Axes over which bytes leave a rank and for which no bandwidth is known."""
-    return tuple(dict.fromkeys(item.axis for item in traffic if item.moved and item.seconds is None))
+    """Axes without a bandwidth over which more than a thousandth of the bytes goes (a norm's few bytes are nothing)."""
+    items = list(traffic)
+    unpriced = moved_by_axis(item for item in items if item.seconds is None)
+    return tuple(axis for axis, moved in unpriced.items() if moved > moved_bytes(items) / 1000)
 
 
 def _sum(items: list[Traffic]) -> AxisTotal:

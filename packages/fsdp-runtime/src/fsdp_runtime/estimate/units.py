@@ -125,7 +125,7 @@ def readable_mesh(mesh: Mapping[str, int]) -> str:
 
 
 def _pairs(text: str, error: type[Exception], example: str) -> list[tuple[str, str]]:
-    pairs = []
+    pairs: list[tuple[str, str]] = []
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not (name and equals and value):

@@ -1,0 +1,25 @@
+"""Floating-point operations of an operator, by torch's own formulas and those that it lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+
+def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Operations of one call, a multiply-add being two; 0 for operators that only move or add.
+
+    Attention under a causal mask counts as without one, as in ``torch.utils.flop_counter``.
+    """
+    packet = function._overloadpacket
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    if "grouped_mm" in str(packet) and getattr(args[0], "ndim", 0) == 2:
+        products = 2 if "backward" in str(packet) else 1  # transformers' operator gives both gradients
+        return 2 * products * args[0].numel() * args[1].shape[-1]
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
