@@ -16,6 +16,7 @@ from fsdp_runtime.errors import (
     FsdpRuntimeError,
     GradientError,
     LayoutError,
+    LostRankError,
     MeshError,
     MetaBufferError,
     MismatchError,
@@ -38,9 +39,11 @@ from fsdp_runtime.report import ParallelReport, parallel_report
 from fsdp_runtime.ring import ring_attention
 from fsdp_runtime.sequences import SequenceLayout, sequence_layout
 from fsdp_runtime.sharding import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
+from fsdp_runtime.stopping import stop_on_signal
 from fsdp_runtime.tensor_parallel import apply_plan
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.unshard import unsharded
+from fsdp_runtime.watching import Watch, watch_ranks
 from fsdp_runtime.weights import (
     LoadReport,
     WeightInfo,
@@ -72,6 +75,7 @@ __all__ = [
     "Launch",
     "LayoutError",
     "LoadReport",
+    "LostRankError",
     "MeshError",
     "MeshSpec",
     "MetaBufferError",
@@ -88,6 +92,7 @@ __all__ = [
     "ShardingOptions",
     "Sweep",
     "TrainingState",
+    "Watch",
     "WeightInfo",
     "WeightsError",
     "adopt_mesh",
@@ -119,10 +124,12 @@ __all__ = [
     "send_weights",
     "sequence_layout",
     "shard_over_data_parallel",
+    "stop_on_signal",
     "stream_buckets",
     "stream_weights",
     "submesh",
     "sweep",
     "unpacked",
     "unsharded",
+    "watch_ranks",
 ]

@@ -102,6 +102,11 @@ def own_store() -> dist.Store:
     return distributed_c10d._get_default_store().clone()
 
 
+def own_store() -> dist.Store:
+    """A connection of one's own to the store of ``init_process_group``, which torch 2.10 to 2.15 hand out nowhere."""
+    return distributed_c10d._get_default_store().clone()
+
+
 def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
     """The causal mask of the last ``queries`` of ``keys`` tokens, in the form that fast kernels need no memory for.
 

@@ -65,3 +65,20 @@ class MetaBufferError(WeightsError):
 
 class OtherRankError(WeightsError):
     """This rank did its part, and another did not; the message is that rank's."""
+
+
+class LostRankError(FsdpRuntimeError, RuntimeError):
+    """Another rank died, stalled or failed while all were watched.
+
+    Args:
+        rank: that rank.
+        phase: what it was doing, as it said last.
+        what: what became of it.
+    """
+
+    def __init__(self, rank: int, phase: str, what: str) -> None:
+        super().__init__(rank, phase, what)
+        self.rank, self.phase, self.what = rank, phase, what
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, in phase {self.phase!r}, {self.what}"
