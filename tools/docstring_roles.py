@@ -7,13 +7,15 @@ from typing import Any
 
 import griffe
 
+LITERAL = re.compile(r"::\n\n")
 ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc|data):`~?([^`]+)`")
 
 
 class DocstringRoles(griffe.Extension):
-    """Rewrites ``:func:`name``` in every docstring to the name as code."""
+    """Rewrites ``:func:`name``` in every docstring to the name as code, and ``::`` before a block to a colon."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rewrite one object's docstring."""
         if obj.docstring is not None:
-            obj.docstring.value = ROLE.sub(r"`\1`", obj.docstring.value).replace("``", "`")
+            text = ROLE.sub(r"`\1`", obj.docstring.value)
+            obj.docstring.value = LITERAL.sub(":\n\n", text).replace("``", "`")
