@@ -127,18 +127,21 @@ def _estimate(options: argparse.Namespace, progress: Progress) -> int:
 
 
 def _sweep(options: argparse.Namespace, progress: Progress) -> int:
-    modes = options.activation_checkpointing
+    varied: dict[str, Any] = {}
+    if options.sequence_parallel:
+        varied["sequence_parallel"] = (True,)
+    if options.activation_checkpointing:
+        varied["activation_checkpointing"] = options.activation_checkpointing.split(",")
     found = sweep(
         options.model,
         _world_size(options),
         max_tp=options.max_tp,
         cp=options.cp,
         dp_replicate=options.dp_replicate,
-        **({"sequence_parallel": (True,)} if options.sequence_parallel else {}),
-        **({"activation_checkpointing": modes.split(",")} if modes else {}),
         device_flops=options.device_flops,
         workers=options.workers,
         progress=progress,
+        **varied,
         **_common(options),
     )
     progress.close()

@@ -1,0 +1,192 @@
+"""``fsdp-runtime estimate``: what is asked of the dry run, what is printed and written, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_runtime import Estimate, MeshSpec, ModelError, Sweep, cli
+from fsdp_runtime.estimate.candidates import Candidate, ranked
+from harness.estimates import GIB, made_estimate
+from harness.models import tiny_config
+from tp_plans import Plan, UnknownArchitectureError, plan_for
+
+ONE = ["estimate", "config.json", "--seq-len", "64", "--mesh", "dp_shard=4,tp=2"]
+MANY = ["estimate", "config.json", "--seq-len", "64", "--sweep", "--world-size", "8"]
+
+
+class Asked:
+    """Stands for ``estimate`` or ``sweep`` and keeps how it was called."""
+
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self.answer = answer
+        self.arguments: tuple[Any, ...] = ()
+        self.options: dict[str, Any] = {}
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.arguments, self.options = arguments, options
+        return self.answer()
+
+
+def _answer(monkeypatch: pytest.MonkeyPatch, estimate: Estimate | Exception) -> Asked:
+    def answer() -> Estimate:
+        if isinstance(estimate, Exception):
+            raise estimate
+        return estimate
+
+    asked = Asked(answer)
+    monkeypatch.setattr(cli, "estimate", asked)
+    return asked
+
+
+def _sweep_of(*estimates: Estimate) -> Sweep:
+    plain = Candidate(mesh=MeshSpec(dp_shard=8), sequence_parallel=False, activation_checkpointing="none")
+    return ranked(8, [plain.with_estimate(estimate, device_flops=None) for estimate in estimates])
+
+
+def test_options_reach_the_dry_run_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _answer(monkeypatch, made_estimate())
+    rest = "--micro-batch 2 --sequence-parallel --activation-checkpointing block --dtype fp16 --master-dtype fp32"
+    more = "--optimizer sgd --logprobs linear --offload --no-clip --exact --rank 3 --device-memory 80GiB"
+    assert cli.main([*ONE, *rest.split(), *more.split(), "--bandwidth", "tp=450GB/s,dp_shard=400Gb/s"]) == 0
+    assert asked.arguments == ("config.json", MeshSpec(dp_shard=4, tp=2))
+    progress = asked.options.pop("progress")
+    assert callable(progress)
+    assert asked.options == {
+        "seq_len": 64,
+        "micro_batch": 2,
+        "plan": "auto",
+        "sequence_parallel": True,
+        "activation_checkpointing": "block",
+        "dtype": "fp16",
+        "master_dtype": "fp32",
+        "optimizer": "sgd",
+        "logprobs": "linear",
+        "clip": False,
+        "offload": True,
+        "exact": True,
+        "rank": 3,
+        "device_memory": "80GiB",
+        "bandwidth": {"tp": "450GB/s", "dp_shard": "400Gb/s"},
+    }
+
+
+def test_a_plan_is_a_word_a_file_or_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = _answer(monkeypatch, made_estimate())
+    (tmp_path / "plan.json").write_text(plan_for("llama").to_json())
+    wanted: dict[str, Plan | str | None] = {
+        "my.plan": "my.plan",
+        str(tmp_path / "plan.json"): plan_for("llama"),
+        "none": None,
+    }
+    for told, plan in wanted.items():
+        assert cli.main([*ONE, "--plan", told]) == 0
+        assert asked.options["plan"] == plan
+
+
+def test_a_size_of_minus_1_is_inferred_from_the_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _answer(monkeypatch, made_estimate())
+    assert cli.main([*ONE[:-1], "dp_shard=-1,tp=2", "--world-size", "16"]) == 0
+    assert asked.arguments[1] == MeshSpec(dp_shard=8, tp=2)
+
+
+def test_exit_codes_tell_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _answer(monkeypatch, made_estimate(device_memory=80 * GIB))
+    assert cli.main(ONE) == 0
+    _answer(monkeypatch, made_estimate(device_memory=30 * GIB))
+    assert cli.main(ONE) == 1
+    assert "Does not fit" in capsys.readouterr().out
+
+
+def test_files_and_standard_output_take_what_they_are_asked_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    estimate = made_estimate()
+    _answer(monkeypatch, estimate)
+    assert cli.main([*ONE, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(estimate.to_json())
+    names = {kind: str(tmp_path / kind) for kind in ("json", "html", "png")}
+    assert cli.main([*ONE, *(part for kind, name in names.items() for part in (f"--{kind}", name))]) == 0
+    assert capsys.readouterr().out.startswith("LlamaForCausalLM, 70.6 G parameters")
+    assert json.loads(Path(names["json"]).read_text())["flops"] == estimate.flops
+    assert Path(names["html"]).read_text().startswith("<!doctype html>")
+    assert Path(names["png"]).stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModelError("tp=3: 4 heads do not divide"),
+        UnknownArchitectureError("remote code is not run"),
+        ImportError("No module named 'transformers'"),
+    ],
+)
+def test_errors_are_one_message_and_no_traceback(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _answer(monkeypatch, error)
+    assert cli.main(ONE) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fsdp-runtime estimate: {error}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (ONE[:-2], "which mesh?"),
+        (MANY[:-2], "how many ranks?"),
+        ([*ONE[:-1], "dp_shard=4,pp=2"], "an axis 'pp'"),
+        ([*ONE, "--plan", "absent.json"], "absent.json"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused_before_anything_runs(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _answer(monkeypatch, AssertionError("reached"))
+    assert cli.main(arguments) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_sweep_holds_what_is_given_and_varies_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(lambda: _sweep_of(made_estimate()))
+    monkeypatch.setattr(cli, "sweep", asked)
+    assert cli.main(MANY) == 0
+    assert asked.arguments == ("config.json", 8)
+    assert not {"sequence_parallel", "activation_checkpointing"} & set(asked.options)
+    fixed = ["--sequence-parallel", "--activation-checkpointing", "block,mlp", "--cp", "1,2", "--dp-replicate", "2"]
+    assert cli.main([*MANY, *fixed]) == 0
+    names = ("sequence_parallel", "activation_checkpointing", "cp", "dp_replicate")
+    assert [asked.options[name] for name in names] == [(True,), ["block", "mlp"], (1, 2), (2,)]
+    assert cli.main([*ONE, "--sweep"]) == 0
+    assert asked.arguments == ("config.json", 8)  # as many ranks as the mesh has
+
+
+def test_exit_codes_of_a_sweep_tell_whether_anything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits, too_large = made_estimate(device_memory=80 * GIB), made_estimate(device_memory=GIB)
+    for found, code in ((_sweep_of(too_large, fits), 0), (_sweep_of(too_large), 1), (_sweep_of(), 2)):
+        monkeypatch.setattr(cli, "sweep", Asked(lambda found=found: found))
+        assert cli.main(MANY) == code
+
+
+def test_a_tiny_model_is_swept_from_its_bare_config(tmp_path: Path) -> None:
+    tiny_config("LlamaForCausalLM", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    fixed = ["--activation-checkpointing", "none", "--max-tp", "2", "--dp-replicate", "1", "--workers", "1"]
+    command = ["estimate", str(tmp_path), "--seq-len", "16", "--sweep", "--world-size", "2", *fixed, "--json", "-"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_runtime.cli", *command, "--bandwidth", "1GB/s", "--device-memory", "1GiB"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["candidates"]
+    assert [each["refusal"] for each in found] == ["", "", ""]
+    assert {(each["mesh"]["tp"], each["sequence_parallel"]) for each in found} == {(1, False), (2, False), (2, True)}
+    assert all(each["estimate"]["fits"] and each["seconds_per_million_tokens"] > 0 for each in found)
+    assert "3/3 " in done.stderr
