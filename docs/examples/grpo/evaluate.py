@@ -10,6 +10,7 @@ from batch import Sample
 from report import Reloaded, Score
 from rollout import Generator
 from run import Run
+from settings import Settings
 from task import Question, draw_questions, reward
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,13 +36,20 @@ def score(run: Run, after: int) -> Score:
     run.generator.load(run.trainer.weights())
     questions = held_out_questions(run.settings.held_out)
     mine = questions[dist.get_rank() :: dist.get_world_size()]
-    rng = torch.Generator(run.device).manual_seed(HELD_OUT_SEED + dist.get_rank())
-    sampled = _answer(run.generator, mine, run.settings.max_new_tokens, 1.0, rng)
-    greedy = _answer(run.generator, mine, run.settings.max_new_tokens, 0.0)
-    right = torch.tensor([_right(run.generator, mine, answers) for answers in (sampled, greedy)], device=run.device)
+    right = torch.tensor(right_answers(run.generator, mine, run.settings, dist.get_rank()), device=run.device)
     dist.all_reduce(right)
     shares = (right / len(questions)).tolist()
     return Score(after, sampled=shares[0], greedy=shares[1])
+
+
+def right_answers(
+    generator: Generator, questions: Sequence[Question], settings: Settings, rank: int
+) -> tuple[float, float]:
+    """How many questions a generator answers right: sampled, and with the likeliest tokens."""
+    rng = torch.Generator(generator.device).manual_seed(HELD_OUT_SEED + rank)
+    sampled = _answer(generator, questions, settings.max_new_tokens, 1.0, rng)
+    greedy = _answer(generator, questions, settings.max_new_tokens, 0.0)
+    return _right(generator, questions, sampled), _right(generator, questions, greedy)
 
 
 def reload(run: Run, folder: Path) -> Reloaded:

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 from batch import Batch, Sample, chunks, collate, padded_length
 from objective import clipped_policy_loss, group_advantages
 from report import Step
+from rollout import Generator
 from run import Run, mean_and_max, scheduled
 from task import Question, draw_questions, reward
 
@@ -26,13 +28,54 @@ def grpo_step(run: Run, step: int) -> Step:
     run.generator.load(run.trainer.weights())
     questions = draw_questions(settings.prompts, run.questions, held_out=False)
     samples = _sample_on_all_ranks(run, questions)
-    rewards = torch.tensor(
+    rewards = rewards_of(questions, samples, run.generator)
+    improvement = improve(run, samples, rewards, step)
+    return improvement.as_step(step, samples, rewards, time.perf_counter() - start)
+
+
+def rewards_of(questions: Sequence[Question], samples: Sequence[Sample], generator: Generator) -> torch.Tensor:
+    """``[prompts, group]``: the reward of every sample, those of one question in a row."""
+    return torch.tensor(
         [
-            [reward(question, run.generator.completion_text(sample)) for sample in group]
+            [reward(question, generator.completion_text(sample)) for sample in group]
             for question, group in zip(questions, chunks(samples, len(questions)), strict=True)
         ]
     )
 
+
+@dataclass(frozen=True)
+class Improvement:
+    """The trainer's figures of one step.
+
+    Attributes:
+        logprob_diff_mean: As in ``Step``.
+        logprob_diff_max: As in ``Step``.
+        grad_norm: As in ``Step``.
+    """
+
+    logprob_diff_mean: float
+    logprob_diff_max: float
+    grad_norm: float
+
+    def as_step(self, step: int, samples: Sequence[Sample], rewards: torch.Tensor, seconds: float) -> Step:
+        """The figures of the whole step, which is counted from zero."""
+        tokens = sum(len(sample.prompt) + len(sample.completion) for sample in samples)
+        return Step(step + 1, rewards.mean().item(), **asdict(self), tokens_per_second=tokens / seconds)
+
+
+def improve(run: Run, samples: Sequence[Sample], rewards: torch.Tensor, step: int) -> Improvement:
+    """Update the policy from samples of its own; collective, with the same arguments on every rank.
+
+    Args:
+        run: The run.
+        samples: Those of all prompts, group by group.
+        rewards: ``[prompts, group]``.
+        step: Counted from zero.
+
+    Returns:
+        The figures of the updates, the same on every rank.
+    """
+    settings = run.settings
     updates = chunks(samples, settings.updates)
     advantages = [part.to(run.device) for part in _my_rows(run, group_advantages(rewards).flatten())]
     batches = [_my_batch(run, update) for update in updates]
@@ -50,15 +93,7 @@ def grpo_step(run: Run, step: int) -> Step:
         lr = scheduled(settings.lr, step, settings.steps)
         norms.append(run.trainer.step(loss, lr, settings.max_grad_norm))
 
-    tokens_seen = sum(len(sample.prompt) + len(sample.completion) for sample in samples)
-    return Step(
-        step=step + 1,
-        reward=rewards.mean().item(),
-        logprob_diff_mean=mean_difference,
-        logprob_diff_max=max_difference,
-        grad_norm=torch.stack(norms).mean().item(),
-        tokens_per_second=tokens_seen / (time.perf_counter() - start),
-    )
+    return Improvement(mean_difference, max_difference, torch.stack(norms).mean().item())
 
 
 def _sample_on_all_ranks(run: Run, questions: Sequence[Question]) -> list[Sample]:
@@ -75,7 +110,7 @@ def _sample_on_all_ranks(run: Run, questions: Sequence[Question]) -> list[Sample
 def _my_batch(run: Run, update: Sequence[Sample]) -> Batch:
     """This rank's part of an update's samples, padded to a length that all ranks agree on."""
     mine = chunks(update, run.dp_size)[run.dp_rank]
-    return collate(mine, padded_length(update), run.generator.tokenizer.pad_token_id, run.device)
+    return collate(mine, padded_length(update), run.tokenizer.pad_token_id, run.device)
 
 
 def _my_rows(run: Run, values: torch.Tensor) -> list[torch.Tensor]:

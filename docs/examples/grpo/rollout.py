@@ -24,7 +24,6 @@ class Generator:
         self.tokenizer = tokenizer
         self.device = model.device
 
-    @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take over streamed weights, one tensor at a time.
 
@@ -34,14 +33,33 @@ class Generator:
         Raises:
             KeyError: A name that the model does not have, or a weight that did not come.
         """
-        # state_dict() lists a tied weight under both of its names; the two share one storage.
+        self.require_all(self.load_some(weights))
+
+    @torch.no_grad()
+    def load_some(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Take over a part of the weights; the names that came.
+
+        Raises:
+            KeyError: A name that the model does not have.
+        """
         targets = self.model.state_dict()
-        filled = set()
+        came = set()
         for name, tensor in weights:
             if name not in targets:
                 raise KeyError(f"the stream holds {name!r}, which the generator's model does not have")
             targets[name].copy_(tensor)
-            filled.add(targets[name].data_ptr())
+            came.add(name)
+        return came
+
+    def require_all(self, came: set[str]) -> None:
+        """Check that nothing was left out.
+
+        Raises:
+            KeyError: A weight did not come, under any of its names.
+        """
+        # state_dict() lists a tied weight under both of its names; the two share one storage.
+        targets = self.model.state_dict()
+        filled = {targets[name].data_ptr() for name in came}
         missing = [name for name, target in targets.items() if target.data_ptr() not in filled]
         if missing:
             raise KeyError(f"the stream left out {len(missing)} of {len(targets)} weights, first {missing[0]!r}")

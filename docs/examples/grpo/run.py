@@ -10,6 +10,7 @@ from rollout import Generator
 from settings import Settings
 from torch.distributed.device_mesh import DeviceMesh
 from trainer import Trainer
+from transformers import PreTrainedTokenizerBase
 
 import fsdp_runtime
 
@@ -23,7 +24,8 @@ class Run:
         mesh: The ranks by axis.
         device: Where this rank computes.
         trainer: The policy that all ranks train together.
-        generator: This rank's own copy of the policy, which samples.
+        tokenizer: The policy's tokenizer.
+        generator: This rank's own copy of the policy, which samples; none where another process does.
         report: Where figures go.
         questions: Draws questions; in the same state on every rank, so that all ranks draw the same ones.
         sampling: Draws tokens; in a state of its own on every rank.
@@ -33,7 +35,8 @@ class Run:
     mesh: DeviceMesh
     device: torch.device
     trainer: Trainer
-    generator: Generator
+    tokenizer: PreTrainedTokenizerBase
+    generator: Generator | None
     report: Report
     questions: random.Random
     sampling: torch.Generator

@@ -77,6 +77,7 @@ def set_up(settings: Settings) -> Run:
         mesh=mesh,
         device=device,
         trainer=Trainer(config, folder, mesh, dtype, sequence_parallel),
+        tokenizer=tokenizer,
         generator=generator,
         report=Report(visible=rank == 0, every=settings.report_every),
         questions=random.Random(settings.seed),
@@ -120,7 +121,7 @@ def save_and_reload(run: Run) -> None:
     output = run.settings.output
     run.trainer.save(output / "tuned")
     if dist.get_rank() == 0:
-        run.generator.tokenizer.save_pretrained(output / "tuned")
+        run.tokenizer.save_pretrained(output / "tuned")
         run.report.add_reload(reload(run, output / "tuned"))
         run.report.write(output)
 

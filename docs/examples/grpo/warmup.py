@@ -20,7 +20,7 @@ def _supervised_step(run: Run, lr: float) -> float:
     """One step of cross entropy on fresh text; returns this rank's loss."""
     samples = _draw_text(run, run.settings.warmup_batch)
     mine = chunks(samples, run.dp_size)[run.dp_rank]
-    batch = collate(mine, padded_length(samples), run.generator.tokenizer.pad_token_id, run.device)
+    batch = collate(mine, padded_length(samples), run.tokenizer.pad_token_id, run.device)
     # Averaging over the data-parallel ranks happens to the gradients; it must leave the mean over all tokens.
     tokens = sum(len(sample.completion) for sample in samples) / run.dp_size
     loss = -run.trainer.logprobs(batch).sum() / tokens
@@ -30,7 +30,7 @@ def _supervised_step(run: Run, lr: float) -> float:
 
 def _draw_text(run: Run, count: int) -> list[Sample]:
     """Training questions with the answers of the warm-up text; the same on every rank."""
-    tokenizer = run.generator.tokenizer
+    tokenizer = run.tokenizer
     questions = draw_questions(count, run.questions, held_out=False)
     prompts = tokenizer([question.prompt for question in questions])["input_ids"]
     answers = tokenizer([warmup_answer(question, run.questions) for question in questions], add_special_tokens=False)[
