@@ -114,6 +114,13 @@ def next_versions(session: nox.Session) -> None:
 
 
 @nox.session
+def ray(session: nox.Session) -> None:
+    """Run the GRPO example as Ray actors on this machine: trainer ranks that stream weights to a generator."""
+    install_editable(session, "test", "ray")
+    session.run("pytest", "integration_tests/with_ray/grpo_example.py", *session.posargs)
+
+
+@nox.session
 def integration(session: nox.Session) -> None:
     """Run the integration tests: model parity on two and four ranks."""
     install_editable(session, "test")
