@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -95,11 +95,6 @@ def reduce_scatter_flat(own: Tensor, everyone: Tensor, group: ProcessGroup) -> d
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dist.Work = scatter(own, everyone, group=group, async_op=True)
     return work
-
-
-def own_store() -> dist.Store:
-    """A connection of one's own to the store of ``init_process_group``, which torch 2.10 to 2.15 hand out nowhere."""
-    return distributed_c10d._get_default_store().clone()
 
 
 def own_store() -> dist.Store:
@@ -212,18 +207,35 @@ def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside_modes
 
 
+def forget_meshes() -> None:
+    """Empty DTensor's caches of what it decided for a mesh, which a later mesh that is equal to it would be served from.
+
+    Meshes are equal by shape and names; the groups of one that is gone cannot be used, nor can another rank's offsets.
+    Private in torch 2.10 to 2.15, and not all there in 2.10.
+    """
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
+
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+
+
 def group_of(value: object) -> ProcessGroup | None:
     """The process group that an operator's argument is, as an object or by its name; ``None`` for other arguments.
 
     Names are resolved by a private function in torch 2.10 to 2.15.
     """
+    from torch.distributed import distributed_c10d
+
     if isinstance(value, ProcessGroup):
         return value
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
         return ProcessGroup.unbox(value)
     if isinstance(value, str):
         try:
-            return dist.distributed_c10d._resolve_process_group(value)
+            return cast("ProcessGroup", getattr(distributed_c10d, "_resolve_process_group")(value))  # noqa: B009
         except (RuntimeError, ValueError, LookupError):
             return None
     return None
@@ -236,5 +248,5 @@ def autograd_position() -> int:
 
 def running_backward_of() -> int | None:
     """The number of the backward node that runs now; ``None`` outside backward (private in torch 2.10 to 2.15)."""
-    node = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())

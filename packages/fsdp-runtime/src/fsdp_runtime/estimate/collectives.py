@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -133,6 +132,5 @@ def _name(function: Any) -> str:
     return str(function._schema.name).split("::")[1]
 
 
-@cache
 def _ranks(group: ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))

@@ -15,11 +15,11 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
     """
     packet = function._overloadpacket
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))  # type: ignore[no-untyped-call]
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]
     if "grouped_mm" in str(packet) and getattr(args[0], "ndim", 0) == 2:
         products = 2 if "backward" in str(packet) else 1  # transformers' operator gives both gradients
-        return 2 * products * args[0].numel() * args[1].shape[-1]
+        return 2 * products * int(args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

@@ -68,7 +68,7 @@ def _from_config(source: Any) -> Callable[[], nn.Module]:
         config = _read(file, AutoConfig)
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
-            return lambda: cast("nn.Module", auto.from_config(config))
+            return lambda: cast("nn.Module", auto.from_config(config))  # type: ignore[no-untyped-call]
     if type(config) in AutoModel._model_mapping:
         raise EstimateError(f"{type(config).__name__} has no class with a language head, so there is no log-prob")
     raise EstimateError(f"{type(config).__name__} is no config that transformers has a model for")

@@ -77,11 +77,11 @@ class Recording:
     assumed: dict[tuple[str, str, str], None] = field(default_factory=dict)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records local operators: those of DTensors come here afterwards, as what they are made of."""
 
     def __init__(self, places: Places) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self._places = places
         self._phase: Phase | None = None
@@ -134,7 +134,9 @@ class Recorder(TorchDispatchMode):
     def _note_results(self, func: Any, result: Any) -> None:
         moment = None
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._live:
+            if not isinstance(leaf, Tensor) or leaf.device.type == "meta":
+                continue
+            if leaf.untyped_storage()._cdata not in self._live:
                 moment = self._moment(str(func)) if moment is None else moment
                 self._made(leaf, moment)
 

@@ -1,8 +1,8 @@
 """From a trace, or from two that differ by one group of identical blocks, to the whole model.
 
 With blocks of one kind everything that is alive at a moment is a linear function of how many of them there are: before
-that moment, after it, and in all.  So the highest moments of the same region in two traces tell that of the whole model,
-and for a block between them the function is linear in its place, hence highest at one of the ends.
+that moment, after it, and in all.  So the highest moments of the same region in two traces tell that of the whole
+model, and for a block between them the function is linear in its place, hence highest at one of the ends.
 """
 
 from __future__ import annotations

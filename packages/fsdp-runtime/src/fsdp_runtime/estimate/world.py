@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime._torch_compat import fake_store, fake_tensors
+from fsdp_runtime._torch_compat import fake_store, fake_tensors, forget_meshes
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.mesh import MeshSpec
 
@@ -36,6 +36,7 @@ def fake_world(spec: MeshSpec, *, rank: int) -> Iterator[DeviceMesh]:
         yield spec.build(device_type="cpu")
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
 @contextmanager
