@@ -9,13 +9,8 @@ import torch
 
 from rl_logprobs._torch_compat import foreach_norm
 from rl_logprobs.rows import wide_dtype
+from rl_logprobs.stretches import stretch_norms
 
-#: torch's float32 norm on a CPU adds sequentially: 1e-5 off at a million elements, 2e-4 at eight million.
-#: Over stretches of this length it is exact to rounding, and just as fast.
-STRETCH = 1024
-#: Stretches that are read at once where torch first makes a float32 copy of what it reads, as it does on a CPU for
-#: half precision: 256 KiB of it, however long the gradient.
-WIDENED = 64
 #: Outside these bounds squares leave the range of float32 (1e25 squared overflows, 1e-23 squared vanishes).
 LEAST, LARGEST = 1e-15, 1e18
 
@@ -54,11 +49,15 @@ def _cpu_power(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     if order == math.inf:
         return _joined([extreme for tensor in tensors for extreme in torch.aminmax(tensor)]).abs().amax()
     if order == 2:
-        power = _joined(_stretch_norms(tensors)).square().sum()
+        exact = [tensor for tensor in tensors if tensor.dtype is torch.float64 or not tensor.is_contiguous()]
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in exact]
+        apart = set(map(id, exact))
+        norms += stretch_norms(tensor for tensor in tensors if id(tensor) not in apart)
+        power = _joined(norms).square().sum()
         if LEAST**2 < power < LARGEST**2:
             return power
-    norms = torch.stack([torch.linalg.vector_norm(tensor, order, dtype=torch.float64) for tensor in tensors])
-    return norms.pow(order).sum()
+    powers = torch.stack([torch.linalg.vector_norm(tensor, order, dtype=torch.float64) for tensor in tensors])
+    return powers.pow(order).sum()
 
 
 def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -66,24 +65,6 @@ def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
     by_kind: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
     for value in values:
         by_kind.setdefault((value.dtype, value.ndim), []).append(value)
-    return torch.cat([(torch.cat if dims else torch.stack)(alike).double() for (_, dims), alike in by_kind.items()])
-
-
-def _stretch_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Norms of stretches of the tensors, 0-d and 1-d, in dtypes in which they are exact to rounding."""
-    norms, short = [], []
-    for tensor in tensors:
-        length = tensor.numel()
-        if tensor.dtype is torch.float64 or not tensor.is_contiguous():
-            norms.append(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-        elif length <= STRETCH:
-            short.append(tensor)
-        else:
-            if rest := length % STRETCH:
-                tensor, tail = tensor.view(-1).split([length - rest, rest])
-                short.append(tail)
-            rows = tensor.view(-1, STRETCH)
-            whole = tensor.dtype is torch.float32 or length <= WIDENED * STRETCH
-            for block in (rows,) if whole else rows.split(WIDENED):
-                norms.append(torch.linalg.vector_norm(block, dim=1, dtype=torch.float32))
-    return norms + (foreach_norm(short, 2, torch.float32) if short else [])
+    return torch.cat(
+        [torch.cat(alike).double() if dims else torch.stack(alike).double() for (_, dims), alike in by_kind.items()]
+    )

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -128,5 +129,15 @@ def _part_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     """
     if mesh == other:
         return True
-    mine, theirs = set(mesh.mesh.flatten().tolist()), set(other.mesh.flatten().tolist())
+    mine, theirs = _ranks(mesh), _ranks(other)
     return mine == theirs or (mine < theirs and same_root(mesh, other))
+
+
+_known_ranks: WeakKeyDictionary[DeviceMesh, frozenset[int]] = WeakKeyDictionary()
+
+
+def _ranks(mesh: DeviceMesh) -> frozenset[int]:
+    """The mesh's ranks, remembered: torch computes them anew each time, as long as ten small gradients take."""
+    if mesh not in _known_ranks:
+        _known_ranks[mesh] = frozenset(mesh.mesh.flatten().tolist())
+    return _known_ranks[mesh]
