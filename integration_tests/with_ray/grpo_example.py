@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 DRIVE = Path(__file__).parents[2] / "docs" / "examples" / "ray_grpo" / "drive.py"
-SHORT = ("--warmup-steps=100", "--warmup-batch=128", "--steps=24", "--prompts=16", "--lr=1e-3")
+SHORT = ("--warmup-steps=60", "--warmup-batch=128", "--steps=24", "--prompts=16", "--lr=1e-3")
 QUICK = ("--held-out=64", "--report-every=1", "--score-every=12")
 
 # Sums of float32 logits taken in another order, by a cache and by two halves of every layer, stay within this.
