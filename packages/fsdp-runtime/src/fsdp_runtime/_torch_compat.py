@@ -208,15 +208,15 @@ def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches of what it decided for a mesh, which a later mesh that is equal to it would be served from.
+    """Empty DTensor's caches of what it decided for a mesh, from which a later one that is equal would be served.
 
     Meshes are equal by shape and names; the groups of one that is gone cannot be used, nor can another rank's offsets.
     Private in torch 2.10 to 2.15, and not all there in 2.10.
     """
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
-    debug._clear_python_sharding_prop_cache()
-    debug._clear_fast_path_sharding_prop_cache()
+    debug._clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    debug._clear_fast_path_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _redistribute._gen_transform_infos.cache_clear()
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

@@ -123,7 +123,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.collectives.append((self._phase, call))
         if func in DATA_DEPENDENT:
             result, told = substitute(func, args[0], self._places.running())
-            self.recording.assumed[str(func), self._places.now(), told] = None
+            if self._places.running():  # what loss and optimizer ask is whether targets are valid, which step it is
+                self.recording.assumed[str(func), self._places.now(), told] = None
         else:
             result = func(*args, **kwargs)
             remember_origin(func, args, result)

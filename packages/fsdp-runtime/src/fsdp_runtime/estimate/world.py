@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._torch_compat import fake_store, fake_tensors, forget_meshes
+from fsdp_runtime._transformers_compat import fake_tensors_are_data
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.mesh import MeshSpec
 
@@ -45,7 +46,7 @@ def without_data() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with fake_tensors():
+        with fake_tensors(), fake_tensors_are_data():
             yield
     finally:
         torch.set_num_threads(threads)
