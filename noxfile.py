@@ -135,6 +135,13 @@ def coverage(session: nox.Session) -> None:
     session.run("python", "-m", "zoo.run", *session.posargs, env=environment)
 
 
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Kill, stop and starve ranks of a training job, damage its files, and check that nothing is lost (`-- --help`)."""
+    install_editable(session, "test")
+    session.run("python", "-m", "faults.run", *session.posargs, env={"PYTHONPATH": "integration_tests"})
+
+
 @nox.session(requires=["dist"], reuse_venv=False)
 def plans_alone(session: nox.Session) -> None:
     """Run tp-plans' pure tests and the planner from its wheel, in an environment without torch and transformers."""

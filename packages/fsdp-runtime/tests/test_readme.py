@@ -17,6 +17,7 @@ SECTIONS = (
     "Between training and generation",
     "Long sequences",
     "Stopping and resuming",
+    "When a rank dies",
     "Weights for an inference engine",
     "Low-rank adapters",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Literal
@@ -37,23 +37,43 @@ class Finding:
     what: str
 
 
+#: Pulses of rank 0 that are kept for a rank that lags behind.
+_KEPT = 64
+
+
 class Board:
     """The part of a store that belongs to one watch.
 
     Args:
-        store: a connection of this watch's own: a store serves one call at a time, and the main thread's may wait.
+        connect: opens a connection of this watch's own to the store: one serves one call at a time, and some wait.
         name: the same on every rank, and another for every watch.
         timeout: seconds after which a call gives up.
     """
 
-    def __init__(self, store: Store, name: str, timeout: float) -> None:
-        store.set_timeout(timedelta(seconds=timeout))
-        self._store = PrefixStore(name, store)
+    def __init__(self, connect: Callable[[], Store], name: str, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
+        self._store, self._waiting = PrefixStore(name, connect()), PrefixStore(name, connect())
+        self._store.set_timeout(self._timeout)
 
     def post(self, rank: int, sign: Sign) -> None:
-        """Write a rank's sign."""
+        """Write a rank's sign; rank 0's wakes those that follow it."""
         self._store.set(_key(rank), json.dumps(asdict(sign)))
+        if rank == 0:
+            self._store.set(_pulse(sign.beat), "")
+            if sign.beat >= _KEPT:
+                self._store.delete_key(_pulse(sign.beat - _KEPT))
+
+    def follow(self, beat: int, timeout: float) -> Sign:
+        """Wait for rank 0's next sign after ``beat``.
+
+        It comes as soon as it is posted, so that what rank 0 did last is known when its process ends, and the store
+        with it.
+
+        Raises:
+            RuntimeError: nothing came, or the store is gone.
+        """
+        self._waiting.wait([_pulse(beat + 1)], timedelta(seconds=timeout))
+        return Sign(**json.loads(self._waiting.get(_key(0))))
 
     def signs(self, ranks: Iterable[int]) -> dict[int, Sign]:
         """The last signs of ranks that are known to have posted one."""
@@ -83,3 +103,7 @@ class Board:
 
 def _key(rank: int) -> str:
     return f"rank/{rank}"
+
+
+def _pulse(beat: int) -> str:
+    return f"pulse/{beat}"

@@ -38,10 +38,6 @@ class Lookout:
                 return Finding(rank, sign.phase, f"gave no sign of life for {silence:.3g} s (killed, stopped, cut off)")
         return None
 
-    def phase_of(self, rank: int) -> str:
-        """What a rank was last known to do."""
-        return self._signs.get(rank, Sign()).phase
-
     def all_left(self) -> bool:
         """Whether every rank looked at is done."""
         return all(sign.state == "left" for sign in self._signs.values())

@@ -54,7 +54,7 @@ def watch_ranks(*, timeout: float = 60.0) -> Iterator[Watch]:
         OptionError: the time-out is no positive number.
 
     The store of ``init_process_group`` carries the signs: one small message a rank and round, and one for each
-    phase.  Rank 0 reads all of them and announces what it finds; the others watch rank 0.
+    phase.  Rank 0 reads all of them and announces what it finds; the others follow rank 0.
     """
     if not timeout > 0:
         raise OptionError(f"timeout={timeout}: give seconds above 0")
@@ -77,7 +77,7 @@ class Watch:
         self._threads: list[threading.Thread] = []
         self._stopped, self._found, self._alone = threading.Event(), threading.Event(), threading.Event()
         self._posting = threading.Lock()
-        self._sign = Sign()
+        self._sign, self._first = Sign(), Sign()
         self._finding: Finding | None = None
         self._rounds_missed = 0
         self.rank, self._watching = 0, timeout is not None
@@ -85,7 +85,7 @@ class Watch:
             self.rank = dist.get_rank()
             self._timeout, self._interval = timeout, timeout / _ROUNDS
             self._others = range(1, dist.get_world_size()) if self.rank == 0 else range(1)
-            self._board = Board(own_store(), f"fsdp_runtime/watch/{next(_numbers)}", timeout)
+            self._board = Board(own_store, f"fsdp_runtime/watch/{next(_numbers)}", timeout)
             self._lookout = Lookout(self._interval, timeout)
 
     @contextmanager
@@ -121,21 +121,39 @@ class Watch:
             if self._watching:
                 self._board.post(self.rank, self._sign)
 
+    def _look(self) -> None:
+        """Rank 0: read everyone's signs, and announce what they tell."""
+        finding = self._lookout.look(self._board.signs(self._others))
+        if finding is not None and not self._found.is_set():
+            self._board.announce(finding)
+            self._post()  # wakes the others
+        self._conclude(finding)
+        if self._lookout.all_left():
+            self._alone.set()
+        self._stopped.wait(self._interval)
+
+    def _follow(self) -> None:
+        """Any other rank: wait for rank 0's next sign, and read what it announced."""
+        self._first = self._board.follow(self._first.beat, 2 * self._timeout)
+        failed = Finding(0, self._first.phase, f"raised {self._first.message}")
+        self._conclude(failed if self._first.state == "failed" else self._board.announced())
+
     def _exchange(self) -> None:
-        """Beat, and look at the others; this thread may get stuck in the store."""
-        while not self._stopped.wait(self._interval):
+        """Give signs of life, and look at the others; this thread may get stuck in the store."""
+        posted = time.monotonic()
+        while not self._stopped.is_set():
             try:
-                self._post()
-                finding = self._lookout.look(self._board.signs(self._others))
-                if self.rank == 0 and finding is not None and not self._found.is_set():
-                    self._board.announce(finding)
-                self._conclude(self._board.announced() or finding)
+                if time.monotonic() - posted >= 0.9 * self._interval:
+                    self._post()
+                    posted = time.monotonic()
+                if self.rank == 0:
+                    self._look()
+                else:
+                    self._follow()
             except RuntimeError as error:
-                self._conclude(self._lost_store(f"took the ranks' store with it ({str(error).splitlines()[0]})"))
+                self._conclude(self._lost_first(f"took the ranks' store with it ({str(error).splitlines()[0]})"))
                 return
             self._rounds_missed = 0
-            if self._lookout.all_left():
-                self._alone.set()
 
     def _guard(self) -> None:
         """End the process if the main thread does not; this thread never waits for anybody."""
@@ -143,7 +161,9 @@ class Watch:
         while not self._stopped.wait(self._interval):
             self._rounds_missed += 1
             if self._rounds_missed > _ROUNDS:
-                self._conclude(self._lost_store(f"did not answer for {self._timeout:g} s"))
+                self._conclude(
+                    self._lost_first(f"gave no sign of life for {self._timeout:g} s (killed, stopped, cut off)")
+                )
             rounds_since = rounds_since + 1 if self._found.is_set() else 0
             if rounds_since > _ROUNDS // 2:
                 logger.critical(
@@ -159,8 +179,8 @@ class Watch:
             self._finding = finding
             self._found.set()
 
-    def _lost_store(self, what: str) -> Finding:
-        return Finding(0, self._lookout.phase_of(0) if self.rank else self._sign.phase, what)
+    def _lost_first(self, what: str) -> Finding:
+        return Finding(0, self._first.phase if self.rank else self._sign.phase, what)
 
     def _lost(self) -> LostRankError:
         finding = self._finding or Finding(self.rank, self._sign.phase, "failed")

@@ -1,0 +1,1 @@
+"""A campaign of faults against a small training job: ``python -m faults.run``."""

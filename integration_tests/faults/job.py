@@ -1,0 +1,125 @@
+"""The training job that the campaign breaks: one rank of dp_shard=2 x tp=2.
+
+Every loss goes to a file of the rank's own, in full precision.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from transformers import Qwen3ForCausalLM  # noqa: F401 (imported once for all ranks, before they are forked)
+
+import fsdp_runtime
+from faults.plant import Fault, Planted
+from harness.models import tiny_inputs, tiny_model
+
+#: A state is saved after every so many steps.
+SAVE_EVERY = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the job is to do.
+
+    Args:
+        folder: for the losses, in files of the ranks.
+        states: the directory of training states.
+        resume: a state, or the directory for the newest; nothing to begin.
+        steps: how many there are in all.
+        timeout: of ``watch_ranks``, in seconds.
+        fault: what happens on one rank.
+    """
+
+    folder: str
+    states: str
+    resume: str | None
+    steps: int
+    timeout: float
+    fault: Fault | None
+
+
+class Training:
+    """Model, optimizer and scheduler; steps draw noise, so that random states matter."""
+
+    def __init__(self) -> None:
+        mesh = fsdp_runtime.MeshSpec(dp_shard=2, tp=2).build(device_type="cpu")
+        self.model = fsdp_runtime.parallelize(
+            tiny_model("Qwen3ForCausalLM", dtype=torch.float32), mesh, sequence_parallel=True
+        )
+        self.optimizer = AdamW(self.model.parameters(), lr=1e-3)
+        self.scheduler = CosineAnnealingLR(self.optimizer, T_max=20)
+        torch.manual_seed(fsdp_runtime.submesh(mesh, "dp").get_local_rank())
+
+    def loss(self) -> torch.Tensor:
+        logits = self.model(**tiny_inputs(self.model, batch=2, length=7), use_cache=False).logits
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return (logits + 0.1 * torch.randn_like(logits)).square().mean()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def save(self, states: str, step: int) -> None:
+        fsdp_runtime.save_training_state(states, self.model, self.optimizer, step=step, scheduler=self.scheduler)
+
+    def load(self, states: str) -> int:
+        state = fsdp_runtime.load_training_state(states, self.model, self.optimizer, scheduler=self.scheduler)
+        return state.step
+
+
+def train(settings: Settings) -> None:
+    """Train as a user's loop does, and write down every loss."""
+    torch.set_num_threads(1)
+    training = Training()
+    planted = Planted(settings.fault, training.model, Path(settings.folder))
+    losses = Path(settings.folder, f"losses-{dist.get_rank()}.jsonl")
+    with (
+        fsdp_runtime.stop_on_signal() as must_stop,
+        fsdp_runtime.watch_ranks(timeout=settings.timeout) as watch,
+        losses.open("a") as file,
+    ):
+        with watch.phase("load"):
+            first = training.load(settings.resume) if settings.resume else 0
+        for step in range(first, settings.steps):
+            planted.begin(step)
+            with watch.phase("forward"):
+                loss = training.loss()
+            with watch.phase("backward"):
+                loss.backward()
+            with watch.phase("update"):
+                training.update()
+            record(file, step, loss)
+            last = must_stop()
+            if last or (step + 1) % SAVE_EVERY == 0:
+                with watch.phase("save"):
+                    training.save(settings.states, step + 1)
+            with watch.phase("stream"):
+                for number, _ in enumerate(fsdp_runtime.stream_weights(training.model, bucket_bytes=2**14)):
+                    planted.streamed(number)
+            if last:
+                break
+    dist.destroy_process_group()
+
+
+def record(file: Any, step: int, loss: torch.Tensor) -> None:
+    """A line that is on the disk before anything can kill the process."""
+    file.write(json.dumps({"step": step, "loss": loss.item().hex()}) + "\n")
+    file.flush()
+
+
+def losses(folder: Path) -> list[dict[int, str]]:
+    """What a job recorded: for each rank, the losses by step."""
+    found = []
+    for file in sorted(folder.glob("losses-*.jsonl")):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        found.append({line["step"]: line["loss"] for line in lines})
+    return found

@@ -1,0 +1,93 @@
+"""Planting one fault in one rank of the job: at a step, in a phase, and by the operating system's own means."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_runtime import anatomy_of
+from fsdp_runtime.weights.safetensors_file import SafetensorsFile
+
+#: Name of the file that is made when the fault strikes.
+STRUCK = "struck"
+#: Bytes that a file may have on a disk that takes no more: fewer than a rank's part of a state.
+FULL_AT = 2**16
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, and where.
+
+    Args:
+        kind: ``"kill"`` (SIGKILL), ``"stop"`` (SIGSTOP), ``"terminate"`` (SIGTERM), ``"full"`` (no file may grow, as
+            on a full disk), ``"raise"``.
+        phase: ``"forward"``, ``"backward"``, ``"save"`` or ``"stream"``.
+        rank: on which rank.
+        step: in which step.
+    """
+
+    kind: str
+    phase: str
+    rank: int
+    step: int
+
+
+class Planted:
+    """A fault in waiting; nothing on ranks that it does not concern."""
+
+    def __init__(self, fault: Fault | None, model: nn.Module, folder: Path) -> None:
+        self._fault = fault if fault is not None and fault.rank == dist.get_rank() else None
+        self._struck, self._step = folder / STRUCK, -1
+        block = anatomy_of(model).last_block
+        match self._fault.phase if self._fault else None:
+            case "forward":
+                block.register_forward_hook(lambda *args: self._strike())
+            case "backward":
+                block.register_forward_hook(lambda module, inputs, output: self._in_backward(output))
+            case "save":
+                self._in_save()
+
+    def begin(self, step: int) -> None:
+        self._step = step
+
+    def streamed(self, number: int) -> None:
+        if self._fault is not None and self._fault.phase == "stream" and number == 3:
+            self._strike()
+
+    def _in_backward(self, output: Any) -> None:
+        first: Tensor = output[0] if isinstance(output, tuple) else output
+        if first.requires_grad:
+            first.register_hook(lambda gradient: self._strike())
+
+    def _in_save(self) -> None:
+        write = SafetensorsFile.write
+
+        def strike_and_write(file: SafetensorsFile, name: str, tensor: Tensor) -> None:
+            self._strike()
+            write(file, name, tensor)
+
+        SafetensorsFile.write = strike_and_write  # type: ignore[method-assign]
+
+    def _strike(self) -> None:
+        if self._fault is None or self._step != self._fault.step or self._struck.exists():
+            return
+        self._struck.touch()
+        match self._fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "terminate":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "full":
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then writing fails, as it does on a full disk
+                resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT, resource.RLIM_INFINITY))
+            case "raise":
+                raise ValueError("planted: the data of this rank is broken")

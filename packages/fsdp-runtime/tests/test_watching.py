@@ -1,0 +1,119 @@
+"""Watching ranks: whoever is lost is named with its phase, on every other rank, and nobody else is."""
+
+from __future__ import annotations
+
+import pickle
+import time
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_runtime import LostRankError, OptionError, watch_ranks
+from fsdp_runtime.watching.board import Sign
+from fsdp_runtime.watching.lookout import Lookout
+from harness.ranks import RankError, RankPool, RanksFailed
+
+# What signs of life tell.
+
+
+def test_a_rank_is_lost_once_its_sign_has_stayed_the_same_for_longer_than_the_timeout() -> None:
+    lookout = Lookout(interval=1.0, timeout=3.0)
+    lookout.look({2: Sign(beat=5, phase="backward")})
+    found = [lookout.look({2: Sign(beat=5, phase="backward")}) for _ in range(4)]
+    assert found[:3] == [None] * 3
+    assert (found[3].rank, found[3].phase) == (2, "backward")
+
+
+def test_any_new_sign_begins_the_wait_anew() -> None:
+    lookout = Lookout(interval=1.0, timeout=3.0)
+    for beat in (1, 1, 1, 2, 2, 2, 3, 3, 3):
+        assert lookout.look({2: Sign(beat=beat)}) is None
+
+
+def test_a_rank_that_left_may_be_silent() -> None:
+    lookout = Lookout(interval=1.0, timeout=3.0)
+    assert not any(lookout.look({2: Sign(beat=1, state="left")}) for _ in range(9))
+    assert lookout.all_left()
+
+
+def test_a_rank_that_raised_is_named_rather_than_those_that_fell_silent_over_it() -> None:
+    lookout = Lookout(interval=1.0, timeout=3.0)
+    for _ in range(4):
+        lookout.look({1: Sign(beat=1)})
+    found = lookout.look({1: Sign(beat=1), 2: Sign(beat=7, phase="save", state="failed", message="OSError: full")})
+    assert (found.rank, found.phase, found.what) == (2, "save", "raised OSError: full")
+
+
+# On running ranks; dead and stopped ones are for ``nox -s faults``.
+
+
+def _one_raises(guilty: int, error: Exception) -> None:
+    with watch_ranks(timeout=1.0) as watch:
+        with watch.phase("load"):
+            dist.barrier()
+        with watch.phase("forward"):
+            if dist.get_rank() == guilty:
+                raise error
+            while True:
+                with watch.phase("waiting"):
+                    time.sleep(0.02)
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize(
+    "error", [ValueError("broken data"), RuntimeError("shapes do not match")], ids=["own error", "perhaps an echo"]
+)
+def test_the_rank_that_raises_keeps_its_error_and_the_other_names_it(
+    two_ranks: RankPool, guilty: int, error: Exception
+) -> None:
+    with pytest.raises(RanksFailed) as failure:
+        two_ranks.run(_one_raises, guilty, error)
+    own, other = failure.value.errors[guilty], failure.value.errors[1 - guilty]
+    assert (own.type_name, own.message) == (type(error).__name__, str(error))
+    assert f"on rank {guilty}, in phase 'forward'" in own.traceback
+    assert other.type_name == "LostRankError"
+    assert f"rank {guilty}, in phase 'forward', raised {type(error).__name__}: {error}" in other.message
+    assert f"rank {1 - guilty}, which says this, was in phase 'waiting'" in other.message
+
+
+def _quiet_work(seconds: float) -> str:
+    """One rank waits for the other for longer than the time-out, and nothing is wrong; then once more."""
+    for _ in range(2):
+        with watch_ranks(timeout=0.5) as watch, watch.phase("backward"):
+            if dist.get_rank() == 1:
+                time.sleep(seconds)
+            dist.barrier()
+    return "done"
+
+
+def test_waiting_for_a_slow_rank_is_no_loss(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_quiet_work, 1.5) == ["done", "done"]
+
+
+def _never_watches() -> None:
+    if dist.get_rank() == 0:
+        with watch_ranks(timeout=1.0):
+            pass
+
+
+def test_a_rank_that_never_begins_is_named(two_ranks: RankPool) -> None:
+    with pytest.raises(RanksFailed) as failure:
+        two_ranks.run(_never_watches)
+    error: RankError = failure.value.errors[0]
+    assert "ranks [1] did not begin to watch within 1 s" in error.message
+
+
+def test_a_single_process_is_not_watched_but_its_errors_say_the_phase() -> None:
+    with pytest.raises(RuntimeError, match="own") as failure, watch_ranks() as watch, watch.phase("forward"):
+        raise RuntimeError("own")
+    assert failure.value.__notes__ == ["on rank 0, in phase 'forward'"]
+
+
+def test_a_timeout_of_nothing_is_refused() -> None:
+    with pytest.raises(OptionError, match="timeout=0"), watch_ranks(timeout=0):
+        pass
+
+
+def test_the_error_travels_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(LostRankError(3, "save", "was killed")))
+    assert (error.rank, error.phase, str(error)) == (3, "save", "rank 3, in phase 'save', was killed")
