@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fsdp_runtime import EstimateError, MeshError, MeshSpec
+from fsdp_runtime.estimate.settings import bandwidths
 from fsdp_runtime.estimate.units import (
+    parse_bandwidth,
+    parse_bytes,
     parse_flops,
     parse_mesh,
     readable_bytes,
@@ -40,6 +43,31 @@ def test_bandwidths_come_by_axis_or_as_one_for_all() -> None:
     assert split_bandwidths("50GB/s") == "50GB/s"
     with pytest.raises(EstimateError, match="axis tp comes twice"):
         split_bandwidths("tp=1,tp=2")
+
+
+@pytest.mark.parametrize(
+    ("value", "size"), [("80GiB", 80 * 2**30), ("80 gb", 80 * 10**9), ("1.5KiB", 1536), ("4096", 4096), (7, 7)]
+)
+def test_sizes_are_read_in_powers_of_1024_where_there_is_an_i_and_else_of_1000(value: int | str, size: int) -> None:
+    assert parse_bytes(value) == size
+
+
+@pytest.mark.parametrize("value", ["80G", "big", "", "-1", 0, "0GiB"])
+def test_a_size_that_is_none_is_refused(value: int | str) -> None:
+    with pytest.raises(EstimateError, match=r"80GiB|positive"):
+        parse_bytes(value)
+
+
+@pytest.mark.parametrize("value", ["50GB/s", "400Gb/s", "400Gbit/s", "400 gbps", 5e10, "5e10", "0.05TB/s"])
+def test_links_are_told_in_bytes_or_in_bits_and_the_case_of_b_matters(value: float | str) -> None:
+    assert parse_bandwidth(value) == pytest.approx(5e10)
+    assert bandwidths({"tp": value}) == {"tp": pytest.approx(5e10)}
+
+
+@pytest.mark.parametrize("value", ["fast", "50GB", "0GB/s", -5.0])
+def test_a_bandwidth_that_is_none_is_refused(value: float | str) -> None:
+    with pytest.raises(EstimateError, match=r"450GB/s|positive"):
+        parse_bandwidth(value)
 
 
 @pytest.mark.parametrize("text", ["400TFLOP/s", "400 TFLOPS", "400tflops/s", "4e14", "0.4P"])

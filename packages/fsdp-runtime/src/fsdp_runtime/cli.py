@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 where an estimate was made and, if ``--device-memory`` was given, fits; 1 where it does not fit (of a sweep:
         where nothing does); 2 where the command failed.
     """
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     progress = Progress()
     try:
         return _sweep(options, progress) if options.sweep else _estimate(options, progress)
@@ -45,9 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fsdp-runtime", description="Train a model on a device mesh.")
-    commands = parser.add_subparsers(dest="command", required=True)
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    program = argparse.ArgumentParser(prog="fsdp-runtime", description="Train a model on a device mesh.")
+    commands = program.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "estimate",
         help="what a training step holds and sends on each rank of a mesh, without a device or weights",
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_machine(command)
     _add_sweep(command)
     _add_output(command)
-    return parser
+    return program
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:

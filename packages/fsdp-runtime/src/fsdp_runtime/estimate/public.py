@@ -78,8 +78,9 @@ def estimate(
         ModelError, OptionError: as ``parallelize`` raises them.
     """
     from fsdp_runtime.estimate.run import run
-    from fsdp_runtime.estimate.settings import bandwidths, dtype_named, mesh_spec, number_of_bytes
+    from fsdp_runtime.estimate.settings import bandwidths, dtype_named, mesh_spec
     from fsdp_runtime.estimate.step import Step
+    from fsdp_runtime.estimate.units import parse_bytes
 
     step = Step(
         seq_len=seq_len,
@@ -102,7 +103,7 @@ def estimate(
         step,
         exact=exact,
         rank=rank,
-        device_memory=None if device_memory is None else int(number_of_bytes(device_memory, what="device_memory")),
+        device_memory=None if device_memory is None else parse_bytes(device_memory),
         bandwidths=bandwidths(bandwidth),
         progress=progress,
     )

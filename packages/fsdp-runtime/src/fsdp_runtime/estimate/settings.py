@@ -1,19 +1,17 @@
-"""What a user may write, as numbers: sizes, speeds, dtypes, meshes."""
+"""What a user may write, as what is meant: speeds by axis, dtypes, meshes, plans."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 
 import torch
 
 from fsdp_runtime.errors import EstimateError, MeshError
+from fsdp_runtime.estimate.units import parse_bandwidth
 from fsdp_runtime.mesh import FLATTENED, MeshSpec
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmgt]i?)?b?(?:/s)?", re.IGNORECASE)
 
 
 def dtype_named(name: str | torch.dtype) -> torch.dtype:
@@ -31,28 +29,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return next((name for name, known in _DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
 
 
-def number_of_bytes(told: float | str, *, what: str) -> float:
-    """Bytes (or bytes a second) from a number or from text as ``"80GiB"``, ``"450GB/s"``."""
-    if isinstance(told, str):
-        match = _SIZE.fullmatch(told.strip())
-        if match is None:
-            raise EstimateError(f"{what} {told!r}: write a number of bytes, or as '80GiB' or '450GB/s'")
-        told = float(match[1]) * _UNITS[(match[2] or "").lower()]
-    if not told > 0:
-        raise EstimateError(f"{what} {told!r}: give a positive number of bytes")
-    return float(told)
-
-
 def bandwidths(told: Mapping[str, float | str] | float | str | None) -> dict[str, float]:
     """Bytes a second by axis; one number stands for all axes, under ``""``."""
     if told is None:
         return {}
     if not isinstance(told, Mapping):
-        return {"": number_of_bytes(told, what="bandwidth")}
+        return {"": parse_bandwidth(told)}
     known = [field.name for field in fields(MeshSpec)] + list(FLATTENED)
     if unknown := [axis for axis in told if axis not in known]:
         raise EstimateError(f"bandwidth of {', '.join(unknown)}: the axes are {', '.join(known)}")
-    return {axis: number_of_bytes(speed, what=f"bandwidth of {axis}") for axis, speed in told.items()}
+    return {axis: parse_bandwidth(speed) for axis, speed in told.items()}
 
 
 def mesh_spec(told: MeshSpec | Mapping[str, int]) -> MeshSpec:
