@@ -5,12 +5,11 @@ Two gloo ranks, batch 2 x 1024 tokens.  ``--vocab 32768 --dtype bfloat16 --round
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from measure import Step, run_ranks, table, take_turns
+from measure import Step, command_line, run_ranks, table, take_turns
 from peers import HOW, gathered, megatron, torch_loss_parallel, verl
 from prototypes import FromLogits
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +19,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 import rl_logprobs
 
 TOKENS = (2, 1024)
+#: Gathering takes twelve times the memory of the logits.
+LARGEST_GATHERED = 65536
 
 
 def bench(vocab: int, dtype: torch.dtype, rounds: int) -> None:
@@ -48,10 +49,11 @@ def bench(vocab: int, dtype: torch.dtype, rounds: int) -> None:
         "rl_logprobs": ours(),
         "rl_logprobs, inplace_backward": ours(inplace_backward=True),
         "rl_logprobs, inplace_forward": ours(inplace_forward=True),
-        "gather the vocabulary": lambda: gathered(logits, targets),
         "torch loss_parallel": lambda: torch_loss_parallel(logits, targets),
         "NeMo RL's algorithm (prototype)": lambda: FromLogits.apply(local, targets),
     }
+    if vocab <= LARGEST_GATHERED:
+        alone["gather the vocabulary"] = lambda: gathered(logits, targets)
     pair = {"rl_logprobs": both(), "rl_logprobs, inplace_backward": both(inplace_backward=True)}
     log_probs, log_probs_and_entropy = megatron(), verl()
     if log_probs is not None and log_probs_and_entropy is not None:
@@ -89,14 +91,10 @@ def bench(vocab: int, dtype: torch.dtype, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vocab", type=int, nargs="*", default=[32768, 131072])
-    parser.add_argument("--dtype", nargs="*", default=["bfloat16", "float32"])
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
-    for vocab in options.vocab:
-        for dtype in options.dtype:
-            run_ranks(2, bench, vocab, getattr(torch, dtype), options.rounds)
+    chosen = command_line(__doc__, rounds=7, vocab=[32768, 131072])
+    for vocab in chosen.vocab:
+        for dtype in chosen.dtype:
+            run_ranks(2, bench, vocab, dtype, chosen.rounds)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from measure import run_ranks, table, take_turns
+from measure import command_line, run_ranks, table, take_turns
 from peers import HOW, Clip, automodel, torch_clip
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -71,14 +70,11 @@ def bench(dtype: torch.dtype, mixed: bool, order: float, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    for dtype in options.dtype:
+    chosen = command_line(__doc__, rounds=15)
+    for dtype in chosen.dtype:
         for mixed in (False, True):
             for order in (2.0, math.inf):
-                run_ranks(4, bench, getattr(torch, dtype), mixed, order, options.rounds)
+                run_ranks(4, bench, dtype, mixed, order, chosen.rounds)
 
 
 if __name__ == "__main__":

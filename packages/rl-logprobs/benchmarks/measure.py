@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**28)}
 
 Step = Callable[[], Any]
+
+
+def command_line(purpose: str | None, rounds: int, vocab: Sequence[int] = ()) -> argparse.Namespace:
+    """Read the command line of a benchmark: ``dtype`` (names turned into dtypes), ``rounds`` and ``vocab``."""
+    parser = argparse.ArgumentParser(description=purpose)
+    parser.add_argument("--dtype", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=rounds)
+    if vocab:
+        parser.add_argument("--vocab", type=int, nargs="*", default=list(vocab))
+    found = parser.parse_args()
+    found.dtype = [getattr(torch, name) for name in found.dtype]
+    return found
 
 
 def run_ranks(world_size: int, function: Callable[..., None], *arguments: Any) -> None:
@@ -90,8 +104,7 @@ def take_turns(
     """
     peaks, collectives = {}, {}
     for name, step in steps.items():
-        restore()
-        step()
+        _progress(f"counting: {name}")
         restore()
         with CommDebugMode() as counter:
             step()
@@ -102,8 +115,9 @@ def take_turns(
         peaks[name] = live.peak
         del kept
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for _ in range(rounds):
+    for turn in range(rounds):
         for name, step in steps.items():
+            _progress(f"round {turn + 1} of {rounds}: {name}")
             restore()
             dist.barrier()
             start, cpu = time.perf_counter(), time.process_time()
@@ -111,6 +125,12 @@ def take_turns(
             turns[name].append((time.perf_counter() - start, time.process_time() - cpu))
             del kept
     return {name: Result(*zip(*times, strict=True), peaks[name], collectives[name]) for name, times in turns.items()}
+
+
+def _progress(what: str) -> None:
+    """Say on a terminal what runs at present: a contender may take a minute."""
+    if dist.get_rank() == 0 and sys.stderr.isatty():
+        print(f"\r{what:70}", end="\r", file=sys.stderr, flush=True)
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
