@@ -19,6 +19,13 @@ DRIVE = Path(__file__).parents[2] / "docs" / "examples" / "ray_grpo" / "drive.py
 SHORT = ("--warmup-steps=60", "--warmup-batch=128", "--steps=24", "--prompts=16", "--lr=1e-3")
 QUICK = ("--held-out=64", "--report-every=1", "--score-every=12")
 
+# A machine that is busy with other tests starts Ray's processes slower than Ray allows, and starves nice workers.
+PATIENCE = {
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_worker_niceness": "0",
+}
+
 # Sums of float32 logits taken in another order, by a cache and by two halves of every layer, stay within this.
 FLOAT32_ROUNDING = 5e-5
 
@@ -30,7 +37,7 @@ def drive(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.run(
         [sys.executable, DRIVE, *arguments],
-        env={**environment, **alone, "PYTHONPATH": modules},
+        env={**environment, **alone, **PATIENCE, "PYTHONPATH": modules},
         capture_output=True,
         text=True,
         timeout=1800,
