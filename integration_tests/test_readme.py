@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
+from harness import pages
 from harness.models import tiny_model
 from harness.torchrun import torchrun
 
 README = Path(__file__).parents[1] / "README.md"
-TRAINER, PLAN = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+TRAINER, PLAN = pages.blocks(README, "python")
 
 
 def test_the_trainer_takes_a_step_and_saves_a_checkpoint(tmp_path: Path) -> None:
     tiny_model("Qwen3ForCausalLM").float().save_pretrained(tmp_path / "checkpoint")
-    (tmp_path / "train.py").write_text(TRAINER)
+    (tmp_path / "train.py").write_text(TRAINER.text)
     job = torchrun("train.py", "checkpoint", ranks=4, cwd=tmp_path)
     assert job.returncode == 0, job.stderr
     before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("checkpoint", "tuned"))
@@ -27,5 +25,4 @@ def test_the_trainer_takes_a_step_and_saves_a_checkpoint(tmp_path: Path) -> None
 
 
 def test_the_plan_alone_prints_what_the_comment_says() -> None:
-    run = subprocess.run([sys.executable, "-c", PLAN], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() in PLAN
+    assert pages.run([PLAN], {}) == []

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
+from harness import pages
 from harness.models import tiny_model
 from harness.ranks import RankPool
 
 README = Path(__file__).parents[1] / "README.md"
-SECTIONS = (
-    "From a checkpoint to a step",
-    "Meshes",
-    "Micro-batches",
-    "Between training and generation",
-    "Long sequences",
-    "Stopping and resuming",
-    "When a rank dies",
-    "Weights for an inference engine",
-    "Low-rank adapters",
-)
-
-
-def _code(heading: str) -> str:
-    section = README.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    return "\n".join(re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL))
 
 
 def _run(checkpoint: str) -> dict[str, Any]:
     names: dict[str, Any] = {"path": checkpoint}
-    for heading in SECTIONS:
-        exec(compile(_code(heading), heading, "exec"), names)
+    faults = pages.run(pages.blocks(README, "python"), names)
     gradients = [parameter.grad for parameter in names["model"].parameters()]
     return {
+        "faults": faults,
         "gradients": all(gradient is not None for gradient in gradients),
         "freed": names["freed"].total,
         "logits": tuple(names["logits"].shape),
@@ -49,6 +33,7 @@ def test_the_sections_run_one_after_another(four_ranks: RankPool, tmp_path: Path
     tiny_model("Qwen3ForCausalLM").float().save_pretrained(tmp_path)
     for found in four_ranks.run(_run, str(tmp_path)):
         assert found == {
+            "faults": [],
             "gradients": True,
             "freed": 0,  # on the CPU, as the README says
             "logits": (2, 16, 131),

@@ -1,30 +1,28 @@
 """The README's code runs as it stands there, on two ranks."""
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from harness import pages
 from harness.models import tiny_model
 
 README = Path(__file__).parents[2] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+BLOCKS = pages.blocks(README, "python")
 
 
 def run_all(blocks):
     namespace = {"model": tiny_model("LlamaForCausalLM", num_attention_heads=8, num_key_value_heads=8)}
-    exec(blocks[0], namespace)
+    pages.run(blocks[:1], namespace)
     logits = namespace["model"](torch.tensor([[3, 4, 5]]), use_cache=False).logits
-    for block in blocks[1:]:
-        exec(block, namespace)
-    return isinstance(logits, DTensor), list(logits.shape)
+    return isinstance(logits, DTensor), list(logits.shape), pages.run(blocks[1:], namespace)
 
 
 def test_every_block_of_the_readme_runs(two_ranks, capsys):
     assert len(BLOCKS) == 7
-    assert two_ranks.run(run_all, BLOCKS) == [(True, [1, 3, 131])] * 2
+    assert two_ranks.run(run_all, BLOCKS) == [(True, [1, 3, 131], [])] * 2
 
 
 @pytest.mark.parametrize(
