@@ -18,7 +18,7 @@ from fsdp_runtime.estimate.collectives import Collective, collective_of
 from fsdp_runtime.estimate.flops import flops_of
 from fsdp_runtime.estimate.places import Places
 from fsdp_runtime.estimate.result import Phase
-from fsdp_runtime.estimate.substitutes import DATA_DEPENDENT, remember_origin, substitute
+from fsdp_runtime.estimate.substitutes import DATA_DEPENDENT, GROUPED, grouped_product, remember_origin, substitute
 
 
 class Moment(NamedTuple):
@@ -125,6 +125,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result, told = substitute(func, args[0], self._places.running())
             if self._places.running():  # what loss and optimizer ask is whether targets are valid, which step it is
                 self.recording.assumed[str(func), self._places.now(), told] = None
+        elif func in GROUPED and args[0].dtype != torch.bfloat16:
+            result = grouped_product(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
             remember_origin(func, args, result)

@@ -19,6 +19,11 @@ aten = torch.ops.aten
 #: Operators that a dry run answers itself.
 DATA_DEPENDENT = frozenset({aten._local_scalar_dense.default, aten.nonzero.default})
 
+#: Grouped products, which CPUs and GPUs run in every dtype, and fake tensors in bfloat16 only (torch 2.10 to 2.15).
+GROUPED = frozenset(
+    {overload for overload in [getattr(getattr(aten, "_grouped_mm", None), "default", None)] if overload}
+)
+
 _CHECKS = frozenset({"all", "equal", "is_same_size", "allclose"})
 _COUNTS = frozenset({"histc", "bincount"})
 _ORIGIN = "_fsdp_runtime_origin"
@@ -52,6 +57,13 @@ def substitute(function: Any, tensor: Tensor, running: Sequence[nn.Module]) -> t
         each = elements // max(1, tensor.numel())
         return each, f"a count is {each}: tokens are spread evenly over experts"
     return 0, "an index is 0"
+
+
+def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """What a grouped product returns: a row for each of the left's, or a matrix for each group."""
+    if left.ndim == 2 and right.ndim == 2 and offsets is not None:
+        return left.new_empty(offsets.shape[0], left.shape[0], right.shape[1])
+    return left.new_empty(*left.shape[:-1], right.shape[-1])
 
 
 def experts_of(running: Sequence[nn.Module]) -> int | None:

@@ -1,0 +1,171 @@
+"""The dry run against reality: the same step on gloo ranks with real tensors, counted by other counters."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from harness.collectives import RecordCollectives, by_axis
+from harness.models import VOCAB, jitter, tiny_config
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fsdp_runtime
+import rl_logprobs
+
+LENGTH, BATCH = 48, 2
+
+
+class LiveStorages(TorchDispatchMode):
+    """Bytes of all storages that are alive and known, as large as they are now: FSDP2 resizes what it gathers into."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.known: dict[int, weakref.ref[Any]] = {}
+        self.peak = 0
+        for tensor in tensors:
+            self._know(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta" and type(leaf) is Tensor:
+                self._know(leaf)
+        self.peak = max(self.peak, self.live())
+        return result
+
+    def live(self) -> int:
+        storages = {key: storage() for key, storage in self.known.items()}
+        self.known = {key: self.known[key] for key, storage in storages.items() if storage is not None}
+        return sum(storage.nbytes() for storage in storages.values() if storage is not None)
+
+    def _know(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.known[storage._cdata] = weakref.ref(storage)
+
+
+def config_of(name: str) -> Any:
+    if name == "moe":
+        return transformers.MixtralConfig(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        )
+    if name == "vlm":
+        return tiny_config("Gemma3ForConditionalGeneration")
+    return tiny_config("Qwen3ForCausalLM", tied=name == "tied", num_hidden_layers=8)
+
+
+def real_step(name: str, axes: dict[str, int], options: dict[str, Any], logprobs: str) -> Any:
+    """One rank's collectives by axis and kind, and the highest bytes alive, in the second step."""
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForImageTextToText if name == "vlm" else transformers.AutoModelForCausalLM
+    model = auto.from_config(config_of(name)).train()
+    model.config.use_cache = False
+    jitter(model)
+    mesh = fsdp_runtime.MeshSpec(**axes).build(device_type="cpu")
+    master = options.pop("master", False)
+    if master:
+        options["mixed_precision"] = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fsdp_runtime.parallelize(model, mesh, **options)
+    own = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    distributed = [p for p in model.parameters() if isinstance(p, DTensor)]
+    groups = [{"params": parameters} for parameters in (own, distributed) if parameters]
+    optimizer = torch.optim.AdamW(groups, foreach=True)
+    inputs = {"input_ids": torch.randint(3, 120, (BATCH, LENGTH))}
+    if name == "vlm":
+        inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+
+    def step() -> None:
+        if logprobs == "linear":
+            head, model.lm_head = model.lm_head, torch.nn.Identity()
+            hidden = model(**inputs).logits
+            model.lm_head = head
+            scores = rl_logprobs.linear_token_logprobs(hidden, head.weight, inputs["input_ids"])
+            del hidden
+        else:
+            logits = model(**inputs).logits
+            scores = rl_logprobs.token_logprobs(logits, inputs["input_ids"])
+            del logits
+        loss = -scores.mean()
+        del scores
+        loss.backward()
+        del loss
+        rl_logprobs.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    state = [value for states in optimizer.state.values() for value in states.values()]
+    with (
+        RecordCollectives() as record,
+        LiveStorages([*model.parameters(), *model.buffers(), *state, *inputs.values()]) as m,
+    ):
+        step()
+    found = by_axis(record.calls, mesh)
+    everyone = str(tuple(range(mesh.size())))  # no axis of a mesh with two, but what gradient norms are summed over
+    return {("world" if axis == everyone else axis): kinds for axis, kinds in found.items()}, m.peak
+
+
+def predicted(name: str, axes: dict[str, int], options: dict[str, Any], logprobs: str, rank: int) -> Any:
+    """The same by the dry run."""
+    options = dict(options)
+    master = options.pop("master", False)
+    told: dict[str, Any] = {"dtype": "bf16", "master_dtype": "fp32"} if master else {"dtype": "fp32"}
+    found = fsdp_runtime.estimate(
+        config_of(name), axes, seq_len=LENGTH, micro_batch=BATCH, rank=rank, logprobs=logprobs, **told, **options
+    )
+    traffic: dict[str, Any] = {}
+    for item in found.traffic:
+        count, nbytes = traffic.setdefault(item.axis, {}).get(item.kind, (0, 0))
+        traffic[item.axis][item.kind] = (count + item.count, nbytes + item.nbytes)
+    return traffic, found.memory.peak.total
+
+
+SP, BLOCKS = {"sequence_parallel": True}, {"activation_checkpointing": "block"}
+ON_TWO = [
+    ("dense", {"tp": 2}, {}, "logits"),
+    ("dense", {"tp": 2}, SP, "linear"),
+    ("moe", {"tp": 2}, {"activation_checkpointing": "mlp"}, "logits"),
+]
+ON_FOUR = [
+    ("tied", {"dp_shard": 2, "tp": 2}, SP | BLOCKS, "logits"),
+    ("moe", {"dp_shard": 2, "tp": 2}, {}, "logits"),
+    ("vlm", {"dp_shard": 2, "tp": 2}, SP, "logits"),
+    ("dense", {"dp_replicate": 2, "dp_shard": 2}, {"activation_checkpointing": "selective", "master": True}, "logits"),
+]
+
+
+def told(case: Any) -> str:
+    name, axes, options, logprobs = case
+    return "-".join([name, *(f"{axis}{size}" for axis, size in axes.items()), *map(str, options.values()), logprobs])
+
+
+def assert_foreseen(pool: Any, case: Any, rank: int) -> None:
+    counted, peak = pool.run(real_step, *case)[rank]
+    foreseen, foreseen_peak = predicted(*case, rank)
+    assert foreseen == counted
+    assert foreseen_peak == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("case", ON_TWO, ids=told)
+def test_two_ranks_send_and_hold_what_the_dry_run_says(two_ranks: Any, case: Any) -> None:
+    assert_foreseen(two_ranks, case, rank=1)
+
+
+@pytest.mark.parametrize("case", ON_FOUR, ids=told)
+def test_four_ranks_send_and_hold_what_the_dry_run_says(four_ranks: Any, case: Any) -> None:
+    assert_foreseen(four_ranks, case, rank=0)
