@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 import shlex
@@ -16,6 +17,7 @@ import pytest
 import fsdp_runtime
 import rl_logprobs
 import tp_plans
+from fsdp_runtime import cli as fsdp_runtime_cli
 from harness import pages
 from harness.models import tiny_model
 from tp_plans import cli as tp_plans_cli
@@ -84,6 +86,11 @@ def _fault(words: list[str], page: str) -> str | None:
         case ["tp-plans", *arguments]:
             code = tp_plans_cli.main(arguments)
             return f"exit code {code}" if code == tp_plans_cli.FAILED else None
+        case ["fsdp-runtime", *arguments]:
+            with contextlib.suppress(SystemExit):
+                fsdp_runtime_cli.parser().parse_args(arguments)
+                return None
+            return "it has no such options"
         case ["torchrun" | "sbatch" | "bash", *arguments]:
             script = next(word for word in arguments if word.endswith((".py", ".sh", ".sbatch")))
             return None if (ROOT / script).exists() or f"`{script}`" in page else f"there is no {script}"
