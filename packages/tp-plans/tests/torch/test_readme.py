@@ -13,10 +13,15 @@ README = Path(__file__).parents[2] / "README.md"
 BLOCKS = pages.blocks(README, "python")
 
 
+def eight_heads():
+    return tiny_model("LlamaForCausalLM", num_attention_heads=8, num_key_value_heads=8)
+
+
 def run_all(blocks):
-    namespace = {"model": tiny_model("LlamaForCausalLM", num_attention_heads=8, num_key_value_heads=8)}
+    namespace = {"model": eight_heads()}
     pages.run(blocks[:1], namespace)
     logits = namespace["model"](torch.tensor([[3, 4, 5]]), use_cache=False).logits
+    namespace["model"] = eight_heads()  # the other sections look at a model that nothing was applied to
     return isinstance(logits, DTensor), list(logits.shape), pages.run(blocks[1:], namespace)
 
 
