@@ -1,0 +1,73 @@
+"""The collector of pages' code: what it runs, where, and what it takes for a broken promise."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+
+from harness import pages
+
+PAGE = """# A page
+
+```python
+total = 1 + 1
+print(total)  # 2
+```
+
+- in a list:
+
+    ```python
+    print("a", total, sep="-")  # a-3
+    # no promise:
+    print("anything")
+    ```
+
+```bash
+not python
+```
+
+<!-- ranks: 2 -->
+
+```python
+print("from", "here", "on")  # from ... on
+```
+"""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    path = tmp_path / "page.md"
+    path.write_text(PAGE)
+    return path
+
+
+def test_blocks_are_those_of_one_language_with_the_lines_that_they_begin_on(page: Path) -> None:
+    assert [block.line for block in pages.blocks(page, "python")] == [4, 11, 23]
+    assert [block.text for block in pages.blocks(page, "bash")] == ["not python\n"]
+
+
+def test_a_comment_begins_a_part_with_ranks_of_its_own(page: Path) -> None:
+    assert [(part.ranks, len(part.blocks)) for part in pages.parts(page)] == [(0, 2), (2, 1)]
+
+
+def test_only_the_broken_promise_is_a_fault_and_names_its_line(page: Path, tmp_path: Path) -> None:
+    first, second = pages.parts(page)
+    assert pages.run_part(first, {}, tmp_path) == ["page.md:11 promises 'a-3' and prints 'a-2'"]
+    assert pages.run_part(second, {}, tmp_path) == []
+
+
+def test_blocks_share_a_namespace_and_parts_do_not(page: Path, tmp_path: Path) -> None:
+    names = {"given": 1}
+    pages.run_part(pages.parts(page)[0], names, tmp_path)
+    assert names == {"given": 1}
+
+
+def test_an_error_is_traced_to_the_line_of_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "broken.md"
+    path.write_text("text\n\n```python\nfine = 1\nraise KeyError('here')\n```\n")
+    with pytest.raises(KeyError) as caught:
+        pages.run(pages.blocks(path, "python"), {})
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (last.filename, last.lineno) == ("broken.md", 5)
