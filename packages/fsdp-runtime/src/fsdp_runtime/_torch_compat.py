@@ -9,14 +9,17 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, in a private module
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
@@ -83,6 +86,39 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers(recurse=False) if name not in hidden}
 
 
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """A module's own parameters, absent ones and plain tensors in their place included.
+
+    ``named_parameters`` hides both, and ``getattr`` runs the parametrisations of a module (torch 2.10 to 2.15).
+    """
+    found: dict[str, Any] = module._parameters
+    return found
+
+
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's own dict of its children, where one can be exchanged and the order stays (torch 2.10 to 2.15)."""
+    return module._modules
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """A DTensor's local tensor itself; ``to_local`` gives a view, which a recorder of memory would count anew.
+
+    Any other tensor is its own (torch 2.10 to 2.15).
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """The hooks that run before a module's forward; torch 2.10 to 2.15 have no public way to ask for them."""
+    return list(module._forward_pre_hooks.values())
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Everything in nested dicts, lists and tuples; ``torch.utils._pytree`` is private in torch 2.10 to 2.15."""
+    found: list[Any] = tree_leaves(tree)
+    return found
+
+
 def all_gather_flat(output: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
     """Start to gather flat tensors of one size into one; torch 2.13 renamed the function, and the old name warns."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -97,9 +133,11 @@ def reduce_scatter_flat(own: Tensor, everyone: Tensor, group: ProcessGroup) -> d
     return work
 
 
-def own_store() -> dist.Store:
+def own_store() -> Store:
     """A connection of one's own to the store of ``init_process_group``, which torch 2.10 to 2.15 hand out nowhere."""
-    return distributed_c10d._get_default_store().clone()
+    store: Any = distributed_c10d._get_default_store()
+    copy: Store = store.clone()
+    return copy
 
 
 def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -250,3 +288,25 @@ def running_backward_of() -> int | None:
     """The number of the backward node that runs now; ``None`` outside backward (private in torch 2.10 to 2.15)."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+def storage_key(held: Tensor | UntypedStorage) -> int:
+    """What is the same for a storage and all tensors on it while it lives.
+
+    ``data_ptr`` is public and 0 for every storage without data (torch 2.10 to 2.15).
+    """
+    return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
+
+
+def untraceable() -> tuple[type[Exception], ...]:
+    """What fake tensors raise where a result depends on data, or an operator has no rule for shapes.
+
+    Private in torch 2.10 to 2.15.
+    """
+    from torch._subclasses import fake_tensor
+
+    return (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedOperatorException,
+    )

@@ -30,6 +30,27 @@ def is_transformers_model(module: nn.Module) -> bool:
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
+def supports_sdpa(model: Any) -> bool:
+    """Whether the model's class says that it runs on torch's scaled dot product attention; no public flag does."""
+    return bool(getattr(model, "_supports_sdpa", False))
+
+
+def attention_in_force(config: Any) -> str | None:
+    """The attention implementation in force; public is the setter only (``set_attn_implementation``)."""
+    found: str | None = config._attn_implementation
+    return found
+
+
+def has_model_for(auto: Any, config: Any) -> bool:
+    """Whether an auto class knows a model for a config; the public way is to build one, and catch what it raises."""
+    return type(config) in auto._model_mapping
+
+
+def keeps_state(model: Any) -> bool:
+    """Whether the model's class says that it carries a state from token to token, as ``generate`` asks."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
 @dataclass(frozen=True)
 class Conversion:
     """One use of a ``WeightConverter``: tensors that are fused, merged or cut into others.

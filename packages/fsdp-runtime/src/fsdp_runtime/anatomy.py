@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.errors import ModelError
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -156,7 +157,7 @@ def _ends(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[str | None
 
 
 def _shape(module: nn.Module) -> torch.Size:
-    weight = module._parameters.get("weight")
+    weight = own_parameters(module).get("weight")
     return torch.Size() if weight is None else weight.shape
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime._torch_compat import all_gather_flat
-from fsdp_runtime._transformers_compat import is_transformers_model
+from fsdp_runtime._torch_compat import all_gather_flat, forward_pre_hooks
+from fsdp_runtime._transformers_compat import attention_in_force, is_transformers_model, keeps_state, supports_sdpa
 from fsdp_runtime.anatomy import Anatomy
 from fsdp_runtime.attention_interface import rope_types, use_attention
 from fsdp_runtime.context_attention import ContextAttention
@@ -42,9 +42,9 @@ def require_context_parallel(model: Any, anatomy: Anatomy) -> None:
             "shard_over_data_parallel(model, data_parallel_mesh(mesh), anatomy_of(model))"
         )
     config = model.config.get_text_config()
-    if not getattr(model, "_supports_sdpa", False) or config._attn_implementation != "sdpa":
+    if not supports_sdpa(model) or attention_in_force(config) != "sdpa":
         raise ModelError(
-            f"{name} computes attention by {config._attn_implementation!r}: cp needs 'sdpa', as by "
+            f"{name} computes attention by {attention_in_force(config)!r}: cp needs 'sdpa', as by "
             "model.set_attn_implementation('sdpa') where the model supports it"
         )
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_ATTENTION_LAYERS)
@@ -54,7 +54,7 @@ def require_context_parallel(model: Any, anatomy: Anatomy) -> None:
         for inner, module in anatomy.blocks[path].named_modules()
         if isinstance(module, nn.Conv1d)
     ]
-    if kinds or mixing or getattr(model, "_is_stateful", False):
+    if kinds or mixing or keeps_state(model):
         found = ", ".join([*sorted(kinds), *mixing[:1]]) or "a recurrent state"
         raise ModelError(f"{name} mixes tokens outside attention ({found}), which cp would cut apart: use cp=1")
     rope = rope_types(config) & set(_LENGTH_DEPENDENT)
@@ -111,7 +111,7 @@ def under_context_parallelism(model: nn.Module) -> bool:
 
 
 def _hooks(model: nn.Module) -> Iterator[_Inputs]:
-    return (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Inputs))
+    return (hook for hook in forward_pre_hooks(model) if isinstance(hook, _Inputs))
 
 
 class _Inputs:

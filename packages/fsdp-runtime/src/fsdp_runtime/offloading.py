@@ -16,8 +16,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from fsdp_runtime._torch_compat import leaves
 from fsdp_runtime.errors import ModelError, OffloadError, OptionError
 from fsdp_runtime.unshard import is_held
 from fsdp_runtime.weights.entries import entries
@@ -186,7 +186,7 @@ def _tensors(part: Part, model: nn.Module, optimizer: Optimizer | None) -> Itera
         case "buffers":
             yield from model.named_buffers()
         case "optimizer":
-            for leaf in tree_leaves(optimizer.state) if optimizer is not None else ():
+            for leaf in leaves(optimizer.state) if optimizer is not None else ():
                 if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
                     yield "optimizer state", leaf
 

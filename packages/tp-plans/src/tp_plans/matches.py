@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tp_plans._torch_compat import own_parameters
 from tp_plans.patterns import Patterns
 
 
@@ -28,7 +29,7 @@ def parameters_of(modules: Mapping[str, Any]) -> dict[str, Any]:
     return {
         f"{path}.{name}" if path else name: parameter
         for path, module in modules.items()
-        for name, parameter in getattr(module, "_parameters", {}).items()
+        for name, parameter in own_parameters(module).items()
         if parameter is not None
     }
 

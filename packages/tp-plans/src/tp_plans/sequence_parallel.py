@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from tp_plans._torch_compat import own_buffers
 from tp_plans.completion.tree import Tree, agreed, join, parameters_of
 from tp_plans.decoder import SEQUENCE_DIM
 from tp_plans.errors import PlanError
@@ -113,7 +114,7 @@ def _edited_outside(root: str, tree: Tree) -> bool:
 def _inside_block(path: str, tree: Tree) -> dict[str, Style] | None:
     """Rules inside one block; ``None`` where the door has to be the block's."""
     module = tree.modules[path]
-    if tree.style(path) is not None or parameters_of(module) or getattr(module, "_buffers", None):
+    if tree.style(path) is not None or parameters_of(module) or own_buffers(module):
         return None
     rules: dict[str, Style] = {}
     for name in sorted(tree.filled(path)):

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_runtime._torch_compat import children
 from fsdp_runtime.anatomy import anatomy_of
 
 #: Attributes that say where a block stands, not what it computes.
@@ -95,12 +96,12 @@ def with_blocks(model: nn.Module, kept: Sequence[int]) -> nn.Module:
     parent_path, _, _ = anatomy.decoder[0].rpartition(".")
     owner_path, _, name = parent_path.rpartition(".")
     owner = model.get_submodule(owner_path)
-    everything = owner._modules[name]
-    owner._modules[name] = nn.ModuleList([anatomy.blocks[anatomy.decoder[index]] for index in kept])
+    everything = children(owner)[name]
+    children(owner)[name] = nn.ModuleList([anatomy.blocks[anatomy.decoder[index]] for index in kept])
     try:
         fewer = copy.deepcopy(model)
     finally:
-        owner._modules[name] = everything
+        children(owner)[name] = everything
     _renumber(fewer.get_submodule(parent_path), kept)
     for config in _configs(fewer):
         _shorten(config, kept, len(anatomy.decoder))

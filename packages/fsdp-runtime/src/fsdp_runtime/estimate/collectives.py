@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
-from fsdp_runtime._torch_compat import group_of
+from fsdp_runtime._torch_compat import group_of, leaves
 from fsdp_runtime.estimate.result import PHASES, Phase, Traffic
 from fsdp_runtime.mesh import FLATTENED, submesh
 
@@ -63,7 +62,7 @@ def collective_of(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Collec
     tensors = [value for value in args if isinstance(value, (Tensor, list))]
     # In place, the result comes first where it is one flat tensor; as lists, own tensors come second too.
     own = tensors[1] if name.endswith("_base_") else tensors[0]
-    return Collective(kind, ranks, sum(leaf.nbytes for leaf in tree_leaves(own) if isinstance(leaf, Tensor)))
+    return Collective(kind, ranks, sum(leaf.nbytes for leaf in leaves(own) if isinstance(leaf, Tensor)))
 
 
 def traffic_of(
@@ -129,7 +128,7 @@ def bytes_moved(kind: str, nbytes: int, ranks: int) -> int:
 
 
 def _name(function: Any) -> str:
-    return str(function._schema.name).split("::")[1]
+    return str(function.name()).split("::")[1].split(".")[0]
 
 
 def _ranks(group: ProcessGroup) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
 
     Attention under a causal mask counts as without one, as in ``torch.utils.flop_counter``.
     """
-    packet = function._overloadpacket
+    packet = function.overloadpacket
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))  # type: ignore[no-untyped-call]
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:

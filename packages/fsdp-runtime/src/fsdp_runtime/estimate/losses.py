@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp_runtime._torch_compat import children
 from fsdp_runtime.errors import EstimateError
 
 #: Called with the model and its inputs, token ids among them; runs forward and returns a function for the loss.
@@ -54,12 +55,12 @@ def _on_hidden(linear_token_logprobs: Callable[..., Tensor], head: str) -> Forwa
     def forward(model: nn.Module, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
         owner_path, _, name = head.rpartition(".")
         owner = model.get_submodule(owner_path)
-        layer: Any = owner._modules[name]
-        owner._modules[name] = nn.Identity()  # what would be logits are the hidden states that the head would see
+        layer: Any = children(owner)[name]
+        children(owner)[name] = nn.Identity()  # what would be logits are the hidden states that the head would see
         try:
             hidden = _logits(model(**inputs))
         finally:
-            owner._modules[name] = layer
+            children(owner)[name] = layer
         return lambda: -linear_token_logprobs(hidden, layer.weight, inputs["input_ids"], bias=layer.bias).mean()
 
     return forward

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fsdp_runtime._transformers_compat import has_model_for
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.weights import meta_device
 
@@ -67,9 +68,9 @@ def _from_config(source: Any) -> Callable[[], nn.Module]:
             raise EstimateError(f"{file} does not exist: give a config.json, or a directory that has one")
         config = _read(file, AutoConfig)
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in auto._model_mapping:
+        if has_model_for(auto, config):
             return lambda: cast("nn.Module", auto.from_config(config))  # type: ignore[no-untyped-call]
-    if type(config) in AutoModel._model_mapping:
+    if has_model_for(AutoModel, config):
         raise EstimateError(f"{type(config).__name__} has no class with a language head, so there is no log-prob")
     raise EstimateError(f"{type(config).__name__} is no config that transformers has a model for")
 

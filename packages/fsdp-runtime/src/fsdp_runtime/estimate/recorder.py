@@ -11,14 +11,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from fsdp_runtime._torch_compat import TorchDispatchMode, leaves, local_of, storage_key, untraceable
+from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.estimate.collectives import Collective, collective_of
 from fsdp_runtime.estimate.flops import flops_of
 from fsdp_runtime.estimate.places import Places
 from fsdp_runtime.estimate.result import Phase
 from fsdp_runtime.estimate.substitutes import DATA_DEPENDENT, GROUPED, grouped_product, remember_origin, substitute
+
+
+class UntraceableError(EstimateError):
+    """An operator whose result depends on data, and for which nothing is assumed."""
+
+    def __init__(self, operator: str, module: str) -> None:
+        super().__init__(
+            f"{operator} in {module or 'code outside the model'} depends on values, which a dry run has not: take it "
+            "out of the model for the estimate, or give the model as a function that replaces it"
+        )
+        self.operator, self.module = operator, module
 
 
 class Moment(NamedTuple):
@@ -101,16 +112,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def adopt(self, tensors: Iterable[Tensor], category: str) -> None:
         """Take tensors that are there, outside of every phase, as a category."""
-        for local in map(_local, tensors):
-            key = local.untyped_storage()._cdata
+        for local in map(local_of, tensors):
+            key = storage_key(local)
             if key not in self._live:
                 self._made(local, -1)
             self.recording.stored[self._live[key][0]].category = category
 
     def relabel(self, tensors: Iterable[Tensor], category: str) -> None:
         """Say what tensors are that were made in a phase."""
-        for local in map(_local, tensors):
-            if (live := self._live.get(local.untyped_storage()._cdata)) is not None:
+        for local in map(local_of, tensors):
+            if (live := self._live.get(storage_key(local))) is not None:
                 self.recording.stored[live[0]].category = category
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,18 +139,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func in GROUPED and args[0].dtype != torch.bfloat16:
             result = grouped_product(*args, **kwargs)
         else:
-            result = func(*args, **kwargs)
+            result = self._run(func, args, kwargs)
             remember_origin(func, args, result)
         self.recording.flops += flops_of(func, args, kwargs, result)
         self._note_results(func, result)
         return result
 
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except untraceable() as error:
+            raise UntraceableError(str(func), self._places.now()) from error
+
     def _note_results(self, func: Any, result: Any) -> None:
         moment = None
-        for leaf in tree_leaves(result):
+        for leaf in leaves(result):
             if not isinstance(leaf, Tensor) or leaf.device.type == "meta":
                 continue
-            if leaf.untyped_storage()._cdata not in self._live:
+            if storage_key(leaf) not in self._live:
                 moment = self._moment(str(func)) if moment is None else moment
                 self._made(leaf, moment)
 
@@ -152,8 +169,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number, size = len(self.recording.stored), storage.nbytes()
         self.recording.stored.append(Stored(moment, tensor.shape[-1] if tensor.ndim > 1 else 0))
         self.recording.changes.append(Change(moment, number, size))
-        self._live[storage._cdata] = (number, size)
-        weakref.finalize(storage, self._freed, storage._cdata)
+        self._live[storage_key(storage)] = (number, size)
+        weakref.finalize(storage, self._freed, storage_key(storage))
 
     def _freed(self, key: int) -> None:
         number, size = self._live.pop(key)
@@ -161,17 +178,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _resized(self, storage: Any) -> None:
         """FSDP2 frees and allocates what it gathers into by resizing storages, which no operator tells."""
-        if (live := self._live.get(storage._cdata)) is None:
+        if (live := self._live.get(storage_key(storage))) is None:
             return
         number, before = live
         if (size := storage.nbytes()) != before:
             self.recording.stored[number].category = "gathered"
             self.recording.changes.append(Change(self._moment("resize_"), number, size - before))
-            self._live[storage._cdata] = (number, size)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            self._live[storage_key(storage)] = (number, size)
 
 
 @contextmanager

@@ -20,9 +20,7 @@ aten = torch.ops.aten
 DATA_DEPENDENT = frozenset({aten._local_scalar_dense.default, aten.nonzero.default})
 
 #: Grouped products, which CPUs and GPUs run in every dtype, and fake tensors in bfloat16 only (torch 2.10 to 2.15).
-GROUPED = frozenset(
-    {overload for overload in [getattr(getattr(aten, "_grouped_mm", None), "default", None)] if overload}
-)
+GROUPED = frozenset({aten._grouped_mm.default})
 
 _CHECKS = frozenset({"all", "equal", "is_same_size", "allclose"})
 _COUNTS = frozenset({"histc", "bincount"})
@@ -85,4 +83,4 @@ def _selected(tensor: Tensor, experts: int | None) -> int:
 
 
 def _name(function: Any) -> str:
-    return str(function._schema.name).split("::")[1].rstrip("_")
+    return str(function.name()).split("::")[1].split(".")[0].rstrip("_")

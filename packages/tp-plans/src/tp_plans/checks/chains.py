@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tp_plans._torch_compat import own_parameters
 from tp_plans.checks.findings import Finding
 from tp_plans.checks.tree import Tree, ancestors, parent
 from tp_plans.layouts import Replicate, Shard
@@ -50,7 +51,7 @@ def _never_gathered(giving: list[str], reading: list[str], tree: Tree) -> Iterat
         above = parent(path)
         if above in readers:
             continue
-        out = tree.modules[path]._parameters["weight"]
+        out = own_parameters(tree.modules[path])["weight"]
         neighbour = next((each for each in tree.children[above] if _reads(each, out.shape[0], tree)), None)
         if neighbour is not None:
             same = out.shape[1] == out.shape[0]

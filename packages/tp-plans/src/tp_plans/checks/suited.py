@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tp_plans._torch_compat import own_parameters
 from tp_plans.checks.findings import Finding
 from tp_plans.checks.tree import Tree, join
 from tp_plans.layouts import Shard
@@ -56,12 +57,16 @@ def unsuited(tree: Tree) -> Iterator[Finding]:
 
 def _no_matrix(path: str, style: str, tree: Tree) -> Iterator[Finding]:
     module = tree.modules[path]
-    kind, weight = type(module).__name__, module._parameters.get("weight")
+    kind, weight = type(module).__name__, own_parameters(module).get("weight")
     if tree.weight(path) is None:
         shape = "no weight" if weight is None else f"a weight of shape {list(weight.shape)}"
         needs = f"{kind} has {shape}, and {style} splits a matrix"
         yield Finding("error", path, needs, "let the rule match a linear or embedding layer")
-    elif getattr(module, "nf", None) == weight.shape[1] and getattr(module, "nx", None) == weight.shape[0]:
+    elif (
+        weight is not None
+        and getattr(module, "nf", None) == weight.shape[1]
+        and getattr(module, "nx", None) == weight.shape[0]
+    ):
         what = f"{kind} keeps its weight transposed, [in, out] = {list(weight.shape)}, and {style} reads [out, in]"
         yield Finding("error", path, what, "replace it with nn.Linear before the plan is applied, or leave it whole")
 

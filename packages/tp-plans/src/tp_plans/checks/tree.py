@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from tp_plans._torch_compat import own_parameters
 from tp_plans.attributes import lookup
 from tp_plans.fields import is_integer
 from tp_plans.layouts import Layout, Shard
@@ -72,11 +73,11 @@ class Tree:
 
     def own_parameters(self, path: str) -> dict[str, Any]:
         """A module's parameters by their own names."""
-        return {name: value for name, value in self.modules[path]._parameters.items() if value is not None}
+        return {name: value for name, value in own_parameters(self.modules[path]).items() if value is not None}
 
     def weight(self, path: str) -> Any | None:
         """A module's weight where it is a matrix."""
-        weight = self.modules[path]._parameters.get("weight")
+        weight = own_parameters(self.modules[path]).get("weight")
         return weight if weight is not None and weight.ndim == 2 else None
 
     def number(self, path: str, value: int | str) -> int | None:
@@ -86,12 +87,12 @@ class Tree:
 
 
 def tree_of(plan: Plan, model: Any) -> Tree:
-    """Read a model through ``named_modules`` and each module's ``_parameters``."""
+    """Read a model through ``named_modules`` and each module's parameters."""
     modules = dict(model.named_modules())
     parameters = {
         join(path, name): parameter
         for path, module in modules.items()
-        for name, parameter in module._parameters.items()
+        for name, parameter in own_parameters(module).items()
         if parameter is not None
     }
     bare = {pattern for pattern, style in plan.items() if isinstance(style, BareParameter)}

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
+from tp_plans._torch_compat import own_parameters
 from tp_plans.layouts import Shard
 from tp_plans.patterns import every_block
 from tp_plans.plan import Plan
@@ -107,7 +108,7 @@ def is_split(style: Style | None) -> TypeGuard[ColwiseParallel]:
 
 def parameters_of(module: Any) -> dict[str, Any]:
     """A module's own parameters."""
-    return {name: value for name, value in getattr(module, "_parameters", {}).items() if value is not None}
+    return {name: value for name, value in own_parameters(module).items() if value is not None}
 
 
 def size_of(module: Any, dim: int) -> int | None:

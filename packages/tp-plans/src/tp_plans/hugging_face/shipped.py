@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tp_plans._transformers_compat import own_plan
+
 
 def shipped_words(model: Any) -> dict[str, str]:
     """Pattern to style word: the class's plan under those of inner models' configs and instances; outer over inner."""
-    words: dict[str, str] = dict(getattr(type(model), "_tp_plan", None) or {})
+    words: dict[str, str] = dict(own_plan(type(model)) or {})
     for path, module in reversed(list(model.named_modules())):
         prefix = f"{path}." if path else ""
         config = getattr(module, "config", None)
         if getattr(module, "base_model", None) is module:  # the config's plan is relative to the base model
             words.update(_prefixed(prefix, getattr(config, "base_model_tp_plan", None)))
-        words.update(_prefixed(prefix, getattr(module, "_tp_plan", None)))
+        words.update(_prefixed(prefix, own_plan(module)))
     return words
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from tp_plans._torch_compat import own_parameters
 from tp_plans.checks.tree import parent
 from tp_plans.errors import PlanError
 
@@ -98,13 +99,13 @@ def is_norm(module: Any, width: int) -> bool:
 
 def matrix(module: Any) -> tuple[int, ...]:
     """The shape of a module's weight; empty where it has none."""
-    weight = module._parameters.get("weight")
+    weight = own_parameters(module).get("weight")
     return () if weight is None else tuple(map(int, weight.shape))
 
 
 def parameters_of(module: Any) -> dict[str, Any]:
     """A module's own parameters."""
-    return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    return {name: parameter for name, parameter in own_parameters(module).items() if parameter is not None}
 
 
 def _blocks(modules: Mapping[str, Any], embedding: str) -> str | None:

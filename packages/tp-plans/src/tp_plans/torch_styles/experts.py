@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
+from tp_plans._torch_compat import own_parameters
 from tp_plans.errors import LayoutError, PlanError
 from tp_plans.layouts import Layout
 from tp_plans.rows import stored_rows
@@ -36,7 +37,7 @@ class LocalExperts(LocalStyle):
     style: ExpertsParallel
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        if not any(parameter is not None for parameter in module._parameters.values()):
+        if not any(parameter is not None for parameter in own_parameters(module).values()):
             raise PlanError(
                 f"{type(module).__name__} has no parameters of its own, so there are no stacked experts to deal: "
                 "ExpertsParallel is for modules that hold them as [experts, ...]"
@@ -63,7 +64,7 @@ class LocalExperts(LocalStyle):
         foreign = (index < own.start) | (index >= own.stop)
 
         # Where no token comes to a rank, its output depends on nothing, and backward would leave the others waiting.
-        call.memory["read"] = [*module._parameters.values(), *args, *kwargs.values()]
+        call.memory["read"] = [*own_parameters(module).values(), *args, *kwargs.values()]
 
         tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
@@ -91,7 +92,7 @@ class LocalSum(LocalStyle):
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         args, kwargs = _changed(args, kwargs, lambda tensor: _whole(tensor, call))
-        call.memory["read"] = [*module._parameters.values(), *args, *kwargs.values()]
+        call.memory["read"] = [*own_parameters(module).values(), *args, *kwargs.values()]
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:

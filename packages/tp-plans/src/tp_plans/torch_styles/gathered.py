@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
+from tp_plans._torch_compat import own_parameters
 from tp_plans.errors import PlanError
 from tp_plans.styles import GatheredParameters
+from tp_plans.torch_styles.gradients import whole_view
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, distributed_once
-from tp_plans.torch_styles.placement import redistribute
 
 
 class LocalGathered(LocalStyle):
@@ -23,19 +23,19 @@ class LocalGathered(LocalStyle):
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         for owner, name in self._places(module):
-            parameter = owner._parameters[name]
+            parameter = own_parameters(owner)[name]
             if parameter is not None and not isinstance(parameter.data, DTensor):
                 sharded = distributed_once(parameter, mesh, layouts.Shard(0), self.src_data_rank)
                 owner.register_parameter(name, sharded)
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
-        return gathered(parameter) if name in self.style.names else super().local_parameter(name, parameter)
+        return whole_view(parameter) if name in self.style.names else super().local_parameter(name, parameter)
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         for owner, name in self._places(module):
-            parameter = cast("Tensor | None", owner._parameters[name])
+            parameter = own_parameters(owner)[name]
             if isinstance(parameter, DTensor):
-                call.borrow(owner, name, parameter, gathered(parameter))
+                call.borrow(owner, name, parameter, whole_view(parameter))
         return args, kwargs
 
     def _places(self, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -45,11 +45,6 @@ class LocalGathered(LocalStyle):
                 owner = module.get_submodule(below)
             except AttributeError:
                 owner = None
-            if owner is None or name not in owner._parameters:
+            if owner is None or name not in own_parameters(owner):
                 raise PlanError(f"{type(module).__name__} has no parameter {path!r}, which {self.style} is to gather")
             yield owner, name
-
-
-def gathered(parameter: DTensor) -> Tensor:
-    """The whole of a split parameter; every rank computes its whole gradient, and keeps its own part of it."""
-    return redistribute(parameter, layouts.Replicate()).to_local(grad_placements=[Replicate()])

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tp_plans._torch_compat import own_parameters
 from tp_plans.errors import AlreadyParallelizedError, LayoutError
 from tp_plans.layouts import Layout, Shard
 from tp_plans.styles import BareParameter, Style, parameter_layout
@@ -44,15 +45,15 @@ class Call:
     def borrow(self, owner: nn.Module, name: str, parameter: DTensor, view: Tensor) -> None:
         """Put a plain view in the place of a parameter of another module, below the one that is called."""
         self.borrowed.append((owner, name, parameter))
-        cast("dict[str, Tensor | None]", owner._parameters)[name] = view
+        own_parameters(owner)[name] = view
 
     def put_back(self, module: nn.Module) -> None:
         """Give the module its DTensor parameters and its attributes again, and others what was borrowed."""
-        cast("dict[str, Tensor | None]", module._parameters).update(self.parameters)
+        own_parameters(module).update(self.parameters)
         for name, value in self.attributes.items():
             setattr(module, name, value)
         for owner, name, parameter in self.borrowed:
-            cast("dict[str, Tensor | None]", owner._parameters)[name] = parameter
+            own_parameters(owner)[name] = parameter
 
 
 class LocalStyle(ParallelStyle):
@@ -115,7 +116,7 @@ class LocalStyle(ParallelStyle):
         return self.local_parameter(name, parameter) if rule is None else bare_view(rule, parameter)
 
     def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(own_parameters(module).items()):
             # Matched once and here: the compiler traces a call, and cannot trace how patterns are matched.
             rule = next((rule for pattern, rule in self.bare.items() if fnmatchcase(name, pattern)), None)
             if rule is not None:
@@ -150,7 +151,7 @@ class _Parallel:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module, style = cast(nn.Module, self), self.tp_style
         call = Call(self.tp_mesh)
-        parameters = cast("dict[str, Tensor | None]", module._parameters)
+        parameters = own_parameters(module)
         call.parameters = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
         try:
             parameters.update({n: style.view(n, p) for n, p in call.parameters.items()})

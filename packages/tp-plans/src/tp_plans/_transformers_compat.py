@@ -1,0 +1,18 @@
+"""Every look into what transformers keeps private, with its reason; seen to work on transformers 5.23.
+
+By attribute alone: transformers is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def own_plan(owner: Any) -> Mapping[str, str] | None:
+    """The plan that a model class or an instance carries, in transformers' words.
+
+    The public ``tp_plan`` property, where there is one, has those of inner models merged in under other names.
+    """
+    plan: Mapping[str, str] | None = getattr(owner, "_tp_plan", None)
+    return plan
