@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -16,17 +18,21 @@ from fsdp_runtime.estimate.advice import advice_for
 from fsdp_runtime.estimate.blocks import Repetition, repetition, with_blocks
 from fsdp_runtime.estimate.collectives import traffic_of
 from fsdp_runtime.estimate.models import build_model
+from fsdp_runtime.estimate.recorder import UntraceableError
 from fsdp_runtime.estimate.result import Assumed, Bytes, Estimate, Memory, Peak, Settings, Whole
 from fsdp_runtime.estimate.scaling import peaks, scaled
 from fsdp_runtime.estimate.settings import dtype_name, plan_name
 from fsdp_runtime.estimate.step import OPTIMIZERS, Step, trace
-from fsdp_runtime.estimate.summary import Summary
+from fsdp_runtime.estimate.summary import Summary, starred
 from fsdp_runtime.estimate.world import fake_world
 from fsdp_runtime.lora import resolve_adapted_plan
 from fsdp_runtime.mesh import MeshSpec, axis_size
 from tp_plans import Plan, check
 
 Progress = Callable[[str, int, int], None]
+
+#: What is said of a part of a block that cannot be traced.
+LEFT_OUT = "depends on values: the module is left out of the estimate, and hands on what it is given"
 
 #: What stays on the host with ``offload``.
 _OFFLOADED = ("parameters", "gradients", "optimizer_state")
@@ -91,7 +97,8 @@ def run(
         ),
         findings=findings,
         assumed=tuple(
-            Assumed(operator=operator, module=module, assumption=told) for operator, module, told in summary.assumed
+            Assumed(operator=operator, module=module, assumption=told, counted=told != LEFT_OUT)
+            for operator, module, told in summary.assumed
         ),
         device_memory=device_memory,
         advice=advice_for(settings, memory, device_memory),
@@ -105,20 +112,45 @@ def _traced(
     """The summary of the whole model, and how many blocks each trace ran."""
     if repeated is None or not repeated.worthwhile:
         tell("tracing every block", 1, 4)
-        summary = trace(model, mesh, step)
+        summary = _trace_what_can_be(model, range(len(anatomy_of(model).decoder)), mesh, step)
         return summary, (summary.blocks,)
     stack = anatomy_of(model).decoder[0].rpartition(".")[0]
     summaries = []
     for done, times in enumerate((repeated.least, repeated.least + 1), start=1):
         kept = repeated.kept(times)
         tell(f"tracing {len(kept)} of {repeated.blocks} blocks", done, 4)
-        summaries.append(trace(with_blocks(model, kept), mesh, step))
+        summaries.append(_trace_what_can_be(model, kept, mesh, step))
 
     def renamed(path: str, more: int) -> str:
         return re.sub(rf"^{re.escape(stack)}\.(\d+)", lambda found: f"{stack}.{int(found[1]) + more}", path)
 
     small, large = summaries
     return scaled(small, large, repeated, renamed), (small.blocks, large.blocks)
+
+
+def _trace_what_can_be(model: nn.Module, kept: Sequence[int], mesh: DeviceMesh, step: Step) -> Summary:
+    """The summary of some blocks; a part of a block that cannot be traced hands on what it is given, and is named."""
+    left_out: dict[str, str] = {}
+    while True:
+        fewer = with_blocks(model, kept) if len(kept) < len(anatomy_of(model).decoder) else copy.deepcopy(model)
+        blocks = anatomy_of(fewer).decoder
+        for path, module in fewer.named_modules():
+            if starred(path) in left_out:
+                module.forward = _hand_on
+        try:
+            summary = trace(fewer, mesh, step)
+        except UntraceableError as error:
+            pattern = starred(error.module)
+            if pattern in left_out or not any(error.module.startswith(f"{block}.") for block in blocks):
+                raise
+            left_out[pattern] = error.operator
+            continue
+        told = tuple((operator, pattern, LEFT_OUT) for pattern, operator in left_out.items())
+        return replace(summary, assumed=(*summary.assumed, *told))
+
+
+def _hand_on(first: Any, *_args: Any, **_named: Any) -> Any:
+    return first
 
 
 def _checked(model: nn.Module, mesh: DeviceMesh, step: Step) -> tuple[tuple[str, ...], bool]:
