@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from harness.collectives import RecordCollectives, by_axis
-from harness.models import VOCAB, jitter, tiny_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp_runtime
 import rl_logprobs
+from harness.collectives import RecordCollectives, by_axis
+from harness.models import VOCAB, jitter, tiny_config
 
 LENGTH, BATCH = 48, 2
 
