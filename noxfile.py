@@ -121,6 +121,17 @@ def ray(session: nox.Session) -> None:
 
 
 @nox.session
+def triton(session: nox.Session) -> None:
+    """Run the tests of log-probabilities from logits on the Triton kernels, in Triton's interpreter on the CPU."""
+    install_editable(session, "test")
+    session.install("triton")
+    files = ("test_triton_softmax", "test_softmax", "test_logprobs", "test_vocab_parallel")
+    paths = [f"packages/rl-logprobs/tests/{name}.py" for name in files]
+    environment = {"TRITON_INTERPRET": "1", "RL_LOGPROBS_BACKEND": "triton", "OMP_NUM_THREADS": "1"}
+    session.run("pytest", *paths, *session.posargs, env=environment)
+
+
+@nox.session
 def integration(session: nox.Session) -> None:
     """Run the integration tests: model parity on two and four ranks."""
     install_editable(session, "test")
@@ -189,6 +200,28 @@ def dist(session: nox.Session) -> None:
             "python", "-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{package}", silent=True
         )
     session.run("python", "tools/check_artifacts.py", *map(str, sorted(DIST.iterdir())))
+
+
+@nox.session(requires=["dist"])
+def release(session: nox.Session) -> None:
+    """Check that a package can be released: `-- PACKAGE VERSION`; then run old beside new where one needs the other."""
+    session.run("python", "tools/release.py", *session.posargs)
+    package, _ = session.posargs
+    if package != "rl-logprobs":
+        for old in ("tp-plans", "fsdp-runtime"):
+            session.notify(f"old_beside_new(old='{old}')")
+
+
+@nox.session
+@nox.parametrize("old", ["tp-plans", "fsdp-runtime"])
+def old_beside_new(session: nox.Session, old: str) -> None:
+    """Run fsdp-runtime and tp-plans together, the one as in this tree, the other as old as it may be."""
+    new = {"tp-plans": "fsdp-runtime", "fsdp-runtime": "tp-plans"}[old]
+    install_editable(session, "test")  # packaging comes with pytest
+    found = session.run("python", "tools/oldest_release.py", old, new, session.create_tmp(), silent=True)
+    folder = str(found).strip().splitlines()[-1]
+    session.install("--no-deps", "-e", folder)
+    session.run("pytest", "packages/fsdp-runtime/tests/test_parallelize.py", "integration_tests/test_parity.py")
 
 
 @nox.session(requires=["dist"], reuse_venv=False)

@@ -31,5 +31,6 @@ def problems(artifact: Path) -> list[str]:
     return missing + surplus
 
 
-found = [problem for argument in sys.argv[1:] for problem in problems(Path(argument))]
-sys.exit("\n".join(found) or 0)
+if __name__ == "__main__":
+    found = [problem for argument in sys.argv[1:] for problem in problems(Path(argument))]
+    sys.exit("\n".join(found) or 0)
