@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,9 +19,12 @@ import fsdp_runtime
 import rl_logprobs
 import tp_plans
 from fsdp_runtime import cli as fsdp_runtime_cli
+from fsdp_runtime import nemo as fsdp_runtime_nemo
 from harness import pages
 from harness.models import tiny_model
+from rl_logprobs import nemo as rl_logprobs_nemo
 from tp_plans import cli as tp_plans_cli
+from tp_plans import nemo as tp_plans_nemo
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -126,3 +130,13 @@ def test_the_reference_has_every_public_name(package: object) -> None:
 def test_the_navigation_has_every_page() -> None:
     named = set(re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert {str(page.relative_to(DOCS)) for page in PAGES} - named == set()
+
+
+@pytest.mark.parametrize(
+    "module", [tp_plans_nemo, fsdp_runtime_nemo, rl_logprobs_nemo], ids=lambda module: module.__name__
+)
+def test_the_migration_pages_name_every_function_that_keeps_its_name(module: ModuleType) -> None:
+    pages_from_nemo = "".join((DOCS / "migration" / name).read_text() for name in ("nemo-rl.md", "automodel.md"))
+    kept = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    missing = [name for name in kept if f"`{name}`" not in pages_from_nemo and f".{name}`" not in pages_from_nemo]
+    assert set(missing) <= {"_axis", "_deals", "_plan", "_split"}  # helpers of our own
