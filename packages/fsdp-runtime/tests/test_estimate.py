@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import fsdp_runtime
 from fsdp_runtime import Estimate, EstimateError, MeshError, estimate
 
 WIDTH, VOCABULARY, LENGTH = 16, 32, 8
@@ -191,7 +190,3 @@ def test_a_config_of_remote_code_is_refused(tmp_path: Any) -> None:
         run(tmp_path)
     with pytest.raises(EstimateError, match="does not exist"):
         run(tmp_path / "nothing")
-
-
-def test_importing_the_package_does_not_import_the_machinery() -> None:
-    assert fsdp_runtime.estimate is estimate

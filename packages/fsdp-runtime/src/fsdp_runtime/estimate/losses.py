@@ -32,7 +32,7 @@ def loss_named(told: str | Callable[..., Any], head: str | None) -> Forward:
             raise EstimateError("logprobs='linear' needs a head to be found, and the model has none: use 'logits'")
         return _on_hidden(_rl_logprobs("linear_token_logprobs"), head)
     function = told if callable(told) else _by_dotted_path(told)
-    return lambda model, inputs: lambda: function(model, inputs)
+    return _as_one(function)
 
 
 def clipping() -> Callable[[Any, float], Any] | None:
@@ -41,6 +41,16 @@ def clipping() -> Callable[[Any, float], Any] | None:
         return _rl_logprobs("clip_grad_norm_")
     except EstimateError:
         return None
+
+
+def _as_one(function: Callable[..., Tensor]) -> Forward:
+    """A function that runs the model and returns the loss: all of it counts as forward."""
+
+    def forward(model: nn.Module, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+        loss = function(model, inputs)
+        return lambda: loss
+
+    return forward
 
 
 def _on_logits(token_logprobs: Callable[..., Tensor]) -> Forward:

@@ -57,7 +57,7 @@ def estimate(
         optimizer: ``"adamw"``, ``"sgd"`` (with momentum) or ``"none"``; torch's, ``foreach`` as on an accelerator.
         logprobs: the loss, the mean of token log-probabilities: ``"logits"`` by ``rl_logprobs.token_logprobs``,
             ``"linear"`` by ``rl_logprobs.linear_token_logprobs`` on hidden states, or a function (or its dotted path)
-            that is called as ``function(model, inputs)`` and returns the loss.
+            that is called as ``function(model, inputs)`` and returns the loss (all of it counts as forward).
         clip: clip the norm of gradients by ``rl_logprobs.clip_grad_norm_`` where that package is installed.
         offload: FSDP2 keeps shards, gradients and optimizer state on the host.
         exact: trace every block.
