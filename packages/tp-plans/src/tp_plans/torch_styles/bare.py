@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
-from tp_plans import layouts
 from tp_plans.styles import BareParameter
-from tp_plans.torch_styles.gradients import local_view, summed_gradient
-from tp_plans.torch_styles.placement import redistribute
+from tp_plans.torch_styles.gradients import local_view, summed_gradient, whole_view
 
 
 def bare_view(rule: BareParameter, parameter: DTensor) -> Tensor:
     """This rank's part, or the whole, of a bare parameter; its gradient lies as the parameter does."""
     partial = rule.gradient == "partial"
     if rule.gathered:
-        whole = redistribute(parameter, layouts.Replicate())
-        return whole.to_local(grad_placements=[Partial() if partial else Replicate()])
+        return whole_view(parameter, partial=partial)
     return summed_gradient(parameter) if partial else local_view(parameter)

@@ -8,23 +8,50 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
 def local_view(parameter: DTensor) -> Tensor:
     """This rank's plain part of a parameter, whose gradient lies as the parameter does."""
-    (cut,) = parameter.placements
-    uneven = isinstance(cut, Shard) and cut.dim > 0 and parameter.shape[cut.dim] % parameter.device_mesh.size()
-    if uneven and parameter.requires_grad and torch.is_grad_enabled():
+    if _uneven(parameter) and parameter.requires_grad and torch.is_grad_enabled():
         return cast(Tensor, _UnevenView.apply(parameter))  # type: ignore[no-untyped-call]
     return parameter.to_local()
 
 
-class _UnevenView(torch.autograd.Function):
-    """``to_local`` for parts of different width.
+def whole_view(parameter: DTensor, *, partial: bool = False) -> Tensor:
+    """The whole of a split parameter as a plain tensor; each rank keeps its part of the gradient.
 
-    torch 2.10's own takes the gradient's strides from this rank's width; they are not the parameter's then, and
-    gradient accumulation answers with a replicated copy.
+    Args:
+        parameter: split over a one-axis mesh.
+        partial: whether what a rank computes is a part of the gradient, and the ranks' are to be summed.
+    """
+    source = parameter if torch.is_grad_enabled() else _detached(parameter)
+    whole = source.redistribute(placements=[Replicate()])
+    plain = whole.to_local(grad_placements=[Partial() if partial else Replicate()])
+    return cast(Tensor, _DenseGradient.apply(plain)) if _uneven(parameter) else plain  # type: ignore[no-untyped-call]
+
+
+def _detached(parameter: DTensor) -> DTensor:
+    """The same part without a gradient: where none is recorded torch 2.10 cannot redistribute what requires one.
+
+    Nor can it detach a DTensor in inference mode.
+    """
+    shape, stride = parameter.shape, parameter.stride()
+    local, mesh = parameter.to_local(), parameter.device_mesh
+    return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _uneven(parameter: DTensor) -> bool:
+    """Whether the ranks' parts differ in size."""
+    (cut,) = parameter.placements
+    return isinstance(cut, Shard) and parameter.shape[cut.dim] % parameter.device_mesh.size() > 0
+
+
+class _UnevenView(torch.autograd.Function):
+    """``to_local`` for parts of different size.
+
+    torch 2.10's own takes the gradient's strides from this rank's part, or from an expanded gradient (a sum's); they
+    are not the parameter's then, and gradient accumulation answers with a replicated copy.
     """
 
     @staticmethod
@@ -36,8 +63,20 @@ class _UnevenView(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
         return DTensor.from_local(
-            gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
+            gradient.contiguous(), ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
         )
+
+
+class _DenseGradient(torch.autograd.Function):
+    """Identity forward; backward gives an expanded gradient memory of its own, for torch 2.10 and 2.11 as above."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
 
 
 def summed_gradient(whole: DTensor) -> Tensor:
