@@ -116,6 +116,8 @@ def next_versions(session: nox.Session) -> None:
 @nox.session
 def ray(session: nox.Session) -> None:
     """Run the GRPO example as Ray actors on this machine: trainer ranks that stream weights to a generator."""
+    # Ray's agents must be up within seconds, a bound that no setting moves; uncompiled imports take longer when busy.
+    session.env["UV_COMPILE_BYTECODE"] = "1"
     install_editable(session, "test", "ray")
     session.run("pytest", "integration_tests/with_ray/grpo_example.py", *session.posargs)
 
