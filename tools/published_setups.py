@@ -252,6 +252,8 @@ def _rewrite(found: Found) -> None:
         "llama": _llama_3(found),
     }.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        if begin not in text:
+            continue
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
         text = before + begin + "\n".join(["", *lines, "", end]) + after
