@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rl_logprobs._torch_compat import assert_on_device
+from rl_logprobs.backends import Backend, kernels
 from rl_logprobs.errors import OptionError, ShapeError
 from rl_logprobs.layout import locate_logits
 from rl_logprobs.sampling_filter import SamplingFilter, sampling_floor
@@ -52,6 +53,7 @@ def token_logprobs(
     sampling: SamplingFilter | None = None,
     inplace_backward: bool = False,
     inplace_forward: bool = False,
+    backend: Backend | None = None,
 ) -> torch.Tensor:
     """Log-probability of each target under ``softmax(logits / temperature)``.
 
@@ -80,6 +82,8 @@ def token_logprobs(
             exists.  The logits are then lost after the backward pass.
         inplace_forward: if the logits need a gradient, overwrite them already here, by what the backward pass would
             compute again: faster, but lost at once, and gradients of half-precision logits are rounded twice.
+        backend: ``"triton"`` for Triton kernels on a GPU, ``"torch"`` for torch's own operations; if left out, what
+            the environment variable ``RL_LOGPROBS_BACKEND`` says, or else torch.
 
     Returns:
         This rank's tokens as a plain tensor of the logits' leading shape, float32 (float64 for float64), the
@@ -101,6 +105,7 @@ def token_logprobs(
         sampling=sampling,
         inplace_backward=inplace_backward,
         inplace_forward=inplace_forward,
+        backend=backend,
     ).logprobs
 
 
@@ -120,6 +125,7 @@ def token_statistics(
     sampling: SamplingFilter | None = None,
     inplace_backward: bool = False,
     inplace_forward: bool = False,
+    backend: Backend | None = None,
 ) -> TokenStatistics:
     """Log-probability, log-sum-exp and what else is asked of each token, from one pass and one collective.
 
@@ -139,6 +145,7 @@ def token_statistics(
         sampling: as there; the entropy is then that of the filtered distribution too.
         inplace_backward: as there.
         inplace_forward: as there; without ``entropy``, whose gradient needs the logits.
+        backend: as there.
 
     Returns:
         The statistics, each differentiable but ``argmax`` and ``rank``.
@@ -162,6 +169,7 @@ def token_statistics(
         floor=None if sampling is None else sampling_floor(located.values, located.vocab, heat, sampling),
         inplace_backward=inplace_backward,
         inplace_forward=inplace_forward and located.values.requires_grad and torch.is_grad_enabled(),
+        kernels=kernels(backend, located.values.device),
     )
     flat = softmax_statistics(located.values, mine.reshape(-1), ignored.reshape(-1), located.vocab, options)
     return shaped_like(mine, flat)

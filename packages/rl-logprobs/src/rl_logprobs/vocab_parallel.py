@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from rl_logprobs._torch_compat import all_gather_into, apply_function
+from rl_logprobs.backends import TORCH, Kernels
 from rl_logprobs.layout import VocabShard
 from rl_logprobs.powers import Scale, peak_lag
 from rl_logprobs.rows import statistics_dtype
@@ -24,10 +25,8 @@ from rl_logprobs.softmax import (
     LogitGradient,
     Sums,
     TargetColumns,
-    column_sums,
     merge,
     target_logits,
-    write_gradient,
 )
 
 
@@ -37,7 +36,7 @@ class SoftmaxOptions:
 
     ``temperature`` is a number or one number a token (flat).  Logits below ``floor`` (one a token, flat) have no
     probability.  With ``inplace_backward`` the gradient is written over the logits, and with ``inplace_forward``
-    their weights are before that; the gradient of the entropy cannot be had from them.
+    their weights are before that; the gradient of the entropy cannot be had from them.  ``kernels`` do the arithmetic.
     """
 
     temperature: float | torch.Tensor = 1.0
@@ -47,6 +46,7 @@ class SoftmaxOptions:
     floor: torch.Tensor | None = None
     inplace_backward: bool = False
     inplace_forward: bool = False
+    kernels: Kernels = TORCH
 
 
 class SoftmaxStatistics(NamedTuple):
@@ -171,7 +171,7 @@ class _FromLogits(torch.autograd.Function):
         sought = None
         if options.rank:  # the others cannot count before they know what the one rank alone knows
             sought = all_gather(target_logits(mine, columns)[None], shard.group).sum(0)[0]
-        local = column_sums(
+        local = options.kernels.column_sums(
             mine,
             columns,
             scale,
@@ -188,6 +188,7 @@ class _FromLogits(torch.autograd.Function):
         kept = logits.detach() if overwrite else logits
         ctx.save_for_backward(kept, ignored, options.floor, lag, *columns, *finished)
         ctx.scale, ctx.width, ctx.inplace = scale, shard.width, options.inplace_backward or overwrite
+        ctx.kernels = options.kernels
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(found for found in (statistics.argmax, statistics.rank) if found is not None))
         return statistics
@@ -199,7 +200,7 @@ class _FromLogits(torch.autograd.Function):
         out = logits if ctx.inplace else logits.new_empty(logits.shape)
         out[..., ctx.width :].zero_()
         gradient = logit_gradient(Finished(*finished), ignored, ctx.scale, gradients, floor)
-        write_gradient(
+        ctx.kernels.write_gradient(
             logits[..., : ctx.width],
             TargetColumns(column, owned),
             gradient if lag is None else gradient.of_weights(lag),
