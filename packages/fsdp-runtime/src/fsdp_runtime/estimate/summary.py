@@ -116,14 +116,15 @@ def _highest(
     live: Counter[str] = Counter()
     total = 0
     highest: dict[Region, tuple[int, dict[str, int], Moment]] = {}
-    ends = {position: phase for phase, position in recording.ends.items()}
+    ending: dict[int, list[Phase]] = {}  # a phase that changes nothing ends where the one before it does
+    for phase, position in recording.ends.items():
+        ending.setdefault(position, []).append(phase)
     at_end: dict[Phase, Bytes] = {}
     before = Bytes()
     for position, change in enumerate(recording.changes):
         if change.moment >= 0 and before.total == 0:
             before = Bytes(**live)
-        if (phase := ends.get(position)) is not None:
-            at_end[phase] = Bytes(**live)
+        at_end |= {phase: Bytes(**live) for phase in ending.get(position, ())}
         live[categories[change.storage]] += change.delta
         total += change.delta
         if change.moment < 0 or change.delta < 0:
@@ -131,9 +132,7 @@ def _highest(
         region = regions[change.moment]
         if region not in highest or total > highest[region][0]:
             highest[region] = (total, dict(live), recording.moments[change.moment])
-    for phase, position in recording.ends.items():
-        if position >= len(recording.changes):
-            at_end[phase] = Bytes(**live)
+    at_end |= {phase: Bytes(**live) for phase in ending.get(len(recording.changes), ())}
     found = {region: High(Bytes(**parts), moment) for region, (_, parts, moment) in highest.items()}
     return found, before, at_end
 
