@@ -1,4 +1,7 @@
-"""Makes a page of the documentation out of each package's README and CHANGELOG, so that nothing is said twice."""
+"""Makes a page of the documentation out of each package's README and CHANGELOG, so that nothing is said twice.
+
+The table of versions comes from test runs; until ``nox -s compatibility`` has written it, a page says so in its place.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 PACKAGES = ("tp-plans", "fsdp-runtime", "rl-logprobs")
+NO_RUNS = "# Compatibility\n\n`nox -s compatibility` writes this page from reports of test runs; none are here yet.\n"
 TO_SIBLING = re.compile(r"\]\(\.\./([a-z-]+)\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add ``packages/NAME.md`` and ``packages/NAME-changes.md``; links from one README to another go to its page."""
+    if files.get_file_from_path("compatibility.md") is None:
+        files.append(File.generated(config, "compatibility.md", content=NO_RUNS))
     for name in PACKAGES:
         folder = Path(config.config_file_path).parent / "packages" / name
         for source, page in (("README.md", f"{name}.md"), ("CHANGELOG.md", f"{name}-changes.md")):
