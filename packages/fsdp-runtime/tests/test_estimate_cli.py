@@ -182,7 +182,7 @@ def test_a_tiny_model_is_swept_from_its_bare_config(tmp_path: Path) -> None:
         [sys.executable, "-m", "fsdp_runtime.cli", *command, "--bandwidth", "1GB/s", "--device-memory", "1GiB"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["candidates"]
