@@ -73,7 +73,7 @@ def test_the_rank_that_raises_keeps_its_error_and_the_other_names_it(
     assert f"on rank {guilty}, in phase 'forward'" in own.traceback
     assert other.type_name == "LostRankError"
     assert f"rank {guilty}, in phase 'forward', raised {type(error).__name__}: {error}" in other.message
-    assert f"rank {1 - guilty}, which says this, was in phase 'forward'" in other.message
+    assert f"rank {1 - guilty}, which says this, was in phase" in other.message  # whichever it had got to
 
 
 def _quiet_work(seconds: float) -> str:
