@@ -143,8 +143,6 @@ ON_TWO = [
 ON_FOUR = [
     ("tied", {"dp_shard": 2, "tp": 2}, SP | BLOCKS, "logits"),
     ("moe", {"dp_shard": 2, "tp": 2}, {}, "logits"),
-    ("vlm", {"dp_shard": 2, "tp": 2}, SP, "logits"),
-    ("dense", {"dp_replicate": 2, "dp_shard": 2}, {"activation_checkpointing": "selective", "master": True}, "logits"),
 ]
 
 
