@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime import BackendError, MeshSpec, ModelError, OptionError, anatomy_of, nemo
 from fsdp_runtime.megatron import shard_with_megatron
@@ -136,8 +137,8 @@ def test_where_one_rank_holds_everything_nothing_is_wrapped(two_ranks: RankPool)
     assert two_ranks.run(_translated, {"tp": 2})[0] == {"wrapped": False}
 
 
-def _shard(model: nn.Module, **options: Any) -> Any:
-    mesh = MeshSpec().build(device_type="cpu")
+def _shard(model: nn.Module, *, mesh: DeviceMesh | None = None, **options: Any) -> Any:
+    mesh = mesh or MeshSpec().build(device_type="cpu")
     return shard_with_megatron(model, mesh, anatomy_of(model), dp_shard_dim="dp_shard", **options)
 
 
@@ -155,8 +156,9 @@ def test_without_cuda_fsdp2_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_units_that_do_not_occur_and_unknown_keywords_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron_fsdp", _stand_in())
+    mesh = MeshSpec().build(device_type="cpu")  # before torch is told that there is a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ModelError, match="no module is of class Block: the model's blocks are of class LlamaDecoderLa"):
-        _shard(tiny_model("LlamaForCausalLM"), unit_modules=["Block"])
+        _shard(tiny_model("LlamaForCausalLM"), mesh=mesh, unit_modules=["Block"])
     with pytest.raises(OptionError, match=r"megatron-fsdp 0\.6\.1 takes no grad_reduce_in_fp32: it takes module, "):
-        _shard(tiny_model("LlamaForCausalLM"), options={"grad_reduce_in_fp32": True})
+        _shard(tiny_model("LlamaForCausalLM"), mesh=mesh, options={"grad_reduce_in_fp32": True})
