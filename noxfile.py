@@ -124,7 +124,7 @@ def triton(session: nox.Session) -> None:
     """Run the tests of log-probabilities from logits on the Triton kernels, in Triton's interpreter on the CPU."""
     install_editable(session, "test")
     session.install("triton")
-    files = ("test_triton_softmax", "test_softmax", "test_logprobs", "test_vocab_parallel")
+    files = ("with_triton/softmax", "test_softmax", "test_logprobs", "test_vocab_parallel")
     paths = [f"packages/rl-logprobs/tests/{name}.py" for name in files]
     environment = {"TRITON_INTERPRET": "1", "RL_LOGPROBS_BACKEND": "triton", "OMP_NUM_THREADS": "1"}
     session.run("pytest", *paths, *session.posargs, env=environment)

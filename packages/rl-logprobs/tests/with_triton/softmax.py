@@ -1,17 +1,11 @@
 """The Triton kernels on rows of several blocks; that they do what torch does, the other tests say (nox -s triton)."""
 
 import math
-import os
 
 import pytest
 import torch
 
-from rl_logprobs import token_statistics
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("nox -s triton runs the kernels in Triton's interpreter", allow_module_level=True)
-
-triton_softmax = pytest.importorskip("rl_logprobs.triton_softmax")
+from rl_logprobs import token_statistics, triton_softmax
 
 
 def statistics_and_gradient(logits, targets, backend, **options):
