@@ -129,8 +129,9 @@ def predicted(name: str, axes: dict[str, int], options: dict[str, Any], logprobs
     )
     traffic: dict[str, Any] = {}
     for item in found.traffic:
-        count, nbytes = traffic.setdefault(item.axis, {}).get(item.kind, (0, 0))
-        traffic[item.axis][item.kind] = (count + item.count, nbytes + item.nbytes)
+        axis = "world" if item.ranks == found.settings.world_size > 2 else item.axis  # "dp", where that is all ranks
+        count, nbytes = traffic.setdefault(axis, {}).get(item.kind, (0, 0))
+        traffic[axis][item.kind] = (count + item.count, nbytes + item.nbytes)
     return traffic, found.memory.peak.total
 
 
@@ -143,6 +144,8 @@ ON_TWO = [
 ON_FOUR = [
     ("tied", {"dp_shard": 2, "tp": 2}, SP | BLOCKS, "logits"),
     ("moe", {"dp_shard": 2, "tp": 2}, {}, "logits"),
+    ("vlm", {"dp_shard": 2, "tp": 2}, SP, "logits"),
+    ("dense", {"dp_replicate": 2, "dp_shard": 2}, {"activation_checkpointing": "selective", "master": True}, "logits"),
 ]
 
 

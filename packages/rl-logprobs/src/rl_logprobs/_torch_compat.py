@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def local_shape_and_offset(
@@ -81,12 +82,27 @@ def joint_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     if world is None or getattr(world, "bound_device_id", None) is not None:
         return None
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    ranks = tuple(sorted(ranks_of(mesh)))
     known = _joint_groups.setdefault(world, {})
     if ranks not in known:
-        agreed = _same_everywhere(len(distributed_c10d._world.pg_names), mesh)
-        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True) if agreed else None
+        with _disable_current_modes():
+            agreed = _same_everywhere(len(distributed_c10d._world.pg_names), mesh)
+            known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True) if agreed else None
     return known[ranks]
+
+
+_known_ranks: WeakKeyDictionary[DeviceMesh, frozenset[int]] = WeakKeyDictionary()
+
+
+def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
+    """The mesh's ranks, remembered: torch computes them anew each time, as long as ten small gradients take.
+
+    Outside any mode: under fake tensors (torch 2.10 to 2.15) a mesh computes its ranks as tensors without values.
+    """
+    if mesh not in _known_ranks:
+        with _disable_current_modes():
+            _known_ranks[mesh] = frozenset(mesh.mesh.flatten().tolist())
+    return _known_ranks[mesh]
 
 
 def _same_everywhere(number: int, mesh: DeviceMesh) -> bool:

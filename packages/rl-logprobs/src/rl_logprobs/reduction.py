@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from rl_logprobs._torch_compat import joint_group, same_root
+from rl_logprobs._torch_compat import joint_group, ranks_of, same_root
 
 
 class Layout(NamedTuple):
@@ -129,15 +128,5 @@ def _part_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     """
     if mesh == other:
         return True
-    mine, theirs = _ranks(mesh), _ranks(other)
+    mine, theirs = ranks_of(mesh), ranks_of(other)
     return mine == theirs or (mine < theirs and same_root(mesh, other))
-
-
-_known_ranks: WeakKeyDictionary[DeviceMesh, frozenset[int]] = WeakKeyDictionary()
-
-
-def _ranks(mesh: DeviceMesh) -> frozenset[int]:
-    """The mesh's ranks, remembered: torch computes them anew each time, as long as ten small gradients take."""
-    if mesh not in _known_ranks:
-        _known_ranks[mesh] = frozenset(mesh.mesh.flatten().tolist())
-    return _known_ranks[mesh]

@@ -129,8 +129,12 @@ def _traced(
 
 
 def _trace_what_can_be(model: nn.Module, kept: Sequence[int], mesh: DeviceMesh, step: Step) -> Summary:
-    """The summary of some blocks; a part of a block that cannot be traced hands on what it is given, and is named."""
+    """The summary of some blocks; a part of a block that cannot be traced hands on what it is given, and is named.
+
+    A model with parameters that get no gradient is traced once more, when it is known which have no optimizer state.
+    """
     left_out: dict[str, str] = {}
+    idle: frozenset[str] = frozenset()
     while True:
         fewer = with_blocks(model, kept) if len(kept) < len(anatomy_of(model).decoder) else copy.deepcopy(model)
         blocks = anatomy_of(fewer).decoder
@@ -138,12 +142,15 @@ def _trace_what_can_be(model: nn.Module, kept: Sequence[int], mesh: DeviceMesh, 
             if starred(path) in left_out:
                 module.forward = _hand_on
         try:
-            summary = trace(fewer, mesh, step)
+            summary = trace(fewer, mesh, step, idle)
         except UntraceableError as error:
             pattern = starred(error.module)
             if pattern in left_out or not any(error.module.startswith(f"{block}.") for block in blocks):
                 raise
             left_out[pattern] = error.operator
+            continue
+        if summary.idle != idle and step.optimizer != "none":
+            idle = summary.idle
             continue
         told = tuple((operator, pattern, LEFT_OUT) for pattern, operator in left_out.items())
         return replace(summary, assumed=(*summary.assumed, *told))

@@ -51,8 +51,15 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer] | None] = {
 }
 
 
-def trace(model: nn.Module, mesh: DeviceMesh, step: Step) -> Summary:
-    """Parallelize a model on the meta device, run the step without data, and sum up what it did."""
+def trace(model: nn.Module, mesh: DeviceMesh, step: Step, idle: frozenset[str] = frozenset()) -> Summary:
+    """Parallelize a model on the meta device, run the step without data, and sum up what it did.
+
+    Args:
+        model: on the meta device.
+        mesh: of the fake world.
+        step: what to run.
+        idle: patterns of trainable parameters that are known to get no gradient, and so no optimizer state.
+    """
     anatomy = anatomy_of(model)
     vocabulary = vocabulary_of(model, anatomy.embedding)
     parallelize(model, mesh, sharding=sharding_options(step), **step.parallelize)
@@ -60,7 +67,7 @@ def trace(model: nn.Module, mesh: DeviceMesh, step: Step) -> Summary:
     with without_data():
         model.to_empty(device="cpu")
         inputs = _inputs(model, mesh, step, vocabulary)
-        optimizer = _optimizer(model, step)
+        optimizer = _optimizer(model, step, idle)
         recorder = Recorder(Places(model))
         recorder.adopt(model.parameters(), "parameters")
         recorder.adopt(model.buffers(), "buffers")
@@ -76,6 +83,7 @@ def trace(model: nn.Module, mesh: DeviceMesh, step: Step) -> Summary:
         with recorder.phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
+        found_idle = _without_gradient(model)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         recorder.relabel(gradients, "gradients")
         del gradients
@@ -88,7 +96,15 @@ def trace(model: nn.Module, mesh: DeviceMesh, step: Step) -> Summary:
         recording = recorder.recording
         widths = {vocabulary, -(-vocabulary // axis_size(mesh, "tp"))}
         summary = summarize(recording, anatomy.decoder, widths)
-    return replace(summary, whole=whole)
+    return replace(summary, whole=whole, idle=found_idle)
+
+
+def _without_gradient(model: nn.Module) -> frozenset[str]:
+    """By pattern of names, the trainable parameters of which none has a gradient, such as those of an unused tower."""
+    reached = {
+        name: parameter.grad is not None for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    return frozenset(map(starred, reached)) - {starred(name) for name, has in reached.items() if has}
 
 
 def sharding_options(step: Step) -> ShardingOptions:
@@ -127,8 +143,8 @@ def _inputs(model: nn.Module, mesh: DeviceMesh, step: Step, vocabulary: int) -> 
     return inputs
 
 
-def _optimizer(model: nn.Module, step: Step) -> torch.optim.Optimizer | None:
-    """The optimizer with its state made, as it is from the second step on."""
+def _optimizer(model: nn.Module, step: Step, idle: frozenset[str]) -> torch.optim.Optimizer | None:
+    """The optimizer with its state made, as it is from the second step on; parameters without a gradient have none."""
     if step.optimizer not in OPTIMIZERS:
         raise EstimateError(f"optimizer {step.optimizer!r}: write one of {', '.join(OPTIMIZERS)}")
     make = OPTIMIZERS[step.optimizer]
@@ -139,8 +155,8 @@ def _optimizer(model: nn.Module, step: Step) -> torch.optim.Optimizer | None:
         if parameter.requires_grad:
             groups[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
     optimizer = make([{"params": parameters} for parameters in groups.values()])
-    for group in groups.values():
-        for parameter in group:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and starred(name) not in idle:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()

@@ -52,6 +52,7 @@ class Summary:
         flops: floating-point operations.
         whole: by pattern of names, how many parameters every rank holds whole, and their bytes.
         assumed: results that depend on data; blocks as ``*``.
+        idle: patterns of trainable parameters that got no gradient.
     """
 
     blocks: int
@@ -63,6 +64,7 @@ class Summary:
     flops: int
     whole: dict[str, tuple[int, int]] = field(default_factory=dict)
     assumed: tuple[tuple[str, str, str], ...] = ()
+    idle: frozenset[str] = frozenset()
 
 
 def summarize(recording: Recording, blocks: Sequence[str], outside: set[int]) -> Summary:
