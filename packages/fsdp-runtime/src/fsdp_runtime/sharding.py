@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_runtime._torch_compat import join_axes
 from fsdp_runtime.anatomy import Anatomy
@@ -123,6 +124,7 @@ def shard_over_data_parallel(
         CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
     )
 
+    axis_shards = mesh.size(mesh.ndim - 1)  # of HSDP's two axes the last one shards
     inner = replace(precision, output_dtype=None)  # what blocks hand each other stays in the dtype to compute in
 
     def shard(module: nn.Module, *, reshard: bool) -> None:
@@ -133,6 +135,7 @@ def shard_over_data_parallel(
             offload_policy=offload,
             reshard_after_forward=reshard,
             ignored_params=whole,
+            shard_placement_fn=lambda parameter: _dim_to_cut(parameter, axis_shards),
         )
         module.__dict__[_RESHARDS] = reshard
 
@@ -203,6 +206,20 @@ def reshards_after_forward(module: FSDPModule, *, is_root: bool) -> bool:
     """Whether a unit frees its gathered parameters after forward; for one wrapped elsewhere, torch's default."""
     recorded = module.__dict__.get(_RESHARDS)
     return not is_root if recorded is None else bool(recorded)
+
+
+def _dim_to_cut(parameter: nn.Parameter, shards: int) -> Shard | None:
+    """Where FSDP2 is to cut what has too few rows for its ranks; ``None`` for rows, its default.
+
+    Of merged experts a rank of ``tp`` may hold one or two: cut by rows they would lie whole on as many ranks, and the
+    others would hold nothing.  FSDP2 cuts other dims into equal parts only.
+    """
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    taken = [placement.dim for placement in getattr(parameter, "placements", ()) if isinstance(placement, Shard)]
+    if own.ndim < 2 or own.shape[0] >= shards:
+        return None
+    free = (dim for dim in range(1, own.ndim) if dim not in taken and own.shape[dim] % shards == 0)
+    return next((Shard(dim) for dim in free), None)
 
 
 def _units(anatomy: Anatomy, shared: set[nn.Parameter], frozen: Frozen) -> dict[str, nn.Module]:
