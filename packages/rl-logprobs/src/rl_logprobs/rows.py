@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -11,6 +12,8 @@ import torch
 #: cost a tenth of the time); on an accelerator it must be large enough to hide the kernel launches.
 CPU_WORKSPACE = 1 << 18
 ACCELERATOR_WORKSPACE = 1 << 23
+
+_cpu_stands_for_accelerator = False
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -25,8 +28,20 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 def rows_that_fit(width: int, device: torch.device, *, share: float = 1.0) -> int:
     """How many rows of ``width`` columns a ``share`` of one workspace holds; at least one."""
-    elements = CPU_WORKSPACE if device.type == "cpu" else ACCELERATOR_WORKSPACE
+    small = device.type == "cpu" and not _cpu_stands_for_accelerator
+    elements = CPU_WORKSPACE if small else ACCELERATOR_WORKSPACE
     return max(1, int(elements * share) // max(1, width))
+
+
+@contextmanager
+def as_on_accelerator() -> Iterator[None]:
+    """Give CPU tensors the workspaces of an accelerator: for a dry run, whose tensors only stand for others."""
+    global _cpu_stands_for_accelerator
+    before, _cpu_stands_for_accelerator = _cpu_stands_for_accelerator, True
+    try:
+        yield
+    finally:
+        _cpu_stands_for_accelerator = before
 
 
 def row_blocks(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -41,6 +42,16 @@ def clipping() -> Callable[[Any, float], Any] | None:
         return _rl_logprobs("clip_grad_norm_")
     except EstimateError:
         return None
+
+
+def accelerator_workspaces() -> AbstractContextManager[None]:
+    """Lets rl-logprobs take the workspaces of a device; with a CPU's it would take a hundred thousand small steps."""
+    try:
+        rows = import_module("rl_logprobs.rows")
+    except ImportError:
+        return nullcontext()
+    workspaces: AbstractContextManager[None] = rows.as_on_accelerator()
+    return workspaces
 
 
 def _as_one(function: Callable[..., Tensor]) -> Forward:

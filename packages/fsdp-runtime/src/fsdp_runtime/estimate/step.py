@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.anatomy import anatomy_of
 from fsdp_runtime.errors import EstimateError
-from fsdp_runtime.estimate.losses import clipping, loss_named
+from fsdp_runtime.estimate.losses import accelerator_workspaces, clipping, loss_named
 from fsdp_runtime.estimate.models import vocabulary_of
 from fsdp_runtime.estimate.places import Places
 from fsdp_runtime.estimate.recorder import Recorder
@@ -64,7 +64,7 @@ def trace(model: nn.Module, mesh: DeviceMesh, step: Step, idle: frozenset[str] =
     vocabulary = vocabulary_of(model, anatomy.embedding)
     parallelize(model, mesh, sharding=sharding_options(step), **step.parallelize)
     whole = _whole(model)
-    with without_data():
+    with without_data(), accelerator_workspaces():
         model.to_empty(device="cpu")
         inputs = _inputs(model, mesh, step, vocabulary)
         optimizer = _optimizer(model, step, idle)
