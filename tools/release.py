@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from check_artifacts import problems as problems_inside
 
 #: Hosts that metadata may point at; each is there.
-HOSTS = {"github.com", "pypi.org"}
+HOSTS = {"github.com"}
 
 
 def problems(folder: Path, version: str, dist: Path) -> Iterator[str]:
