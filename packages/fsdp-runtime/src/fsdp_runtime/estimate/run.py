@@ -115,11 +115,12 @@ def _traced(
         summary = _trace_what_can_be(model, range(len(anatomy_of(model).decoder)), mesh, step)
         return summary, (summary.blocks,)
     stack = anatomy_of(model).decoder[0].rpartition(".")[0]
-    summaries = []
+    summaries: list[Summary] = []
     for done, times in enumerate((repeated.least, repeated.least + 1), start=1):
         kept = repeated.kept(times)
         tell(f"tracing {len(kept)} of {repeated.blocks} blocks", done, 4)
-        summaries.append(_trace_what_can_be(model, kept, mesh, step))
+        known = summaries[0].idle if summaries else frozenset()
+        summaries.append(_trace_what_can_be(model, kept, mesh, step, known))
 
     def renamed(path: str, more: int) -> str:
         return re.sub(rf"^{re.escape(stack)}\.(\d+)", lambda found: f"{stack}.{int(found[1]) + more}", path)
@@ -128,13 +129,14 @@ def _traced(
     return scaled(small, large, repeated, renamed), (small.blocks, large.blocks)
 
 
-def _trace_what_can_be(model: nn.Module, kept: Sequence[int], mesh: DeviceMesh, step: Step) -> Summary:
+def _trace_what_can_be(
+    model: nn.Module, kept: Sequence[int], mesh: DeviceMesh, step: Step, idle: frozenset[str] = frozenset()
+) -> Summary:
     """The summary of some blocks; a part of a block that cannot be traced hands on what it is given, and is named.
 
     A model with parameters that get no gradient is traced once more, when it is known which have no optimizer state.
     """
     left_out: dict[str, str] = {}
-    idle: frozenset[str] = frozenset()
     while True:
         fewer = with_blocks(model, kept) if len(kept) < len(anatomy_of(model).decoder) else copy.deepcopy(model)
         blocks = anatomy_of(fewer).decoder
