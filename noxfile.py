@@ -14,13 +14,15 @@ nox.options.sessions = ["lint", "types", "plans_alone", "tests"]
 
 PACKAGES = ["tp-plans", "fsdp-runtime", "rl-logprobs"]
 TORCH_VERSIONS = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
-#: What meets torch's private or changing parts: styles, FSDP2, weights, vocabulary-parallel sums, parity.
+#: What meets torch's private or changing parts: local modules, meshes, FSDP2, attention over `cp`, weights, fake ranks
+#: of the dry run, process groups, sums and products over the vocabulary, and models as a whole.
 SUBSET = [
     "packages/tp-plans/tests/torch/test_local.py",
-    "packages/fsdp-runtime/tests/test_sharding.py",
-    "packages/fsdp-runtime/tests/test_unshard.py",
-    "packages/fsdp-runtime/tests/test_weights_stream.py",
-    "packages/rl-logprobs/tests/test_vocab_parallel.py",
+    *(
+        f"packages/fsdp-runtime/tests/test_{name}.py"
+        for name in ("mesh", "sharding", "unshard", "context_parallel", "weights_stream", "estimate")
+    ),
+    *(f"packages/rl-logprobs/tests/test_{name}.py" for name in ("vocab_parallel", "linear_logprobs", "reduction")),
     "integration_tests/test_parity.py",
 ]
 BENCH_PEERS = ["verl==0.9.1", "megatron-core==0.16.1", "liger-kernel==0.8.5", "nemo-automodel==0.7.0"]
@@ -75,7 +77,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every package's tests and the integration tests on the pinned torch."""
     install_editable(session, "test")
-    session.run("pytest", *session.posargs)
+    session.run("pytest", "--junitxml=reports/all.xml", *session.posargs)
 
 
 @nox.session
