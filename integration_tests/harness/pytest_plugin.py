@@ -6,9 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 from harness.ranks import RankPool
 from harness.where import where
+
+settings.register_profile("any machine", deadline=None)  # a busy one exceeds hypothesis's 200 ms at times
+settings.load_profile("any machine")
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:

@@ -36,7 +36,7 @@ def test_gradients_of_both_sides_are_the_derivatives(temperature):
     assert torch.autograd.gradcheck(lambda r: token_kl(logits.detach(), r), (reference,))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     vocab=st.integers(1, 60),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),

@@ -361,7 +361,7 @@ def test_strided_gradients_are_measured_whole():
         torch.testing.assert_close(grad_norm(parameter, order).double(), exact_norm([gradient], order))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 90), min_size=0, max_size=3), min_size=1, max_size=4),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),

@@ -252,7 +252,7 @@ def test_no_graph_is_kept_without_grad():
         assert token_logprobs(logits.requires_grad_(), targets).grad_fn is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(1, 9),
     vocab=st.integers(1, 70),

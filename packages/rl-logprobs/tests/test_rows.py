@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rl_logprobs.rows import as_on_accelerator, row_blocks, rows_that_fit
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     rows=st.integers(1, 7),

@@ -118,7 +118,7 @@ def test_a_target_that_the_filter_removes_sends_no_gradient():
     assert (gradient == 0).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     vocab=st.integers(1, 50),
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),

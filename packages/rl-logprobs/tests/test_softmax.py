@@ -30,7 +30,7 @@ def parts_of(logits, target, cuts, scale, **options):
         yield columns, places, column_sums(columns, places, scale, start, moment=True, best=True, **options)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(row=LOGITS, dtype=DTYPES, cuts=st.lists(st.integers(0, 40), max_size=4), temperature=st.floats(0.1, 10))
 def test_sums_of_any_cut_meet_in_those_of_float64(row, dtype, cuts, temperature):
     logits = torch.tensor([row], dtype=torch.float64).to(dtype)
@@ -50,7 +50,7 @@ def test_sums_of_any_cut_meet_in_those_of_float64(row, dtype, cuts, temperature)
     assert whole.larger.item() == (logits > logits[:, target[0], None]).sum()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(row=LOGITS, cuts=st.lists(st.integers(0, 40), max_size=4), overwrite=st.booleans())
 def test_gradients_of_any_cut_are_columns_of_the_gradient_of_the_whole(row, cuts, overwrite):
     logits = torch.tensor([row], dtype=torch.float64)
