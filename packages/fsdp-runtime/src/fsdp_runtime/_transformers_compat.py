@@ -121,7 +121,7 @@ def out_of_model(model: Any, names: Iterable[str]) -> Translation:
     """How the model's tensors become those that ``save_pretrained`` writes."""
     if not is_transformers_model(model):
         return Translation({name: name for name in names}, ())
-    from transformers.core_model_loading import PrefixChange, apply_converters, apply_renamings, dot_natural_key
+    from transformers.core_model_loading import PrefixChange, dot_natural_key
 
     rules = getattr(model, "_weight_conversions", None)
     if rules is None:  # as in save_pretrained of a model that was not loaded: nothing tells whether a prefix was there
@@ -130,12 +130,28 @@ def out_of_model(model: Any, names: Iterable[str]) -> Translation:
     renamed: dict[str, str] = {}
     groups = _Groups(model, converters)
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = apply_converters(name, converters)
+        target, pattern = _converted(name, converters)
         if pattern is None:
-            renamed[name] = apply_renamings(name, renamings)
+            renamed[name] = _renamed(name, renamings)
         else:
             groups.add(target, pattern, name)
-    return Translation(renamed, groups.conversions(lambda name: str(apply_renamings(name, renamings))))
+    return Translation(renamed, groups.conversions(lambda name: _renamed(name, renamings)))
+
+
+def _renamed(name: str, renamings: Iterable[Any]) -> str:
+    """A name after all renamings in turn; transformers has a function for it only since 5.22."""
+    for rule in renamings:
+        name, _ = rule.rename_source_key(name)
+    return name
+
+
+def _converted(name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
+    """The target of the first converter that takes a name, and the pattern by which it does."""
+    for rule in converters:
+        target, pattern = rule.rename_source_key(name)
+        if pattern is not None:
+            return target, pattern
+    return name, None
 
 
 class _Groups:

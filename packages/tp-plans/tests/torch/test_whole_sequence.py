@@ -35,7 +35,8 @@ class Recurrence(nn.Module):
     def forward(self, hidden_states):
         if isinstance(hidden_states, DTensor):
             raise TypeError("a DTensor came in")
-        return self.down(self.up(hidden_states).cumsum(1).tanh())
+        tokens = hidden_states.view(-1, HIDDEN)  # what mixtures do, which needs contiguous memory
+        return self.down(self.up(tokens).view(*hidden_states.shape[:-1], INNER).cumsum(1).tanh())
 
 
 class Projecting(Recurrence):

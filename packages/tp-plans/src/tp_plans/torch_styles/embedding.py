@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
 from tp_plans.styles import FeatureParallelEmbedding, VocabParallelEmbedding
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
-from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
+from tp_plans.torch_styles.placement import plain_whole, redistribute, wrap
 from tp_plans.torch_styles.reduce import handed_on, reduced
 
 
@@ -26,7 +25,7 @@ class LocalEmbedding(LocalStyle):
         start, end = self._own_rows(rows, call)
 
         def own_ids(ids: Tensor) -> Tensor:
-            ids = _whole(ids, call)
+            ids = plain_whole(ids, call.mesh)
             # Ids outside the vocabulary stay outside this rank's rows, so that the lookup fails as it would whole.
             foreign = ((ids >= 0) & (ids < start)) | ((ids >= end) & (ids < rows))
             call.memory["foreign"] = foreign
@@ -55,16 +54,9 @@ class LocalFeatures(LocalStyle):
     style: FeatureParallelEmbedding
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
-        return first_argument(args, kwargs, lambda ids: _whole(ids, call))
+        return first_argument(args, kwargs, lambda ids: plain_whole(ids, call.mesh))
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
         features = call.parameters["weight"].shape[1]
         whole = redistribute(wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=features), self.style.output)
         return handed_on(whole, use_local_output=self.style.use_local_output)
-
-
-def _whole(ids: Tensor, call: Call) -> Tensor:
-    """All ids, as a plain tensor."""
-    if not isinstance(ids, DTensor):
-        return ids
-    return redistribute(as_dtensor(ids, call.mesh, layouts.Replicate()), layouts.Replicate()).to_local()

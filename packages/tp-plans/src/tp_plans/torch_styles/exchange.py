@@ -75,4 +75,5 @@ class _AllToAll(torch.autograd.Function):
 def _all_to_all(rows: Tensor, mesh: DeviceMesh, received: list[int], sent: list[int]) -> Tensor:
     arrived = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=mesh.get_group())
-    return arrived
+    # A view: torch 2.11's compiler gives no gradient to an autograd function whose output was written in place.
+    return arrived.view_as(arrived)

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
 from tp_plans._torch_compat import own_parameters
@@ -17,7 +16,7 @@ from tp_plans.rows import stored_rows
 from tp_plans.styles import DividedInput, ExpertsParallel, SumOutput
 from tp_plans.torch_styles.gradients import depending, with_summed_gradient
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
-from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
+from tp_plans.torch_styles.placement import plain_whole, redistribute, wrap
 from tp_plans.torch_styles.reduce import handed_on, reduced
 
 #: What transformers' expert modules call the number of experts that they hold.
@@ -125,9 +124,8 @@ def _is_index(value: object) -> bool:
 
 def _whole(tensor: Tensor, call: Call) -> Tensor:
     """A plain tensor, whole on every rank, each of which computes an addend of its gradient."""
-    if isinstance(tensor, DTensor):
-        tensor = redistribute(as_dtensor(tensor, call.mesh, layouts.Replicate()), layouts.Replicate()).to_local()
-    return with_summed_gradient(tensor, call.mesh) if tensor.requires_grad else tensor
+    whole: Tensor = plain_whole(tensor, call.mesh)
+    return with_summed_gradient(whole, call.mesh) if whole.requires_grad else whole
 
 
 def _own_tokens(tokens: Tensor, own: range, experts: int, module: nn.Module, call: Call) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,3 +81,13 @@ def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
     if tensor.placements == (wanted,):
         return tensor
     return tensor.redistribute(placements=[wanted])
+
+
+def plain_whole(value: Any, mesh: DeviceMesh) -> Any:
+    """The whole of a DTensor as a plain tensor, contiguous as model code expects its input; anything else as it is.
+
+    Until torch 2.12 parts of unequal length leave a view of padded rows.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    return redistribute(as_dtensor(value, mesh, layouts.Replicate()), layouts.Replicate()).to_local().contiguous()

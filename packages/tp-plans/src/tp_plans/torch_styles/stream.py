@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from tp_plans import layouts
 from tp_plans.styles import BareParameter, ParallelAttention, PrepareInput, WholeSequence
 from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, replaced
-from tp_plans.torch_styles.placement import as_dtensor, redistribute
+from tp_plans.torch_styles.placement import as_dtensor, plain_whole, redistribute
 
 
 class PreparedInput(LocalStyle):
@@ -58,12 +58,8 @@ class LocalWhole(LocalStyle):
         return self.inner.local_parameter(name, parameter)
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
-        def whole(value: Any) -> Any:
-            if not isinstance(value, DTensor):
-                return value
-            return redistribute(as_dtensor(value, call.mesh, layouts.Replicate()), layouts.Replicate()).to_local()
-
-        args, kwargs = tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+        args = tuple(plain_whole(value, call.mesh) for value in args)
+        kwargs = {name: plain_whole(value, call.mesh) for name, value in kwargs.items()}
         return self.inner.enter(module, args, kwargs, call)
 
     def leave(self, module: nn.Module, output: Any, call: Call) -> Any:
