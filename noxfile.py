@@ -14,10 +14,12 @@ nox.options.sessions = ["lint", "types", "plans_alone", "tests"]
 
 PACKAGES = ["tp-plans", "fsdp-runtime", "rl-logprobs"]
 TORCH_VERSIONS = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
+OLDEST_TRANSFORMERS = "5.6.2"
 #: What meets torch's private or changing parts: local modules, meshes, FSDP2, attention over `cp`, weights, fake ranks
 #: of the dry run, process groups, sums and products over the vocabulary, and models as a whole.
 SUBSET = [
     "packages/tp-plans/tests/torch/test_local.py",
+    "packages/tp-plans/tests/torch/test_together.py",
     *(
         f"packages/fsdp-runtime/tests/test_{name}.py"
         for name in ("mesh", "sharding", "unshard", "context_parallel", "weights_stream", "estimate")
@@ -94,6 +96,16 @@ def torch_subset(session: nox.Session, torch: str) -> None:
     """Run what depends most on torch's version on the oldest and the newest supported one, in a few minutes."""
     install_editable(session, "test", torch=torch)
     session.run("pytest", f"--junitxml=reports/subset-torch-{torch}.xml", *SUBSET, *session.posargs)
+
+
+@nox.session
+def transformers_oldest(session: nox.Session) -> None:
+    """Run what meets transformers on the oldest supported one: its plans, its weights, its models."""
+    install_editable(session, "test")
+    session.install(f"transformers=={OLDEST_TRANSFORMERS}")
+    files = [f"packages/tp-plans/tests/torch/test_hugging_face_{name}.py" for name in ("models", "registry")]
+    files += map(str, sorted(Path("packages/fsdp-runtime/tests").glob("test_weights_*.py")))
+    session.run("pytest", "--junitxml=reports/transformers-oldest.xml", *SUBSET, *files, *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from fsdp_runtime import WeightsError
+from fsdp_runtime import BackendError, WeightsError
 from fsdp_runtime.weights import load_weights, save_weights, stream_weights
 from harness.models import tiny_config, tiny_model
 
@@ -80,6 +80,18 @@ def test_nothing_of_transformers_is_needed_for_other_models(tmp_path: Path) -> N
     save_weights(model, tmp_path)
     assert sorted(load_file(tmp_path / "model.safetensors")) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("release", ["4.57.6", "5.5.4"])
+def test_an_older_transformers_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    model = _model()
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr("fsdp_runtime._transformers_compat.metadata.version", lambda package: release)
+    for use in (lambda: load_weights(model, tmp_path), lambda: list(stream_weights(model))):
+        with pytest.raises(BackendError, match=rf"transformers {release} .*transformers>=5\.6"):
+            use()
 
 
 def test_the_config_of_the_model_is_not_changed_by_saving(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every use of transformers' semi-private API, with its reason; seen to work on transformers 5.23.
+"""Every use of transformers' semi-private API, with its reason; seen to work on transformers 5.6 to 5.23.
 
 transformers is imported only where the model is one of its own, so this package does not depend on it.
 """
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime._torch_compat import persistent_buffers
+from fsdp_runtime.errors import BackendError
 
+#: The first release whose table of weight conversions, and order of applying it, is the one that is followed here.
+OLDEST = (5, 6)
 #: The flag by which transformers' initialisation functions leave a tensor alone.
 _INITIALIZED = "_is_hf_initialized"
 
@@ -92,6 +96,7 @@ def into_model(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> 
     """
     if not is_transformers_model(model):
         return Translation({name: name for name in checkpoint_names}, ())
+    _require_known_release()
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     rules = _conversion_rules(model)
@@ -121,6 +126,7 @@ def out_of_model(model: Any, names: Iterable[str]) -> Translation:
     """How the model's tensors become those that ``save_pretrained`` writes."""
     if not is_transformers_model(model):
         return Translation({name: name for name in names}, ())
+    _require_known_release()
     from transformers.core_model_loading import PrefixChange, dot_natural_key
 
     rules = getattr(model, "_weight_conversions", None)
@@ -207,6 +213,7 @@ def initialize_module(owner: Any, module: nn.Module) -> None:
     ``from_pretrained`` builds on the meta device itself and relies on ``_init_weights`` for non-persistent buffers,
     so every architecture of transformers 5 has it right.
     """
+    _require_known_release()
     from transformers.initialization import guard_torch_init_functions
 
     # Some modules initialise their children's parameters too.
@@ -247,6 +254,22 @@ def save_config(model: Any, directory: Path, dtype: torch.dtype) -> None:
     config.save_pretrained(directory)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
+
+
+def _require_known_release() -> None:
+    """Refuse a transformers that renames, fuses or initialises otherwise than this package knows of.
+
+    Raises:
+        BackendError: it is older.
+    """
+    release = metadata.version("transformers")
+    if tuple(map(int, re.findall(r"\d+", release)[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise BackendError(
+            f"transformers {release} is installed, whose checkpoints' names and fused weights this package does not "
+            f"know; it reads, writes and streams weights of models of transformers {oldest} and later: "
+            f"pip install 'transformers>={oldest}'"
+        )
 
 
 def _conversion_rules(model: Any, **options: Any) -> list[Any]:
