@@ -14,7 +14,7 @@ nox.options.sessions = ["lint", "types", "plans_alone", "tests"]
 
 PACKAGES = ["tp-plans", "fsdp-runtime", "rl-logprobs"]
 TORCH_VERSIONS = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
-OLDEST_TRANSFORMERS = "5.6.2"
+OLDEST_TRANSFORMERS = ["4.57.6", "5.6.2"]
 #: What meets torch's private or changing parts: local modules, meshes, FSDP2, attention over `cp`, weights, fake ranks
 #: of the dry run, process groups, sums and products over the vocabulary, and models as a whole.
 SUBSET = [
@@ -99,13 +99,16 @@ def torch_subset(session: nox.Session, torch: str) -> None:
 
 
 @nox.session
-def transformers_oldest(session: nox.Session) -> None:
-    """Run what meets transformers on the oldest supported one: its plans, its weights, its models."""
+@nox.parametrize("transformers", OLDEST_TRANSFORMERS)
+def transformers_oldest(session: nox.Session, transformers: str) -> None:
+    """Run what meets transformers on the oldest one whose models take our plans, and whose weights are read."""
     install_editable(session, "test")
-    session.install(f"transformers=={OLDEST_TRANSFORMERS}")
+    session.install(f"transformers=={transformers}")
     files = [f"packages/tp-plans/tests/torch/test_hugging_face_{name}.py" for name in ("models", "registry")]
-    files += map(str, sorted(Path("packages/fsdp-runtime/tests").glob("test_weights_*.py")))
-    session.run("pytest", "--junitxml=reports/transformers-oldest.xml", *SUBSET, *files, *session.posargs)
+    files += ["integration_tests/test_parity.py"]
+    if transformers != OLDEST_TRANSFORMERS[0]:
+        files = [*SUBSET, *files, *map(str, sorted(Path("packages/fsdp-runtime/tests").glob("test_weights_*.py")))]
+    session.run("pytest", f"--junitxml=reports/transformers-{transformers}.xml", *files, *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -1,11 +1,14 @@
 """Plans that transformers ships, translated, against the single-process model; and ours against its class trees."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.distributed.tensor.parallel import parallelize_module
 
 from harness.models import ARCHITECTURES, tiny_config, tiny_model
-from harness.parity import Case, assert_parity, compare
+from harness.parity import GRADIENT_BOUND, Case, assert_parity, compare
 from tp_plans import ColwiseParallel, Plan, VocabParallelEmbedding, check, from_hugging_face, plan_for
 from tp_plans.hugging_face import STYLE_WORDS, style_from_word
 
@@ -31,9 +34,19 @@ def meta_model(architecture, **options):
 
 @EVERY
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_shipped_plan_translated_equals_single_process(two_ranks, architecture, tied):
+def test_the_shipped_plan_translated_equals_single_process_but_where_the_check_says(two_ranks, architecture, tied):
+    """Everywhere with today's transformers; before 5.6 some plans leave out the norms of single heads."""
     case = Case(architecture, {"tp": 2}, parallelize_as_shipped, {}, {"tied": tied})
-    assert_parity(two_ranks.run(compare, case))
+    reports = two_ranks.run(compare, case)
+    model = meta_model(architecture, tied=tied)
+    told = {error.where for error in check(from_hugging_face(model), model, tp=2).errors}
+    off = {name for report in reports for name, error in report.gradient_errors.items() if error > GRADIENT_BOUND}
+    assert {re.sub(r"\.\d+\.", ".*.", name).removesuffix(".weight") for name in off} == told
+    right = [
+        replace(report, gradient_errors={name: e for name, e in report.gradient_errors.items() if name not in off})
+        for report in reports
+    ]
+    assert_parity(right)
 
 
 def test_torchs_own_function_suffices_for_a_sequence_parallel_tied_model(two_ranks):
@@ -42,10 +55,9 @@ def test_torchs_own_function_suffices_for_a_sequence_parallel_tied_model(two_ran
 
 
 @EVERY
-def test_the_shipped_plan_fits_and_keeps_head_and_embedding_cut(architecture):
+def test_the_shipped_plan_keeps_head_and_embedding_cut(architecture):
     model = meta_model(architecture, tied=True)
     plan = from_hugging_face(model)
-    assert check(plan, model, tp=2).errors == ()
     assert plan["lm_head"] == ColwiseParallel(use_local_output=False)
     assert VocabParallelEmbedding() in plan.values()
 
