@@ -22,7 +22,7 @@ SUBSET = [
     "packages/tp-plans/tests/torch/test_together.py",
     *(
         f"packages/fsdp-runtime/tests/test_{name}.py"
-        for name in ("mesh", "sharding", "unshard", "context_parallel", "weights_stream", "estimate")
+        for name in ("mesh", "sharding", "unshard", "context_parallel", "weights_stream", "estimate", "estimate_cli")
     ),
     *(f"packages/rl-logprobs/tests/test_{name}.py" for name in ("vocab_parallel", "linear_logprobs", "reduction")),
     "integration_tests/test_parity.py",

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness.torchrun import own_lines
+
 GUIDE = (Path(__file__).parents[1] / "docs" / "guides" / "new-architecture.md").read_text()
 FILES = dict(re.findall(r'```py title="(\S+)"\n(.*?)```', GUIDE, flags=re.DOTALL))
 STEPS = re.findall(r"```bash\n(.*?)```\n\n```text\n(.*?)```", GUIDE, flags=re.DOTALL)
@@ -21,7 +23,7 @@ def said(command: str, folder: Path) -> str:
         command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return own_lines(done.stdout)
 
 
 def test_following_the_guide_prints_what_it_shows(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ def torchrun(
     script: str | Path, *arguments: str, ranks: int, cwd: Path, timeout: float = 300.0
 ) -> subprocess.CompletedProcess[str]:
     """Run ``script`` on ``ranks`` processes of this machine, with this process's import path, and wait for it."""
-    return subprocess.run(
+    done = subprocess.run(
         [
             sys.executable,
             "-m",
@@ -28,3 +28,11 @@ def torchrun(
         text=True,
         timeout=timeout,
     )
+    done.stdout = own_lines(done.stdout)
+    return done
+
+
+def own_lines(printed: str) -> str:
+    """What a program printed itself: torch 2.10's gloo tells of every connection on standard output."""
+    lines = printed.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("[Gloo]") and "connected peer ranks" not in line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, cast
 
@@ -203,9 +203,13 @@ def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype) -> 
 def fake_store() -> Any:
     """The store of torch's process group without peers; both are under ``torch.testing._internal`` in 2.10 to 2.15.
 
-    Importing the module registers the backend ``"fake"``.
+    Importing the module registers the backend ``"fake"``; importing another, what collectives of tensors without data
+    return, which torch 2.11 and later have built in.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with suppress(ImportError):
+        import torch.distributed._tools.fake_collectives  # noqa: F401
 
     return FakeStore()
 
