@@ -107,9 +107,13 @@ def _peak_of_load(path: Path) -> tuple[int, int]:
     return live.peak, max(p.numel() * p.element_size() for p in model.parameters())
 
 
+#: Bytes of the numbers by which ranks agree before a load: gloo's threads let go of them in their own time.
+AGREEMENT = 512
+
+
 def test_a_load_holds_no_more_than_one_tensor_beside_the_model(two_ranks: RankPool, tmp_path: Path) -> None:
     for peak, largest in two_ranks.run(_peak_of_load, _checkpoint(tmp_path)):
-        assert 0 < peak <= largest  # safetensors maps a whole tensor and touches the pages of its slice
+        assert 0 < peak <= largest + AGREEMENT  # safetensors maps a whole tensor and touches the pages of its slice
 
 
 def test_a_plain_model_loads_without_distributed(tmp_path: Path) -> None:
