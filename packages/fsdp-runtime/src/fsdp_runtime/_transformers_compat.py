@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -256,13 +257,19 @@ def save_config(model: Any, directory: Path, dtype: torch.dtype) -> None:
         model.generation_config.save_pretrained(directory)
 
 
+@cache
+def _release() -> str:
+    """The installed transformers, read from disk once: buffers ask module by module."""
+    return metadata.version("transformers")
+
+
 def _require_known_release() -> None:
     """Refuse a transformers that renames, fuses or initialises otherwise than this package knows of.
 
     Raises:
         BackendError: it is older.
     """
-    release = metadata.version("transformers")
+    release = _release()
     if tuple(map(int, re.findall(r"\d+", release)[:2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise BackendError(

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from harness.parity import GRADIENT_BOUND, Case, assert_parity, compare
 from tp_plans import ColwiseParallel, Plan, VocabParallelEmbedding, check, from_hugging_face, plan_for
 from tp_plans.hugging_face import STYLE_WORDS, style_from_word
 
+RELEASE = tuple(map(int, re.findall(r"\d+", version("transformers"))[:2]))
 EVERY = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
@@ -41,6 +43,7 @@ def test_the_shipped_plan_translated_equals_single_process_but_where_the_check_s
     model = meta_model(architecture, tied=tied)
     told = {error.where for error in check(from_hugging_face(model), model, tp=2).errors}
     off = {name for report in reports for name, error in report.gradient_errors.items() if error > GRADIENT_BOUND}
+    assert told == set() or RELEASE < (5, 6)
     assert {re.sub(r"\.\d+\.", ".*.", name).removesuffix(".weight") for name in off} == told
     right = [
         replace(report, gradient_errors={name: e for name, e in report.gradient_errors.items() if name not in off})
