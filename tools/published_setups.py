@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_runtime import Estimate, MeshSpec, estimate
-from fsdp_runtime.estimate.units import readable_bytes, readable_count, readable_mesh
+from fsdp_runtime.estimate.report.format import readable_bytes, readable_count, readable_mesh
 
 PAGE = Path(__file__).parents[1] / "docs" / "published-setups.md"
 FOUND = PAGE.with_suffix(".json")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime import anatomy_of
-from fsdp_runtime.weights.safetensors_file import SafetensorsFile
+from fsdp_runtime.sharded.safetensors_io import SafetensorsFile
 
 #: Name of the file that is made when the fault strikes.
 STRUCK = "struck"

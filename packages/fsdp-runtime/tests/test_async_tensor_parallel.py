@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_runtime import BackendError, MeshSpec, OptionError, parallelize
-from fsdp_runtime.async_tensor_parallel import async_compile_options
+from fsdp_runtime.parallel.async_tp import async_compile_options
 from harness.models import tiny_model
 from harness.ranks import RankPool, RanksFailed
 

@@ -20,7 +20,7 @@ from fsdp_runtime import (
     parallelize,
     sequence_layout,
 )
-from fsdp_runtime.context_parallel import require_context_parallel
+from fsdp_runtime.parallel.context.apply import require_context_parallel
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 

@@ -13,12 +13,12 @@ import pytest
 from fsdp_runtime import BackendError, MeshSpec
 from fsdp_runtime.estimate import Bytes, Estimate, Memory, Peak
 from fsdp_runtime.estimate.candidates import Candidate, Sweep, ranked
-from fsdp_runtime.estimate.charts import charts_of, ticks
-from fsdp_runtime.estimate.html import html_report
-from fsdp_runtime.estimate.png import write_png
-from fsdp_runtime.estimate.progress import Progress
-from fsdp_runtime.estimate.sections import CATEGORY_NAMES, estimate_sections, sweep_sections
-from fsdp_runtime.estimate.table import text_lines
+from fsdp_runtime.estimate.report.charts import charts_of, ticks
+from fsdp_runtime.estimate.report.html import html_report
+from fsdp_runtime.estimate.report.png import write_png
+from fsdp_runtime.estimate.report.progress import Progress
+from fsdp_runtime.estimate.report.sections import CATEGORY_NAMES, estimate_sections, sweep_sections
+from fsdp_runtime.estimate.report.text import text_lines
 from harness.estimates import GIB, made_estimate, made_settings, made_traffic
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fsdp_runtime import EstimateError, MeshError, MeshSpec
-from fsdp_runtime.estimate.settings import bandwidths
-from fsdp_runtime.estimate.units import (
+from fsdp_runtime.estimate.parse_args import bandwidths
+from fsdp_runtime.estimate.report.format import (
     parse_bandwidth,
     parse_bytes,
     parse_flops,

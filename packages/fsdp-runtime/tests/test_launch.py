@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fsdp_runtime import Launch, MeshError, launch_from_environment
-from fsdp_runtime.launch import first_host
+from fsdp_runtime.mesh.rendezvous import first_host
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 SLURM = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import ModelError, OptionError, load_weights, parallelize, save_weights, stream_weights
-from fsdp_runtime.lora import adapted_plan, save_adapter
+from fsdp_runtime.parallel.lora import adapted_plan, save_adapter
 from fsdp_runtime.training_state import load_training_state, save_training_state
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for, own_part

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime import BackendError, MeshSpec, ModelError, OptionError, anatomy_of, nemo
-from fsdp_runtime.megatron import shard_with_megatron
+from fsdp_runtime.parallel.megatron_fsdp import shard_with_megatron
 from harness.models import tiny_model
 from harness.ranks import RankPool
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_runtime import MeshError, MeshSpec, adopt_mesh, parallelize, submesh
-from fsdp_runtime.mesh import default_device_type
+from fsdp_runtime.mesh.spec import default_device_type
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool, RanksFailed
 

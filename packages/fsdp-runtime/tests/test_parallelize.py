@@ -216,7 +216,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_parameters(two_r
 
 
 def test_plan_overrides_survive_the_choice_of_logits() -> None:
-    from fsdp_runtime.tensor_parallel import prepared_plan
+    from fsdp_runtime.parallel.tensor import prepared_plan
 
     full = prepared_plan(QWEN3_PLAN, logits="full")
     assert isinstance(full, Plan)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import fsdp_runtime.ring
+import fsdp_runtime.parallel.context.ring
 from fsdp_runtime import (
     BackendError,
     MeshSpec,
@@ -20,7 +20,7 @@ from fsdp_runtime import (
     apply_context_parallel,
     ring_attention,
 )
-from fsdp_runtime.context_parallel import attention_of
+from fsdp_runtime.parallel.context.apply import attention_of
 from harness.models import tiny_inputs, tiny_model
 
 LENGTH = 6
@@ -63,7 +63,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             patch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
             yield
 
-    monkeypatch.setattr(fsdp_runtime.ring, "context_parallel", stand_in)
+    monkeypatch.setattr(fsdp_runtime.parallel.context.ring, "context_parallel", stand_in)
     monkeypatch.setattr(
         torch, "arange", lambda *sizes, device=None, arange=torch.arange, **rest: arange(*sizes, **rest)
     )

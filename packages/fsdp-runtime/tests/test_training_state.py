@@ -23,10 +23,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_runtime import MismatchError, OptionError, WeightsError, parallelize
-from fsdp_runtime.training_state import folders, load_training_state, save, save_training_state
+from fsdp_runtime.sharded.collectives import Ranks
+from fsdp_runtime.sharded.safetensors_io import SafetensorsFile
+from fsdp_runtime.training_state import directory as step_directories
+from fsdp_runtime.training_state import load_training_state, save, save_training_state
 from fsdp_runtime.training_state.snapshot import Named, own_boxes
-from fsdp_runtime.weights.ranks import Ranks
-from fsdp_runtime.weights.safetensors_file import SafetensorsFile
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for, own_part
 from harness.ranks import RankPool, RanksFailed
@@ -236,7 +237,7 @@ def test_a_run_that_was_rolled_back_continues_from_what_it_saved_last(tmp_path: 
 def test_a_directory_without_a_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="holds no training state"):
         Run({}).load(tmp_path)
-    (tmp_path / folders.INDEX).write_text("{")
+    (tmp_path / step_directories.INDEX).write_text("{")
     with pytest.raises(WeightsError, match="is damaged"):
         Run({}).load(tmp_path)
 
@@ -270,7 +271,7 @@ def _arm(moment: str) -> None:
             rename = Path.rename
             Path.rename = lambda self, target: (rename(self, target), kill())  # type: ignore[assignment,method-assign]
         case "old state half gone":
-            folders.shutil.rmtree = kill  # type: ignore[attr-defined]
+            step_directories.shutil.rmtree = kill  # type: ignore[attr-defined]
 
 
 MOMENTS = {
@@ -335,7 +336,7 @@ def test_a_full_disk_on_one_rank_ends_all_and_leaves_the_old_state(
     assert told[rank] == "OSError: no space left on device"
     assert told[1 - rank] == f"OtherRankError: rank {rank}: OSError: no space left on device"
     assert Run({}).load(tmp_path).step == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", folders.INDEX]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", step_directories.INDEX]
 
 
 def _flip(file: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_runtime import LostRankError, OptionError, watch_ranks
-from fsdp_runtime.watching.board import Sign
-from fsdp_runtime.watching.lookout import Lookout
+from fsdp_runtime.monitor.failure_detector import Lookout
+from fsdp_runtime.monitor.heartbeat import Sign
 from harness.ranks import RankError, RankPool, RanksFailed
 
 # What signs of life tell.

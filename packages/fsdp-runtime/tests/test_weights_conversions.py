@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from fsdp_runtime import ConversionError, MismatchError
 from fsdp_runtime._transformers_compat import Conversion
 from fsdp_runtime.weights import load_weights, save_weights, stream_weights
-from fsdp_runtime.weights.assembled import stored
-from fsdp_runtime.weights.conversions import Source, results
+from fsdp_runtime.weights.conversion.convert import Source, results
+from fsdp_runtime.weights.conversion.trace import stored
 from harness.memory import LiveBytes
 from harness.parity import mesh_for, own_part
 from harness.ranks import RankPool

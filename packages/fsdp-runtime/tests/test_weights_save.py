@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsdp_runtime import WeightsError, apply_plan, parallelize
+from fsdp_runtime.sharded.safetensors_io import Planned, SafetensorsFile
 from fsdp_runtime.weights import load_weights, save, save_weights
-from fsdp_runtime.weights.checkpoint import Checkpoint
-from fsdp_runtime.weights.safetensors_file import Planned, SafetensorsFile
+from fsdp_runtime.weights.hub_checkpoint import Checkpoint
 from harness.models import ARCHITECTURES, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool

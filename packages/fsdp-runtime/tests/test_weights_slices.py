@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_runtime import WeightsError
-from fsdp_runtime.weights.slices import local_slice, own_slice
+from fsdp_runtime.sharded.shard_offsets import local_slice, own_slice
 from harness.parity import mesh_for
 from harness.ranks import RankPool
 

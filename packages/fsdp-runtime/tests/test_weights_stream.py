@@ -16,7 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_runtime import OptionError, parallelize, unsharded
-from fsdp_runtime.weights import gather, stream_weights
+from fsdp_runtime.sharded import gather
+from fsdp_runtime.weights import stream_weights
 from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
 from harness.parity import mesh_for

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from fsdp_runtime.accumulation import no_gradient_sync
-from fsdp_runtime.anatomy import Anatomy, Heads, anatomy_of
-from fsdp_runtime.checkpointing import Selective, checkpoint_activations
-from fsdp_runtime.compiling import compile_blocks
-from fsdp_runtime.context_attention import ContextAttention
-from fsdp_runtime.context_parallel import apply_context_parallel
+from fsdp_runtime.debug.describe import ParallelReport, parallel_report
+from fsdp_runtime.debug.finite_grads import assert_finite_gradients
+from fsdp_runtime.debug.replica_check import assert_replicas_equal
 from fsdp_runtime.errors import (
     BackendError,
     CheckpointError,
@@ -28,22 +25,25 @@ from fsdp_runtime.errors import (
     WeightsError,
 )
 from fsdp_runtime.estimate import Estimate, Sweep, estimate, sweep
-from fsdp_runtime.finite import assert_finite_gradients
-from fsdp_runtime.launch import Launch, launch_from_environment
-from fsdp_runtime.lora import save_adapter
-from fsdp_runtime.mesh import MeshSpec, adopt_mesh, submesh
-from fsdp_runtime.offloading import OffloadReport, offload, onload
+from fsdp_runtime.memory.gradient_accumulation import no_gradient_sync
+from fsdp_runtime.memory.offload import OffloadReport, offload, onload
+from fsdp_runtime.memory.unshard import unsharded
+from fsdp_runtime.mesh.rendezvous import Launch, launch_from_environment
+from fsdp_runtime.mesh.spec import MeshSpec, adopt_mesh, submesh
+from fsdp_runtime.model.structure import Anatomy, Heads, anatomy_of
+from fsdp_runtime.monitor import Watch, watch_ranks
+from fsdp_runtime.monitor.signals import stop_on_signal
+from fsdp_runtime.parallel.activation_checkpoint import Selective, checkpoint_activations
+from fsdp_runtime.parallel.compile import compile_blocks
+from fsdp_runtime.parallel.context.apply import apply_context_parallel
+from fsdp_runtime.parallel.context.attention import ContextAttention
+from fsdp_runtime.parallel.context.ring import ring_attention
+from fsdp_runtime.parallel.context.sharding import SequenceLayout, sequence_layout
+from fsdp_runtime.parallel.fsdp import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
+from fsdp_runtime.parallel.lora import save_adapter
+from fsdp_runtime.parallel.tensor import apply_plan
 from fsdp_runtime.parallelize import parallelize
-from fsdp_runtime.replicas import assert_replicas_equal
-from fsdp_runtime.report import ParallelReport, parallel_report
-from fsdp_runtime.ring import ring_attention
-from fsdp_runtime.sequences import SequenceLayout, sequence_layout
-from fsdp_runtime.sharding import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
-from fsdp_runtime.stopping import stop_on_signal
-from fsdp_runtime.tensor_parallel import apply_plan
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
-from fsdp_runtime.unshard import unsharded
-from fsdp_runtime.watching import Watch, watch_ranks
 from fsdp_runtime.weights import (
     LoadReport,
     WeightInfo,

@@ -11,12 +11,12 @@ from typing import Any
 
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
 from fsdp_runtime.estimate import Estimate, Sweep, estimate, sweep
-from fsdp_runtime.estimate.html import html_report
-from fsdp_runtime.estimate.png import write_png
-from fsdp_runtime.estimate.progress import Progress
-from fsdp_runtime.estimate.sections import Section, estimate_sections, sweep_sections
-from fsdp_runtime.estimate.table import text_lines
-from fsdp_runtime.estimate.units import parse_mesh, split_bandwidths
+from fsdp_runtime.estimate.report.format import parse_mesh, split_bandwidths
+from fsdp_runtime.estimate.report.html import html_report
+from fsdp_runtime.estimate.report.png import write_png
+from fsdp_runtime.estimate.report.progress import Progress
+from fsdp_runtime.estimate.report.sections import Section, estimate_sections, sweep_sections
+from fsdp_runtime.estimate.report.text import text_lines
 from tp_plans import Plan, TpPlansError
 
 #: Exit codes: it fits, or nobody asked; it does not fit; the command could not be carried out.

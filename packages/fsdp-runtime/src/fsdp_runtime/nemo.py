@@ -19,14 +19,14 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.optim import Optimizer
 
 from fsdp_runtime._torch_compat import flatten_axes, join_axes
-from fsdp_runtime.anatomy import Heads, anatomy_of
-from fsdp_runtime.checkpointing import checkpoint_activations
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.megatron import shard_with_megatron
-from fsdp_runtime.mesh import FLATTENED, submesh
-from fsdp_runtime.sharding import ShardingOptions, shard_over_data_parallel
-from fsdp_runtime.tensor_parallel import apply_plan
-from fsdp_runtime.unshard import unsharded
+from fsdp_runtime.memory.unshard import unsharded
+from fsdp_runtime.mesh.spec import FLATTENED, submesh
+from fsdp_runtime.model.structure import Heads, anatomy_of
+from fsdp_runtime.parallel.activation_checkpoint import checkpoint_activations
+from fsdp_runtime.parallel.fsdp import ShardingOptions, shard_over_data_parallel
+from fsdp_runtime.parallel.megatron_fsdp import shard_with_megatron
+from fsdp_runtime.parallel.tensor import apply_plan
 from tp_plans import Plan, from_hugging_face, resolve_plan
 
 TorchPlan = dict[str, ParallelStyle]
@@ -144,7 +144,7 @@ def nvfsdp_strategy_parallelize(
 
     Raises:
         BackendError: the extra ``megatron-fsdp`` is not installed, or there is no CUDA device.
-        ModelError, OptionError: as ``fsdp_runtime.megatron.shard_with_megatron``.
+        ModelError, OptionError: as ``fsdp_runtime.parallel.megatron_fsdp.shard_with_megatron``.
     """
     names = device_mesh.mesh_dim_names or ()
     shard_dim, shards = dp_mesh_name, _axis(device_mesh, dp_mesh_name)

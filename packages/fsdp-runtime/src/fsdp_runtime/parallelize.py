@@ -12,31 +12,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.anatomy import anatomy_of
-from fsdp_runtime.async_tensor_parallel import async_compile_options, prepare_async_tensor_parallel
-from fsdp_runtime.checkpointing import (
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.mesh.spec import axis_size, require_axes
+from fsdp_runtime.model.structure import anatomy_of
+from fsdp_runtime.parallel.activation_checkpoint import (
     ActivationCheckpointing,
     checkpoint_activations,
     modules_to_recompute,
     recomputes,
 )
-from fsdp_runtime.compiling import compile_blocks
-from fsdp_runtime.context_parallel import (
+from fsdp_runtime.parallel.async_tp import async_compile_options, prepare_async_tensor_parallel
+from fsdp_runtime.parallel.compile import compile_blocks
+from fsdp_runtime.parallel.context.apply import (
     apply_context_parallel,
     require_context_parallel,
     under_context_parallelism,
 )
-from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.lora import resolve_adapted_plan
-from fsdp_runtime.mesh import axis_size, require_axes
-from fsdp_runtime.sequences import SequenceOrder, require_order
-from fsdp_runtime.sharding import (
+from fsdp_runtime.parallel.context.sharding import SequenceOrder, require_order
+from fsdp_runtime.parallel.fsdp import (
     ShardingOptions,
     check_sharding,
     data_parallel_mesh,
     shard_over_data_parallel,
 )
-from fsdp_runtime.tensor_parallel import Logits, apply_plan, prepared_plan
+from fsdp_runtime.parallel.lora import resolve_adapted_plan
+from fsdp_runtime.parallel.tensor import Logits, apply_plan, prepared_plan
 from tp_plans import Plan, Style
 
 logger = logging.getLogger(__name__)

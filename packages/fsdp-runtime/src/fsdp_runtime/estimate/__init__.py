@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+from fsdp_runtime.estimate.api import estimate
 from fsdp_runtime.estimate.candidates import Candidate, Sweep
-from fsdp_runtime.estimate.public import estimate
-from fsdp_runtime.estimate.result import (
+from fsdp_runtime.estimate.sweep import sweep
+from fsdp_runtime.estimate.types import (
     PHASES,
     Advice,
     Assumed,
@@ -21,7 +22,6 @@ from fsdp_runtime.estimate.result import (
     Traffic,
     Whole,
 )
-from fsdp_runtime.estimate.sweep import sweep
 
 __all__ = [
     "PHASES",

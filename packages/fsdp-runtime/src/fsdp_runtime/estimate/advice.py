@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_runtime.estimate.result import Advice, Memory, Settings
+from fsdp_runtime.estimate.types import Advice, Memory, Settings
 
 
 def advice_for(settings: Settings, memory: Memory, device_memory: int | None) -> tuple[Advice, ...]:

@@ -10,10 +10,10 @@ from itertools import product
 from typing import Any
 
 from fsdp_runtime.errors import EstimateError
-from fsdp_runtime.estimate.result import Estimate
-from fsdp_runtime.estimate.sums import moved_bytes, unpriced_axes
-from fsdp_runtime.estimate.units import readable_mesh
-from fsdp_runtime.mesh import MeshSpec
+from fsdp_runtime.estimate.report.format import readable_mesh
+from fsdp_runtime.estimate.scale.traffic_totals import moved_bytes, unpriced_axes
+from fsdp_runtime.estimate.types import Estimate
+from fsdp_runtime.mesh.spec import MeshSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.anatomy import anatomy_of
+from fsdp_runtime.debug.describe import parallel_report
 from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.estimate.build_model import vocabulary_of
 from fsdp_runtime.estimate.losses import accelerator_workspaces, clipping, loss_named
-from fsdp_runtime.estimate.models import vocabulary_of
-from fsdp_runtime.estimate.places import Places
-from fsdp_runtime.estimate.recorder import Recorder
-from fsdp_runtime.estimate.summary import Summary, starred, summarize
-from fsdp_runtime.estimate.world import without_data
-from fsdp_runtime.mesh import axis_size
+from fsdp_runtime.estimate.scale.summary import Summary, starred, summarize
+from fsdp_runtime.estimate.trace.fake_world import without_data
+from fsdp_runtime.estimate.trace.module_tracker import Places
+from fsdp_runtime.estimate.trace.recorder import Recorder
+from fsdp_runtime.mesh.spec import axis_size
+from fsdp_runtime.model.structure import anatomy_of
+from fsdp_runtime.parallel.context.sharding import sequence_layout
+from fsdp_runtime.parallel.fsdp import ShardingOptions
 from fsdp_runtime.parallelize import parallelize
-from fsdp_runtime.report import parallel_report
-from fsdp_runtime.sequences import sequence_layout
-from fsdp_runtime.sharding import ShardingOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
+from fsdp_runtime.estimate.api import estimate
 from fsdp_runtime.estimate.candidates import Candidate, Sweep, candidates, meshes, ranked
-from fsdp_runtime.estimate.public import estimate
-from fsdp_runtime.estimate.result import Estimate
-from fsdp_runtime.estimate.units import parse_flops
+from fsdp_runtime.estimate.report.format import parse_flops
+from fsdp_runtime.estimate.types import Estimate
 from tp_plans import TpPlansError
 
 

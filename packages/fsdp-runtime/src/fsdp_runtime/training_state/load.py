@@ -15,17 +15,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import MismatchError
-from fsdp_runtime.training_state.folders import newest
+from fsdp_runtime.model.materialize import materialize
+from fsdp_runtime.model.state import Entry, entries
+from fsdp_runtime.sharded.collectives import Ranks, all_or_none, ranks_of, ranks_of_world
+from fsdp_runtime.training_state.directory import newest
 from fsdp_runtime.training_state.manifest import Manifest, StoredTensor, read_manifest
-from fsdp_runtime.training_state.objects import read_object
 from fsdp_runtime.training_state.optimizers import parameter_names, require_same_groups, restore
-from fsdp_runtime.training_state.randomness import set_random_states
 from fsdp_runtime.training_state.reader import StateReader
+from fsdp_runtime.training_state.rng_state import set_random_states
+from fsdp_runtime.training_state.safe_pickle import read_object
 from fsdp_runtime.training_state.save import SHARED_FILE, Stateful, mesh_sizes, random_file
 from fsdp_runtime.training_state.snapshot import as_list
-from fsdp_runtime.weights.entries import Entry, entries
-from fsdp_runtime.weights.materialize import materialize
-from fsdp_runtime.weights.ranks import Ranks, all_or_none, ranks_of, ranks_of_world
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
-from fsdp_runtime.weights.disk import write_synced
+from fsdp_runtime.sharded.fsync import write_synced
 
 MANIFEST = "manifest.json"
 #: Raised when the layout of the files changes.

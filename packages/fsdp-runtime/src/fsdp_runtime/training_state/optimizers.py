@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import MismatchError, OptionError
-from fsdp_runtime.weights.entries import Entry
+from fsdp_runtime.model.state import Entry
 
 #: How a tensor of the state lies: as its parameter does, whole beside a DTensor parameter, or plain.
 Layout = Literal["parameter", "replicated", "plain", "plain on the cpu"]

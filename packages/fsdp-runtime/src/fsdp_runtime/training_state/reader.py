@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
+from fsdp_runtime.sharded.chunks import Box, Piece, covers, fill
 from fsdp_runtime.training_state.manifest import Manifest, StoredPiece, checksum
-from fsdp_runtime.weights.pieces import Box, Piece, covers, fill
 
 
 class StateReader:

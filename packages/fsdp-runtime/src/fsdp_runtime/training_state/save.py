@@ -14,15 +14,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.training_state.folders import commit, work_folder
+from fsdp_runtime.model.state import entries
+from fsdp_runtime.sharded.collectives import Ranks, all_or_none, mesh_of, ranks_of, ranks_of_world, tell_all
+from fsdp_runtime.sharded.safetensors_io import Planned, SafetensorsFile
+from fsdp_runtime.training_state.directory import commit, work_folder
 from fsdp_runtime.training_state.manifest import Manifest, StoredPiece, StoredTensor, checksum
-from fsdp_runtime.training_state.objects import encoded, write_object
 from fsdp_runtime.training_state.optimizers import description, parameter_names
-from fsdp_runtime.training_state.randomness import random_states
+from fsdp_runtime.training_state.rng_state import random_states
+from fsdp_runtime.training_state.safe_pickle import encoded, write_object
 from fsdp_runtime.training_state.snapshot import Named, as_list, named_tensors, own_boxes
-from fsdp_runtime.weights.entries import entries
-from fsdp_runtime.weights.ranks import Ranks, all_or_none, mesh_of, ranks_of, ranks_of_world, tell_all
-from fsdp_runtime.weights.safetensors_file import Planned, SafetensorsFile
 
 SHARED_FILE = "shared.pt"
 

@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.model.state import entries
+from fsdp_runtime.sharded.chunks import Box, own_part
+from fsdp_runtime.sharded.collectives import Ranks
+from fsdp_runtime.sharded.shard_offsets import cuts
 from fsdp_runtime.training_state.optimizers import parameter_names, state_tensors
-from fsdp_runtime.weights.entries import entries
-from fsdp_runtime.weights.pieces import Box, own_part
-from fsdp_runtime.weights.ranks import Ranks
-from fsdp_runtime.weights.slices import cuts
 
 
 @dataclass(frozen=True)

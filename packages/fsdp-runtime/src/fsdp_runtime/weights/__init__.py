@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fsdp_runtime.weights.buffers import meta_device
+from fsdp_runtime.model.buffers import meta_device
+from fsdp_runtime.model.materialize import materialize
 from fsdp_runtime.weights.load import LoadReport, load_weights
-from fsdp_runtime.weights.materialize import materialize
 from fsdp_runtime.weights.save import save_weights
 from fsdp_runtime.weights.send import WeightInfo, describe_weights, packed, send_weights, stream_buckets, unpacked
 from fsdp_runtime.weights.stream import stream_weights

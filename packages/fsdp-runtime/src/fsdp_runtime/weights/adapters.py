@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.weights.entries import Entry, entries
+from fsdp_runtime.model.state import Entry, entries
 
 
 @dataclass(frozen=True)

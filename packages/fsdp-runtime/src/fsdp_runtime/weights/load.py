@@ -14,13 +14,13 @@ from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat import Conversion
 from fsdp_runtime.errors import MismatchError
+from fsdp_runtime.model.materialize import materialize
+from fsdp_runtime.model.state import Entry, require_plain
+from fsdp_runtime.sharded.chunks import Read, fill, whole
+from fsdp_runtime.sharded.collectives import all_or_none, ranks_of
 from fsdp_runtime.weights.adapters import base_entries, require_real_adapters
-from fsdp_runtime.weights.checkpoint import Checkpoint, StoredTensor
-from fsdp_runtime.weights.entries import Entry, require_plain
-from fsdp_runtime.weights.materialize import materialize
-from fsdp_runtime.weights.names import Origin, Sources, sources
-from fsdp_runtime.weights.pieces import Read, fill, whole
-from fsdp_runtime.weights.ranks import all_or_none, ranks_of
+from fsdp_runtime.weights.hub_checkpoint import Checkpoint, StoredTensor
+from fsdp_runtime.weights.naming import Origin, Sources, sources
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.weights.checkpoint import INDEX_FILE, SINGLE_FILE
-from fsdp_runtime.weights.disk import sync, write_synced
-from fsdp_runtime.weights.names import Names
-from fsdp_runtime.weights.outgoing import Outgoing, outgoing_units
-from fsdp_runtime.weights.ranks import Ranks, all_or_none, ranks_of, ranks_of_world
-from fsdp_runtime.weights.safetensors_file import Planned, SafetensorsFile
+from fsdp_runtime.sharded.collectives import Ranks, all_or_none, ranks_of, ranks_of_world
+from fsdp_runtime.sharded.fsync import sync, write_synced
+from fsdp_runtime.sharded.safetensors_io import Planned, SafetensorsFile
+from fsdp_runtime.weights.export import Outgoing, outgoing_units
+from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
+from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.stream import buckets, gathered
 
 _WORK = ".saving-"

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_runtime.weights.names import Names
-from fsdp_runtime.weights.outgoing import outgoing_units
+from fsdp_runtime.weights.export import outgoing_units
+from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.stream import buckets, gathered, require_bucket_bytes
 
 Bucket = list[tuple[str, Tensor]]

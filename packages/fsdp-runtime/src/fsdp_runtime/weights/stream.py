@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.weights.gather import full_tensors
-from fsdp_runtime.weights.names import Names
-from fsdp_runtime.weights.outgoing import Outgoing, Unit, outgoing_units
+from fsdp_runtime.sharded.gather import full_tensors
+from fsdp_runtime.weights.export import Outgoing, Unit, outgoing_units
+from fsdp_runtime.weights.naming import Names
 
 _T = TypeVar("_T", Unit, Outgoing)
 

@@ -1,0 +1,1 @@
+"""Checks and descriptions of a parallelized model."""

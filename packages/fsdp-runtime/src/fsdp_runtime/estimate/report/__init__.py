@@ -1,0 +1,1 @@
+"""Estimates as text, HTML and pictures."""

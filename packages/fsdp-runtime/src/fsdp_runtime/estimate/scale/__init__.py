@@ -1,0 +1,1 @@
+"""Totals of a traced step, extended to all repeated blocks."""

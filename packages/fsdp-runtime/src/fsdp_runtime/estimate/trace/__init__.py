@@ -1,0 +1,1 @@
+"""One step on fake tensors: allocations, modules and collectives."""

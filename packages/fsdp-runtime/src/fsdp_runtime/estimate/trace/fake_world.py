@@ -1,0 +1,52 @@
+"""A world of ranks that are not there, and tensors without storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_runtime._torch_compat import fake_store, fake_tensors, forget_meshes
+from fsdp_runtime._transformers_compat import fake_tensors_are_data
+from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.mesh.spec import MeshSpec
+
+
+@contextmanager
+def fake_world(spec: MeshSpec, *, rank: int) -> Iterator[DeviceMesh]:
+    """This process as one rank of a mesh in which every collective returns at once; none of it is left afterwards.
+
+    Raises:
+        EstimateError: ``torch.distributed`` is running already, or the mesh has no such rank.
+    """
+    world_size = 1
+    for size in spec.sizes.values():
+        world_size *= size
+    if not 0 <= rank < world_size:
+        raise EstimateError(f"rank {rank} of a mesh of {world_size} ranks: give one from 0 to {world_size - 1}")
+    if dist.is_initialized():
+        raise EstimateError(
+            "torch.distributed is running in this process, and a dry run needs a world of its own: call estimate "
+            "before init_process_group, or in another process (the command fsdp-runtime estimate)"
+        )
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
+    try:
+        yield spec.build(device_type="cpu")
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Tensors made inside have shapes, dtypes and storages of a size, and no memory."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with fake_tensors(), fake_tensors_are_data():
+            yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,1 @@
+"""Memory between steps: unsharding, gradient accumulation and offload."""

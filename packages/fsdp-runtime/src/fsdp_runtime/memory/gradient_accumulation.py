@@ -1,0 +1,60 @@
+"""Gradients over several micro-batches, with the communication of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_runtime.parallel.fsdp import reshards_after_forward
+
+_UNSYNCED = "_fsdp_runtime_unsynced"
+
+
+@contextmanager
+def no_gradient_sync(
+    model: nn.Module, *, across_replicas_only: bool = False, keep_gathered: bool = False
+) -> Iterator[nn.Module]:
+    """Add up gradients on this rank inside the ``with``; the first backward after it reduces the sum.
+
+    So every micro-batch but the last runs its backward inside, and the last one outside.  Gradients are summed: with
+    ``n`` micro-batches, divide each loss by ``n`` for the gradient of their mean.  What layers split over ``tp``
+    exchange is part of their own backward and stays.
+
+    Args:
+        model: a model that FSDP2 wraps; a plain one is left alone.
+        across_replicas_only: with ``dp_replicate``, still scatter gradients to the shards each time, and leave out
+            only the all-reduce between replicas: more communication, and gradients take the room of shards.
+        keep_gathered: keep parameters gathered, so that the next micro-batch need not gather them: the least
+            communication, and the room of the whole model.
+
+    Yields:
+        The same model.  Nested use leaves the outer one in force.
+    """
+    units = [
+        (module, reshards_after_forward(module, is_root=module is model))
+        for module in model.modules()
+        if isinstance(module, FSDPModule) and not module.__dict__.get(_UNSYNCED)
+    ]
+
+    def sync(on: bool) -> None:
+        for unit, reshards in units:
+            if across_replicas_only:
+                unit.set_requires_all_reduce(on, recurse=False)
+            else:
+                unit.set_requires_gradient_sync(on, recurse=False)
+            if keep_gathered:
+                unit.set_reshard_after_backward(on, recurse=False)
+                unit.set_reshard_after_forward(on and reshards, recurse=False)
+
+    for unit, _ in units:
+        unit.__dict__[_UNSYNCED] = True
+    try:
+        sync(False)
+        yield model
+    finally:
+        sync(True)
+        for unit, _ in units:
+            unit.__dict__.pop(_UNSYNCED, None)

@@ -1,0 +1,1 @@
+"""A model's structure, state, buffers and materialisation."""

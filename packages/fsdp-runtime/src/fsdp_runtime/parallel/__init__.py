@@ -1,0 +1,1 @@
+"""The parallelisms and transformations that ``parallelize`` applies."""

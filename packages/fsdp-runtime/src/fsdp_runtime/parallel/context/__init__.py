@@ -1,0 +1,1 @@
+"""Context parallelism: sequence shards, attention over them, and ring attention."""

@@ -1,0 +1,114 @@
+"""Megatron-FSDP (the successor of nvFSDP) instead of FSDP2, as an optional extra for CUDA."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from fsdp_runtime.errors import BackendError, ModelError, OptionError
+from fsdp_runtime.model.structure import Anatomy
+
+logger = logging.getLogger(__name__)
+
+
+def shard_with_megatron(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    anatomy: Anatomy,
+    *,
+    dp_shard_dim: str,
+    tp_dim: str | None = None,
+    unit_modules: Sequence[type[nn.Module] | str] | None = None,
+    optimizer: Optimizer | None = None,
+    main_params_dtype: torch.dtype | None = torch.float32,
+    main_grads_dtype: torch.dtype | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[nn.Module, Optimizer | None]:
+    """Wrap a model, split over ``tp`` already where it is to be, with ``megatron_fsdp.fully_shard_model``.
+
+    Args:
+        model: the model.
+        mesh: the mesh that has the axes named below.
+        anatomy: the model's parts, by which the units are found.
+        dp_shard_dim: the axis to shard over.
+        tp_dim: the axis that layers are split over, if there is one.
+        unit_modules: classes, or their names, that are sharded as units; by default those of the blocks.
+        optimizer: is made to drive the shards too, if given.
+        main_params_dtype: dtype of the optimizer's copy of the parameters, ``None`` for their own.
+        main_grads_dtype: dtype that gradients are kept and reduced in, ``None`` for their own.
+        options: further keywords of ``fully_shard_model``.
+
+    Returns:
+        The wrapped model and the optimizer.
+
+    Raises:
+        BackendError: the extra is not installed, or there is no CUDA device, which it needs.
+        ModelError: no module is of the classes named.
+        OptionError: the installed release has no such keyword.
+    """
+    megatron = _megatron()
+    keywords = {
+        "dp_shard_dim": dp_shard_dim,
+        "tp_dim": tp_dim,
+        "fsdp_unit_modules": _unit_classes(model, anatomy, unit_modules),
+        "mixed_precision_policy": megatron.MixedPrecisionPolicy(
+            main_params_dtype=main_params_dtype, main_grads_dtype=main_grads_dtype, grad_comm_dtype=main_grads_dtype
+        ),
+        **(options or {}),
+    }
+    _require_known(megatron, keywords)
+    wrapped: nn.Module = megatron.fully_shard_model(model, device_mesh=mesh, **keywords)
+    if optimizer is not None:
+        optimizer = megatron.fully_shard_optimizer(optimizer)
+    logger.info("Megatron-FSDP over %s", dp_shard_dim)
+    return wrapped, optimizer
+
+
+def _megatron() -> Any:
+    try:
+        module = importlib.import_module("megatron_fsdp")
+    except ImportError as error:
+        raise BackendError(
+            f"Megatron-FSDP cannot be imported ({error}): pip install 'fsdp-runtime[megatron-fsdp]', or use "
+            "parallelize, which shards with FSDP2"
+        ) from error
+    if not torch.cuda.is_available():
+        raise BackendError("Megatron-FSDP needs a CUDA device and there is none: use parallelize, which runs anywhere")
+    return module
+
+
+def _unit_classes(
+    model: nn.Module, anatomy: Anatomy, wanted: Sequence[type[nn.Module] | str] | None
+) -> list[type[nn.Module]]:
+    """The classes of the units, which must occur: Megatron-FSDP divides by how often they do."""
+    present = {type(module): None for module in model.modules()}
+    if wanted is None:
+        return list({type(block): None for block in anatomy.blocks.values()})
+    chosen = [cls for cls in present if any(_is_meant(cls, name) for name in wanted)]
+    if not chosen:
+        blocks = ", ".join(sorted({type(block).__name__ for block in anatomy.blocks.values()}))
+        raise ModelError(
+            f"no module is of class {', '.join(map(str, wanted))}: the model's blocks are of class {blocks}"
+        )
+    return chosen
+
+
+def _is_meant(cls: type[nn.Module], wanted: type[nn.Module] | str) -> bool:
+    if isinstance(wanted, str):
+        return wanted in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+    return issubclass(cls, wanted)
+
+
+def _require_known(megatron: Any, keywords: Mapping[str, Any]) -> None:
+    known = inspect.signature(megatron.fully_shard_model).parameters
+    if unknown := [name for name in keywords if name not in known]:
+        version = getattr(megatron, "__version__", "of unknown version")
+        raise OptionError(f"megatron-fsdp {version} takes no {', '.join(unknown)}: it takes {', '.join(known)}")

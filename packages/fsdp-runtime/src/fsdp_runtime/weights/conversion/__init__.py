@@ -1,0 +1,1 @@
+"""Conversions between checkpoint tensors and model tensors."""
