@@ -14,27 +14,27 @@ from typing import Any
 
 from tp_plans._torch_compat import own_buffers
 from tp_plans.completion.tree import Tree, agreed, join, parameters_of
-from tp_plans.decoder import SEQUENCE_DIM
 from tp_plans.errors import PlanError
 from tp_plans.layouts import Replicate, Shard
+from tp_plans.models.spec import SEQUENCE_DIM
 from tp_plans.plan import Plan
 from tp_plans.styles import (
+    AllReduceOutput,
     ExpertsParallel,
     GatheredParameters,
+    GatherSequence,
     ParallelAttention,
-    PrepareInput,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     Style,
-    SumOutput,
     VocabParallelEmbedding,
-    WholeSequence,
 )
 
 _STREAM = Shard(SEQUENCE_DIM)
 
 #: Own rules of a sub-layer that work behind its door.
-_BEHIND_DOORS = (ParallelAttention, GatheredParameters, ExpertsParallel, SumOutput)
+_BEHIND_DOORS = (ParallelAttention, GatheredParameters, ExpertsParallel, AllReduceOutput)
 
 #: Norms of latent attention, which work on whole latents inside the sub-layer.
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
@@ -87,9 +87,9 @@ def _around(root: str, embedding: str, tree: Tree, *, fine: bool) -> dict[str, S
         rules[norm] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
     if not fine or not root or tree.style(root) is not None:
         return rules
-    rules[root] = PrepareInput(layout=_STREAM, argument="inputs_embeds", position=None)
+    rules[root] = PrepareModuleInput(layout=_STREAM, argument="inputs_embeds", position=None)
     if isinstance(tree.style(embedding), VocabParallelEmbedding) and not _edited_outside(root, tree):
-        rules[embedding] = VocabParallelEmbedding(output=_STREAM, use_local_output=False)
+        rules[embedding] = VocabParallelEmbedding(output_layouts=_STREAM, use_local_output=False)
     return rules
 
 
@@ -123,9 +123,9 @@ def _inside_block(path: str, tree: Tree) -> dict[str, Style] | None:
         if _is_norm(child, tree):
             rules[child] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
         elif (row := _only_row(child, tree)) is not None:
-            prepared = own if isinstance(own, (ParallelAttention, PrepareInput)) else PrepareInput()
+            prepared = own if isinstance(own, (ParallelAttention, PrepareModuleInput)) else PrepareModuleInput()
             rules[child] = replace(prepared, layout=Replicate())
-            rules[row] = replace(_row(row, tree), output=_STREAM, use_local_output=False)
+            rules[row] = replace(_row(row, tree), output_layouts=_STREAM, use_local_output=False)
         elif not tree.filled(child) or isinstance(own, ExpertsParallel) or _is_list(child, tree):
             return None  # the block's own code feeds it
         elif _has_streams(child, tree):
@@ -138,7 +138,7 @@ def _inside_block(path: str, tree: Tree) -> dict[str, Style] | None:
 def _only_row(path: str, tree: Tree) -> str | None:
     """The row-wise layer whose output is the sub-layer's, where everything in it takes the stream as it comes."""
     own = tree.style(path)
-    if not (own is None or isinstance(own, (PrepareInput, ParallelAttention))):
+    if not (own is None or isinstance(own, (PrepareModuleInput, ParallelAttention))):
         return None
     if any(tree.style(f"{path}.{name}") is None for name in parameters_of(tree.modules[path])):
         return None
@@ -148,7 +148,7 @@ def _only_row(path: str, tree: Tree) -> str | None:
     if len(rows) != 1 or not known or not tree.split_children(path):
         return None
     row = f"{path}.{rows[0]}"
-    return row if _row(row, tree).output == Replicate() and _row(row, tree).input == Shard(-1) else None
+    return row if _row(row, tree).output_layouts == Replicate() and _row(row, tree).input_layouts == Shard(-1) else None
 
 
 def _row(path: str, tree: Tree) -> RowwiseParallel:
@@ -158,13 +158,13 @@ def _row(path: str, tree: Tree) -> RowwiseParallel:
     return style
 
 
-def _door(path: str, tree: Tree) -> WholeSequence:
+def _door(path: str, tree: Tree) -> GatherSequence:
     """The door of a sub-layer or block, with its own rule behind it."""
     own = tree.style(path)
-    if own is None or isinstance(own, (PrepareInput, WholeSequence)):
-        return WholeSequence(sequence_dim=SEQUENCE_DIM)
+    if own is None or isinstance(own, (PrepareModuleInput, GatherSequence)):
+        return GatherSequence(sequence_dim=SEQUENCE_DIM)
     if isinstance(own, _BEHIND_DOORS):
-        return WholeSequence(sequence_dim=SEQUENCE_DIM, around=own)
+        return GatherSequence(sequence_dim=SEQUENCE_DIM, inner=own)
     raise PlanError(
         f"{path} is {type(own).__name__}, and sits where the stream is cut on the sequence: sequence parallelism "
         "cannot be derived for it; write the sequence-parallel plan yourself"

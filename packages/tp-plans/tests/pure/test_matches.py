@@ -1,9 +1,9 @@
 """What patterns match in a tree: modules and bare parameters, each by itself."""
 
-from stand_ins import Linear, Module, decoder, tensor
+from stub_modules import Linear, Module, decoder, tensor
 
 from tp_plans.matches import Matches, parameters_of
-from tp_plans.patterns import every_block
+from tp_plans.patterns import wildcard
 
 
 def tree(model):
@@ -49,6 +49,6 @@ def test_parameters_are_told_at_every_place_and_at_the_models_own():
 
 
 def test_the_pattern_of_all_blocks_has_a_star_for_every_number():
-    assert every_block("model.layers.0.mlp.experts.12.w1") == "model.layers.*.mlp.experts.*.w1"
-    assert every_block("layer1.fc2") == "layer1.fc2"
-    assert every_block("") == ""
+    assert wildcard("model.layers.0.mlp.experts.12.w1") == "model.layers.*.mlp.experts.*.w1"
+    assert wildcard("layer1.fc2") == "layer1.fc2"
+    assert wildcard("") == ""

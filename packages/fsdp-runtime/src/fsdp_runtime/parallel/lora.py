@@ -16,14 +16,20 @@ from fsdp_runtime.sharded.collectives import all_or_none, ranks_of, ranks_of_wor
 from fsdp_runtime.sharded.fsync import sync
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.safetensors_io import Planned, SafetensorsFile
-from tp_plans import Plan, Style, resolve_plan
-from tp_plans.attributes import resolved
-from tp_plans.lora import adapter_styles
-from tp_plans.styles import ParallelAttention, PrepareInput, WholeSequence
+from tp_plans import (
+    GatherSequence,
+    ParallelAttention,
+    Plan,
+    PrepareModuleInput,
+    Style,
+    adapter_styles,
+    resolve_plan,
+    resolve_style,
+)
 
 _FILE = "adapter_model.safetensors"
 #: Rules that bring the input of all layers below a module together.
-_GATHERING = (PrepareInput, ParallelAttention, WholeSequence)
+_GATHERING = (PrepareModuleInput, ParallelAttention, GatherSequence)
 
 
 def resolve_adapted_plan(plan: object, model: nn.Module, *, sequence_parallel: bool) -> Plan:
@@ -114,7 +120,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
 def _adapted(style: Style, path: str, plan: Plan, model: nn.Module) -> dict[str, Style]:
     """The styles of an adapted layer's parts, by their names in it."""
     parent = path.rpartition(".")[0]
-    layer = resolved(style, model.get_submodule(parent))
+    layer = resolve_style(style, model.get_submodule(parent))
     above = [above for depth in range(path.count(".") + 1) for above in plan.match(".".join(path.split(".")[:depth]))]
     arrives_cut = plan.sequence_parallel and not any(isinstance(plan[pattern], _GATHERING) for pattern in above)
     factors = adapter_styles(layer, sequence_dim=1 if arrives_cut else None)

@@ -9,25 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tp_plans.arguments import require_model
-from tp_plans.checks.chains import unmet
+from tp_plans._validate import is_integer, require_model
+from tp_plans.checks.divisibility import cuts_of, uncounted
 from tp_plans.checks.findings import Finding, once_a_rule
 from tp_plans.checks.gradients import unmarked
+from tp_plans.checks.interfaces import unmet
+from tp_plans.checks.parse import plan_from_words
 from tp_plans.checks.patterns import matched_twice, owners_written_otherwise, unmatched
-from tp_plans.checks.report import Report
-from tp_plans.checks.sizes import cuts_of, uncounted
-from tp_plans.checks.suited import unsuited
-from tp_plans.checks.ties import untied
+from tp_plans.checks.replicated import left_whole
+from tp_plans.checks.report import CheckReport
+from tp_plans.checks.style_fit import unsuited
+from tp_plans.checks.tied_weights import untied
 from tp_plans.checks.tree import tree_of
-from tp_plans.checks.whole import left_whole
-from tp_plans.checks.words import plan_from_words
-from tp_plans.fields import is_integer
 from tp_plans.plan import Plan
 
-__all__ = ["Finding", "Report", "check"]
+__all__ = ["CheckReport", "Finding", "check"]
 
 
-def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> Report:
+def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> CheckReport:
     """Check a plan against a model without touching either.
 
     Args:
@@ -49,7 +48,9 @@ def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> Report:
     plan, unread = (plan, []) if isinstance(plan, Plan) else plan_from_words(plan)
     require_model(model)
     if not is_integer(tp, least=1):
-        return Report(plan, tp, (*unread, Finding("error", "", f"tp is {tp!r}", "give the axis's size, 1 or more")))
+        return CheckReport(
+            plan, tp, (*unread, Finding("error", "", f"tp is {tp!r}", "give the axis's size, 1 or more"))
+        )
     tree = tree_of(plan, model)
     cuts, missing = cuts_of(tree)
     findings = [
@@ -66,4 +67,4 @@ def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> Report:
         *untied(tree),
         *(left_whole(tree) if tp > 1 else ()),
     ]
-    return Report(plan, tp, tuple(once_a_rule(findings, tree.rules)), tuple(cuts))
+    return CheckReport(plan, tp, tuple(once_a_rule(findings, tree.rules)), tuple(cuts))

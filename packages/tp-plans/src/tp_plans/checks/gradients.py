@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
 
-from tp_plans.checks.chains import gives_split_features
 from tp_plans.checks.findings import Finding
+from tp_plans.checks.interfaces import gives_split_features
 from tp_plans.checks.tree import Tree, parent
-from tp_plans.styles import ColwiseParallel, Replicated
+from tp_plans.styles import ColwiseParallel, NoParallel
 
 _HEAD_NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?norm")
-_MARK = "mark it Replicated(gradient='partial')"
+_MARK = "mark it NoParallel(gradient='partial')"
 
 
 def unmarked(tree: Tree) -> Iterator[Finding]:
@@ -43,7 +43,7 @@ def _below(path: str, tree: Tree) -> Iterator[str]:
 def _sees_what_comes(path: str, tree: Tree) -> bool:
     """Whether a module computes on activations as they come, with parameters that are whole on every rank."""
     style = tree.style(path)
-    whole = style is None or (isinstance(style, Replicated) and style.gradient == "full")
+    whole = style is None or (isinstance(style, NoParallel) and style.gradient == "full")
     return whole and all(parameter.ndim <= 1 for parameter in tree.own_parameters(path).values())
 
 
@@ -73,11 +73,11 @@ class _Widths:
             yield self._told(path, what, f"gather them with output=Replicate(), or {_MARK}", size)
         elif not is_norm and size in self.counts and size > 1:
             what = f"{size} numbers, one a head, of which each rank has its own"
-            yield self._told(place, what, "give it a rule: BareParameter()", size)
+            yield self._told(place, what, "give it a rule: ParameterStyle()", size)
         elif size == 1:
             what = f"a number that may meet the split features of {self.layer}: its gradient would be a part"
             yield Finding(
-                "warning", place, what, "if so, give it a rule: BareParameter(layout=Replicate(), gradient='partial')"
+                "warning", place, what, "if so, give it a rule: ParameterStyle(layout=Replicate(), gradient='partial')"
             )
 
     def _told(self, where: str, what: str, fix: str, size: int) -> Finding:
@@ -88,4 +88,4 @@ class _Widths:
 
 def _unit(path: str, tree: Tree) -> int:
     style = tree.style(path)
-    return (tree.number(path, style.unit) or 1) if isinstance(style, ColwiseParallel) else 1
+    return (tree.number(path, style.multiple_of) or 1) if isinstance(style, ColwiseParallel) else 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tp_plans.checks.findings import Finding
 from tp_plans.checks.tree import Tree, parent
 from tp_plans.patterns import Patterns
-from tp_plans.styles import BareParameter
+from tp_plans.styles import ParameterStyle
 
 
 def unmatched(tree: Tree) -> Iterator[Finding]:
@@ -15,7 +15,7 @@ def unmatched(tree: Tree) -> Iterator[Finding]:
     used = {pattern for patterns in tree.rules.values() for pattern in patterns}
     for pattern, style in tree.plan.items():
         if pattern not in used:
-            kind = "parameter" if isinstance(style, BareParameter) else "module"
+            kind = "parameter" if isinstance(style, ParameterStyle) else "module"
             fix = f"correct it, or remove it with override({{{pattern!r}: None}})"
             what = f"the pattern matches no {kind}"
             yield Finding("error", pattern, what, f"{_nearest_existing(pattern, kind, tree)}; {fix}")

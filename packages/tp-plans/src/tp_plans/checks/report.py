@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tp_plans.checks.divisibility import Cut, legal_sizes
 from tp_plans.checks.findings import Finding
-from tp_plans.checks.sizes import Cut, legal_sizes
 from tp_plans.errors import CheckFailedError
 from tp_plans.plan import Plan
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """All findings of one check.
 
     Args:

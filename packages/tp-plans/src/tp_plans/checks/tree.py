@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any
 
 from tp_plans._torch_compat import own_parameters
-from tp_plans.attributes import lookup
-from tp_plans.fields import is_integer
+from tp_plans._validate import is_integer
 from tp_plans.layouts import Layout, Shard
-from tp_plans.patterns import every_block as every_block
+from tp_plans.module_attrs import getattr_path
+from tp_plans.patterns import wildcard as wildcard
 from tp_plans.plan import Plan
-from tp_plans.styles import BareParameter, GatheredParameters, Style, WholeSequence, parameter_layout
+from tp_plans.styles import GatheredParameters, GatherSequence, ParameterStyle, Style, parameter_layout
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Tree:
     def own_style(self, path: str) -> Style | None:
         """The style of a module's own work: what is behind the door, where it has one."""
         style = self.style(path)
-        return style.around if isinstance(style, WholeSequence) else style
+        return style.inner if isinstance(style, GatherSequence) else style
 
     def layout(self, parameter: str) -> Layout | None:
         """How a parameter lies over the axis; ``None`` where the plan says nothing of it."""
@@ -82,7 +82,7 @@ class Tree:
 
     def number(self, path: str, value: int | str) -> int | None:
         """A number, or the positive integer of that name that the module above ``path`` has."""
-        found = lookup(self.modules[parent(path)], value) if isinstance(value, str) else value
+        found = getattr_path(self.modules[parent(path)], value) if isinstance(value, str) else value
         return found if is_integer(found, least=1) else None
 
 
@@ -95,7 +95,7 @@ def tree_of(plan: Plan, model: Any) -> Tree:
         for name, parameter in own_parameters(module).items()
         if parameter is not None
     }
-    bare = {pattern for pattern, style in plan.items() if isinstance(style, BareParameter)}
+    bare = {pattern for pattern, style in plan.items() if isinstance(style, ParameterStyle)}
     rules = {path: [pattern for pattern in plan.match(path) if pattern not in bare] for path in modules}
     for path in parameters:
         rules[path] = [pattern for pattern in plan.match(path) if pattern in bare] if bare else []

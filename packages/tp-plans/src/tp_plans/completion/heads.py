@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeGuard
 
-from tp_plans.attributes import lookup
+from tp_plans._validate import is_integer
 from tp_plans.completion.tree import HEAD_NORMS, Tree, agreed, is_split, parameters_of, size_of
-from tp_plans.fields import is_integer
 from tp_plans.layouts import Shard
-from tp_plans.styles import BareParameter, ColwiseParallel, ParallelAttention, RowwiseParallel, Style
+from tp_plans.module_attrs import getattr_path
+from tp_plans.styles import ColwiseParallel, ParallelAttention, ParameterStyle, RowwiseParallel, Style
 
 KV_HEADS = ("num_key_value_heads", "config.num_key_value_heads")
 
@@ -22,7 +22,7 @@ def in_whole_heads(tree: Tree) -> Mapping[str, Style | None]:
     for path in tree.modules:
         if _is_in_heads(style := tree.style(path)) and (rule := tree.rule(path)) is not None:
             unit = _unit(path, style, tree)
-            sized[rule][path] = style if unit is None else replace(style, unit=unit)
+            sized[rule][path] = style if unit is None else replace(style, multiple_of=unit)
     rules: dict[str, Style | None] = {}
     for rule, places in sized.items():
         rules |= {rule: None, **places} if len(set(places.values())) > 1 else {rule: next(iter(places.values()))}
@@ -32,8 +32,8 @@ def in_whole_heads(tree: Tree) -> Mapping[str, Style | None]:
 def _is_in_heads(style: Style | None) -> TypeGuard[ColwiseParallel | RowwiseParallel]:
     """Whether a layer may be one whose ranks hold whole heads: what is gathered, or cut only here, need not be."""
     if isinstance(style, RowwiseParallel):
-        return style.input == Shard(-1) and style.unit == 1
-    return is_split(style) and style.unit == 1
+        return style.input_layouts == Shard(-1) and style.multiple_of == 1
+    return is_split(style) and style.multiple_of == 1
 
 
 def _unit(path: str, style: ColwiseParallel | RowwiseParallel, tree: Tree) -> int | str | None:
@@ -54,7 +54,7 @@ def with_shared_heads(tree: Tree) -> Mapping[str, Style]:
     attention = []
     for path, module in tree.inside():
         split = set(tree.split_children(path))
-        kv_heads = next((name for name in KV_HEADS if is_integer(lookup(module, name), least=1)), None)
+        kv_heads = next((name for name in KV_HEADS if is_integer(getattr_path(module, name), least=1)), None)
         if not {"q_proj", "k_proj", "v_proj"} <= split or kv_heads is None:
             continue
         own = tree.style(path)
@@ -62,10 +62,10 @@ def with_shared_heads(tree: Tree) -> Mapping[str, Style]:
             continue
         for name in ("k_proj", "v_proj"):
             rule = tree.rule(f"{path}.{name}")
-            if rule is not None and isinstance(style := tree.plan[rule], ColwiseParallel) and style.unit != 1:
-                changed[rule] = replace(style, shared=True)
+            if rule is not None and isinstance(style := tree.plan[rule], ColwiseParallel) and style.multiple_of != 1:
+                changed[rule] = replace(style, replicate_kv_heads=True)
         style = own if isinstance(own, ParallelAttention) else ParallelAttention(layout=_layout(path, tree))
-        attention.append((path, replace(style, kv_heads=kv_heads)))
+        attention.append((path, replace(style, kv_heads_attr=kv_heads)))
     return {**changed, **agreed(attention, tree)}
 
 
@@ -79,7 +79,7 @@ def norms_of_every_head(tree: Tree) -> Mapping[str, Style]:
             weight = parameters_of(tree.modules.get(f"{path}.{name}")).get("weight")
             in_heads = weight is not None and weight.ndim == 2 and weight.shape[1] == getattr(module, "head_dim", None)
             if in_heads and tree.style(f"{path}.{name}") is None:
-                rows.append((f"{path}.{name}.weight", BareParameter()))
+                rows.append((f"{path}.{name}.weight", ParameterStyle()))
     return agreed(rows, tree)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from tp_plans.completion.tree import Tree, agreed, is_linear, parameters_of, size_of, with_ancestors
 from tp_plans.layouts import Replicate, Shard
-from tp_plans.patterns import every_block
+from tp_plans.patterns import wildcard
 from tp_plans.styles import (
-    BareParameter,
     ColwiseParallel,
     GatheredParameters,
+    NoParallel,
     ParallelAttention,
-    Replicated,
+    ParameterStyle,
     Style,
     VocabParallelEmbedding,
 )
@@ -36,7 +36,7 @@ def stored_split(tree: Tree) -> Mapping[str, Style]:
     total = 0
     for path, module in tree.modules.items():
         for name, parameter in parameters_of(module).items():
-            sizes[every_block(f"{path}.{name}")] += prod(parameter.shape)
+            sizes[wildcard(f"{path}.{name}")] += prod(parameter.shape)
             total += prod(parameter.shape)
     large = {pattern for pattern, size in sizes.items() if size >= LARGE * total}
     return agreed(_stored_split(tree, large), tree)
@@ -57,20 +57,20 @@ def _stored_split(tree: Tree, large: set[str]) -> Iterator[tuple[str, Style]]:
         wanted = [
             name
             for name, parameter in parameters_of(module).items()
-            if every_block(f"{path}.{name}") in large and parameter.ndim > 1 and max(parameter.shape) >= ROWS
+            if wildcard(f"{path}.{name}") in large and parameter.ndim > 1 and max(parameter.shape) >= ROWS
         ]
         if not wanted or f"{own}.weight" in _read_by_kernels(parent, tree) or tree.is_gathered(f"{path}.{wanted[0]}"):
             continue
         if is_linear(module) and wanted == ["weight"]:
             if module.out_features >= ROWS and _reads_whole(path, module, tree):
-                yield path, ColwiseParallel(output=Replicate())
+                yield path, ColwiseParallel(output_layouts=Replicate())
         elif hasattr(module, "num_embeddings"):
             yield path, VocabParallelEmbedding()
         elif not tree.split_children(path) and not hasattr(module, "kernel_size"):
             for name in wanted:
                 if tree.style(f"{path}.{name}") is None:
                     shape = list(parameters_of(module)[name].shape)
-                    yield f"{path}.{name}", BareParameter(layout=Shard(shape.index(max(shape))), gathered=True)
+                    yield f"{path}.{name}", ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
 
 
 def _read_by_kernels(path: str, tree: Tree) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def _inside_tables(tree: Tree) -> Iterator[tuple[str, Style]]:
     for path, module in tree.inside():
         parent = path.rpartition(".")[0]
         if isinstance(tree.style(parent), VocabParallelEmbedding) and parameters_of(module):
-            yield path, Replicated(gradient="partial")
+            yield path, NoParallel(gradient="partial")
 
 
 def _reads_whole(path: str, module: Any, tree: Tree) -> bool:

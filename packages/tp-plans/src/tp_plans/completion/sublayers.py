@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tp_plans._validate import is_integer
 from tp_plans.completion.tree import HEAD_NORMS, Tree, agreed, parameters_of, size_of
-from tp_plans.fields import is_integer
-from tp_plans.styles import ColwiseParallel, LatentProjection, Replicated, RowwiseParallel, Style
+from tp_plans.styles import ColwiseParallel, MLAKVProjection, NoParallel, RowwiseParallel, Style
 
 OUTPUTS = ("o_proj", "out_proj", "dense")
 OUTPUT_GATES = ("gate_proj", "g_proj")
@@ -47,7 +47,7 @@ def _attention(path: str, module: Any, names: set[str], tree: Tree) -> dict[str,
         return {}
     return {
         **dict.fromkeys(sorted(columns), ColwiseParallel()),
-        **dict.fromkeys(sorted(norms), Replicated(gradient="partial")),
+        **dict.fromkeys(sorted(norms), NoParallel(gradient="partial")),
         output: RowwiseParallel(),
     }
 
@@ -61,7 +61,7 @@ def _latent_attention(path: str, module: Any, names: set[str], tree: Tree) -> di
         return {}
     return {
         queries.pop(): ColwiseParallel(),
-        "kv_a_proj_with_mqa": LatentProjection(),
+        "kv_a_proj_with_mqa": MLAKVProjection(),
         "kv_b_proj": ColwiseParallel(),
         "o_proj": RowwiseParallel(),
     }
@@ -77,7 +77,7 @@ def _mlp(path: str, module: Any, names: set[str], tree: Tree) -> dict[str, Style
         if widths == {inner}:
             return {**dict.fromkeys(columns, ColwiseParallel()), row: RowwiseParallel()}
         if inner is not None and widths == {2 * inner}:
-            return {**dict.fromkeys(columns, ColwiseParallel(pieces=(1, 1))), row: RowwiseParallel()}
+            return {**dict.fromkeys(columns, ColwiseParallel(fused_sizes=(1, 1))), row: RowwiseParallel()}
     return {}
 
 

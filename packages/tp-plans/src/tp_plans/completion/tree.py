@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from tp_plans._torch_compat import own_parameters
 from tp_plans.layouts import Shard
-from tp_plans.patterns import every_block
+from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.styles import ColwiseParallel, ExpertsParallel, GatheredParameters, Style
 
@@ -39,9 +39,9 @@ class Tree:
             parent, _, name = path.rpartition(".")
             if path:
                 self.children[parent].append(name)
-            self.places[every_block(path)][path] = None
+            self.places[wildcard(path)][path] = None
             for name in parameters_of(module):
-                self.places[every_block(f"{path}.{name}")][f"{path}.{name}"] = None
+                self.places[wildcard(f"{path}.{name}")][f"{path}.{name}"] = None
             if parameters_of(module):
                 self._filled.update(with_ancestors(path))
 
@@ -103,7 +103,7 @@ def join(path: str, name: str) -> str:
 
 def is_split(style: Style | None) -> TypeGuard[ColwiseParallel]:
     """Whether a layer hands on its own features as a plain tensor."""
-    return isinstance(style, ColwiseParallel) and style.output == Shard(-1) and style.use_local_output
+    return isinstance(style, ColwiseParallel) and style.output_layouts == Shard(-1) and style.use_local_output
 
 
 def parameters_of(module: Any) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def agreed(places: Iterable[tuple[str, Style]], tree: Tree) -> dict[str, Style]:
     """Rules for single paths, merged into one for all blocks where every such place in the model is told the same."""
     found: dict[str, dict[str, Style]] = defaultdict(dict)
     for path, style in places:
-        found[every_block(path)][path] = style
+        found[wildcard(path)][path] = style
     rules: dict[str, Style] = {}
     for pattern, told in found.items():
         if len(set(told.values())) == 1 and tree.places[pattern].keys() <= told.keys():

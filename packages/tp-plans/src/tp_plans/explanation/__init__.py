@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from tp_plans.arguments import require_model, require_plan, require_size
+from tp_plans._validate import require_model, require_size
 from tp_plans.checks.tree import tree_of
 from tp_plans.errors import CheckFailedError
-from tp_plans.explanation.collectives import Collective, collectives_of
-from tp_plans.explanation.placements import PlacedParameter, placed
-from tp_plans.explanation.told import Explanation, RuleExplanation
-from tp_plans.plan import Plan
-from tp_plans.styles import BareParameter
+from tp_plans.explanation.collectives import CollectiveSummary, collectives_of
+from tp_plans.explanation.placements import ShardedParameter, placed
+from tp_plans.explanation.types import Explanation, RuleExplanation
+from tp_plans.plan import Plan, require_plan
+from tp_plans.styles import ParameterStyle
 
-__all__ = ["Collective", "Explanation", "PlacedParameter", "RuleExplanation", "explain"]
+__all__ = ["CollectiveSummary", "Explanation", "RuleExplanation", "ShardedParameter", "explain"]
 
 
 def explain(plan: Plan, model: Any, *, tp: int) -> Explanation:
@@ -40,7 +40,7 @@ def explain(plan: Plan, model: Any, *, tp: int) -> Explanation:
     tree = tree_of(plan, model)
     rules = []
     for pattern, style in plan.items():
-        found = tree.parameters if isinstance(style, BareParameter) else tree.modules
+        found = tree.parameters if isinstance(style, ParameterStyle) else tree.modules
         places = tuple(path for path in found if tree.rules[path][:1] == [pattern])
         rules.append(
             RuleExplanation(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tp_plans.checks.replicated import size_of
 from tp_plans.checks.tree import Tree, join
-from tp_plans.checks.whole import size_of
 from tp_plans.layouts import Layout, Replicate, Shard
-from tp_plans.rows import stored_rows
+from tp_plans.row_ranges import shard_ranges
 from tp_plans.styles import GatheredParameters
 
 
 @dataclass(frozen=True)
-class PlacedParameter:
+class ShardedParameter:
     """One parameter of a model.
 
     Args:
@@ -36,7 +36,7 @@ class PlacedParameter:
         return self.path.rpartition(".")[2]
 
 
-def placed(path: str, tree: Tree, tp: int) -> Iterator[PlacedParameter]:
+def placed(path: str, tree: Tree, tp: int) -> Iterator[ShardedParameter]:
     """A parameter, or those of a module that have no rule of their own."""
     if path in tree.parameters:
         yield _placed(path, tree, tp)
@@ -49,12 +49,12 @@ def placed(path: str, tree: Tree, tp: int) -> Iterator[PlacedParameter]:
             yield _placed(parameter, tree, tp)
 
 
-def _placed(path: str, tree: Tree, tp: int) -> PlacedParameter:
+def _placed(path: str, tree: Tree, tp: int) -> ShardedParameter:
     parameter, layout = tree.parameters[path], tree.layout(path)
     shape = tuple(map(int, parameter.shape))
     local = list(shape)
     if isinstance(layout, Shard) and -len(shape) <= layout.dim < len(shape):
-        local[layout.dim] = len(stored_rows(shape[layout.dim], tp)[0])
+        local[layout.dim] = len(shard_ranges(shape[layout.dim], tp)[0])
     elif layout is not None and not isinstance(layout, Shard):
         layout = Replicate()
-    return PlacedParameter(path, shape, tuple(local), layout, size_of(parameter))
+    return ShardedParameter(path, shape, tuple(local), layout, size_of(parameter))

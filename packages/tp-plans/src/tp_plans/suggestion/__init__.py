@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_plans.arguments import require_model
+from tp_plans._validate import require_model
 from tp_plans.checks.tree import ancestors
 from tp_plans.layouts import Replicate
-from tp_plans.patterns import every_block
+from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.sequence_parallel import with_sequence_parallelism
 from tp_plans.styles import (
     ColwiseParallel,
     ExpertsParallel,
     GatheredParameters,
-    Replicated,
+    NoParallel,
     RowwiseParallel,
     Style,
     VocabParallelEmbedding,
@@ -27,7 +27,7 @@ from tp_plans.suggestion.roles import SubLayer, sublayer_at
 from tp_plans.suggestion.rules import Doubt, Proposal, gathered_rules, rules_of
 
 #: Right whatever the code of the experts makes of an index that stands for none of them.
-_STACK = ExpertsParallel(skips_absent=False)
+_STACK = ExpertsParallel(skips_sentinel_index=False)
 _STACK_DOUBT = (
     "taken for experts that are given tokens, indices and weights; if they pass over an index that stands for none, "
     "skips_absent=True spares work"
@@ -42,12 +42,12 @@ class Suggestion:
     """A plan for a model, and what it is unsure of."""
 
     plan: Plan
-    unsure: tuple[Doubt, ...]
+    doubts: tuple[Doubt, ...]
 
     def __str__(self) -> str:
-        if not self.unsure:
+        if not self.doubts:
             return f"{self.plan!r}, unsure of nothing"
-        return "\n".join([f"{self.plan!r}, unsure of", *(f"  {doubt}" for doubt in self.unsure)])
+        return "\n".join([f"{self.plan!r}, unsure of", *(f"  {doubt}" for doubt in self.doubts)])
 
 
 def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
@@ -76,14 +76,14 @@ def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
     for block in anatomy.blocks:
         for path in anatomy.children[block]:
             if is_norm(anatomy.modules[path], anatomy.width):
-                rules[path] = Replicated()
+                rules[path] = NoParallel()
         rules.update(dict.fromkeys(_stacks(block, anatomy), _STACK))
     for found, more in _sublayers(anatomy, rules):
         rules.update(found)
         doubts += more
-    doubts += [Doubt(every_block(path), _STACK_DOUBT) for path, style in rules.items() if style == _STACK]
+    doubts += [Doubt(wildcard(path), _STACK_DOUBT) for path, style in rules.items() if style == _STACK]
     if anatomy.final_norm is not None:
-        rules[anatomy.final_norm] = Replicated()
+        rules[anatomy.final_norm] = NoParallel()
     doubts += _add_head(rules, anatomy)
     doubts += _left_whole(rules, anatomy)
     plan = Plan(_by_pattern(rules, anatomy), name=f"suggested for {type(model).__name__}")
@@ -113,12 +113,12 @@ def _sublayers(anatomy: Anatomy, rules: Mapping[str, Style]) -> Iterator[Proposa
     found = [sub for block in anatomy.blocks for sub in _of_block(block, anatomy, rules)]
     proposals = {sub.path: rules_of(sub, anatomy) for sub in found}
     split = {sub.path: not _is_gathered(sub, proposals[sub.path][0]) for sub in found}
-    whole = {every_block(path) for path, is_split in split.items() if not is_split}
+    whole = {wildcard(path) for path, is_split in split.items() if not is_split}
     for sub in found:
         proposed, doubts = proposals[sub.path]
-        if split[sub.path] and every_block(sub.path) in whole:
+        if split[sub.path] and wildcard(sub.path) in whole:
             proposed = gathered_rules(sub)
-        yield proposed, [Doubt(every_block(doubt.where), doubt.what) for doubt in doubts]
+        yield proposed, [Doubt(wildcard(doubt.where), doubt.what) for doubt in doubts]
 
 
 def _of_block(block: str, anatomy: Anatomy, rules: Mapping[str, Style]) -> Iterator[SubLayer]:
@@ -131,7 +131,7 @@ def _of_block(block: str, anatomy: Anatomy, rules: Mapping[str, Style]) -> Itera
 
 
 def _is_gathered(sub: SubLayer, proposed: Mapping[str, Style]) -> bool:
-    return proposed.get(sub.writer) == RowwiseParallel(input=Replicate())
+    return proposed.get(sub.writer) == RowwiseParallel(input_layouts=Replicate())
 
 
 def _is_stack(path: str, anatomy: Anatomy) -> bool:
@@ -159,17 +159,17 @@ def _left_whole(rules: dict[str, Style], anatomy: Anatomy) -> Iterator[Doubt]:
             inside = any(isinstance(rules.get(above), _STORED) for above in ancestors(path))
             if len(matrix(anatomy.modules[path])) >= 2 and path not in rules and not inside:
                 kind = type(anatomy.modules[path]).__name__
-                yield Doubt(every_block(path), f"its place among the others is not clear: this {kind} stays whole")
+                yield Doubt(wildcard(path), f"its place among the others is not clear: this {kind} stays whole")
 
 
 def _by_pattern(rules: dict[str, Style], anatomy: Anatomy) -> dict[str, Style]:
     """Rules for all blocks at once, where all blocks that have the module agree; for single ones where not."""
     places: dict[str, list[str]] = defaultdict(list)
     for path in anatomy.modules:
-        places[every_block(path)].append(path)
+        places[wildcard(path)].append(path)
     found: dict[str, Style] = {}
     for path, style in rules.items():
-        pattern = every_block(path)
+        pattern = wildcard(path)
         alike = all(rules.get(place) == style for place in places[pattern])
         found[pattern if alike else path] = style
     return found

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-from tp_plans.attributes import lookup
-from tp_plans.fields import is_integer
+from tp_plans._validate import is_integer
+from tp_plans.module_attrs import getattr_path
 
 _COUNT = re.compile(r"head|hidden|embed|dim|size|width|^h$|^n_")
 _NO_COUNT = re.compile(r"head_(dim|size)|per_head|group|idx|index|rotary|rope")
@@ -48,7 +48,7 @@ def counts_used(module: Any, values: set[int]) -> tuple[str, ...]:
     shared = [
         f"config.{name}"
         for name in sorted(read - set(own))
-        if config is not None and _counts(name, lookup(config, name), values)
+        if config is not None and _counts(name, getattr_path(config, name), values)
     ]
     return (*own, *shared)
 

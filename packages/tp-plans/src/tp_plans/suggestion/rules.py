@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tp_plans.attributes import lookup
-from tp_plans.fields import is_integer
+from tp_plans._validate import is_integer
 from tp_plans.layouts import Replicate
+from tp_plans.module_attrs import getattr_path
 from tp_plans.styles import (
     ColwiseParallel,
     GatheredParameters,
+    NoParallel,
     ParallelAttention,
-    PrepareInput,
-    Replicated,
+    PrepareModuleInput,
     RowwiseParallel,
     Style,
 )
@@ -71,8 +71,8 @@ def _counts_heads(module: Any) -> bool:
 
 def gathered_rules(sub: SubLayer) -> dict[str, Style]:
     """Rules that are right whatever the code around the layers does with their features."""
-    columns: dict[str, Style] = dict.fromkeys((*sub.readers, *sub.others), ColwiseParallel(output=Replicate()))
-    return {**columns, sub.writer: RowwiseParallel(input=Replicate())}
+    columns: dict[str, Style] = dict.fromkeys((*sub.readers, *sub.others), ColwiseParallel(output_layouts=Replicate()))
+    return {**columns, sub.writer: RowwiseParallel(input_layouts=Replicate())}
 
 
 def _not_understood(sub: SubLayer, anatomy: Anatomy) -> str | None:
@@ -107,7 +107,7 @@ def _mlp(sub: SubLayer, anatomy: Anatomy) -> Proposal:
     if set(widths) == {sub.inner} and len(widths) <= 2:
         rules.update(dict.fromkeys(sub.readers, ColwiseParallel()))
     elif widths == [2 * sub.inner]:
-        rules[sub.readers[0]] = ColwiseParallel(pieces=(1, 1))
+        rules[sub.readers[0]] = ColwiseParallel(fused_sizes=(1, 1))
     else:
         told = ", ".join(map(str, widths))
         return {}, [Doubt(sub.path, f"layers of {told} features come before one that reads {sub.inner}")]
@@ -130,7 +130,7 @@ def _attention(sub: SubLayer, anatomy: Anatomy) -> Proposal:
     for path in _vectors(sub, anatomy):
         if not is_norm(anatomy.modules[path], size):
             return {}, [Doubt(sub.path, f"{leaf(path)} is not over one head")]
-        norms[path] = Replicated(gradient="partial")
+        norms[path] = NoParallel(gradient="partial")
     counts = counts_used(anatomy.modules[sub.path], _countable(sub, widths, size))
     shared = _shared(sub, anatomy, columns)
     rules: dict[str, Style] = {
@@ -138,7 +138,7 @@ def _attention(sub: SubLayer, anatomy: Anatomy) -> Proposal:
         **columns,
         **shared,
         **norms,
-        sub.writer: RowwiseParallel(unit=unit),
+        sub.writer: RowwiseParallel(multiple_of=unit),
     }
     doubts = [Doubt(sub.path, f"{', '.join(counts)} taken for what its ranks have parts of")] if counts else []
     if len(sub.readers) == 1:
@@ -157,19 +157,22 @@ def _columns(
     narrow = [width for width in widths.values() if width != sub.inner]
     if len(widths) < 3 or len(narrow) not in (0, 2) or len(set(narrow)) > 1 or max(widths.values()) > sub.inner:
         return None
-    return dict.fromkeys(widths, ColwiseParallel(unit=unit))
+    return dict.fromkeys(widths, ColwiseParallel(multiple_of=unit))
 
 
 def _shared(sub: SubLayer, anatomy: Anatomy, columns: Mapping[str, Style]) -> dict[str, Style]:
     """The rules of keys and values whose heads ranks may share, where the module tells how they are grouped."""
     module = anatomy.modules[sub.path]
     defaults = ParallelAttention()
-    if any(not is_integer(lookup(module, name), least=1) for name in (defaults.groups, defaults.kv_heads)):
+    if any(
+        not is_integer(getattr_path(module, name), least=1)
+        for name in (defaults.kv_groups_attr, defaults.kv_heads_attr)
+    ):
         return {}
     return {
-        path: replace(style, shared=True)
+        path: replace(style, replicate_kv_heads=True)
         for path, style in columns.items()
-        if isinstance(style, ColwiseParallel) and is_key_or_value(path) and not style.pieces
+        if isinstance(style, ColwiseParallel) and is_key_or_value(path) and not style.fused_sizes
     }
 
 
@@ -180,13 +183,13 @@ def _fused(sub: SubLayer, anatomy: Anatomy, unit: int | str, size: int, width: i
     heads, kv_heads = sub.inner // size, kv // size
     module = anatomy.modules[sub.path]
     pieces = (_named(module, _HEAD_COUNTS, heads), *(_named(module, _KV_COUNTS, kv_heads),) * 2)
-    return {sub.readers[0]: ColwiseParallel(unit=unit, pieces=(1, 1, 1) if heads == kv_heads else pieces)}
+    return {sub.readers[0]: ColwiseParallel(multiple_of=unit, fused_sizes=(1, 1, 1) if heads == kv_heads else pieces)}
 
 
 def _named(module: Any, names: tuple[str, ...], value: int) -> int | str:
     """The attribute of a module or its config that holds a number, or the number."""
     paths = (path for name in names for path in (name, f"config.{name}"))
-    return next((path for path in paths if lookup(module, path) == value), value)
+    return next((path for path in paths if getattr_path(module, path) == value), value)
 
 
 def _head(sub: SubLayer, anatomy: Anatomy) -> tuple[int | str, int] | None:
@@ -194,10 +197,10 @@ def _head(sub: SubLayer, anatomy: Anatomy) -> tuple[int | str, int] | None:
     module = anatomy.modules[sub.path]
     for name in _HEAD_SIZES:
         for path in (name, f"config.{name}"):
-            size = lookup(module, path)
+            size = getattr_path(module, path)
             if is_integer(size, least=1) and sub.inner % size == 0:
                 return (path if "." not in path else size), size
-    counts = (lookup(module, path) for name in _HEAD_COUNTS for path in (name, f"config.{name}"))
+    counts = (getattr_path(module, path) for name in _HEAD_COUNTS for path in (name, f"config.{name}"))
     heads = next((count for count in counts if is_integer(count, least=1) and sub.inner % count == 0), None)
     return None if heads is None else (sub.inner // heads, sub.inner // heads)
 
@@ -218,8 +221,8 @@ def _vectors(sub: SubLayer, anatomy: Anatomy) -> Iterator[str]:
 
 def _prepared(
     sub: SubLayer, anatomy: Anatomy, counts: tuple[str, ...] = (), *, has_groups: bool = False
-) -> PrepareInput | ParallelAttention:
+) -> PrepareModuleInput | ParallelAttention:
     argument = first_argument(anatomy.modules[sub.path])
     if counts or has_groups:
-        return ParallelAttention(argument=argument, counts=counts)
-    return PrepareInput(argument=argument)
+        return ParallelAttention(argument=argument, head_count_attrs=counts)
+    return PrepareModuleInput(argument=argument)

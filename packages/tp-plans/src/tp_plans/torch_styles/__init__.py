@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tp_plans.matches import parameters_of
-from tp_plans.plan import Plan
 from tp_plans.styles import Style
-from tp_plans.torch_styles.fold import folded
-from tp_plans.torch_styles.owner import style_to_torch
+from tp_plans.torch_styles.build import style_to_torch
+from tp_plans.torch_styles.parent_rules import folded
+
+if TYPE_CHECKING:
+    from tp_plans.plan import Plan
 
 __all__ = ["styles_by_path", "to_torch"]
 

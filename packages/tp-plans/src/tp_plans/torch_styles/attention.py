@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tp_plans.attributes import lookup
-from tp_plans.fields import is_integer
+from tp_plans._validate import is_integer
+from tp_plans.module_attrs import getattr_path
 from tp_plans.styles import ParallelAttention
-from tp_plans.torch_styles.stream import PreparedInput
+from tp_plans.torch_styles.activations import PreparedInput
 
 
 class LocalAttention(PreparedInput):
-    """``ParallelAttention``: prepares the input as ``PrepareInput`` does, and gives the layer its own counts.
+    """``ParallelAttention``: prepares the input as ``PrepareModuleInput`` does, and gives the layer its own counts.
 
     The counts change once, when the plan is applied.  A config that other modules read too stays as it is: the
     layer gets a view of it.
@@ -34,11 +34,13 @@ class LocalAttention(PreparedInput):
 
     def _own_counts(self, module: nn.Module, tp: int) -> dict[str, int]:
         style = self.style
-        found = {path: value for path in style.counts if is_integer(value := lookup(module, path), least=1)}
+        found = {
+            path: value for path in style.head_count_attrs if is_integer(value := getattr_path(module, path), least=1)
+        }
         own = {path: max(1, value // tp) for path, value in found.items()}
-        groups, kv_heads = lookup(module, style.groups), lookup(module, style.kv_heads)
+        groups, kv_heads = getattr_path(module, style.kv_groups_attr), getattr_path(module, style.kv_heads_attr)
         if is_integer(groups, least=1) and is_integer(kv_heads, least=1) and kv_heads < tp:
-            own[style.groups] = groups * kv_heads // tp
+            own[style.kv_groups_attr] = groups * kv_heads // tp
         return own
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tp_plans.styles import BareParameter
+from tp_plans.styles import ParameterStyle
 from tp_plans.torch_styles.gradients import local_view, summed_gradient, whole_view
 
 
-def bare_view(rule: BareParameter, parameter: DTensor) -> Tensor:
+def bare_view(rule: ParameterStyle, parameter: DTensor) -> Tensor:
     """This rank's part, or the whole, of a bare parameter; its gradient lies as the parameter does."""
     partial = rule.gradient == "partial"
     if rule.gathered:

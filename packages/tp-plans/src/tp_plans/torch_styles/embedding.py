@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from tp_plans import layouts
-from tp_plans.styles import FeatureParallelEmbedding, VocabParallelEmbedding
-from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
+from tp_plans.styles import ColwiseEmbedding, VocabParallelEmbedding
+from tp_plans.torch_styles.base import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import plain_whole, redistribute, wrap
 from tp_plans.torch_styles.reduce import handed_on, reduced
 
@@ -39,7 +39,7 @@ class LocalEmbedding(LocalStyle):
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
         own = output.masked_fill(call.memory["foreign"].unsqueeze(-1), 0)
-        return reduced(own, call.mesh, self.style.output, use_local_output=self.style.use_local_output)
+        return reduced(own, call.mesh, self.style.output_layouts, use_local_output=self.style.use_local_output)
 
     def _own_rows(self, rows: int, call: Call) -> tuple[int, int]:
         """The ids whose rows this rank holds; DTensor deals ceiling-sized chunks."""
@@ -49,14 +49,16 @@ class LocalEmbedding(LocalStyle):
 
 
 class LocalFeatures(LocalStyle):
-    """``FeatureParallelEmbedding``: looks up this rank's features of every entry."""
+    """``ColwiseEmbedding``: looks up this rank's features of every entry."""
 
-    style: FeatureParallelEmbedding
+    style: ColwiseEmbedding
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         return first_argument(args, kwargs, lambda ids: plain_whole(ids, call.mesh))
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
         features = call.parameters["weight"].shape[1]
-        whole = redistribute(wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=features), self.style.output)
+        whole = redistribute(
+            wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=features), self.style.output_layouts
+        )
         return handed_on(whole, use_local_output=self.style.use_local_output)

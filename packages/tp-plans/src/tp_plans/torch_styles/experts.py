@@ -12,10 +12,10 @@ from tp_plans import layouts
 from tp_plans._torch_compat import own_parameters
 from tp_plans.errors import LayoutError, PlanError
 from tp_plans.layouts import Layout
-from tp_plans.rows import stored_rows
-from tp_plans.styles import DividedInput, ExpertsParallel, SumOutput
+from tp_plans.row_ranges import shard_ranges
+from tp_plans.styles import AllReduceOutput, ExpertsParallel, ScaleInput
+from tp_plans.torch_styles.base import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.gradients import depending, with_summed_gradient
-from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import plain_whole, redistribute, wrap
 from tp_plans.torch_styles.reduce import handed_on, reduced
 
@@ -46,7 +46,7 @@ class LocalExperts(LocalStyle):
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         experts = next(iter(call.parameters.values())).shape[0]
-        own = stored_rows(experts, call.mesh.size())[call.mesh.get_local_rank()]
+        own = shard_ranges(experts, call.mesh.size())[call.mesh.get_local_rank()]
         for name in _COUNTS:
             if getattr(module, name, None) == experts:
                 call.attributes[name] = experts
@@ -55,7 +55,7 @@ class LocalExperts(LocalStyle):
         index = next((value for value in (*args, *kwargs.values()) if _is_index(value)), None)
         if index is None:
             return first_argument(args, kwargs, lambda tokens: _own_tokens(tokens, own, experts, module, call))
-        if not self.style.skips_absent and not len(stored_rows(experts, call.mesh.size())[-1]):
+        if not self.style.skips_sentinel_index and not len(shard_ranges(experts, call.mesh.size())[-1]):
             raise LayoutError(
                 f"{type(module).__name__} runs every route, and {experts} experts over tp={call.mesh.size()} leave a "
                 "rank without any to run: use a smaller tp"
@@ -69,7 +69,7 @@ class LocalExperts(LocalStyle):
 
         def routed(value: Tensor) -> Tensor:
             if value is index:
-                return (index - own.start).masked_fill(foreign, len(own) if self.style.skips_absent else 0)
+                return (index - own.start).masked_fill(foreign, len(own) if self.style.skips_sentinel_index else 0)
             return value.masked_fill(foreign, 0) if value is not tokens and value.shape == index.shape else value
 
         return _changed(args, kwargs, routed)
@@ -78,16 +78,16 @@ class LocalExperts(LocalStyle):
         if not output.requires_grad:
             output = depending(output, call.memory.get("read", ()))
         if (tokens := call.memory.get("tokens")) is None:
-            return _in_layout(output, call, self.style.output)
+            return _in_layout(output, call, self.style.output_layouts)
         gathered = wrap(output, call.mesh, layouts.Shard(0), size=tokens)
-        lying = redistribute(gathered, self.style.output)
-        return handed_on(lying, use_local_output=_is_whole(self.style.output))
+        lying = redistribute(gathered, self.style.output_layouts)
+        return handed_on(lying, use_local_output=_is_whole(self.style.output_layouts))
 
 
 class LocalSum(LocalStyle):
-    """``SumOutput``: sums the ranks' outputs, and the gradients of the inputs."""
+    """``AllReduceOutput``: sums the ranks' outputs, and the gradients of the inputs."""
 
-    style: SumOutput
+    style: AllReduceOutput
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         args, kwargs = _changed(args, kwargs, lambda tensor: _whole(tensor, call))
@@ -97,13 +97,13 @@ class LocalSum(LocalStyle):
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
         if not output.requires_grad:
             output = depending(output, call.memory["read"])
-        return _in_layout(output, call, self.style.output)
+        return _in_layout(output, call, self.style.output_layouts)
 
 
 class LocalDivided(LocalStyle):
-    """``DividedInput``: a rank's share of what every rank computes alike."""
+    """``ScaleInput``: a rank's share of what every rank computes alike."""
 
-    style: DividedInput
+    style: ScaleInput
 
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         return first_argument(args, kwargs, lambda tensor: tensor / call.mesh.size())

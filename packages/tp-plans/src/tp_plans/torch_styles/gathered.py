@@ -12,8 +12,8 @@ from tp_plans import layouts
 from tp_plans._torch_compat import own_parameters
 from tp_plans.errors import PlanError
 from tp_plans.styles import GatheredParameters
+from tp_plans.torch_styles.base import Args, Call, Kwargs, LocalStyle, distributed_once
 from tp_plans.torch_styles.gradients import whole_view
-from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, distributed_once
 
 
 class LocalGathered(LocalStyle):

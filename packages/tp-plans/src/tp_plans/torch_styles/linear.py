@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from tp_plans import layouts
-from tp_plans.attributes import number
-from tp_plans.rows import used_rows
-from tp_plans.styles import BareParameter, ColwiseParallel, LatentProjection, RowwiseParallel
-from tp_plans.torch_styles.exchange import RowExchange
+from tp_plans.module_attrs import resolve_int
+from tp_plans.row_ranges import compute_ranges
+from tp_plans.styles import ColwiseParallel, MLAKVProjection, ParameterStyle, RowwiseParallel
+from tp_plans.torch_styles.base import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.gradients import local_view, plain_output, summed_gradient, with_summed_gradient
-from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
 from tp_plans.torch_styles.reduce import handed_on, reduced
+from tp_plans.torch_styles.row_all_to_all import RowExchange
 
 
 class LocalColwise(LocalStyle):
@@ -26,7 +26,7 @@ class LocalColwise(LocalStyle):
 
     style: ColwiseParallel
 
-    def __init__(self, style: ColwiseParallel, bare: Mapping[str, BareParameter] | None = None) -> None:
+    def __init__(self, style: ColwiseParallel, bare: Mapping[str, ParameterStyle] | None = None) -> None:
         super().__init__(style, bare)
         self._exchanges: dict[int, RowExchange] = {}
 
@@ -51,18 +51,18 @@ class LocalColwise(LocalStyle):
         return first_argument(args, kwargs, whole)
 
     def _read(self, tensor: Tensor, call: Call) -> DTensor:
-        if isinstance(tensor, DTensor) or self.style.input == layouts.Replicate():
+        if isinstance(tensor, DTensor) or self.style.input_layouts == layouts.Replicate():
             return as_dtensor(tensor, call.mesh, layouts.Replicate())
         features = call.parameters["weight"].shape[1]
         return wrap(tensor, call.mesh, layouts.Shard(tensor.ndim - 1), size=features)
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
         style = self.style
-        if style.use_local_output and style.output == layouts.Shard(-1):
+        if style.use_local_output and style.output_layouts == layouts.Shard(-1):
             return output
         features = call.parameters["weight"].shape[0]
         sharded = wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=features)
-        return handed_on(redistribute(sharded, style.output), use_local_output=style.use_local_output)
+        return handed_on(redistribute(sharded, style.output_layouts), use_local_output=style.use_local_output)
 
 
 class LocalRowwise(LocalStyle):
@@ -70,7 +70,7 @@ class LocalRowwise(LocalStyle):
 
     style: RowwiseParallel
 
-    def __init__(self, style: RowwiseParallel, bare: Mapping[str, BareParameter] | None = None) -> None:
+    def __init__(self, style: RowwiseParallel, bare: Mapping[str, ParameterStyle] | None = None) -> None:
         super().__init__(style, bare)
         self._exchanges: dict[int, RowExchange] = {}
 
@@ -88,20 +88,20 @@ class LocalRowwise(LocalStyle):
     def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
         def own_features(tensor: Tensor) -> Tensor:
             features = layouts.Shard(tensor.ndim - 1)
-            if not isinstance(tensor, DTensor) and isinstance(self.style.input, layouts.Shard):
+            if not isinstance(tensor, DTensor) and isinstance(self.style.input_layouts, layouts.Shard):
                 return tensor
-            return redistribute(as_dtensor(tensor, call.mesh, self.style.input), features).to_local()
+            return redistribute(as_dtensor(tensor, call.mesh, self.style.input_layouts), features).to_local()
 
         return first_argument(args, kwargs, own_features)
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
-        return reduced(output, call.mesh, self.style.output, use_local_output=self.style.use_local_output)
+        return reduced(output, call.mesh, self.style.output_layouts, use_local_output=self.style.use_local_output)
 
 
 class LocalLatent(LocalColwise):
-    """``LatentProjection``: gathers the features; sums the gradients of the rotary key that all heads share."""
+    """``MLAKVProjection``: gathers the features; sums the gradients of the rotary key that all heads share."""
 
-    style: LatentProjection  # type: ignore[assignment]
+    style: MLAKVProjection  # type: ignore[assignment]
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Its rows are used where they are stored."""
@@ -113,7 +113,7 @@ class LocalLatent(LocalColwise):
         return as_dtensor(tensor, call.mesh, layouts.Replicate())
 
     def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
-        rotary = number(module, self.style.rotary)
+        rotary = resolve_int(module, self.style.rope_dim)
         own = wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=call.parameters["weight"].shape[0])
         whole = plain_output(redistribute(own, layouts.Replicate()))
         compressed, shared_key = whole[..., :-rotary], whole[..., -rotary:]
@@ -124,13 +124,13 @@ def _exchanges(
     style: ColwiseParallel | RowwiseParallel, module: nn.Module, mesh: DeviceMesh, *, dim: int
 ) -> dict[int, RowExchange]:
     """What brings a weight's rows (``dim`` 0) or columns to the ranks that use them, by size, where other ranks do."""
-    shared = isinstance(style, ColwiseParallel) and style.shared
-    if not (style.pieces or shared):
+    shared = isinstance(style, ColwiseParallel) and style.replicate_kv_heads
+    if not (style.fused_sizes or shared):
         return {}
     size = cast(Tensor, module.weight).shape[dim]
-    pieces, unit = cast("tuple[int, ...]", style.pieces), cast(int, style.unit)
+    pieces, unit = cast("tuple[int, ...]", style.fused_sizes), cast(int, style.multiple_of)
     exchange = RowExchange(
-        size, used_rows(size, mesh.size(), unit=unit, pieces=pieces, shared=shared), mesh.get_local_rank()
+        size, compute_ranges(size, mesh.size(), unit=unit, pieces=pieces, shared=shared), mesh.get_local_rank()
     )
     return {size: exchange} if exchange.needed else {}
 

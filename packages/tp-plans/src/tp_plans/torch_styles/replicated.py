@@ -9,16 +9,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tp_plans import layouts
 from tp_plans.errors import LayoutError
-from tp_plans.styles import Replicated, SequenceParallel
+from tp_plans.styles import NoParallel, SequenceParallel
+from tp_plans.torch_styles.base import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.gradients import summed_gradient
-from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
 
 
 class LocalReplicated(LocalStyle):
-    """``Replicated``: computes on the activation as it comes, and hands on a DTensor where one came."""
+    """``NoParallel``: computes on the activation as it comes, and hands on a DTensor where one came."""
 
-    style: Replicated
+    style: NoParallel
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return summed_gradient(parameter) if self.style.gradient == "partial" else parameter.to_local()
@@ -44,7 +44,7 @@ class LocalReplicated(LocalStyle):
         if cut.dim >= output.ndim or output.shape[cut.dim] != own:
             raise LayoutError(
                 f"{type(module).__name__} got a DTensor cut on dim {cut.dim}, {own} of it here, and gave "
-                f"{list(output.shape)}, where that dim cannot be found again: Replicated is for modules that keep "
+                f"{list(output.shape)}, where that dim cannot be found again: NoParallel is for modules that keep "
                 "it; hand it a plain tensor"
             )
         return wrap(output, call.mesh, layouts.Shard(cut.dim), size=arrived.shape[cut.dim])
@@ -58,10 +58,10 @@ class LocalReplicated(LocalStyle):
         if arrived.is_partial():
             fix = "give it the summed activation"
         else:
-            fix = f"use Replicated(gradient={'partial' if arrived.is_shard() else 'full'!r})"
+            fix = f"use NoParallel(gradient={'partial' if arrived.is_shard() else 'full'!r})"
             fix += ", or SequenceParallel() for a norm on the sequence-parallel stream" * arrived.is_shard()
         raise LayoutError(
-            f"{type(module).__name__} is Replicated(gradient={self.style.gradient!r}) but its input is a DTensor "
+            f"{type(module).__name__} is NoParallel(gradient={self.style.gradient!r}) but its input is a DTensor "
             f"that lies as {arrived}, so its gradient would be wrong: {fix}"
         )
 

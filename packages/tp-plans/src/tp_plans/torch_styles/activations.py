@@ -1,0 +1,71 @@
+"""How activations enter and leave a sub-layer of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tp_plans import layouts
+from tp_plans.styles import GatherSequence, ParallelAttention, ParameterStyle, PrepareModuleInput
+from tp_plans.torch_styles.base import Args, Call, Kwargs, LocalStyle, replaced
+from tp_plans.torch_styles.placement import as_dtensor, plain_whole, redistribute
+
+
+class PreparedInput(LocalStyle):
+    """``PrepareModuleInput``: redistributes one argument; a plain tensor is read as replicated."""
+
+    style: PrepareModuleInput | ParallelAttention
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+        style = self.style
+        if (layout := style.layout) is None:
+            return args, kwargs
+
+        def prepared(tensor: Tensor) -> Tensor:
+            return redistribute(as_dtensor(tensor, call.mesh, layouts.Replicate()), layout)
+
+        if isinstance(value := kwargs.get(style.argument), Tensor):
+            return args, replaced(kwargs, style.argument, prepared(value))
+        position = style.position
+        if position is not None and position < len(args) and isinstance(args[position], Tensor):
+            return (*args[:position], prepared(args[position]), *args[position + 1 :]), kwargs
+        return args, kwargs
+
+
+class LocalWhole(LocalStyle):
+    """``GatherSequence``: whole plain tensors inside, the stream cut on the sequence outside.
+
+    Args:
+        style: the rule.
+        bare: as of every style.
+        inner: the style of the module's own rule, which works inside.
+    """
+
+    style: GatherSequence
+
+    def __init__(self, style: GatherSequence, bare: Mapping[str, ParameterStyle] | None, inner: LocalStyle) -> None:
+        super().__init__(style, bare)
+        self.inner = inner
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self.inner.prepare(module, mesh)
+
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
+        return self.inner.local_parameter(name, parameter)
+
+    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+        args = tuple(plain_whole(value, call.mesh) for value in args)
+        kwargs = {name: plain_whole(value, call.mesh) for name, value in kwargs.items()}
+        return self.inner.enter(module, args, kwargs, call)
+
+    def leave(self, module: nn.Module, output: Any, call: Call) -> Any:
+        def cut(tensor: Tensor) -> Tensor:
+            stream = as_dtensor(tensor, call.mesh, layouts.Replicate())
+            return redistribute(stream, layouts.Shard(self.style.sequence_dim))
+
+        output = self.inner.leave(module, output, call)
+        return cut(output) if isinstance(output, Tensor) else (cut(output[0]), *output[1:])
