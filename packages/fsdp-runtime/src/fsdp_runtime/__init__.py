@@ -34,6 +34,7 @@ from fsdp_runtime.model.structure import AttentionHeads, ModelStructure, inspect
 from fsdp_runtime.monitor import Watch, watch_ranks
 from fsdp_runtime.monitor.signals import stop_on_signal
 from fsdp_runtime.parallel.activation_checkpoint import SelectiveCheckpoint, apply_ac
+from fsdp_runtime.parallel.check_inputs import assert_inputs_equal
 from fsdp_runtime.parallel.compile import apply_compile
 from fsdp_runtime.parallel.context.apply import apply_cp
 from fsdp_runtime.parallel.context.attention import ContextAttention
@@ -41,6 +42,7 @@ from fsdp_runtime.parallel.context.ring import ring_attention
 from fsdp_runtime.parallel.context.sharding import SequenceLayout, sequence_layout
 from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_mesh
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
+from fsdp_runtime.parallel.lm_head import LMHead, forward_with_lm_head
 from fsdp_runtime.parallel.lora import save_adapter
 from fsdp_runtime.parallel.tensor import apply_tp
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
@@ -74,6 +76,7 @@ __all__ = [
     "FSDPOptions",
     "FsdpRuntimeError",
     "GradientError",
+    "LMHead",
     "LayoutError",
     "LoadReport",
     "LostRankError",
@@ -105,9 +108,11 @@ __all__ = [
     "apply_fsdp",
     "apply_tp",
     "assert_finite_gradients",
+    "assert_inputs_equal",
     "assert_replicas_equal",
     "describe_weights",
     "estimate",
+    "forward_with_lm_head",
     "fsdp_mesh",
     "inspect_model",
     "load_training_state",

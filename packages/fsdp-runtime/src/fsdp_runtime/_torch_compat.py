@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import wraps
 from typing import Any, cast
@@ -324,3 +324,14 @@ def untraceable() -> tuple[type[Exception], ...]:
         fake_tensor.DynamicOutputShapeException,
         fake_tensor.UnsupportedOperatorException,
     )
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an ATen operator writes into; their schema is private in torch 2.10 to 2.15."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name) if argument.kwarg_only or position >= len(args) else args[position]
+            yield from (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))

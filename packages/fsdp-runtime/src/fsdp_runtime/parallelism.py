@@ -23,12 +23,14 @@ from fsdp_runtime.parallel.activation_checkpoint import (
     recomputes,
 )
 from fsdp_runtime.parallel.async_tp import async_compile_options
+from fsdp_runtime.parallel.check_inputs import apply_input_check
 from fsdp_runtime.parallel.compile import apply_compile, check_compile_options
 from fsdp_runtime.parallel.context.apply import apply_cp, check_context_parallel, under_context_parallelism
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, require_load_balancer
 from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_mesh
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, check_fsdp_options
 from fsdp_runtime.parallel.lora import resolve_adapted_plan
+from fsdp_runtime.parallel.stale_optimizers import refuse_stale_optimizers
 from fsdp_runtime.parallel.tensor import Logits, apply_tp, check_plan, require_logits, with_logits
 from tp_plans import Plan, Style
 
@@ -55,6 +57,7 @@ class Parallelism:
         async_tensor_parallel: the compiler overlaps products with collectives of sequence parallelism.
         fsdp_mesh: the axis, or the two axes (replicas, shards), of FSDP2; ``None`` where it is not needed.
         fsdp: the settings of FSDP2, with ``gradient_divide_factor`` resolved.
+        check_inputs: compare the inputs of every forward over ``tp`` and ``cp``.
     """
 
     structure: ModelStructure
@@ -69,6 +72,7 @@ class Parallelism:
     async_tensor_parallel: bool = False
     fsdp_mesh: DeviceMesh | None = None
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
+    check_inputs: bool = False
 
     def apply(self, model: nn.Module) -> None:
         """Apply TP, CP, activation checkpointing, compile and FSDP2, in that order and in place.
@@ -76,11 +80,14 @@ class Parallelism:
         Args:
             model: the model that was resolved.
         """
-        apply_tp(model, self)
-        apply_cp(model, self)
-        apply_ac(model, self)
-        apply_compile(model, self)
-        apply_fsdp(model, self)
+        with refuse_stale_optimizers(model):
+            apply_tp(model, self)
+            apply_cp(model, self)
+            apply_ac(model, self)
+            apply_compile(model, self)
+            apply_fsdp(model, self)
+        if self.check_inputs:
+            apply_input_check(model, tp_mesh=self.tp_mesh, cp_mesh=self.cp_mesh)
 
 
 def resolve_parallelism(
@@ -96,6 +103,7 @@ def resolve_parallelism(
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
     async_tensor_parallel: bool = False,
     fsdp: FSDPOptions | None = None,
+    check_inputs: bool = False,
 ) -> Parallelism:
     """Check everything that :func:`parallelize` does to a model, and change nothing.
 
@@ -116,6 +124,7 @@ def resolve_parallelism(
         async_tensor_parallel: overlap products with the collectives of sequence parallelism; needs ``compile``
             and CUDA.
         fsdp: settings of FSDP2.
+        check_inputs: compare the inputs of every forward over the ranks of ``tp``, and their shapes over ``cp``.
 
     Returns:
         The resolved parallelism.
@@ -155,7 +164,7 @@ def resolve_parallelism(
     def resolve_plan() -> Plan:
         return with_logits(resolve_adapted_plan(plan, model, sequence_parallel=sequence_parallel), logits)
 
-    return resolve_on(
+    parallelism = resolve_on(
         model,
         resolve_plan=resolve_plan if plan is not None else None,
         tp_mesh=mesh["tp"] if tp > 1 else None,
@@ -167,6 +176,7 @@ def resolve_parallelism(
         fsdp_mesh=shards,
         fsdp=options,
     )
+    return replace(parallelism, check_inputs=check_inputs)
 
 
 def resolve_on(

@@ -28,6 +28,7 @@ def parallelize(
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
     async_tensor_parallel: bool = False,
     fsdp: FSDPOptions | None = None,
+    check_inputs: bool = False,
 ) -> nn.Module:
     """Parallelize a model over a mesh, in place.
 
@@ -51,6 +52,8 @@ def parallelize(
         async_tensor_parallel: let the compiler overlap products with the collectives of sequence parallelism; needs
             ``compile`` and CUDA.
         fsdp: settings of FSDP2: dtypes, CPU offload, resharding, prefetching, frozen parameters.
+        check_inputs: compare the inputs of every forward over the ranks of ``tp``, which must be equal, and their
+            shapes over ``cp``; one all-gather of 16 bytes and one host synchronisation a forward.
 
     Returns:
         The same model.
@@ -87,6 +90,7 @@ def parallelize(
         compile=compile,
         async_tensor_parallel=async_tensor_parallel,
         fsdp=fsdp,
+        check_inputs=check_inputs,
     )
     parallelism.apply(model)
     return model

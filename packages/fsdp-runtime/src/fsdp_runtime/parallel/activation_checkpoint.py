@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_runtime._transformers_compat import disable_cache
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.parallel.saved_tensors import SelectiveContexts
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 
 if TYPE_CHECKING:
@@ -152,9 +153,11 @@ class _Recomputing:
                 f"{type(self).__name__} recomputes its activations but was given a key/value cache, which "
                 "recomputation would fill twice: pass use_cache=False"
             )
-        contexts = self.__dict__[RUNTIME_STATE].checkpoint_contexts
-        options = {} if contexts is None else {"context_fn": contexts}
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        contexts: SelectiveContexts | None = self.__dict__[RUNTIME_STATE].checkpoint_contexts
+        if contexts is None:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        run = partial(checkpoint, forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return run() if torch.compiler.is_compiling() else contexts.run(run)
 
 
 def _mlps(structure: ModelStructure) -> tuple[str, ...]:
@@ -177,8 +180,7 @@ def _mlps(structure: ModelStructure) -> tuple[str, ...]:
 def _recompute(module: nn.Module, saved: list[Any] | None) -> None:
     if not isinstance(module, _Recomputing):
         module.__class__ = _recomputing(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
-    contexts = partial(create_selective_checkpoint_contexts, saved) if saved else None
-    runtime_state(module).checkpoint_contexts = contexts
+    runtime_state(module).checkpoint_contexts = SelectiveContexts(saved) if saved else None
 
 
 @cache

@@ -1,0 +1,247 @@
+"""A loss at the language-model head, inside the model's forward: hidden states and the head's weight, no logits.
+
+FSDP2 gathers the parameters outside the blocks (embedding, final norm, head) in the pre-forward hook of the root
+module and frees and reduces them by hooks on the root's outputs.  A loss that is computed from hidden states after
+``model.model(...)`` bypasses these hooks, so that those parameters end without gradients.  Here the root's own forward
+runs, and what it returns is the loss function's result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_runtime._torch_compat import children
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.model.structure import inspect_model
+
+#: Inputs of the map that a model applies to its logits: small ones show a factor, large ones a bound.
+_PROBES = (-1e4, -64.0, -8.0, -1.0, -0.125, 0.0, 0.125, 1.0, 8.0, 64.0, 1e4)
+
+
+@dataclass(frozen=True)
+class LogitsMap:
+    """The map from the head's output to the logits: ``softcap * tanh(scale * x / softcap)``.
+
+    Args:
+        scale: factor on the head's output (Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``).
+        softcap: positive bound of the logits (Gemma's ``final_logit_softcapping``), or ``None``.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LMHead:
+    """The head of a language model during a forward, as ``forward_with_lm_head`` hands it to a function.
+
+    Args:
+        weight: ``[vocab, features]``; over ``tp`` a DTensor sharded on the vocabulary, otherwise a plain tensor.  FSDP2
+            shards are gathered.
+        bias: ``[vocab]``, placed as the rows of ``weight``, or ``None``.
+        logit_scale: factor that the model applies to the head's output.
+        softcap: bound that the model applies to its logits, or ``None``.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    logit_scale: float
+    softcap: float | None
+
+
+def forward_with_lm_head(
+    model: nn.Module, function: Callable[[Tensor, LMHead], Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a model's forward with a function in the place of its language-model head, and return the function's result.
+
+    Use it for losses that never hold the logits, such as ``rl_logprobs.linear_token_logprobs``: gradients of all
+    parameters are complete under FSDP2, whether or not the model ran before, and backward may follow at any time.  The
+    head's parameters are gathered while the function runs.  The result passes through the root's forward hooks, so a
+    ``MixedPrecisionPolicy(output_dtype=...)`` applies to its floating-point tensors.
+
+    The first call on a model measures the map that its code applies to the logits (a factor, a soft cap) by passing
+    eleven numbers a token through it, which reads a few values back from the device.
+
+    Args:
+        model: a causal or conditional-generation language model, parallelized or not.
+        function: called once with the hidden states, ``[batch, seq, features]`` as the head would get them (under
+            sequence parallelism a DTensor sharded on the sequence), and an :class:`LMHead`.  Returns a tensor, a tuple,
+            list or dict of tensors, or a dataclass whose fields are tensors or ``None``.
+        *args: positional arguments of the model's forward.
+        **kwargs: keyword arguments of the model's forward, without ``labels``.
+
+    Returns:
+        The result of ``function``.
+
+    Raises:
+        ModelError: the model has no linear language-model head, its forward calls the head more than once or not at
+            all, or it does more with the logits than to scale and soft-cap them.
+        OptionError: ``labels`` are given, which need logits.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from fsdp_runtime import forward_with_lm_head
+        >>> config = LlamaConfig(
+        ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> model = LlamaForCausalLM(config)
+        >>> tokens = torch.arange(8)[None]
+        >>> def next_token_nats(hidden, head):
+        ...     logits = hidden[:, :-1] @ head.weight.T  # rl_logprobs.linear_token_logprobs does without
+        ...     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[0, 1:])
+        >>> loss = forward_with_lm_head(model, next_token_nats, tokens, use_cache=False)
+        >>> loss.backward()
+        >>> model.lm_head.weight.grad.shape
+        torch.Size([32, 16])
+    """
+    if kwargs.get("labels") is not None:
+        raise OptionError("forward_with_lm_head computes no logits: leave out labels, and compute the loss in function")
+    path = _head_path(model)
+    owner_path, _, name = path.rpartition(".")
+    siblings = children(model.get_submodule(owner_path))
+    head = siblings[name]
+    if head is None:
+        raise ModelError(f"{path} is None in {type(model).__name__}")
+    stand_in = _StandIn(head, path)
+    run = _Run(model, stand_in, function, _maps.get(model))
+    hook = model.register_forward_hook(run, prepend=True)
+    siblings[name] = stand_in
+    try:
+        output = model(*args, **kwargs)
+    except ModelError:
+        raise
+    except Exception as error:
+        if stand_in.hidden is not None and not run.entered:  # the model's own code failed on the probes
+            raise _unknown_map(model, path) from error
+        raise
+    finally:
+        siblings[name] = head
+        hook.remove()
+    return _restored(run.result, output)
+
+
+#: What each model does with its logits, once measured.
+_maps: WeakKeyDictionary[nn.Module, LogitsMap] = WeakKeyDictionary()
+_paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+class _StandIn(nn.Module):
+    """Keeps the head's input and returns probes; attributes are the head's."""
+
+    def __init__(self, head: nn.Module, path: str) -> None:
+        super().__init__()
+        self.__dict__["_head"], self.__dict__["_path"] = head, path
+        self.hidden: Tensor | None = None
+        self.probes: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_head"], name)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.hidden is not None:
+            raise ModelError(f"{self._path} is called more than once in a forward: compute the loss from the logits")
+        self.hidden = hidden
+        probes = torch.tensor(_PROBES, device=hidden.device, dtype=torch.float64)
+        self.probes = probes.expand(*hidden.shape[:-1], len(_PROBES)).contiguous()
+        return self.probes.clone()  # the model may change its logits in place
+
+
+class _Run:
+    """The forward hook that replaces the model's output by the function's result, before the hooks of FSDP2 run."""
+
+    def __init__(
+        self, model: nn.Module, stand_in: _StandIn, function: Callable[[Tensor, LMHead], Any], known: LogitsMap | None
+    ) -> None:
+        self.model, self.stand_in, self.function, self.known = model, stand_in, function, known
+        self.entered = False
+        self.result: Any = None
+
+    def __call__(self, model: nn.Module, _args: Any, output: Any) -> Any:
+        head, path = self.stand_in.__dict__["_head"], self.stand_in.__dict__["_path"]
+        if self.stand_in.hidden is None or self.stand_in.probes is None:
+            raise ModelError(
+                f"the forward of {type(model).__name__} does not call {path}: compute the loss from the logits"
+            )
+        if self.known is None:
+            measured = _measured(_logits(output), self.stand_in.probes)
+            if measured is None:
+                raise _unknown_map(model, path)
+            self.known = _maps[model] = measured
+        self.entered = True
+        lm_head = LMHead(head.weight, head.bias, self.known.scale, self.known.softcap)
+        self.result = found = self.function(self.stand_in.hidden, lm_head)
+        return _fields(found) if dataclasses.is_dataclass(found) else found
+
+
+def _head_path(model: nn.Module) -> str:
+    if model not in _paths:
+        path = inspect_model(model).head
+        head = None if path is None else model.get_submodule(path)
+        if path is None or getattr(getattr(head, "weight", None), "ndim", 0) != 2 or not hasattr(head, "bias"):
+            raise ModelError(
+                f"{type(model).__name__} has no linear language-model head: compute the loss from its outputs"
+            )
+        _paths[model] = path
+    return _paths[model]
+
+
+def _logits(output: Any) -> Tensor | None:
+    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    return found if isinstance(found, Tensor) else None
+
+
+def _measured(logits: Tensor | None, probes: Tensor) -> LogitsMap | None:
+    """The scale and soft cap that take the probes to the logits, or ``None`` where no such map does."""
+    if logits is None or logits.shape != probes.shape:
+        return None
+    every = logits.detach().double().flatten(0, -2)
+    got, sent = every[0].tolist(), list(_PROBES)
+    if not torch.equal(every, every[:1].expand_as(every)) or not all(map(math.isfinite, got)):
+        return None
+    tolerance = 1e-2 if logits.dtype in (torch.bfloat16, torch.float16) else 1e-5
+    largest, unit = got[-1], got[_PROBES.index(0.125)] / 0.125
+    candidates = [LogitsMap(scale=largest / sent[-1])]
+    if largest > 0:
+        candidates.append(LogitsMap(scale=_slope(unit, largest), softcap=largest))
+    for candidate in candidates:
+        expected = [_mapped(value, candidate) for value in sent]
+        if all(math.isclose(x, y, rel_tol=tolerance, abs_tol=1e-9) for x, y in zip(expected, got, strict=True)):
+            return candidate
+    return None
+
+
+def _slope(unit: float, softcap: float) -> float:
+    """The scale under which ``0.125`` was taken to ``0.125 * unit`` below a soft cap."""
+    return softcap * math.atanh(min(0.125 * unit / softcap, 1 - 1e-12)) / 0.125
+
+
+def _mapped(value: float, logits_map: LogitsMap) -> float:
+    scaled = value * logits_map.scale
+    return scaled if logits_map.softcap is None else logits_map.softcap * math.tanh(scaled / logits_map.softcap)
+
+
+def _unknown_map(model: nn.Module, path: str) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} does more with the output of {path} than to scale and soft-cap it, which a loss "
+        "without logits would leave out: compute the loss from the logits"
+    )
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _restored(result: Any, output: Any) -> Any:
+    """The output in the function's own type: a dataclass travels through the hooks as a dict."""
+    return dataclasses.replace(result, **output) if dataclasses.is_dataclass(result) else output  # type: ignore[type-var]

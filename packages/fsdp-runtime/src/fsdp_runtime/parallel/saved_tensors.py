@@ -1,0 +1,101 @@
+"""Selective checkpointing that never keeps a result which is changed in place later.
+
+``torch.utils.checkpoint`` keeps the results of chosen operators by reference, and detects a later in-place change by
+version counters.  ``torch.matmul`` returns ``aten._unsafe_view`` of a product, which shares its memory and not its
+counter: ``y = torch.matmul(a, b); y += c`` changes the kept product unnoticed, and the recomputation reads wrong values
+(torch 2.10 to 2.15, no upstream issue found).  Here storages are compared: where an operator writes into the memory of
+a kept result, the module's forward runs once more without keeping results of that operator, and remembers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from fsdp_runtime._torch_compat import TorchDispatchMode, leaves, storage_key, written_arguments
+
+
+class SavedTensorWrittenError(Exception):
+    """An operator is about to write into the memory of a kept result.
+
+    Args:
+        operator: the operator whose result was kept.
+    """
+
+    def __init__(self, operator: Any) -> None:
+        super().__init__(str(operator))
+        self.operator = operator
+
+
+class SelectiveContexts:
+    """The ``context_fn`` of one module's selective checkpointing, with the operators that it must not keep.
+
+    Args:
+        saved: the operators whose results are kept.
+    """
+
+    def __init__(self, saved: Sequence[Any]) -> None:
+        self.saved = list(saved)
+
+    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of a forward and of its recomputation."""
+        forward, recompute = create_selective_checkpoint_contexts(list(self.saved))
+        if torch.compiler.is_compiling():  # the compiler replaces in-place operators before it decides what to keep
+            return forward, recompute
+        return _both(forward, _WatchWrites(self.saved)), recompute
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Return ``forward()``, repeated as long as it writes into kept results."""
+        while True:
+            states = _random_states()
+            try:
+                return forward()
+            except SavedTensorWrittenError as error:
+                packet = error.operator.overloadpacket
+                self.saved = [operator for operator in self.saved if operator.overloadpacket is not packet]
+                _restore_random_states(states)
+
+
+class _WatchWrites(TorchDispatchMode):
+    """Raises before an operator writes into the storage of a kept result."""
+
+    def __init__(self, saved: Iterable[Any]) -> None:
+        super().__init__()
+        self.saved = frozenset(saved)
+        self.kept: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.kept:
+            for written in written_arguments(func, args, kwargs):
+                if (operator := self.kept.get(storage_key(written))) is not None:
+                    raise SavedTensorWrittenError(operator)
+        result = func(*args, **kwargs)
+        if func in self.saved:  # the kept result is alive until backward, and so is the key of its storage
+            self.kept.update({storage_key(leaf): func for leaf in leaves(result) if isinstance(leaf, Tensor)})
+        return result
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(outer)
+        stack.enter_context(inner)
+        yield
+
+
+def _random_states() -> tuple[Tensor, Any]:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return torch.get_rng_state(), None if device is None else torch.get_device_module(device).get_rng_state()
+
+
+def _restore_random_states(states: tuple[Tensor, Any]) -> None:
+    host, accelerator = states
+    torch.set_rng_state(host)
+    if accelerator is not None:
+        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(accelerator)
