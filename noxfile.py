@@ -21,8 +21,16 @@ SUBSET = [
     "packages/tp-plans/tests/torch/test_local.py",
     "packages/tp-plans/tests/torch/test_together.py",
     *(
-        f"packages/fsdp-runtime/tests/test_{name}.py"
-        for name in ("mesh", "sharding", "unshard", "context_parallel", "weights_stream", "estimate", "estimate_cli")
+        f"packages/fsdp-runtime/tests/{name}.py"
+        for name in (
+            "mesh/test_spec",
+            "parallel/test_fsdp",
+            "parallel/context/test_apply",
+            "memory/test_unshard",
+            "test_weights_stream",
+            "test_estimate",
+            "test_estimate_cli",
+        )
     ),
     *(f"packages/rl-logprobs/tests/test_{name}.py" for name in ("vocab_parallel", "linear_logprobs", "reduction")),
     "integration_tests/test_parity.py",

@@ -47,7 +47,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _compare(
-    architecture: str, axes: dict[str, int], kind: str = "", order: Any = "balanced", **options: Any
+    architecture: str, axes: dict[str, int], kind: str = "", load_balancer: Any = "headtail", **options: Any
 ) -> dict[str, float]:
     """The largest error of the logits and of each gradient against one process."""
     changes = options.pop("model", {})
@@ -61,8 +61,8 @@ def _compare(
     (expected * weights).sum().backward()
 
     mesh = mesh_for(axes)
-    parallelize(model, mesh, sequence_order=order, **options)
-    layout, own = sequence_layout(mesh, LENGTH, order=order), _own_rows(mesh)
+    parallelize(model, mesh, cp_load_balancer=load_balancer, **options)
+    layout, own = sequence_layout(mesh, LENGTH, load_balancer=load_balancer), _own_rows(mesh)
     local = layout.shard_batch({name: value[own] for name, value in inputs.items()})
     if kind == "shifted":
         assert torch.equal(local["position_ids"][0], layout.positions + 5)
@@ -93,9 +93,9 @@ def _assert_within_bounds(found: list[dict[str, float]]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "left", "right", "shifted", "packed"])
-@pytest.mark.parametrize("order", ["balanced", "contiguous"])
-def test_any_mask_in_any_order_computes_what_one_process_does(two_ranks: RankPool, order: str, kind: str) -> None:
-    _assert_within_bounds(two_ranks.run(_compare, "Qwen3ForCausalLM", {"cp": 2}, kind, order))
+@pytest.mark.parametrize("load_balancer", ["headtail", None])
+def test_every_mask_and_load_balancer_matches_one_process(two_ranks: RankPool, load_balancer: Any, kind: str) -> None:
+    _assert_within_bounds(two_ranks.run(_compare, "Qwen3ForCausalLM", {"cp": 2}, kind, load_balancer))
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"])

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fsdp_runtime import parallelize
+from fsdp_runtime import FSDPOptions, parallelize
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -28,7 +29,7 @@ def _trained(mesh: dict[str, int], **options: Any) -> tuple[list[torch.Tensor], 
 
 def _offloaded_and_not(mesh: dict[str, int]) -> dict[str, Any]:
     expected, norm, _ = _trained(mesh)
-    actual, offloaded_norm, devices = _trained(mesh, cpu_offload=True)
+    actual, offloaded_norm, devices = _trained(mesh, fsdp=FSDPOptions(offload_policy=CPUOffloadPolicy()))
     return {
         "same": all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True)),
         "norms": (float(norm), float(offloaded_norm)),

@@ -78,7 +78,8 @@ def real_step(name: str, axes: dict[str, int], options: dict[str, Any], logprobs
     mesh = fsdp_runtime.MeshSpec(**axes).build(device_type="cpu")
     master = options.pop("master", False)
     if master:
-        options["mixed_precision"] = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        options["fsdp"] = fsdp_runtime.FSDPOptions(mp_policy=policy)
     fsdp_runtime.parallelize(model, mesh, **options)
     own = [p for p in model.parameters() if not isinstance(p, DTensor)]
     distributed = [p for p in model.parameters() if isinstance(p, DTensor)]

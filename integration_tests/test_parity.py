@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fsdp_runtime import parallelize
+from fsdp_runtime import FSDPOptions, parallelize
 from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
 from harness.parity import Case, assert_parity, compare, mesh_for
 from harness.ranks import RankPool
@@ -98,8 +99,8 @@ def test_full_logits_serve_the_hugging_face_loss(two_ranks: RankPool, options: d
     [
         {"activation_checkpointing": "block"},
         {"logits": "full"},
-        {"cpu_offload": True},
-        {"reshard_after_forward": False},
+        {"fsdp": FSDPOptions(offload_policy=CPUOffloadPolicy())},
+        {"fsdp": FSDPOptions(reshard_after_forward=False)},
     ],
     ids=identifier,
 )

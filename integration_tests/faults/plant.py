@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime import anatomy_of
+from fsdp_runtime import inspect_model
 from fsdp_runtime.sharded.safetensors_io import SafetensorsFile
 
 #: Name of the file that is made when the fault strikes.
@@ -45,7 +45,7 @@ class Planted:
     def __init__(self, fault: Fault | None, model: nn.Module, folder: Path) -> None:
         self._fault = fault if fault is not None and fault.rank == dist.get_rank() else None
         self._struck, self._step = folder / STRUCK, -1
-        block = anatomy_of(model).last_block
+        block = inspect_model(model).last_block
         match self._fault.phase if self._fault else None:
             case "forward":
                 block.register_forward_hook(lambda *args: self._strike())

@@ -46,7 +46,7 @@ class Trainer:
             plan="auto",
             sequence_parallel=sequence_parallel,
             activation_checkpointing="block",
-            mixed_precision=policy,
+            fsdp=fsdp_runtime.FSDPOptions(mp_policy=policy),
         )
         fsdp_runtime.load_weights(self.model, checkpoint)
         self.reset_optimizer()

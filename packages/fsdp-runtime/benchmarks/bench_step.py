@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "integration_tests"))
-from fsdp_runtime import MeshSpec, anatomy_of, parallelize, submesh
+from fsdp_runtime import MeshSpec, inspect_model, parallelize, submesh
 from harness.collectives import RecordCollectives, by_axis
 
 BATCH, LENGTH, VOCAB = 2, 256, 8192
@@ -127,13 +127,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> flo
 
 def stream_bytes(model: nn.Module, ids: Tensor) -> int:
     """Bytes of hidden states that this rank holds between blocks in one forward."""
-    anatomy, sizes = anatomy_of(model), []
+    structure, sizes = inspect_model(model), []
 
     def note(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
         local = inputs[0].to_local() if isinstance(inputs[0], DTensor) else inputs[0]
         sizes.append(local.nbytes)
 
-    handles = [anatomy.blocks[path].register_forward_pre_hook(note) for path in anatomy.decoder]
+    handles = [structure.blocks[path].register_forward_pre_hook(note) for path in structure.decoder]
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)
     for handle in handles:

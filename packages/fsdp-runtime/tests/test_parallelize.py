@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FsdpRuntimeError, MeshSpec, ModelError, ShardingOptions, parallelize
+from fsdp_runtime import FSDPOptions, FsdpRuntimeError, MeshSpec, ModelError, parallelize
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, assert_parity, compare
@@ -144,9 +144,9 @@ def test_compiled_blocks_compute_the_same_on_the_mesh(four_ranks: RankPool, opti
 
 
 def _given_twice() -> tuple[bool, bool]:
-    sharding = ShardingOptions(cpu_offload=True, reshard_after_forward=False)
+    fsdp = FSDPOptions(offload_policy=CPUOffloadPolicy(), reshard_after_forward=False)
     mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
-    model = parallelize(tiny_model("LlamaForCausalLM"), mesh, sharding=sharding, reshard_after_forward=True)
+    model = parallelize(tiny_model("LlamaForCausalLM"), mesh, fsdp=fsdp)
     state = fully_shard.state(model.model.layers[0])
     return state._fsdp_param_group.post_forward_mesh_info is not None, offloads_to_cpu(model)
 
@@ -197,7 +197,7 @@ def test_a_single_process_keeps_a_plain_model() -> None:
 def _mixed_precision() -> dict[str, Any]:
     mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = parallelize(tiny_model("LlamaForCausalLM", dtype=torch.float32), mesh, mixed_precision=policy)
+    model = parallelize(tiny_model("LlamaForCausalLM", dtype=torch.float32), mesh, fsdp=FSDPOptions(mp_policy=policy))
     logits = model(**tiny_inputs(model, batch=2, length=5), use_cache=False).logits
     logits.float().sum().backward()
     return {

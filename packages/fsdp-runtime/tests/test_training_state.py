@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_runtime import MismatchError, OptionError, WeightsError, parallelize
+from fsdp_runtime import FSDPOptions, MismatchError, OptionError, WeightsError, parallelize
 from fsdp_runtime.sharded.collectives import Ranks
 from fsdp_runtime.sharded.safetensors_io import SafetensorsFile
 from fsdp_runtime.training_state import directory as step_directories
@@ -108,7 +108,7 @@ def _resumed(axes: Mapping[str, int], directory: Path, options: Mapping[str, Any
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"tied": False}, {"optimizer": "sgd"}, {"cpu_offload": True}],
+    [{}, {"tied": False}, {"optimizer": "sgd"}, {"fsdp": FSDPOptions(offload_policy=CPUOffloadPolicy())}],
     ids=["tied", "untied", "sgd", "offloaded"],
 )
 def test_losses_after_resuming_are_bit_identical(four_ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import WeightsError, parallelize, unsharded
+from fsdp_runtime import FSDPOptions, WeightsError, parallelize, unsharded
 from fsdp_runtime.weights import load_weights
 from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_config, tiny_model
@@ -154,7 +155,9 @@ def test_gathered_parameters_do_not_survive_a_load(two_ranks: RankPool, tmp_path
 
 
 def _offloaded(path: Path) -> list[str]:
-    model = parallelize(_on_meta("Qwen3ForCausalLM"), mesh_for({"dp_shard": 2}), cpu_offload=True)
+    model = parallelize(
+        _on_meta("Qwen3ForCausalLM"), mesh_for({"dp_shard": 2}), fsdp=FSDPOptions(offload_policy=CPUOffloadPolicy())
+    )
     load_weights(model, path)
     return _differences(model, _reference("Qwen3ForCausalLM"))
 

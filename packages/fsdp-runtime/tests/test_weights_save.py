@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdp_runtime import WeightsError, apply_plan, parallelize
+from fsdp_runtime import WeightsError, apply_tp, parallelize
 from fsdp_runtime.sharded.safetensors_io import Planned, SafetensorsFile
 from fsdp_runtime.weights import load_weights, save, save_weights
 from fsdp_runtime.weights.hub_checkpoint import Checkpoint
@@ -66,7 +66,7 @@ def test_transformers_loads_what_is_saved_and_finds_what_it_would_have_written(
 def _files_written_by_a_replica(directory: Path) -> list[str]:
     """Split over ``tp`` only, so that no parameter knows of the replicas; each rank saves to its own directory."""
     model = _model()
-    apply_plan(model, plan_for(model), mesh_for({"dp_replicate": 2, "tp": 2})["tp"])
+    apply_tp(model, plan_for(model), mesh_for({"dp_replicate": 2, "tp": 2})["tp"])
     own = directory / str(dist.get_rank())
     save_weights(model, own)
     return sorted(file.name for file in own.iterdir()) if own.exists() else []

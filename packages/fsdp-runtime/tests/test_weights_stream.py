@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_runtime import OptionError, parallelize, unsharded
+from fsdp_runtime import FSDPOptions, OptionError, parallelize, unsharded
 from fsdp_runtime.sharded import gather
 from fsdp_runtime.weights import stream_weights
 from harness.memory import LiveBytes
@@ -96,7 +96,7 @@ def test_persistent_buffers_are_streamed_in_their_dtype() -> None:
 
 def _masters_while_gathered() -> bool:
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = _parallel("LlamaForCausalLM", {"dp_shard": 2}, mixed_precision=precision)
+    model = _parallel("LlamaForCausalLM", {"dp_shard": 2}, fsdp=FSDPOptions(mp_policy=precision))
     expected = dict(tiny_model("LlamaForCausalLM", dtype=torch.float32).named_parameters())
     with unsharded(model):
         model(**tiny_inputs(model, batch=2, length=5))

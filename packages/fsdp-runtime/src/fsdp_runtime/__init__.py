@@ -25,23 +25,23 @@ from fsdp_runtime.errors import (
     WeightsError,
 )
 from fsdp_runtime.estimate import Estimate, Sweep, estimate, sweep
-from fsdp_runtime.memory.gradient_accumulation import no_gradient_sync
+from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.memory.offload import OffloadReport, offload, onload
 from fsdp_runtime.memory.unshard import unsharded
-from fsdp_runtime.mesh.rendezvous import Launch, launch_from_environment
+from fsdp_runtime.mesh.rendezvous import RankInfo, rank_info_from_env
 from fsdp_runtime.mesh.spec import MeshSpec, adopt_mesh, submesh
-from fsdp_runtime.model.structure import Anatomy, Heads, anatomy_of
+from fsdp_runtime.model.structure import AttentionHeads, ModelStructure, inspect_model
 from fsdp_runtime.monitor import Watch, watch_ranks
 from fsdp_runtime.monitor.signals import stop_on_signal
-from fsdp_runtime.parallel.activation_checkpoint import Selective, checkpoint_activations
-from fsdp_runtime.parallel.compile import compile_blocks
-from fsdp_runtime.parallel.context.apply import apply_context_parallel
+from fsdp_runtime.parallel.activation_checkpoint import SelectiveCheckpoint, apply_ac
+from fsdp_runtime.parallel.compile import apply_compile
+from fsdp_runtime.parallel.context.apply import apply_cp
 from fsdp_runtime.parallel.context.attention import ContextAttention
 from fsdp_runtime.parallel.context.ring import ring_attention
 from fsdp_runtime.parallel.context.sharding import SequenceLayout, sequence_layout
-from fsdp_runtime.parallel.fsdp import ShardingOptions, data_parallel_mesh, shard_over_data_parallel
+from fsdp_runtime.parallel.fsdp import FSDPOptions, apply_fsdp, fsdp_mesh
 from fsdp_runtime.parallel.lora import save_adapter
-from fsdp_runtime.parallel.tensor import apply_plan
+from fsdp_runtime.parallel.tensor import apply_tp
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.weights import (
@@ -62,17 +62,16 @@ from fsdp_runtime.weights import (
 __version__ = "0.1.0"
 
 __all__ = [
-    "Anatomy",
+    "AttentionHeads",
     "BackendError",
     "CheckpointError",
     "ContextAttention",
     "ConversionError",
     "Estimate",
     "EstimateError",
+    "FSDPOptions",
     "FsdpRuntimeError",
     "GradientError",
-    "Heads",
-    "Launch",
     "LayoutError",
     "LoadReport",
     "LostRankError",
@@ -81,49 +80,50 @@ __all__ = [
     "MetaBufferError",
     "MismatchError",
     "ModelError",
+    "ModelStructure",
     "OffloadError",
     "OffloadReport",
     "OptionError",
     "OtherRankError",
     "ParallelReport",
+    "RankInfo",
     "ReplicaError",
-    "Selective",
+    "SelectiveCheckpoint",
     "SequenceLayout",
-    "ShardingOptions",
     "Sweep",
     "TrainingState",
     "Watch",
     "WeightInfo",
     "WeightsError",
     "adopt_mesh",
-    "anatomy_of",
-    "apply_context_parallel",
-    "apply_plan",
+    "apply_ac",
+    "apply_compile",
+    "apply_cp",
+    "apply_fsdp",
+    "apply_tp",
     "assert_finite_gradients",
     "assert_replicas_equal",
-    "checkpoint_activations",
-    "compile_blocks",
-    "data_parallel_mesh",
     "describe_weights",
     "estimate",
-    "launch_from_environment",
+    "fsdp_mesh",
+    "inspect_model",
     "load_training_state",
     "load_weights",
     "materialize",
     "meta_device",
-    "no_gradient_sync",
+    "no_sync",
     "offload",
     "onload",
     "packed",
     "parallel_report",
     "parallelize",
+    "rank_info_from_env",
     "ring_attention",
     "save_adapter",
     "save_training_state",
     "save_weights",
     "send_weights",
     "sequence_layout",
-    "shard_over_data_parallel",
     "stop_on_signal",
     "stream_buckets",
     "stream_weights",

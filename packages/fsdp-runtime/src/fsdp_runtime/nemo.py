@@ -22,11 +22,11 @@ from fsdp_runtime._torch_compat import flatten_axes, join_axes
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import FLATTENED, submesh
-from fsdp_runtime.model.structure import Heads, anatomy_of
-from fsdp_runtime.parallel.activation_checkpoint import checkpoint_activations
-from fsdp_runtime.parallel.fsdp import ShardingOptions, shard_over_data_parallel
+from fsdp_runtime.model.structure import AttentionHeads, inspect_model
+from fsdp_runtime.parallel.activation_checkpoint import apply_ac
+from fsdp_runtime.parallel.fsdp import FSDPOptions, apply_fsdp
 from fsdp_runtime.parallel.megatron_fsdp import shard_with_megatron
-from fsdp_runtime.parallel.tensor import apply_plan
+from fsdp_runtime.parallel.tensor import apply_tp
 from tp_plans import Plan, from_hugging_face, resolve_plan
 
 TorchPlan = dict[str, ParallelStyle]
@@ -70,12 +70,12 @@ def fsdp2_strategy_parallelize(
     names = device_mesh.mesh_dim_names or ()
     replicas = device_mesh[dp_replicate_mesh_name] if dp_replicate_mesh_name in names else None
     data_parallel = join_axes(replicas, shards) if replicas is not None and replicas.size() > 1 else shards
-    options = ShardingOptions(mixed_precision=mp_policy, cpu_offload=isinstance(offload_policy, CPUOffloadPolicy))
+    options = FSDPOptions(mp_policy=mp_policy, offload_policy=offload_policy)
     tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
-    anatomy = anatomy_of(model)
+    structure = inspect_model(model)
     _split(model, tp_mesh, sequence_parallel, tp_shard_plan)
-    checkpoint_activations(model, anatomy, "mlp" if activation_checkpointing else "none")
-    return shard_over_data_parallel(model, data_parallel, anatomy, options)
+    apply_ac(model, structure, "mlp" if activation_checkpointing else "none")
+    return apply_fsdp(model, data_parallel, structure, options)
 
 
 def _parallelize_model(
@@ -104,11 +104,11 @@ def _parallelize_model(
         The same model.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    anatomy = anatomy_of(model)
+    structure = inspect_model(model)
     _split(model, tp_mesh, sequence_parallel, custom_parallel_plan)
-    checkpoint_activations(model, anatomy, "mlp" if activation_checkpointing else "none")
-    options = ShardingOptions(mixed_precision=policy, cpu_offload=cpu_offload)
-    return shard_over_data_parallel(model, dp_mesh, anatomy, options)
+    apply_ac(model, structure, "mlp" if activation_checkpointing else "none")
+    options = FSDPOptions(mp_policy=policy, offload_policy=CPUOffloadPolicy() if cpu_offload else None)
+    return apply_fsdp(model, dp_mesh, structure, options)
 
 
 def nvfsdp_strategy_parallelize(
@@ -152,14 +152,14 @@ def nvfsdp_strategy_parallelize(
         shard_dim = "dp_cp"
         shards = flatten_axes(device_mesh, (dp_mesh_name, cp_mesh_name), shard_dim)
     tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
-    anatomy = anatomy_of(model)
+    structure = inspect_model(model)
     _split(model, tp_mesh, False, tp_shard_plan)
     if shards.size() == 1:
         return model, optimizer
     return shard_with_megatron(
         model,
         device_mesh,
-        anatomy,
+        structure,
         dp_shard_dim=shard_dim,
         tp_dim=tp_mesh_name if tp_mesh is not None else None,
         unit_modules=nvfsdp_unit_modules,
@@ -264,7 +264,7 @@ def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
         ModelError: some cannot; the message has the sizes that would do.
     """
     tp = tp_mesh.size()
-    for path, heads in anatomy_of(model).heads.items():
+    for path, heads in inspect_model(model).heads.items():
         if not _deals(heads, tp):
             legal = ", ".join(str(size) for size in range(1, heads.query + 1) if _deals(heads, size))
             raise ModelError(
@@ -273,14 +273,14 @@ def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
             )
 
 
-def _deals(heads: Heads, tp: int) -> bool:
+def _deals(heads: AttentionHeads, tp: int) -> bool:
     return not heads.query % tp and not (heads.key_value % tp and tp % heads.key_value)
 
 
 def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
     """The blocks of the language model, which activation checkpointing is for."""
-    anatomy = anatomy_of(model)
-    return [anatomy.blocks[path] for path in anatomy.decoder]
+    structure = inspect_model(model)
+    return [structure.blocks[path] for path in structure.decoder]
 
 
 def _get_parallel_plan(
@@ -323,6 +323,6 @@ def _split(
         return
     plan = _plan(model, sequence_parallel, given)
     if isinstance(plan, Plan):
-        apply_plan(model, plan, tp_mesh)
+        apply_tp(model, plan, tp_mesh)
     else:  # styles of torch, which nothing can check
         parallelize_module(model, tp_mesh, plan)

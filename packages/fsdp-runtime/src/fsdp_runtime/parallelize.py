@@ -9,34 +9,34 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.mesh.spec import axis_size, require_axes
-from fsdp_runtime.model.structure import anatomy_of
+from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.parallel.activation_checkpoint import (
     ActivationCheckpointing,
-    checkpoint_activations,
+    apply_ac,
     modules_to_recompute,
     recomputes,
 )
 from fsdp_runtime.parallel.async_tp import async_compile_options, prepare_async_tensor_parallel
-from fsdp_runtime.parallel.compile import compile_blocks
+from fsdp_runtime.parallel.compile import apply_compile
 from fsdp_runtime.parallel.context.apply import (
-    apply_context_parallel,
+    apply_cp,
     require_context_parallel,
     under_context_parallelism,
 )
-from fsdp_runtime.parallel.context.sharding import SequenceOrder, require_order
+from fsdp_runtime.parallel.context.sharding import LoadBalancer, require_load_balancer
 from fsdp_runtime.parallel.fsdp import (
-    ShardingOptions,
+    FSDPOptions,
+    apply_fsdp,
     check_sharding,
-    data_parallel_mesh,
-    shard_over_data_parallel,
+    fsdp_mesh,
 )
 from fsdp_runtime.parallel.lora import resolve_adapted_plan
-from fsdp_runtime.parallel.tensor import Logits, apply_plan, prepared_plan
+from fsdp_runtime.parallel.tensor import Logits, apply_tp, prepared_plan
 from tp_plans import Plan, Style
 
 logger = logging.getLogger(__name__)
@@ -48,15 +48,12 @@ def parallelize(
     *,
     plan: Plan | Mapping[str, Style | str] | str | None = "auto",
     sequence_parallel: bool = False,
-    sequence_order: SequenceOrder = "balanced",
+    cp_load_balancer: LoadBalancer = "headtail",
     logits: Logits = "sharded",
     activation_checkpointing: ActivationCheckpointing = "none",
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
     async_tensor_parallel: bool = False,
-    mixed_precision: MixedPrecisionPolicy | None = None,
-    cpu_offload: bool | None = None,
-    reshard_after_forward: bool | None = None,
-    sharding: ShardingOptions | None = None,
+    fsdp: FSDPOptions | None = None,
 ) -> nn.Module:
     """Make a model run on a mesh, in place; what is not asked for stays as it is.
 
@@ -70,19 +67,16 @@ def parallelize(
         plan: ``"auto"`` (the architecture's plan), a plan, a dict of pattern to style or style word, a dotted
             path to one, or ``None`` to leave every layer whole.  Not used where ``tp`` has size 1.
         sequence_parallel: keep activations between blocks cut on the sequence over ``tp``.
-        sequence_order: how the ranks of ``cp`` share a sequence, ``"balanced"`` or ``"contiguous"``; inputs are cut by
-            ``sequence_layout(mesh, length, order=...)``.
+        cp_load_balancer: the tokens that each rank of ``cp`` holds: ``"headtail"`` (one chunk from either end) or
+            ``None`` (one contiguous chunk); shard inputs with ``sequence_layout(mesh, length, load_balancer=...)``.
         logits: ``"sharded"`` on the vocabulary (a DTensor, what ``rl_logprobs`` takes), or ``"full"``: a plain
             tensor, for code such as a Hugging Face loss with ``labels``.
         activation_checkpointing: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts
-            in backward; or a ``Selective`` that names the operators not to run again.
+            in backward; or a ``SelectiveCheckpoint`` that names the operators not to run again.
         compile: compile every block in place: ``True``, or keywords of ``torch.compile``.
         async_tensor_parallel: let the compiler overlap the collectives of sequence parallelism with products; needs
             ``compile`` and CUDA.
-        mixed_precision: FSDP2's dtypes; ``None`` for none.
-        cpu_offload: keep FSDP2's shards on the CPU.
-        reshard_after_forward: free a block's gathered parameters after its forward; by default, yes.
-        sharding: these three and all else about FSDP2; what is given above wins.
+        fsdp: FSDP2's settings: dtypes, CPU offload, resharding, prefetching, frozen parameters.
 
     Returns:
         The same model.
@@ -96,37 +90,32 @@ def parallelize(
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
     """
     require_axes(mesh)
-    require_order(sequence_order)
+    require_load_balancer(cp_load_balancer)
     _require_fresh(model)
-    given: dict[str, Any] = {
-        "mixed_precision": mixed_precision,
-        "cpu_offload": cpu_offload,
-        "reshard_after_forward": reshard_after_forward,
-    }
-    options = replace(sharding or ShardingOptions(), **{n: v for n, v in given.items() if v is not None})
+    options = fsdp or FSDPOptions()
     data_parallel = _data_parallel(mesh, options)
-    anatomy = anatomy_of(model)
-    modules_to_recompute(anatomy, activation_checkpointing)
+    structure = inspect_model(model)
+    modules_to_recompute(structure, activation_checkpointing)
     check_sharding(model, options)
     cp, tp = axis_size(mesh, "cp"), axis_size(mesh, "tp")
     if cp > 1:
-        require_context_parallel(model, anatomy)
+        require_context_parallel(model, structure)
         options = _summed_over_cp(options, mesh)
     if async_tensor_parallel:
         compile = async_compile_options(mesh, compile, sequence_parallel=sequence_parallel)  # noqa: A001
     chosen = _chosen_plan(model, plan, tp, sequence_parallel=sequence_parallel, logits=logits)
 
     if chosen is not None:  # the first step that changes the model checks the plan before it does
-        apply_plan(model, chosen, mesh["tp"])
+        apply_tp(model, chosen, mesh["tp"])
     if cp > 1:
-        apply_context_parallel(model, mesh["cp"], anatomy, order=sequence_order)
-    checkpoint_activations(model, anatomy, activation_checkpointing)
+        apply_cp(model, mesh["cp"], structure, load_balancer=cp_load_balancer)
+    apply_ac(model, structure, activation_checkpointing)
     if async_tensor_parallel:
         prepare_async_tensor_parallel(mesh["tp"])
     if compile is not False:
-        compile_blocks(anatomy, {} if compile is True else compile)
+        apply_compile(structure, {} if compile is True else compile)
     if data_parallel is not None:
-        shard_over_data_parallel(model, data_parallel, anatomy, options)
+        apply_fsdp(model, data_parallel, structure, options)
     return model
 
 
@@ -148,7 +137,7 @@ def _require_fresh(model: nn.Module) -> None:
             axes = " and ".join(parameter.device_mesh.mesh_dim_names or ()) or "a mesh"
             raise ModelError(
                 f"{path} is a DTensor over {axes} already: parallelize a fresh model, or call the steps that are left, "
-                "such as shard_over_data_parallel, with that mesh"
+                "such as apply_fsdp, with that mesh"
             )
 
 
@@ -165,7 +154,7 @@ def _chosen_plan(model: nn.Module, plan: Any, tp: int, *, sequence_parallel: boo
     return prepared_plan(resolve_adapted_plan(plan, model, sequence_parallel=sequence_parallel), logits=logits)
 
 
-def _summed_over_cp(options: ShardingOptions, mesh: DeviceMesh) -> ShardingOptions:
+def _summed_over_cp(options: FSDPOptions, mesh: DeviceMesh) -> FSDPOptions:
     """Ranks of ``cp`` have parts of one batch: by default their gradients are summed, and averaged over ``dp`` only."""
     if options.gradient_divide_factor is not None:
         return options
@@ -173,14 +162,14 @@ def _summed_over_cp(options: ShardingOptions, mesh: DeviceMesh) -> ShardingOptio
     return replace(options, gradient_divide_factor=float(batches))
 
 
-def _data_parallel(mesh: DeviceMesh, options: ShardingOptions) -> DeviceMesh | None:
+def _data_parallel(mesh: DeviceMesh, options: FSDPOptions) -> DeviceMesh | None:
     """The mesh to shard over, or ``None`` where one rank holds everything and nothing needs FSDP."""
-    data_parallel = data_parallel_mesh(mesh)
-    if data_parallel is not None and (data_parallel.size() > 1 or options.asked):
+    data_parallel = fsdp_mesh(mesh)
+    if data_parallel is not None and (data_parallel.size() > 1 or options.requires_fsdp):
         return data_parallel
-    if options.asked:
+    if options.requires_fsdp:
         raise OptionError(
-            "mixed_precision and cpu_offload are FSDP2's, and the mesh has no dp_shard axis: add one (size 1 will do), "
-            "or take adopt_mesh(mesh)"
+            "mp_policy and offload_policy need FSDP2, and the mesh has no dp_shard axis: add one (size 1 is enough), "
+            "or pass adopt_mesh(mesh)"
         )
     return None

@@ -25,7 +25,7 @@ from fsdp_runtime.estimate.trace.fake_world import fake_world
 from fsdp_runtime.estimate.trace.recorder import UntraceableError
 from fsdp_runtime.estimate.types import Assumed, Bytes, Estimate, Memory, Peak, Settings, Whole
 from fsdp_runtime.mesh.spec import MeshSpec, axis_size
-from fsdp_runtime.model.structure import anatomy_of
+from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.parallel.lora import resolve_adapted_plan
 from tp_plans import Plan, check
 
@@ -58,7 +58,7 @@ def run(
         tell("building the model", 0, 4)
         model = build_model(source, step.dtype)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        blocks = len(anatomy_of(model).decoder)
+        blocks = len(inspect_model(model).decoder)
         name = type(model).__name__
         findings, by_block = _checked(model, mesh, step)
         found = None if exact or by_block else repetition(model)
@@ -112,9 +112,9 @@ def _traced(
     """The summary of the whole model, and how many blocks each trace ran."""
     if repeated is None or not repeated.worthwhile:
         tell("tracing every block", 1, 4)
-        summary = _trace_what_can_be(model, range(len(anatomy_of(model).decoder)), mesh, step)
+        summary = _trace_what_can_be(model, range(len(inspect_model(model).decoder)), mesh, step)
         return summary, (summary.blocks,)
-    stack = anatomy_of(model).decoder[0].rpartition(".")[0]
+    stack = inspect_model(model).decoder[0].rpartition(".")[0]
     summaries: list[Summary] = []
     for done, times in enumerate((repeated.least, repeated.least + 1), start=1):
         kept = repeated.kept(times)
@@ -138,8 +138,8 @@ def _trace_what_can_be(
     """
     left_out: dict[str, str] = {}
     while True:
-        fewer = with_blocks(model, kept) if len(kept) < len(anatomy_of(model).decoder) else copy.deepcopy(model)
-        blocks = anatomy_of(fewer).decoder
+        fewer = with_blocks(model, kept) if len(kept) < len(inspect_model(model).decoder) else copy.deepcopy(model)
+        blocks = inspect_model(fewer).decoder
         for path, module in fewer.named_modules():
             if starred(path) in left_out:
                 module.forward = _hand_on

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.debug.describe import parallel_report
@@ -23,9 +23,9 @@ from fsdp_runtime.estimate.trace.fake_world import without_data
 from fsdp_runtime.estimate.trace.module_tracker import Places
 from fsdp_runtime.estimate.trace.recorder import Recorder
 from fsdp_runtime.mesh.spec import axis_size
-from fsdp_runtime.model.structure import anatomy_of
+from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.parallel.context.sharding import sequence_layout
-from fsdp_runtime.parallel.fsdp import ShardingOptions
+from fsdp_runtime.parallel.fsdp import FSDPOptions
 from fsdp_runtime.parallelize import parallelize
 
 
@@ -60,9 +60,9 @@ def trace(model: nn.Module, mesh: DeviceMesh, step: Step, idle: frozenset[str] =
         step: what to run.
         idle: patterns of trainable parameters that are known to get no gradient, and so no optimizer state.
     """
-    anatomy = anatomy_of(model)
+    anatomy = inspect_model(model)
     vocabulary = vocabulary_of(model, anatomy.embedding)
-    parallelize(model, mesh, sharding=sharding_options(step), **step.parallelize)
+    parallelize(model, mesh, fsdp=fsdp_options(step), **step.parallelize)
     whole = _whole(model)
     with without_data(), accelerator_workspaces():
         model.to_empty(device="cpu")
@@ -107,14 +107,15 @@ def _without_gradient(model: nn.Module) -> frozenset[str]:
     return frozenset(map(starred, reached)) - {starred(name) for name, has in reached.items() if has}
 
 
-def sharding_options(step: Step) -> ShardingOptions:
+def fsdp_options(step: Step) -> FSDPOptions:
     """FSDP2's dtypes and offload."""
+    offload_policy = CPUOffloadPolicy() if step.offload else None
     if step.master_dtype is None:
-        return ShardingOptions(cpu_offload=step.offload)
-    return ShardingOptions(
-        mixed_precision=MixedPrecisionPolicy(param_dtype=step.dtype, reduce_dtype=step.master_dtype),
+        return FSDPOptions(offload_policy=offload_policy)
+    return FSDPOptions(
+        mp_policy=MixedPrecisionPolicy(param_dtype=step.dtype, reduce_dtype=step.master_dtype),
         master_dtype=step.master_dtype,
-        cpu_offload=step.offload,
+        offload_policy=offload_policy,
     )
 
 

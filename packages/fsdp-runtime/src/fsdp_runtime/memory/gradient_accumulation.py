@@ -14,8 +14,8 @@ _UNSYNCED = "_fsdp_runtime_unsynced"
 
 
 @contextmanager
-def no_gradient_sync(
-    model: nn.Module, *, across_replicas_only: bool = False, keep_gathered: bool = False
+def no_sync(
+    model: nn.Module, *, reduce_scatter: bool = False, reshard_after_backward: bool = True
 ) -> Iterator[nn.Module]:
     """Add up gradients on this rank inside the ``with``; the first backward after it reduces the sum.
 
@@ -25,10 +25,10 @@ def no_gradient_sync(
 
     Args:
         model: a model that FSDP2 wraps; a plain one is left alone.
-        across_replicas_only: with ``dp_replicate``, still scatter gradients to the shards each time, and leave out
+        reduce_scatter: with ``dp_replicate``, still scatter gradients to the shards each time, and leave out
             only the all-reduce between replicas: more communication, and gradients take the room of shards.
-        keep_gathered: keep parameters gathered, so that the next micro-batch need not gather them: the least
-            communication, and the room of the whole model.
+        reshard_after_backward: ``False`` keeps parameters gathered, so that the next micro-batch need not gather
+            them: least communication, most memory.
 
     Yields:
         The same model.  Nested use leaves the outer one in force.
@@ -41,11 +41,11 @@ def no_gradient_sync(
 
     def sync(on: bool) -> None:
         for unit, reshards in units:
-            if across_replicas_only:
+            if reduce_scatter:
                 unit.set_requires_all_reduce(on, recurse=False)
             else:
                 unit.set_requires_gradient_sync(on, recurse=False)
-            if keep_gathered:
+            if not reshard_after_backward:
                 unit.set_reshard_after_backward(on, recurse=False)
                 unit.set_reshard_after_forward(on and reshards, recurse=False)
 

@@ -18,7 +18,7 @@ _FIRST_PORT, _PORTS = 20000, 10000
 
 
 @dataclass(frozen=True)
-class Launch:
+class RankInfo:
     """One process of a job.
 
     Args:
@@ -34,7 +34,7 @@ class Launch:
     init_method: str | None = None
 
 
-def launch_from_environment(environment: Mapping[str, str] | None = None) -> Launch:
+def rank_info_from_env(environment: Mapping[str, str] | None = None) -> RankInfo:
     """What torchrun's variables say, else those of a Slurm step (``srun``), else one process alone.
 
     Args:
@@ -49,10 +49,10 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
     # A shell that salloc or sbatch opened has SLURM_NTASKS too, but only a task of srun has a step.
     if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
         return _by_slurm(environment)
-    return Launch()
+    return RankInfo()
 
 
-def start_distributed(launch: Launch, device_type: str) -> None:
+def start_distributed(launch: RankInfo, device_type: str) -> None:
     """Start ``torch.distributed`` with a backend for the device and one for the CPU.
 
     Gloo serves CPU tensors beside an accelerator's backend: offloaded gradients have a norm too.
@@ -68,7 +68,7 @@ def start_distributed(launch: Launch, device_type: str) -> None:
     dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, **meeting)
 
 
-def _by_torchrun(environment: Mapping[str, str]) -> Launch:
+def _by_torchrun(environment: Mapping[str, str]) -> RankInfo:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if name not in environment]:
         raise MeshError(
@@ -78,10 +78,10 @@ def _by_torchrun(environment: Mapping[str, str]) -> Launch:
     local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else None
     _number(environment, "MASTER_PORT")
     # torchrun's agent listens at the address already, and env:// joins its store.
-    return Launch(_number(environment, "RANK"), _number(environment, "WORLD_SIZE"), local_rank, "env://")
+    return RankInfo(_number(environment, "RANK"), _number(environment, "WORLD_SIZE"), local_rank, "env://")
 
 
-def _by_slurm(environment: Mapping[str, str]) -> Launch:
+def _by_slurm(environment: Mapping[str, str]) -> RankInfo:
     names = ("SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     if missing := [name for name in names if name not in environment] + ([] if nodes else ["SLURM_STEP_NODELIST"]):
@@ -92,7 +92,7 @@ def _by_slurm(environment: Mapping[str, str]) -> Launch:
     else:
         port = _FIRST_PORT + _number(environment, "SLURM_JOB_ID") % _PORTS
     rank, world_size = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
-    return Launch(rank, world_size, _number(environment, "SLURM_LOCALID"), f"tcp://{host}:{port}")
+    return RankInfo(rank, world_size, _number(environment, "SLURM_LOCALID"), f"tcp://{host}:{port}")
 
 
 def first_host(nodes: str) -> str:

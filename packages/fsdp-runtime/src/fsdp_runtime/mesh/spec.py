@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_runtime._torch_compat import flatten_axes
 from fsdp_runtime.errors import MeshError
-from fsdp_runtime.mesh.rendezvous import launch_from_environment, start_distributed
+from fsdp_runtime.mesh.rendezvous import rank_info_from_env, start_distributed
 
 #: Flattened axes: all that divide the batch, all that shard parameters, all that split tokens.
 FLATTENED: dict[str, tuple[str, ...]] = {
@@ -80,7 +80,7 @@ class MeshSpec:
             MeshError: the sizes do not fill the world, or the environment says only half of what is needed.
         """
         device_type = device_type or default_device_type()
-        launch = None if dist.is_initialized() else launch_from_environment()
+        launch = None if dist.is_initialized() else rank_info_from_env()
         spec = self.resolve(launch.world_size if launch else dist.get_world_size())  # before any group is made
         if launch is not None:
             start_distributed(launch, device_type)

@@ -16,7 +16,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionHeads:
     """The heads of one block's attention.
 
     Args:
@@ -31,7 +31,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelStructure:
     """The parts of a model, by their paths in it.
 
     Args:
@@ -48,7 +48,7 @@ class Anatomy:
     towers: tuple[str, ...] = ()
     embedding: str | None = None
     head: str | None = None
-    heads: Mapping[str, Heads] = field(default_factory=dict)
+    heads: Mapping[str, AttentionHeads] = field(default_factory=dict)
 
     @property
     def last_block(self) -> nn.Module:
@@ -56,7 +56,7 @@ class Anatomy:
         return self.blocks[self.decoder[-1]]
 
 
-def anatomy_of(model: nn.Module) -> Anatomy:
+def inspect_model(model: nn.Module) -> ModelStructure:
     """Find a model's parts by structure; names and classes do not matter.
 
     Blocks are the members of the outermost containers whose members are themselves made of modules: of a
@@ -76,7 +76,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     embedding, head = _ends(model, blocks)
     # A tower can be the larger one; the decoder's stack lies beside the token embedding.
     decoder = max(stacks, key=lambda path: (_shared(path, embedding or ""), _size(stacks[path].values())))
-    return Anatomy(
+    return ModelStructure(
         blocks=blocks,
         decoder=tuple(stacks[decoder]),
         towers=tuple(dict.fromkeys(_branch(path, decoder) for path in stacks if path != decoder)),
@@ -86,7 +86,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     )
 
 
-def heads_of(block: nn.Module) -> Heads | None:
+def heads_of(block: nn.Module) -> AttentionHeads | None:
     """The heads of the first attention in a block, from its widths; ``None`` where there is none to be seen."""
     for module in block.modules():
         dim = getattr(module, "head_dim", None)
@@ -94,13 +94,13 @@ def heads_of(block: nn.Module) -> Heads | None:
             continue
         groups = getattr(module, "num_key_value_groups", 1)
         if (keys := _width(module, "k_proj")) is not None:
-            return Heads(keys // dim * groups, keys // dim, dim)
+            return AttentionHeads(keys // dim * groups, keys // dim, dim)
         for fused in ("qkv_proj", "qkv", "query_key_value"):
             if (width := _width(module, fused)) is not None:
                 key_value = width // (dim * (groups + 2))
-                return Heads(key_value * groups, key_value, dim)
+                return AttentionHeads(key_value * groups, key_value, dim)
         if (queries := _width(module, "q_proj")) is not None:  # keys come from another layer
-            return Heads(queries // dim, queries // dim // groups, dim)
+            return AttentionHeads(queries // dim, queries // dim // groups, dim)
     return None
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.model.structure import Anatomy
+from fsdp_runtime.model.structure import ModelStructure
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _SAVED = "_fsdp_runtime_saved"
 
 
 @dataclass(frozen=True)
-class Selective:
+class SelectiveCheckpoint:
     """Recompute every operator of a block but some, whose results are kept.
 
     Args:
@@ -58,35 +58,39 @@ class Selective:
         for name in self.save:
             namespace, dot, operator = name.partition(".")
             if not dot:
-                raise OptionError(f"Selective(save=...): {name!r} has no namespace: write 'aten.{name}'")
+                raise OptionError(f"SelectiveCheckpoint(save=...): {name!r} has no namespace: write 'aten.{name}'")
             packet = getattr(getattr(torch.ops, namespace), operator, None)
             found += [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
         if not found:
-            raise OptionError(f"Selective(save={self.save!r}): torch {torch.__version__} has none of these operators")
+            raise OptionError(
+                f"SelectiveCheckpoint(save={self.save!r}): torch {torch.__version__} has none of these operators"
+            )
         return found
 
 
-ActivationCheckpointing = Mode | Selective
+ActivationCheckpointing = Mode | SelectiveCheckpoint
 
 
-def modules_to_recompute(anatomy: Anatomy, mode: object) -> dict[str, nn.Module]:
-    """The modules that :func:`checkpoint_activations` would make recompute; nothing is changed.
+def modules_to_recompute(structure: ModelStructure, mode: object) -> dict[str, nn.Module]:
+    """The modules that :func:`apply_ac` would make recompute; nothing is changed.
 
     Raises:
         OptionError: an unknown mode.
         ModelError: ``"mlp"`` of a model whose blocks have no part of that name.
     """
-    if isinstance(mode, Selective):
+    if isinstance(mode, SelectiveCheckpoint):
         mode.overloads()
     elif mode not in get_args(Mode):
         allowed = ", ".join(map(repr, get_args(Mode)))
-        raise OptionError(f"activation_checkpointing={mode!r}: write one of {allowed}, or a Selective(save=...)")
+        raise OptionError(
+            f"activation_checkpointing={mode!r}: write one of {allowed}, or a SelectiveCheckpoint(save=...)"
+        )
     if mode == "none":
         return {}
-    return _mlps(anatomy) if mode == "mlp" else dict(anatomy.blocks)
+    return _mlps(structure) if mode == "mlp" else dict(structure.blocks)
 
 
-def checkpoint_activations(model: nn.Module, anatomy: Anatomy, mode: ActivationCheckpointing) -> list[str]:
+def apply_ac(model: nn.Module, structure: ModelStructure, mode: ActivationCheckpointing) -> list[str]:
     """Make modules recompute their activations in backward, in place.
 
     A key/value cache cannot survive recomputation (each key would be appended twice), so the configs'
@@ -94,9 +98,9 @@ def checkpoint_activations(model: nn.Module, anatomy: Anatomy, mode: ActivationC
 
     Args:
         model: the model.
-        anatomy: its parts.
+        structure: its parts.
         mode: ``"none"``; ``"mlp"`` for the feed-forward part of every block; ``"block"`` for every block;
-            ``"selective"`` or a :class:`Selective` for every block but its costly operators.
+            ``"selective"`` or a :class:`SelectiveCheckpoint` for every block but its costly operators.
 
     Returns:
         The paths of the modules that recompute.
@@ -105,9 +109,9 @@ def checkpoint_activations(model: nn.Module, anatomy: Anatomy, mode: ActivationC
         OptionError: an unknown mode.
         ModelError: ``"mlp"`` of a model whose blocks have no part of that name.
     """
-    chosen = modules_to_recompute(anatomy, mode)
-    selective = Selective() if mode == "selective" else mode
-    saved = selective.overloads() if isinstance(selective, Selective) else None
+    chosen = modules_to_recompute(structure, mode)
+    selective = SelectiveCheckpoint() if mode == "selective" else mode
+    saved = selective.overloads() if isinstance(selective, SelectiveCheckpoint) else None
     for module in chosen.values():
         _recompute(module, saved)
     if mode not in ("none", "mlp"):  # no cache is filled inside a feed-forward part
@@ -117,7 +121,7 @@ def checkpoint_activations(model: nn.Module, anatomy: Anatomy, mode: ActivationC
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Whether a module recomputes its activations by :func:`checkpoint_activations`."""
+    """Whether a module recomputes its activations by :func:`apply_ac`."""
     return isinstance(module, _Recomputing)
 
 
@@ -137,16 +141,16 @@ class _Recomputing:
         return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
 
 
-def _mlps(anatomy: Anatomy) -> dict[str, nn.Module]:
+def _mlps(structure: ModelStructure) -> dict[str, nn.Module]:
     found = {
         f"{path}.{name}": child
-        for path, block in anatomy.blocks.items()
+        for path, block in structure.blocks.items()
         for name, child in block.named_children()
         if name in MLP_NAMES
     }
-    if not any(path.startswith(f"{block}.") for path in found for block in anatomy.decoder):
-        block = anatomy.decoder[0]
-        parts = ", ".join(name for name, _ in anatomy.blocks[block].named_children())
+    if not any(path.startswith(f"{block}.") for path in found for block in structure.decoder):
+        block = structure.decoder[0]
+        parts = ", ".join(name for name, _ in structure.blocks[block].named_children())
         raise ModelError(
             f"activation_checkpointing='mlp': {block} has {parts}, none of which is called "
             f"{', '.join(MLP_NAMES)}; use 'block' or 'selective'"

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_runtime.model.structure import Anatomy
+from fsdp_runtime.model.structure import ModelStructure
 
 logger = logging.getLogger(__name__)
 
 
-def compile_blocks(anatomy: Anatomy, options: Mapping[str, Any] | None = None) -> list[str]:
+def apply_compile(structure: ModelStructure, options: Mapping[str, Any] | None = None) -> list[str]:
     """Compile every block with ``nn.Module.compile``: names, classes and the state dict stay as they are.
 
     Blocks of one class share their compiled code.  Call it after layers are split and checkpointing is set, whose
@@ -19,13 +19,13 @@ def compile_blocks(anatomy: Anatomy, options: Mapping[str, Any] | None = None) -
     torchtitan's ``parallelize_llama``).
 
     Args:
-        anatomy: the model's parts.
+        structure: the model's parts.
         options: keywords of ``torch.compile``, as ``{"backend": "inductor", "mode": "max-autotune-no-cudagraphs"}``.
 
     Returns:
         The paths of the blocks.
     """
-    for block in anatomy.blocks.values():
+    for block in structure.blocks.values():
         block.compile(**dict(options or {}))
-    logger.info("torch.compile: %d blocks", len(anatomy.blocks))
-    return list(anatomy.blocks)
+    logger.info("torch.compile: %d blocks", len(structure.blocks))
+    return list(structure.blocks)

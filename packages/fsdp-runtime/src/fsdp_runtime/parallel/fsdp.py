@@ -23,50 +23,53 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_runtime._torch_compat import join_axes
 from fsdp_runtime.errors import MeshError, OptionError
 from fsdp_runtime.mesh.spec import axis_size, submesh
-from fsdp_runtime.model.structure import Anatomy
+from fsdp_runtime.model.structure import ModelStructure
 
 logger = logging.getLogger(__name__)
 
 _RESHARDS = "_fsdp_runtime_reshards"
 
-Frozen = Literal["layer", "root", "replicate"]
+FrozenParams = Literal["layer", "root", "replicate"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardingOptions:
+class FSDPOptions:
     """How parameters are sharded over the data-parallel ranks.
 
     Args:
-        mixed_precision: dtypes of gathered parameters, reduced gradients and the model's outputs; ``None`` leaves
+        mp_policy: dtypes of gathered parameters, reduced gradients and the model's outputs; ``None`` leaves
             every dtype as it is.
         master_dtype: what trainable parameters are converted to before they are sharded, and so what gradients and
-            the optimizer work in: ``torch.float32`` under a ``mixed_precision`` that computes in less.
-        cpu_offload: keep shards, gradients and optimizer state on the CPU between uses.
+            the optimizer work in: ``torch.float32`` under an ``mp_policy`` that computes in less.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU between uses,
+            in pinned memory where the mesh is on an accelerator; ``None`` leaves them on the device.
         reshard_after_forward: free a block's gathered parameters after its forward.
-        reshard_last: free those of the last block and of the root too, which backward needs first.
+        reshard_last_block: free those of the last block and of the root too, which backward needs first.
         prefetch_forward: blocks whose gathering starts before the forward of the current one; 0 leaves it to the
             host running ahead of the device.
         prefetch_backward: the same in backward, at least 1, which is torch's default.
-        frozen: what to do with parameters that need no gradient: ``"layer"`` shards them like all others,
+        frozen_params: what to do with parameters that need no gradient: ``"layer"`` shards them like all others,
             ``"root"`` makes blocks that are wholly frozen part of the root, gathered once a step, and
             ``"replicate"`` leaves every frozen parameter whole on every rank, without any communication.
         gradient_divide_factor: what summed gradients are divided by, such as 1 for a loss that is divided by its
             tokens already; by default the number of ranks that have different batches.
     """
 
-    mixed_precision: MixedPrecisionPolicy | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
     master_dtype: torch.dtype | None = None
-    cpu_offload: bool = False
+    offload_policy: OffloadPolicy | None = None
     reshard_after_forward: bool = True
-    reshard_last: bool = False
+    reshard_last_block: bool = False
     prefetch_forward: int = 0
     prefetch_backward: int = 1
-    frozen: Frozen = "layer"
+    frozen_params: FrozenParams = "layer"
     gradient_divide_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if self.frozen not in get_args(Frozen):
-            raise OptionError(f"frozen={self.frozen!r}: write one of {', '.join(map(repr, get_args(Frozen)))}")
+        if self.frozen_params not in get_args(FrozenParams):
+            raise OptionError(
+                f"frozen_params={self.frozen_params!r}: write one of {', '.join(map(repr, get_args(FrozenParams)))}"
+            )
         for name, least in (("prefetch_forward", 0), ("prefetch_backward", 1)):
             if type(depth := getattr(self, name)) is not int or depth < least:
                 raise OptionError(f"{name}={depth!r}: give a number of blocks, {least} or more")
@@ -74,12 +77,12 @@ class ShardingOptions:
             raise OptionError(f"gradient_divide_factor={factor!r}: give a positive number")
 
     @property
-    def asked(self) -> bool:
+    def requires_fsdp(self) -> bool:
         """Whether anything here needs FSDP even where a single rank holds all shards."""
-        return self.mixed_precision is not None or self.cpu_offload
+        return self.mp_policy is not None or isinstance(self.offload_policy, CPUOffloadPolicy)
 
 
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     """The part of a mesh that FSDP uses: one axis of shards, or replicas times shards (HSDP); ``None`` without.
 
     Ranks of ``cp`` hold shards too: each has part of the tokens, and their gradients are summed alike.
@@ -96,8 +99,8 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     return join_axes(mesh["dp_replicate"], shards) if axis_size(mesh, "dp_replicate") > 1 else shards
 
 
-def shard_over_data_parallel(
-    model: nn.Module, mesh: DeviceMesh, anatomy: Anatomy, options: ShardingOptions | None = None
+def apply_fsdp(
+    model: nn.Module, mesh: DeviceMesh, structure: ModelStructure, options: FSDPOptions | None = None
 ) -> nn.Module:
     """Wrap every block and then the model with ``fully_shard``, in place.
 
@@ -106,23 +109,23 @@ def shard_over_data_parallel(
 
     Args:
         model: the model, split over ``tp`` already where it is to be.
-        mesh: what :func:`data_parallel_mesh` gives.
-        anatomy: the model's parts.
+        mesh: what :func:`fsdp_mesh` gives.
+        structure: the model's parts.
         options: dtypes, offload, resharding, prefetching and what becomes of frozen parameters.
 
     Raises:
         OptionError: options contradict each other, or frozen parameters are to stay whole in another dtype than the
             one to compute in.
     """
-    options = options or ShardingOptions()
+    options = options or FSDPOptions()
     check_sharding(model, options)
     if options.master_dtype is not None:
         _convert_trainable(model, options.master_dtype)
     whole = parameters_left_whole(model, options)
-    precision = options.mixed_precision or MixedPrecisionPolicy()
-    offload: OffloadPolicy = (
-        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
-    )
+    precision = options.mp_policy or MixedPrecisionPolicy()
+    offload = options.offload_policy or OffloadPolicy()
+    if isinstance(offload, CPUOffloadPolicy) and mesh.device_type == "cpu":  # nothing to pin memory for
+        offload = CPUOffloadPolicy(pin_memory=False)
 
     axis_shards = mesh.size(mesh.ndim - 1)  # of HSDP's two axes the last one shards
     inner = replace(precision, output_dtype=None)  # what blocks hand each other stays in the dtype to compute in
@@ -139,12 +142,12 @@ def shard_over_data_parallel(
         )
         module.__dict__[_RESHARDS] = reshard
 
-    units = _units(anatomy, _shared_parameters(model), options.frozen)
+    units = _units(structure, _shared_parameters(model), options.frozen_params)
     for block in units.values():
-        keep = block is anatomy.last_block and not options.reshard_last
+        keep = block is structure.last_block and not options.reshard_last_block
         shard(block, reshard=False if keep else options.reshard_after_forward)
-    shard(model, reshard=options.reshard_after_forward and options.reshard_last)
-    _prefetch([units[path] for path in anatomy.decoder if path in units], options)
+    shard(model, reshard=options.reshard_after_forward and options.reshard_last_block)
+    _prefetch([units[path] for path in structure.decoder if path in units], options)
     if options.gradient_divide_factor is not None:
         divide_gradients(model, mesh, options.gradient_divide_factor)
     logger.info("FSDP2: %d blocks and the root over %d ranks", len(units), mesh.size())
@@ -172,32 +175,32 @@ def divide_gradients(model: nn.Module, mesh: DeviceMesh, factor: float) -> None:
             module.set_all_reduce_hook(rescale)
 
 
-def check_sharding(model: nn.Module, options: ShardingOptions) -> None:
+def check_sharding(model: nn.Module, options: FSDPOptions) -> None:
     """Raise :class:`OptionError` where options contradict each other or the model; nothing is changed."""
-    policy = options.mixed_precision
+    policy = options.mp_policy
     if options.master_dtype is not None and (policy is None or policy.param_dtype is None):
         raise OptionError(
             f"master_dtype={options.master_dtype} without a dtype to compute in: give "
-            "mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         )
     parameters_left_whole(model, options)
 
 
-def parameters_left_whole(model: nn.Module, options: ShardingOptions) -> set[nn.Parameter]:
-    """The parameters that ``frozen="replicate"`` leaves alone; nothing is changed.
+def parameters_left_whole(model: nn.Module, options: FSDPOptions) -> set[nn.Parameter]:
+    """The parameters that ``frozen_params="replicate"`` leaves alone; nothing is changed.
 
     Raises:
         OptionError: some are not in the dtype to compute in, which FSDP2 then does not convert them to.
     """
-    if options.frozen != "replicate":
+    if options.frozen_params != "replicate":
         return set()
     whole = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    dtype = options.mixed_precision.param_dtype if options.mixed_precision is not None else None
+    dtype = options.mp_policy.param_dtype if options.mp_policy is not None else None
     unlike = [name for name, parameter in whole.items() if dtype is not None and parameter.dtype != dtype]
     if unlike:
         raise OptionError(
-            f"frozen='replicate' leaves {len(unlike)} parameters in their dtype, first {unlike[0]} in "
-            f"{whole[unlike[0]].dtype}, and mixed_precision computes in {dtype}: convert them first"
+            f"frozen_params='replicate' leaves {len(unlike)} parameters in their dtype, first {unlike[0]} in "
+            f"{whole[unlike[0]].dtype}, and mp_policy computes in {dtype}: convert them first"
         )
     return set(whole.values())
 
@@ -222,10 +225,10 @@ def _dim_to_cut(parameter: nn.Parameter, shards: int) -> Shard | None:
     return next((Shard(dim) for dim in free), None)
 
 
-def _units(anatomy: Anatomy, shared: set[nn.Parameter], frozen: Frozen) -> dict[str, nn.Module]:
+def _units(structure: ModelStructure, shared: set[nn.Parameter], frozen: FrozenParams) -> dict[str, nn.Module]:
     """The blocks that become units of their own."""
     units: dict[str, nn.Module] = {}
-    for path, block in anatomy.blocks.items():
+    for path, block in structure.blocks.items():
         parameters = list(block.parameters())
         alone = shared.isdisjoint(parameters)
         trains = any(parameter.requires_grad for parameter in parameters)
@@ -245,7 +248,7 @@ def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, count in owners.items() if count > 1}
 
 
-def _prefetch(blocks: Sequence[nn.Module], options: ShardingOptions) -> None:
+def _prefetch(blocks: Sequence[nn.Module], options: FSDPOptions) -> None:
     units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     for index, unit in enumerate(units):
         if options.prefetch_forward:

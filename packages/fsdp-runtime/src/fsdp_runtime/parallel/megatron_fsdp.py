@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import BackendError, ModelError, OptionError
-from fsdp_runtime.model.structure import Anatomy
+from fsdp_runtime.model.structure import ModelStructure
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def shard_with_megatron(
     model: nn.Module,
     mesh: DeviceMesh,
-    anatomy: Anatomy,
+    structure: ModelStructure,
     *,
     dp_shard_dim: str,
     tp_dim: str | None = None,
@@ -37,7 +37,7 @@ def shard_with_megatron(
     Args:
         model: the model.
         mesh: the mesh that has the axes named below.
-        anatomy: the model's parts, by which the units are found.
+        structure: the model's parts, by which the units are found.
         dp_shard_dim: the axis to shard over.
         tp_dim: the axis that layers are split over, if there is one.
         unit_modules: classes, or their names, that are sharded as units; by default those of the blocks.
@@ -58,7 +58,7 @@ def shard_with_megatron(
     keywords = {
         "dp_shard_dim": dp_shard_dim,
         "tp_dim": tp_dim,
-        "fsdp_unit_modules": _unit_classes(model, anatomy, unit_modules),
+        "fsdp_unit_modules": _unit_classes(model, structure, unit_modules),
         "mixed_precision_policy": megatron.MixedPrecisionPolicy(
             main_params_dtype=main_params_dtype, main_grads_dtype=main_grads_dtype, grad_comm_dtype=main_grads_dtype
         ),
@@ -86,15 +86,15 @@ def _megatron() -> Any:
 
 
 def _unit_classes(
-    model: nn.Module, anatomy: Anatomy, wanted: Sequence[type[nn.Module] | str] | None
+    model: nn.Module, structure: ModelStructure, wanted: Sequence[type[nn.Module] | str] | None
 ) -> list[type[nn.Module]]:
     """The classes of the units, which must occur: Megatron-FSDP divides by how often they do."""
     present = {type(module): None for module in model.modules()}
     if wanted is None:
-        return list({type(block): None for block in anatomy.blocks.values()})
+        return list({type(block): None for block in structure.blocks.values()})
     chosen = [cls for cls in present if any(_is_meant(cls, name) for name in wanted)]
     if not chosen:
-        blocks = ", ".join(sorted({type(block).__name__ for block in anatomy.blocks.values()}))
+        blocks = ", ".join(sorted({type(block).__name__ for block in structure.blocks.values()}))
         raise ModelError(
             f"no module is of class {', '.join(map(str, wanted))}: the model's blocks are of class {blocks}"
         )

@@ -57,7 +57,7 @@ def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
         logger.warning("%s", finding)
 
 
-def apply_plan(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh) -> None:
+def apply_tp(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh) -> None:
     """Check a plan against the model, then split the model over a one-axis mesh, in place.
 
     Parameters that every rank already holds are taken from the first rank of the axis, as in torch.

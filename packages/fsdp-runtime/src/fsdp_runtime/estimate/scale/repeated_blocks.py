@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_runtime._torch_compat import children
-from fsdp_runtime.model.structure import anatomy_of
+from fsdp_runtime.model.structure import inspect_model
 
 #: Attributes that say where a block stands, not what it computes.
 _INDICES = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")
@@ -59,7 +59,7 @@ class Repetition:
 
 def repetition(model: nn.Module) -> Repetition | None:
     """The longest repetition among the decoder's blocks, by structure; ``None`` where they are not one list's."""
-    anatomy = anatomy_of(model)
+    anatomy = inspect_model(model)
     if len({path.rpartition(".")[0] for path in anatomy.decoder}) != 1:
         return None
     names: dict[Any, int] = {}
@@ -92,7 +92,7 @@ def signature(block: nn.Module) -> Any:
 
 def with_blocks(model: nn.Module, kept: Sequence[int]) -> nn.Module:
     """A copy of a model (on the meta device) with some of its decoder's blocks; per-layer lists of configs follow."""
-    anatomy = anatomy_of(model)
+    anatomy = inspect_model(model)
     parent_path, _, _ = anatomy.decoder[0].rpartition(".")
     owner_path, _, name = parent_path.rpartition(".")
     owner = model.get_submodule(owner_path)

@@ -15,12 +15,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._torch_compat import all_gather_flat, forward_pre_hooks
-from fsdp_runtime._transformers_compat import attention_in_force, is_transformers_model, keeps_state, supports_sdpa
-from fsdp_runtime.attention_interface import rope_types, use_attention
+from fsdp_runtime._transformers_compat import (
+    attention_in_force,
+    is_transformers_model,
+    keeps_state,
+    rope_types,
+    supports_sdpa,
+    use_attention,
+)
 from fsdp_runtime.errors import LayoutError, ModelError
-from fsdp_runtime.model.structure import Anatomy
+from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.context.attention import ContextAttention
-from fsdp_runtime.parallel.context.sharding import SequenceLayout, SequenceOrder, require_order
+from fsdp_runtime.parallel.context.sharding import LoadBalancer, SequenceLayout, require_load_balancer
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +38,14 @@ _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def require_context_parallel(model: Any, anatomy: Anatomy) -> None:
+def require_context_parallel(model: Any, structure: ModelStructure) -> None:
     """Raise :class:`ModelError` unless the model's tokens meet in attention alone, and in one that can be replaced."""
     name = type(model).__name__
     if not is_transformers_model(model):
         raise ModelError(
             f"{name} is no transformers model: cp replaces attention through transformers.AttentionInterface; in a "
-            "model of your own call ContextAttention(group, order).attend, then apply_plan and "
-            "shard_over_data_parallel(model, data_parallel_mesh(mesh), anatomy_of(model))"
+            "model of your own call ContextAttention(group, load_balancer).attend, then apply_tp and "
+            "apply_fsdp(model, fsdp_mesh(mesh), inspect_model(model))"
         )
     config = model.config.get_text_config()
     if not supports_sdpa(model) or attention_in_force(config) != "sdpa":
@@ -50,8 +56,8 @@ def require_context_parallel(model: Any, anatomy: Anatomy) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_ATTENTION_LAYERS)
     mixing = [
         f"{path}.{inner}"
-        for path in anatomy.decoder
-        for inner, module in anatomy.blocks[path].named_modules()
+        for path in structure.decoder
+        for inner, module in structure.blocks[path].named_modules()
         if isinstance(module, nn.Conv1d)
     ]
     if kinds or mixing or keeps_state(model):
@@ -65,8 +71,8 @@ def require_context_parallel(model: Any, anatomy: Anatomy) -> None:
         )
 
 
-def apply_context_parallel(
-    model: Any, cp_mesh: DeviceMesh, anatomy: Anatomy, *, order: SequenceOrder = "balanced"
+def apply_cp(
+    model: Any, cp_mesh: DeviceMesh, structure: ModelStructure, *, load_balancer: LoadBalancer = "headtail"
 ) -> None:
     """Make a model take its tokens split over a one-axis mesh, in place.
 
@@ -77,23 +83,23 @@ def apply_context_parallel(
     Args:
         model: a transformers model whose attention is ``"sdpa"``.
         cp_mesh: the axis.
-        anatomy: the model's parts.
-        order: how ranks share a sequence.
+        structure: the model's parts.
+        load_balancer: the tokens that each rank holds.
 
     Raises:
         ModelError: its tokens do not meet in attention alone.
-        OptionError: an unknown order.
+        OptionError: an unknown load balancer.
     """
-    require_order(order)
-    require_context_parallel(model, anatomy)
-    attention = ContextAttention(cp_mesh.get_group(), order)
+    require_load_balancer(load_balancer)
+    require_context_parallel(model, structure)
+    attention = ContextAttention(cp_mesh.get_group(), load_balancer)
     use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask)
     model.register_forward_pre_hook(_Inputs(attention), with_kwargs=True)
-    logger.info("context parallelism: attention over %d ranks, %s order", cp_mesh.size(), order)
+    logger.info("context parallelism: attention over %d ranks, load balancer %s", cp_mesh.size(), load_balancer)
 
 
 def attention_of(model: nn.Module) -> ContextAttention:
-    """The attention that :func:`apply_context_parallel` gave a model.
+    """The attention that :func:`apply_cp` gave a model.
 
     Raises:
         ModelError: it gave it none.
@@ -106,7 +112,7 @@ def attention_of(model: nn.Module) -> ContextAttention:
 
 
 def under_context_parallelism(model: nn.Module) -> bool:
-    """Whether :func:`apply_context_parallel` was called on a model."""
+    """Whether :func:`apply_cp` was called on a model."""
     return any(_hooks(model))
 
 

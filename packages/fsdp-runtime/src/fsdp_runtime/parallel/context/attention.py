@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_runtime._torch_compat import all_gather_flat, causal_bias, reduce_scatter_flat
 from fsdp_runtime.errors import ModelError
-from fsdp_runtime.parallel.context.sharding import SequenceLayout, SequenceOrder
+from fsdp_runtime.parallel.context.sharding import LoadBalancer, SequenceLayout
 
 
 @dataclass
@@ -27,14 +27,14 @@ class ContextAttention:
 
     Args:
         group: the ranks of the axis.
-        order: how they share a sequence.
+        load_balancer: the tokens that each rank holds, see ``SequenceLayout``.
         masked: whether the batch at hand has padding; decided once a forward, without looking at values.
         documents: ``[batch, seq]``, the number of each token's document in a packed batch, else ``None``.
         ring: whether torch's ring is in force, which takes local tokens.
     """
 
     group: ProcessGroup
-    order: SequenceOrder
+    load_balancer: LoadBalancer
     masked: bool = False
     documents: Tensor | None = None
     ring: bool = False
@@ -42,7 +42,7 @@ class ContextAttention:
     def layout(self, local_length: int) -> SequenceLayout:
         """The layout of sequences of which this rank holds ``local_length`` tokens."""
         ranks = dist.get_world_size(self.group)
-        return SequenceLayout(local_length * ranks, ranks, dist.get_rank(self.group), self.order)
+        return SequenceLayout(local_length * ranks, ranks, dist.get_rank(self.group), self.load_balancer)
 
     def attend(
         self,

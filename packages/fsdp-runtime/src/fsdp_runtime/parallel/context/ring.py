@@ -23,13 +23,13 @@ def ring_attention(model: nn.Module, mesh: DeviceMesh, length: int) -> Iterator[
     with a mask, as of padding or a sliding window, go on gathering, since torch's ring knows causal masks only.
 
     Args:
-        model: a model under context parallelism, in balanced order, which is torch's.
+        model: a model under context parallelism, with ``cp_load_balancer="headtail"``, as in torch.
         mesh: the mesh that it is parallelized on.
         length: tokens of the whole sequences.
 
     Raises:
         BackendError: the mesh is not on CUDA, whose kernels are the only ones that torch's ring calls.
-        OptionError: the model's order is another one.
+        OptionError: the model has another load balancer.
         ModelError: the model is not under context parallelism.
         LayoutError: the length does not divide.
     """
@@ -39,8 +39,10 @@ def ring_attention(model: nn.Module, mesh: DeviceMesh, length: int) -> Iterator[
             f"torch's ring attention calls CUDA kernels only, and the mesh is on {mesh.device_type}: leave it out, "
             "and keys and values are gathered instead"
         )
-    if attention.order != "balanced":
-        raise OptionError(f"ring attention needs sequence_order='balanced', and the model's is {attention.order!r}")
+    if attention.load_balancer != "headtail":
+        raise OptionError(
+            f"ring attention needs cp_load_balancer='headtail', and the model's is {attention.load_balancer!r}"
+        )
     sequence_layout(mesh, length)
     # torch takes the length from a buffer that it is to cut.
     tokens = torch.arange(length, device=mesh.device_type)

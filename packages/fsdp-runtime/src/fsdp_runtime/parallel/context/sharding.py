@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_runtime.errors import LayoutError, OptionError
 from fsdp_runtime.mesh.spec import axis_size
 
-SequenceOrder = Literal["balanced", "contiguous"]
+#: ``"headtail"``, torchtitan's default, or ``None``.
+LoadBalancer = Literal["headtail"] | None
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class SequenceLayout:
         length: tokens of a whole sequence, padding included.
         ranks: size of the axis.
         rank: this process's place on it.
-        order: ``"balanced"`` cuts the sequence into ``2 * ranks`` chunks and gives rank ``r`` the ``r``-th and the
-            ``r``-th from the end, so that causal attention costs all ranks alike (Llama 3, arXiv:2407.21783, section
-            3.3.2); ``"contiguous"`` gives each rank one run of tokens.
+        load_balancer: ``"headtail"`` splits the sequence into ``2 * ranks`` chunks and gives rank ``r`` the ``r``-th
+            and the ``r``-th from the end, so that causal attention costs the same on every rank (Llama 3,
+            arXiv:2407.21783, section 3.3.2); ``None`` gives each rank one contiguous chunk.
 
     Raises:
         LayoutError: the length does not divide; the message has the length to pad to.
@@ -36,15 +37,15 @@ class SequenceLayout:
     length: int
     ranks: int
     rank: int
-    order: SequenceOrder = "balanced"
+    load_balancer: LoadBalancer = "headtail"
 
     def __post_init__(self) -> None:
-        require_order(self.order)
+        require_load_balancer(self.load_balancer)
         if self.length % self.multiple:
             padded = -(-self.length // self.multiple) * self.multiple
             raise LayoutError(
-                f"{self.length} tokens do not divide over cp={self.ranks} in {self.order} order: pad to {padded}, a "
-                f"multiple of {self.multiple}"
+                f"{self.length} tokens do not divide over cp={self.ranks} with load_balancer={self.load_balancer!r}: "
+                f"pad to {padded}, a multiple of {self.multiple}"
             )
 
     @property
@@ -55,7 +56,7 @@ class SequenceLayout:
     @property
     def chunks_per_rank(self) -> int:
         """How many runs of neighbouring tokens a rank holds."""
-        return 2 if self.order == "balanced" and self.ranks > 1 else 1
+        return 2 if self.load_balancer == "headtail" and self.ranks > 1 else 1
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -66,7 +67,7 @@ class SequenceLayout:
     def permutation(self) -> Tensor:
         """``[length]`` int64: each token's position in the sequence, one rank's tokens after another's.
 
-        This is the *order* that ``rl_logprobs.sequence_shard`` and ``gather_sequence`` take.
+        The *permutation* that ``rl_logprobs.sequence_shard`` and ``gather_sequence`` take.
         """
         runs = torch.arange(self.length).view(self.ranks * self.chunks_per_rank, -1)
         return torch.cat([runs[chunk] for rank in range(self.ranks) for chunk in self._chunks_of(rank)])
@@ -105,22 +106,22 @@ class SequenceLayout:
         return (rank, 2 * self.ranks - 1 - rank) if self.chunks_per_rank == 2 else (rank,)
 
 
-def sequence_layout(mesh: DeviceMesh, length: int, *, order: SequenceOrder = "balanced") -> SequenceLayout:
+def sequence_layout(mesh: DeviceMesh, length: int, *, load_balancer: LoadBalancer = "headtail") -> SequenceLayout:
     """The layout of sequences of ``length`` tokens on a mesh; the whole sequence on each rank without ``cp``.
 
     Args:
         mesh: the mesh that the model is parallelized on.
         length: tokens of a whole sequence, padding included.
-        order: the same as was given to ``parallelize``.
+        load_balancer: the ``cp_load_balancer`` that ``parallelize`` was given.
 
     Raises:
         LayoutError: the length does not divide.
     """
     ranks = axis_size(mesh, "cp")
-    return SequenceLayout(length, ranks, mesh.get_local_rank("cp") if ranks > 1 else 0, order)
+    return SequenceLayout(length, ranks, mesh.get_local_rank("cp") if ranks > 1 else 0, load_balancer)
 
 
-def require_order(order: str) -> None:
-    """Raise :class:`OptionError` unless ``order`` is one that :class:`SequenceLayout` knows."""
-    if order not in get_args(SequenceOrder):
-        raise OptionError(f"sequence order {order!r}: write one of {', '.join(map(repr, get_args(SequenceOrder)))}")
+def require_load_balancer(load_balancer: object) -> None:
+    """Raise :class:`OptionError` unless :class:`SequenceLayout` knows the load balancer."""
+    if load_balancer not in ("headtail", None):
+        raise OptionError(f"load_balancer={load_balancer!r}: write 'headtail' or None")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import MeshSpec, OptionError, ShardingOptions, anatomy_of, parallel_report, parallelize
+from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, inspect_model, parallel_report, parallelize
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, compare
@@ -21,7 +21,7 @@ VISION = "model.vision_tower"
 
 def _model(architecture: str = "Qwen3ForCausalLM", **options: Any) -> nn.Module:
     mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
-    return parallelize(tiny_model(architecture, num_hidden_layers=4), mesh, sharding=ShardingOptions(**options))
+    return parallelize(tiny_model(architecture, num_hidden_layers=4), mesh, fsdp=FSDPOptions(**options))
 
 
 def _step(model: nn.Module) -> dict[str, int]:
@@ -36,7 +36,9 @@ def _steps_of(*options: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def test_what_is_kept_after_forward_is_not_gathered_again(two_ranks: RankPool) -> None:
-    default, keep, free = two_ranks.run(_steps_of, {}, {"reshard_after_forward": False}, {"reshard_last": True})[0]
+    default, keep, free = two_ranks.run(_steps_of, {}, {"reshard_after_forward": False}, {"reshard_last_block": True})[
+        0
+    ]
     # Four blocks and the root: forward gathers all five; backward those that were freed.
     assert default == {"all_gather": 5 + 3, "reduce_scatter": 5}
     assert keep == {"all_gather": 5, "reduce_scatter": 5}
@@ -64,7 +66,7 @@ def _frozen_tower(frozen: str) -> dict[str, Any]:
     tower = model.get_submodule(VISION)
     tower.requires_grad_(False)
     mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
-    model = parallelize(model, mesh, sharding=ShardingOptions(frozen=frozen))  # type: ignore[arg-type]
+    model = parallelize(model, mesh, fsdp=FSDPOptions(frozen_params=frozen))  # type: ignore[arg-type]
     report = parallel_report(model)
     return {
         "units": [unit for unit in report.units if unit.startswith(VISION)],
@@ -99,7 +101,7 @@ def frozen_tower(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("frozen", ["layer", "root", "replicate"])
 def test_frozen_towers_change_no_other_gradient(four_ranks: RankPool, frozen: str) -> None:
-    options = {"sharding": ShardingOptions(frozen=frozen), "sequence_parallel": True}  # type: ignore[arg-type]
+    options = {"fsdp": FSDPOptions(frozen_params=frozen), "sequence_parallel": True}  # type: ignore[arg-type]
     case = Case("Gemma3ForConditionalGeneration", {"dp_shard": 2, "tp": 2}, frozen_tower, options)
     for report in four_ranks.run(compare, case):
         errors = {name: error for name, error in report.gradient_errors.items() if VISION not in name}
@@ -111,8 +113,8 @@ def _frozen_in_another_dtype() -> None:
     model = tiny_model("LlamaForCausalLM", dtype=torch.float32)
     model.model.layers[0].requires_grad_(False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    options = ShardingOptions(frozen="replicate", mixed_precision=policy)
-    parallelize(model, MeshSpec(dp_shard=2).build(device_type="cpu"), sharding=options)
+    options = FSDPOptions(frozen_params="replicate", mp_policy=policy)
+    parallelize(model, MeshSpec(dp_shard=2).build(device_type="cpu"), fsdp=options)
 
 
 def test_frozen_parameters_left_whole_in_another_dtype_are_refused(two_ranks: RankPool) -> None:
@@ -125,8 +127,8 @@ def _master_weights() -> dict[str, Any]:
     model = tiny_model("LlamaForCausalLM", dtype=torch.bfloat16, tied=True)
     model.model.layers[0].mlp.requires_grad_(False)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    options = ShardingOptions(mixed_precision=policy, master_dtype=torch.float32)
-    parallelize(model, mesh, sharding=options)
+    options = FSDPOptions(mp_policy=policy, master_dtype=torch.float32)
+    parallelize(model, mesh, fsdp=options)
     computed: list[torch.dtype] = []
     model.model.layers[1].mlp.register_forward_hook(lambda _module, _inputs, output: computed.append(output.dtype))
     logits = model(**tiny_inputs(model, batch=2, length=5), use_cache=False).logits
@@ -170,8 +172,8 @@ def _gradient(model: nn.Module, rows: slice) -> torch.Tensor:
 def _scales(mesh: dict[str, int], factor: float | None) -> float:
     whole = _gradient(tiny_model("LlamaForCausalLM"), slice(0, 4))
     built = MeshSpec(**mesh).build(device_type="cpu")
-    options = ShardingOptions(gradient_divide_factor=factor)
-    model = parallelize(tiny_model("LlamaForCausalLM"), built, sharding=options)
+    options = FSDPOptions(gradient_divide_factor=factor)
+    model = parallelize(tiny_model("LlamaForCausalLM"), built, fsdp=options)
     rank = torch.distributed.get_rank()
     share = 4 // torch.distributed.get_world_size()
     own = _gradient(model, slice(rank * share, (rank + 1) * share))
@@ -225,7 +227,7 @@ def test_blocks_that_share_a_parameter_stay_tied_in_the_root(two_ranks: RankPool
 def _nested_lists() -> tuple[str, ...]:
     model = nn.Module()
     model.stages = nn.ModuleList([nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]) for _ in range(2)])
-    assert anatomy_of(model).last_block is model.stages[1][1]
+    assert inspect_model(model).last_block is model.stages[1][1]
     parallelize(model, MeshSpec(dp_shard=2).build(device_type="cpu"), plan=None)
     return tuple(path for path, module in model.named_modules() if isinstance(module, FSDPModule))
 
@@ -237,7 +239,7 @@ def test_members_of_nested_lists_are_units(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"frozen": "whole"}, "frozen='whole': write one of 'layer', 'root', 'replicate'"),
+        ({"frozen_params": "whole"}, "frozen_params='whole': write one of 'layer', 'root', 'replicate'"),
         ({"prefetch_forward": -1}, "prefetch_forward=-1: give a number of blocks, 0 or more"),
         ({"prefetch_backward": 0}, "prefetch_backward=0: give a number of blocks, 1 or more"),
         ({"gradient_divide_factor": 0.0}, "gradient_divide_factor=0.0: give a positive number"),
@@ -245,12 +247,10 @@ def test_members_of_nested_lists_are_units(two_ranks: RankPool) -> None:
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        ShardingOptions(**options)
+        FSDPOptions(**options)
 
 
 def test_master_weights_without_a_dtype_to_compute_in_are_refused() -> None:
-    options = ShardingOptions(master_dtype=torch.float32)
-    with pytest.raises(
-        OptionError, match=r"without a dtype to compute in: give mixed_precision=MixedPrecisionPolicy\("
-    ):
-        parallelize(tiny_model("LlamaForCausalLM"), MeshSpec().build(device_type="cpu"), sharding=options)
+    options = FSDPOptions(master_dtype=torch.float32)
+    with pytest.raises(OptionError, match=r"without a dtype to compute in: give mp_policy=MixedPrecisionPolicy\("):
+        parallelize(tiny_model("LlamaForCausalLM"), MeshSpec().build(device_type="cpu"), fsdp=options)

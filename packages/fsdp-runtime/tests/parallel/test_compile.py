@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from fsdp_runtime import anatomy_of, checkpoint_activations, compile_blocks, parallel_report
+from fsdp_runtime import apply_ac, apply_compile, inspect_model, parallel_report
 from harness.models import tiny_inputs, tiny_model
 
 
@@ -20,9 +20,9 @@ def _fresh_compiler() -> None:
 def test_compiled_blocks_compute_the_same_gradients_under_the_same_names(mode: str) -> None:
     plain = tiny_model("Qwen3ForCausalLM")
     model = copy.deepcopy(plain)
-    anatomy = anatomy_of(model)
-    checkpoint_activations(model, anatomy, mode)
-    assert compile_blocks(anatomy, {"backend": "aot_eager"}) == ["model.layers.0", "model.layers.1"]
+    structure = inspect_model(model)
+    apply_ac(model, structure, mode)
+    assert apply_compile(structure, {"backend": "aot_eager"}) == ["model.layers.0", "model.layers.1"]
     assert list(model.state_dict()) == list(plain.state_dict())
     assert parallel_report(model).compiled == ("model.layers.0", "model.layers.1")
     inputs = tiny_inputs(plain, batch=2, length=7)
@@ -40,7 +40,7 @@ def test_blocks_of_one_class_are_compiled_once() -> None:
         compiled.append(len(graph.graph.nodes))
         return graph
 
-    compile_blocks(anatomy_of(model), {"backend": backend})
+    apply_compile(inspect_model(model), {"backend": backend})
     model(**tiny_inputs(model, batch=1, length=5), use_cache=False)
     once = len(compiled)
     assert once <= 2  # a second time where the compiler learns that a number differs between layers

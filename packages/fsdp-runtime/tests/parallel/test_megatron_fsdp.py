@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime import BackendError, MeshSpec, ModelError, OptionError, anatomy_of, nemo
+from fsdp_runtime import BackendError, MeshSpec, ModelError, OptionError, inspect_model, nemo
 from fsdp_runtime.parallel.megatron_fsdp import shard_with_megatron
 from harness.models import tiny_model
 from harness.ranks import RankPool
@@ -139,7 +139,7 @@ def test_where_one_rank_holds_everything_nothing_is_wrapped(two_ranks: RankPool)
 
 def _shard(model: nn.Module, *, mesh: DeviceMesh | None = None, **options: Any) -> Any:
     mesh = mesh or MeshSpec().build(device_type="cpu")
-    return shard_with_megatron(model, mesh, anatomy_of(model), dp_shard_dim="dp_shard", **options)
+    return shard_with_megatron(model, mesh, inspect_model(model), dp_shard_dim="dp_shard", **options)
 
 
 def test_without_the_extra_the_command_that_installs_it_is_named() -> None:

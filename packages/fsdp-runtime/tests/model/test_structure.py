@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_runtime import Heads, ModelError, anatomy_of
+from fsdp_runtime import AttentionHeads, ModelError, inspect_model
 from harness.models import tiny_model
 
 
@@ -17,14 +17,14 @@ def _block(width: int = 4) -> nn.Module:
 
 
 def test_blocks_of_a_text_model() -> None:
-    assert list(anatomy_of(tiny_model("LlamaForCausalLM")).blocks) == ["model.layers.0", "model.layers.1"]
+    assert list(inspect_model(tiny_model("LlamaForCausalLM")).blocks) == ["model.layers.0", "model.layers.1"]
 
 
 def test_the_decoder_of_a_vision_language_model_lies_beside_its_token_embedding() -> None:
-    anatomy = anatomy_of(tiny_model("Gemma3ForConditionalGeneration"))
-    assert anatomy.decoder == ("model.language_model.layers.0", "model.language_model.layers.1")
-    assert [path for path in anatomy.blocks if "vision" in path] == ["model.vision_tower.encoder.layers.0"]
-    assert anatomy.last_block is anatomy.blocks["model.language_model.layers.1"]
+    structure = inspect_model(tiny_model("Gemma3ForConditionalGeneration"))
+    assert structure.decoder == ("model.language_model.layers.0", "model.language_model.layers.1")
+    assert [path for path in structure.blocks if "vision" in path] == ["model.vision_tower.encoder.layers.0"]
+    assert structure.last_block is structure.blocks["model.language_model.layers.1"]
 
 
 def test_lists_inside_a_block_are_part_of_it() -> None:
@@ -32,36 +32,36 @@ def test_lists_inside_a_block_are_part_of_it() -> None:
     block.experts = nn.ModuleList([_block(), _block()])
     model = nn.Module()
     model.encoder = nn.ModuleList([block])
-    assert list(anatomy_of(model).blocks) == ["encoder.0"]
+    assert list(inspect_model(model).blocks) == ["encoder.0"]
 
 
 def test_lists_of_plain_layers_are_no_blocks() -> None:
     model = nn.Module()
     model.heads = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model.layers = nn.ModuleList([_block()])
-    assert list(anatomy_of(model).blocks) == ["layers.0"]
+    assert list(inspect_model(model).blocks) == ["layers.0"]
 
 
 def test_lists_of_lists_are_one_stack() -> None:
     model = nn.Module()
     model.stages = nn.ModuleList([nn.ModuleList([_block(), _block()]), nn.ModuleList([_block()])])
-    assert anatomy_of(model).decoder == ("stages.0.0", "stages.0.1", "stages.1.0")
+    assert inspect_model(model).decoder == ("stages.0.0", "stages.0.1", "stages.1.0")
 
 
 def test_dicts_and_sequences_of_one_class_are_stacks() -> None:
     model = nn.Module()
     model.vision = nn.Sequential(_block(), _block())
     model.layers = nn.ModuleDict({"first": _block(8), "second": _block(8)})
-    anatomy = anatomy_of(model)
-    assert anatomy.decoder == ("layers.first", "layers.second")
-    assert anatomy.towers == ("vision",)
+    structure = inspect_model(model)
+    assert structure.decoder == ("layers.first", "layers.second")
+    assert structure.towers == ("vision",)
 
 
 def test_a_dict_of_a_models_unlike_parts_is_no_stack() -> None:
     model = nn.Module()
     model.transformer = nn.ModuleDict({"wte": nn.Embedding(9, 4), "h": nn.ModuleList([_block()])})
-    assert anatomy_of(model).decoder == ("transformer.h.0",)
-    assert anatomy_of(model).embedding == "transformer.wte"
+    assert inspect_model(model).decoder == ("transformer.h.0",)
+    assert inspect_model(model).embedding == "transformer.wte"
 
 
 def test_embedding_and_head_of_any_model_are_found_by_shape() -> None:
@@ -71,13 +71,13 @@ def test_embedding_and_head_of_any_model_are_found_by_shape() -> None:
     model.encoder = nn.Module()
     model.encoder.layers = nn.ModuleList([_block()])
     model.projection = nn.Linear(4, 9)
-    anatomy = anatomy_of(model)
-    assert (anatomy.decoder, anatomy.embedding, anatomy.head) == (("encoder.layers.0",), "tokens", "projection")
+    structure = inspect_model(model)
+    assert (structure.decoder, structure.embedding, structure.head) == (("encoder.layers.0",), "tokens", "projection")
 
 
 def test_heads_are_counted_from_widths_layer_by_layer() -> None:
-    heads = anatomy_of(tiny_model("LlamaForCausalLM", num_key_value_heads=2)).heads
-    assert heads == dict.fromkeys(["model.layers.0", "model.layers.1"], Heads(query=4, key_value=2, dim=16))
+    heads = inspect_model(tiny_model("LlamaForCausalLM", num_key_value_heads=2)).heads
+    assert heads == dict.fromkeys(["model.layers.0", "model.layers.1"], AttentionHeads(query=4, key_value=2, dim=16))
 
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -136,21 +136,21 @@ def test_the_parts_of_vision_language_families(
 
     with torch.device("meta"):
         model = getattr(transformers, f"{family}ForConditionalGeneration")(_config(family))
-    anatomy = anatomy_of(model)
-    assert anatomy.decoder == tuple(f"{decoder}.{index}" for index in range(3))
-    assert anatomy.towers == (tower,)
-    assert (anatomy.embedding, anatomy.head) == (f"{embedding}.embed_tokens", head)
-    assert anatomy.heads[anatomy.decoder[0]] == Heads(query=4, key_value=2, dim=16)
-    assert sum(path.startswith(tower) for path in anatomy.blocks) >= 2
+    structure = inspect_model(model)
+    assert structure.decoder == tuple(f"{decoder}.{index}" for index in range(3))
+    assert structure.towers == (tower,)
+    assert (structure.embedding, structure.head) == (f"{embedding}.embed_tokens", head)
+    assert structure.heads[structure.decoder[0]] == AttentionHeads(query=4, key_value=2, dim=16)
+    assert sum(path.startswith(tower) for path in structure.blocks) >= 2
 
 
 def test_a_model_without_blocks_is_refused_with_advice() -> None:
     with pytest.raises(ModelError, match=r"Linear has no nn\.ModuleList of blocks.*keep the repeated layers"):
-        anatomy_of(nn.Linear(2, 2))
+        inspect_model(nn.Linear(2, 2))
 
 
 def test_the_meta_device_is_enough() -> None:
     with torch.device("meta"):
         model = nn.Module()
         model.layers = nn.ModuleList([_block()])
-    assert anatomy_of(model).decoder == ("layers.0",)
+    assert inspect_model(model).decoder == ("layers.0",)

@@ -16,8 +16,8 @@ from fsdp_runtime import (
     MeshSpec,
     ModelError,
     OptionError,
-    anatomy_of,
-    apply_context_parallel,
+    apply_cp,
+    inspect_model,
     ring_attention,
 )
 from fsdp_runtime.parallel.context.apply import attention_of
@@ -39,9 +39,9 @@ class _CudaMesh:
         return self._mesh[axis]
 
 
-def _model(architecture: str = "LlamaForCausalLM", order: Any = "balanced") -> nn.Module:
+def _model(architecture: str = "LlamaForCausalLM", load_balancer: Any = "headtail") -> nn.Module:
     model = tiny_model(architecture, num_key_value_heads=2)
-    apply_context_parallel(model, MeshSpec().build(device_type="cpu")["cp"], anatomy_of(model), order=order)
+    apply_cp(model, MeshSpec().build(device_type="cpu")["cp"], inspect_model(model), load_balancer=load_balancer)
     return model
 
 
@@ -97,8 +97,8 @@ def test_where_it_cannot_run_the_alternative_is_named() -> None:
     ):
         pass
     with (
-        pytest.raises(OptionError, match="needs sequence_order='balanced', and the model's is 'contiguous'"),
-        ring_attention(_model(order="contiguous"), _CudaMesh(), LENGTH),  # type: ignore[arg-type]
+        pytest.raises(OptionError, match="needs cp_load_balancer='headtail', and the model's is None"),
+        ring_attention(_model(load_balancer=None), _CudaMesh(), LENGTH),  # type: ignore[arg-type]
     ):
         pass
     with (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_runtime import ModelError, OptionError, Selective, anatomy_of, checkpoint_activations
+from fsdp_runtime import ModelError, OptionError, SelectiveCheckpoint, apply_ac, inspect_model
 from harness.models import jitter, tiny_inputs, tiny_model
 
 
@@ -31,7 +31,7 @@ def _saved_bytes(model: nn.Module, inputs: dict[str, Tensor]) -> int:
 
 
 def _checkpointed(model: nn.Module, mode: Any = "block") -> nn.Module:
-    checkpoint_activations(model, anatomy_of(model), mode)
+    apply_ac(model, inspect_model(model), mode)
     return model
 
 
@@ -62,14 +62,14 @@ def test_only_what_selective_checkpointing_does_not_save_runs_twice() -> None:
     none, mlp, block = _flops("none"), _flops("mlp"), _flops("block")
     assert none < mlp < block
     assert _flops("selective") == none  # matrix products and attention are all the flops that are counted
-    assert _flops(Selective(save=("aten.silu",))) == block
+    assert _flops(SelectiveCheckpoint(save=("aten.silu",))) == block
 
 
 def test_an_operator_without_a_namespace_is_refused() -> None:
     with pytest.raises(OptionError, match=r"'mm' has no namespace: write 'aten\.mm'"):
-        _checkpointed(tiny_model("LlamaForCausalLM"), Selective(save=("mm",)))
+        _checkpointed(tiny_model("LlamaForCausalLM"), SelectiveCheckpoint(save=("mm",)))
     with pytest.raises(OptionError, match="has none of these operators"):
-        _checkpointed(tiny_model("LlamaForCausalLM"), Selective(save=("aten.no_such_operator",)))
+        _checkpointed(tiny_model("LlamaForCausalLM"), SelectiveCheckpoint(save=("aten.no_such_operator",)))
 
 
 def test_mlp_mode_of_blocks_without_one_is_refused_with_what_they_have() -> None:

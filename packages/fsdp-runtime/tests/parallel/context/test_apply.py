@@ -15,8 +15,8 @@ from fsdp_runtime import (
     MeshSpec,
     ModelError,
     SequenceLayout,
-    anatomy_of,
-    apply_context_parallel,
+    apply_cp,
+    inspect_model,
     parallelize,
     sequence_layout,
 )
@@ -27,7 +27,7 @@ from harness.ranks import RankPool
 
 def _refused(model: nn.Module, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        require_context_parallel(model, anatomy_of(model))
+        require_context_parallel(model, inspect_model(model))
 
 
 def test_tokens_that_meet_outside_attention_are_refused() -> None:
@@ -54,12 +54,12 @@ def test_frequencies_that_depend_on_the_longest_position_are_refused() -> None:
 def test_a_model_of_ones_own_is_shown_what_to_call() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
-    _refused(model, r"no transformers model.*call ContextAttention\(group, order\)\.attend")
+    _refused(model, r"no transformers model.*call ContextAttention\(group, load_balancer\)\.attend")
 
 
 def _alone() -> nn.Module:
     model = tiny_model("LlamaForCausalLM")
-    apply_context_parallel(model, MeshSpec().build(device_type="cpu")["cp"], anatomy_of(model))
+    apply_cp(model, MeshSpec().build(device_type="cpu")["cp"], inspect_model(model))
     return model
 
 
@@ -87,7 +87,7 @@ def test_inputs_by_position_are_refused() -> None:
 def test_another_model_of_the_same_config_keeps_its_attention() -> None:
     model = tiny_model("LlamaForCausalLM")
     twin = type(model)(model.config)
-    apply_context_parallel(model, MeshSpec().build(device_type="cpu")["cp"], anatomy_of(model))
+    apply_cp(model, MeshSpec().build(device_type="cpu")["cp"], inspect_model(model))
     assert twin.config._attn_implementation == "sdpa"
     assert model.config._attn_implementation != "sdpa"
     assert model.model.layers[0].self_attn.config is model.config
@@ -107,7 +107,7 @@ def _attends_in_ones_own_model() -> float:
     query, key, value = (torch.randn(1, heads, 12, 8, generator=generator) for heads in (4, 2, 2))
     expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     parts = [layout.shard(each, dim=2) for each in (query, key, value)]
-    output, _ = ContextAttention(group, "balanced").attend(nn.Identity(), *parts, attention_mask=None)
+    output, _ = ContextAttention(group, "headtail").attend(nn.Identity(), *parts, attention_mask=None)
     return (output - layout.shard(expected, dim=2).transpose(1, 2)).abs().max().item()
 
 

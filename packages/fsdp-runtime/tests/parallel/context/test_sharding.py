@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,25 +11,25 @@ from hypothesis import strategies as st
 
 from fsdp_runtime import LayoutError, MeshSpec, OptionError, SequenceLayout, sequence_layout
 
-ORDERS = st.sampled_from(["balanced", "contiguous"])
+LOAD_BALANCERS = st.sampled_from(["headtail", None])
 
 
-@given(ranks=st.integers(1, 8), run=st.integers(1, 5), order=ORDERS)
-def test_every_token_has_one_rank_and_the_permutation_lists_them(ranks: int, run: int, order: str) -> None:
+@given(ranks=st.integers(1, 8), run=st.integers(1, 5), load_balancer=LOAD_BALANCERS)
+def test_every_token_has_one_rank_and_the_permutation_lists_them(ranks: int, run: int, load_balancer: Any) -> None:
     length = 2 * ranks * run
-    layouts = [SequenceLayout(length, ranks, rank, order) for rank in range(ranks)]  # type: ignore[arg-type]
+    layouts = [SequenceLayout(length, ranks, rank, load_balancer) for rank in range(ranks)]
     assert torch.equal(torch.cat([layout.positions for layout in layouts]), layouts[0].permutation)
     assert sorted(layouts[0].permutation.tolist()) == list(range(length))
 
 
 @given(ranks=st.integers(1, 8), run=st.integers(1, 5))
-def test_balanced_ranks_have_the_same_causal_work(ranks: int, run: int) -> None:
+def test_headtail_ranks_have_the_same_causal_work(ranks: int, run: int) -> None:
     works = {int((SequenceLayout(2 * ranks * run, ranks, rank).positions + 1).sum()) for rank in range(ranks)}
     assert len(works) == 1
 
 
-def test_contiguous_ranks_have_one_run_each() -> None:
-    assert SequenceLayout(8, 4, 2, "contiguous").positions.tolist() == [4, 5]
+def test_without_a_load_balancer_each_rank_has_one_contiguous_chunk() -> None:
+    assert SequenceLayout(8, 4, 2, None).positions.tolist() == [4, 5]
     assert SequenceLayout(8, 2, 1).positions.tolist() == [2, 3, 4, 5]
 
 
@@ -43,11 +45,11 @@ def test_a_batch_is_cut_along_its_tokens_and_gets_position_ids() -> None:
 
 
 def test_a_length_that_does_not_divide_is_refused_with_the_one_to_pad_to() -> None:
-    with pytest.raises(LayoutError, match="10 tokens do not divide over cp=4 in balanced order: pad to 16, a multiple"):
+    with pytest.raises(LayoutError, match="10 tokens do not divide over cp=4 with load_balancer='headtail': pad to 16"):
         SequenceLayout(10, 4, 0)
     with pytest.raises(LayoutError, match="3 entries on dim 1"):
         SequenceLayout(4, 2, 0).shard(torch.zeros(1, 3))
-    with pytest.raises(OptionError, match="'zigzag': write one of 'balanced', 'contiguous'"):
+    with pytest.raises(OptionError, match="load_balancer='zigzag': write 'headtail' or None"):
         SequenceLayout(4, 2, 0, "zigzag")  # type: ignore[arg-type]
 
 

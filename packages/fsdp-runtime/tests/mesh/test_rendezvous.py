@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fsdp_runtime import Launch, MeshError, launch_from_environment
+from fsdp_runtime import MeshError, RankInfo, rank_info_from_env
 from fsdp_runtime.mesh.rendezvous import first_host
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
@@ -23,25 +23,25 @@ SLURM = {
 
 
 def test_nothing_set_is_a_process_alone() -> None:
-    assert launch_from_environment({"HOME": "/"}) == Launch(0, 1, None, None)
+    assert rank_info_from_env({"HOME": "/"}) == RankInfo(0, 1, None, None)
 
 
 def test_torchrun_is_met_where_its_agent_listens() -> None:
-    assert launch_from_environment({**SLURM, **TORCHRUN}) == Launch(5, 8, 1, "env://")
+    assert rank_info_from_env({**SLURM, **TORCHRUN}) == RankInfo(5, 8, 1, "env://")
 
 
 def test_slurm_meets_on_the_first_node_of_the_step() -> None:
-    assert launch_from_environment(SLURM) == Launch(5, 8, 1, "tcp://gpu07:23456")
+    assert rank_info_from_env(SLURM) == RankInfo(5, 8, 1, "tcp://gpu07:23456")
 
 
 def test_a_given_address_wins_over_slurms() -> None:
     given = {**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
-    assert launch_from_environment(given).init_method == "tcp://10.0.0.1:4000"
+    assert rank_info_from_env(given).init_method == "tcp://10.0.0.1:4000"
 
 
 def test_a_shell_that_salloc_opened_is_a_process_alone() -> None:
     shell = {name: value for name, value in SLURM.items() if name not in ("SLURM_STEP_ID", "SLURM_STEP_NODELIST")}
-    assert launch_from_environment(shell) == Launch()
+    assert rank_info_from_env(shell) == RankInfo()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_first_host_of_slurms_short_lists(nodes: str, host: str) -> None:
 )
 def test_half_an_environment_is_refused_with_what_is_missing(environment: dict[str, str], message: str) -> None:
     with pytest.raises(MeshError, match=message):
-        launch_from_environment(environment)
+        rank_info_from_env(environment)
 
 
 RANK = """

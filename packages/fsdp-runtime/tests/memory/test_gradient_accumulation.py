@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import MeshSpec, no_gradient_sync, parallelize, submesh
+from fsdp_runtime import MeshSpec, no_sync, parallelize, submesh
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import own_part
@@ -35,7 +35,7 @@ def _accumulated(mesh: dict[str, int], options: dict[str, Any], **how: bool) -> 
     data = submesh(built, "dp")
     share, rank = 8 // data.size(), data.get_local_rank()
     rows = [slice(rank * share + start, rank * share + start + share // 2) for start in (0, share // 2)]
-    with no_gradient_sync(model, **how):
+    with no_sync(model, **how):
         first = _backward(model, rows[0], 2)
     last = _backward(model, rows[1], 2)
     errors = []
@@ -55,7 +55,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("mesh", "options"), MESHES, ids=str)
-@pytest.mark.parametrize("how", [{}, {"across_replicas_only": True}, {"keep_gathered": True}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"reduce_scatter": True}, {"reshard_after_backward": False}], ids=str)
 def test_accumulated_gradients_are_those_of_the_whole_batch(
     four_ranks: RankPool, mesh: dict[str, int], options: dict[str, Any], how: dict[str, bool]
 ) -> None:
@@ -70,10 +70,10 @@ def test_no_gradient_is_communicated_before_the_last_micro_batch(four_ranks: Ran
     _, found = four_ranks.run(_accumulated, hsdp, {})[0]
     assert found == [gather, gather | reduce]
 
-    _, found = four_ranks.run(_accumulated, hsdp, {}, across_replicas_only=True)[0]
+    _, found = four_ranks.run(_accumulated, hsdp, {}, reduce_scatter=True)[0]
     assert found == [gather | {"reduce_scatter": 3}, gather | reduce]
 
-    _, found = four_ranks.run(_accumulated, hsdp, {}, keep_gathered=True)[0]
+    _, found = four_ranks.run(_accumulated, hsdp, {}, reshard_after_backward=False)[0]
     # Each unit once; then only the first block, which the last forward frees as always.
     assert found == [{"all_gather": 3}, {"all_gather": 1} | reduce]
 
@@ -81,12 +81,12 @@ def test_no_gradient_is_communicated_before_the_last_micro_batch(four_ranks: Ran
 def _after_an_error() -> list[int]:
     model = parallelize(tiny_model("LlamaForCausalLM"), MeshSpec(dp_shard=2).build(device_type="cpu"))
     try:
-        with no_gradient_sync(model), no_gradient_sync(model.model.layers[0]):
+        with no_sync(model), no_sync(model.model.layers[0]):
             raise RuntimeError("planted")
     except RuntimeError:
         pass
-    with no_gradient_sync(model):
-        with no_gradient_sync(model):
+    with no_sync(model):
+        with no_sync(model):
             pass
         inside = _backward(model, slice(0, 2), 1)
     after = _backward(model, slice(0, 2), 1)
@@ -99,6 +99,6 @@ def test_nesting_and_errors_restore_the_outer_state(two_ranks: RankPool) -> None
 
 def test_a_plain_model_is_left_alone() -> None:
     model = nn.Linear(2, 2)
-    with no_gradient_sync(model) as same:
+    with no_sync(model) as same:
         same(torch.ones(2)).sum().backward()
     assert model.weight.grad is not None
