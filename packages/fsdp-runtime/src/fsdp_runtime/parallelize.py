@@ -58,7 +58,7 @@ def parallelize(
     """Make a model run on a mesh, in place; what is not asked for stays as it is.
 
     Everything is checked before the first module changes, on every rank alike.  What became of the model is told by
-    ``parallel_report(model)``.
+    ``describe_parallelism(model)``.
 
     Args:
         model: the model, on the meta device (call ``load_weights`` afterwards) or materialised, the same on every

@@ -54,7 +54,9 @@ def shard_steps(placements: Sequence[Placement], mesh_shape: Sequence[int]) -> l
             same_dim = (index for index, other in enumerate(ordered) if other.dim == step.dim)
             ordered.insert(len(ordered) if is_strided(placement) else next(same_dim, len(ordered)), step)
         elif not placement.is_replicate():
-            raise WeightsError(f"a parameter has the placement {placement}: only Shard and Replicate can be read or saved")
+            raise WeightsError(
+                f"a parameter has the placement {placement}: only Shard and Replicate can be read or saved"
+            )
     return ordered
 
 

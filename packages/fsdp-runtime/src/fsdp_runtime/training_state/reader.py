@@ -25,9 +25,7 @@ class StateReader:
         self.manifest = manifest
         self._directory = directory
         self._reader = SafetensorsReader("resume from an older state")
-        self._chunks = {
-            name: [_chunk(chunk) for chunk in stored.chunks] for name, stored in manifest.tensors.items()
-        }
+        self._chunks = {name: [_chunk(chunk) for chunk in stored.chunks] for name, stored in manifest.tensors.items()}
         needed = {chunk.file for stored in manifest.tensors.values() for chunk in stored.chunks} | set(manifest.files)
         if missing := sorted(name for name in needed if not (directory / name).is_file()):
             raise CheckpointError(f"{directory} lacks {', '.join(missing)}: resume from an older state")

@@ -63,7 +63,5 @@ def read_object(directory: Path, name: str, files: Mapping[str, tuple[int, int]]
     try:
         loaded: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} would run code when loaded: save_training_state did not write it"
-        ) from error
+        raise CheckpointError(f"{path} would run code when loaded: save_training_state did not write it") from error
     return loaded

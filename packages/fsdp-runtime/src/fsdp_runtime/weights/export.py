@@ -107,7 +107,9 @@ def export_groups(
     }
     mapping = export_mapping(model, list(tensors), names)
     position = {name: index for index, name in enumerate(tensors)}
-    conversion_at = {min(conversion.sources, key=position.__getitem__): conversion for conversion in mapping.conversions}
+    conversion_at = {
+        min(conversion.sources, key=position.__getitem__): conversion for conversion in mapping.conversions
+    }
     groups = []
     for name in tensors:
         if (target := mapping.renamed.get(name)) is not None:

@@ -150,9 +150,7 @@ def _commit(work: Path, target: Path, shards: list[list[ExportedTensor]]) -> Non
         (target / INDEX_FILE).unlink(missing_ok=True)
 
 
-def _place_shards(
-    work: Path, target: Path, shards: list[list[ExportedTensor]]
-) -> tuple[dict[str, str], set[str]]:
+def _place_shards(work: Path, target: Path, shards: list[list[ExportedTensor]]) -> tuple[dict[str, str], set[str]]:
     """Move shards next to the current ones under unused names; return the weight map and the names."""
     usual = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     stem = f"model-{uuid.uuid4().hex[:8]}" if any((target / name).exists() for name in usual) else "model"

@@ -47,7 +47,9 @@ def trace_conversion(conversion: Conversion, specs: Mapping[str, TensorSpec]) ->
     inputs = {name: specs[name] for name in conversion.sources}
     try:
         try:
-            outputs = conversion.run({name: traced_input(name, spec.shape, spec.dtype) for name, spec in inputs.items()})
+            outputs = conversion.run(
+                {name: traced_input(name, spec.shape, spec.dtype) for name, spec in inputs.items()}
+            )
         except NotAChunkError:
             outputs = conversion.run({name: _on_meta(spec) for name, spec in inputs.items()})
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
