@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from fsdp_runtime import MeshSpec, ModelError, OptionError, nemo, describe_parallelism
+from fsdp_runtime import MeshSpec, ModelError, OptionError, describe_parallelism, nemo
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, assert_parity, compare

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from fsdp_runtime import apply_ac, apply_compile, inspect_model, describe_parallelism
+from fsdp_runtime import apply_ac, apply_compile, describe_parallelism, inspect_model
 from harness.models import tiny_inputs, tiny_model
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, inspect_model, describe_parallelism, parallelize
+from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, describe_parallelism, inspect_model, parallelize
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, compare

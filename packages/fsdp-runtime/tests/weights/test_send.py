@@ -16,8 +16,8 @@ from fsdp_runtime import ConversionError, parallelize, save_weights
 from fsdp_runtime.weights import (
     WeightInfo,
     describe_weights,
-    load_weights,
     flatten_bucket,
+    load_weights,
     send_weights,
     stream_buckets,
     stream_weights,

@@ -78,7 +78,8 @@ def full_slices(shape: Sequence[int]) -> Slices:
 
 def is_complete(chunks: Iterable[Chunk], shape: Sequence[int]) -> bool:
     """Return whether chunks that do not overlap fill a tensor of ``shape``."""
-    return sum(math.prod(side.stop - side.start for side in chunk.target) for chunk in chunks) == math.prod(shape)
+    covered: int = sum(math.prod(side.stop - side.start for side in chunk.target) for chunk in chunks)
+    return covered == math.prod(shape)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from fsdp_runtime.errors import WeightsError
 
 @dataclass(frozen=True)
 class ShardStep:
-    """One sharding of a tensor: dim ``dim`` of the part left by earlier steps, in ``num_chunks`` over mesh dim ``axis``.
+    """One sharding of a tensor: dim ``dim`` of the part left by earlier steps, into ``num_chunks`` over an axis.
 
     Args:
         axis: index of the mesh axis.
@@ -54,9 +54,7 @@ def shard_steps(placements: Sequence[Placement], mesh_shape: Sequence[int]) -> l
             same_dim = (index for index, other in enumerate(ordered) if other.dim == step.dim)
             ordered.insert(len(ordered) if is_strided(placement) else next(same_dim, len(ordered)), step)
         elif not placement.is_replicate():
-            raise WeightsError(
-                f"a parameter has the placement {placement}: only Shard and Replicate can be read or saved"
-            )
+            raise WeightsError(f"a parameter is placed as {placement}: only Shard and Replicate can be read or saved")
     return ordered
 
 

@@ -1,4 +1,4 @@
-"""Weights of sharded models: load and save Hugging Face checkpoints, stream full tensors, send them to other processes."""
+"""Weights of sharded models: load and save Hugging Face checkpoints, stream full tensors, send them elsewhere."""
 
 from __future__ import annotations
 

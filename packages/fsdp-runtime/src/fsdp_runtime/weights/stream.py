@@ -94,7 +94,7 @@ class WeightExport:
             yield item.name, tensor
 
     def buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
-        """Yield the weights in lists of one dtype and up to ``bucket_bytes``; see :func:`stream_buckets`.  Collective."""
+        """Yield lists of weights of one dtype, up to ``bucket_bytes``; see :func:`stream_buckets`.  Collective."""
         bucket: Bucket = []
         size = 0
         for item, tensor in self._gather(bucket_bytes):
