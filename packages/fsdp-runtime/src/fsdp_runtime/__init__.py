@@ -39,9 +39,11 @@ from fsdp_runtime.parallel.context.apply import apply_cp
 from fsdp_runtime.parallel.context.attention import ContextAttention
 from fsdp_runtime.parallel.context.ring import ring_attention
 from fsdp_runtime.parallel.context.sharding import SequenceLayout, sequence_layout
-from fsdp_runtime.parallel.fsdp import FSDPOptions, apply_fsdp, fsdp_mesh
+from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_mesh
+from fsdp_runtime.parallel.fsdp_options import FSDPOptions
 from fsdp_runtime.parallel.lora import save_adapter
 from fsdp_runtime.parallel.tensor import apply_tp
+from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.weights import (
@@ -86,6 +88,7 @@ __all__ = [
     "OffloadReport",
     "OptionError",
     "OtherRankError",
+    "Parallelism",
     "ParallelismReport",
     "RankInfo",
     "RankMonitor",
@@ -121,6 +124,7 @@ __all__ = [
     "onload",
     "parallelize",
     "rank_info_from_env",
+    "resolve_parallelism",
     "ring_attention",
     "save_adapter",
     "save_training_state",

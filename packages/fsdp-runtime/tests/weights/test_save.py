@@ -15,14 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdp_runtime import WeightsError, apply_tp, parallelize
+from fsdp_runtime import WeightsError, apply_tp, parallelize, resolve_parallelism
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.weights import load_weights, save, save_weights
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 from harness.models import ARCHITECTURES, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
-from tp_plans import plan_for
 
 AXES = ({"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2})
 
@@ -66,7 +65,7 @@ def test_transformers_loads_what_is_saved_and_finds_what_it_would_have_written(
 def _files_written_by_a_replica(directory: Path) -> list[str]:
     """Split over ``tp`` only, so that no parameter knows of the replicas; each rank saves to its own directory."""
     model = _model()
-    apply_tp(model, plan_for(model), mesh_for({"dp_replicate": 2, "tp": 2})["tp"])
+    apply_tp(model, resolve_parallelism(model, mesh_for({"dp_replicate": 2, "tp": 2})))
     own = directory / str(dist.get_rank())
     save_weights(model, own)
     return sorted(file.name for file in own.iterdir()) if own.exists() else []

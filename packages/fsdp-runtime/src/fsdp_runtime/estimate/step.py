@@ -25,7 +25,7 @@ from fsdp_runtime.estimate.trace.recorder import Recorder
 from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.parallel.context.sharding import sequence_layout
-from fsdp_runtime.parallel.fsdp import FSDPOptions
+from fsdp_runtime.parallel.fsdp_options import FSDPOptions
 from fsdp_runtime.parallelize import parallelize
 
 
