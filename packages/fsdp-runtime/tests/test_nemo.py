@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from fsdp_runtime import BackendError, MeshSpec, ModelError, OptionError, nemo, parallel_report
+from fsdp_runtime import BackendError, MeshSpec, ModelError, OptionError, describe_parallelism, nemo
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, assert_parity, compare
@@ -89,11 +89,11 @@ def _custom(plan: Any) -> dict[str, Any]:
         dp_shard_cp_mesh_name="shards",
         tp_mesh_name="model",
     )
-    report = parallel_report(model)
+    report = describe_parallelism(model)
     return {
         "up": report.sharded["model.layers.0.mlp.up_proj.weight"],
         "q": report.sharded["model.layers.0.self_attn.q_proj.weight"],
-        "units": report.units,
+        "units": report.fsdp_modules,
         "offloads": offloads_to_cpu(model),
     }
 

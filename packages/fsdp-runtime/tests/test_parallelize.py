@@ -21,8 +21,8 @@ from fsdp_runtime import (
     apply_cp,
     apply_fsdp,
     apply_tp,
+    describe_parallelism,
     nemo,
-    parallel_report,
     parallelism,
     parallelize,
     resolve_parallelism,
@@ -308,7 +308,7 @@ def test_steps_called_one_by_one_do_what_parallelize_does() -> None:
     for apply in (apply_tp, apply_cp, apply_ac, apply_compile, apply_fsdp):
         assert apply(model, resolved) is None
     parallelize(expected, mesh, **options)
-    assert parallel_report(model) == parallel_report(expected)
+    assert describe_parallelism(model) == describe_parallelism(expected)
 
 
 def test_resolving_changes_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_runtime.debug.describe import ParallelReport, parallel_report
+from fsdp_runtime.debug.describe import ParallelismReport, describe_parallelism
 from fsdp_runtime.debug.finite_grads import assert_finite_gradients
 from fsdp_runtime.debug.replica_check import assert_replicas_equal
 from fsdp_runtime.errors import (
@@ -31,7 +31,7 @@ from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.rendezvous import RankInfo, rank_info_from_env
 from fsdp_runtime.mesh.spec import MeshSpec, adopt_mesh, submesh
 from fsdp_runtime.model.structure import AttentionHeads, ModelStructure, inspect_model
-from fsdp_runtime.monitor import Watch, watch_ranks
+from fsdp_runtime.monitor import RankMonitor, monitor_ranks
 from fsdp_runtime.monitor.signals import stop_on_signal
 from fsdp_runtime.parallel.activation_checkpoint import SelectiveCheckpoint, apply_ac
 from fsdp_runtime.parallel.check_inputs import assert_inputs_equal
@@ -50,17 +50,18 @@ from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.weights import (
     LoadReport,
+    WeightExport,
     WeightInfo,
     describe_weights,
+    flatten_bucket,
     load_weights,
     materialize,
     meta_device,
-    packed,
     save_weights,
     send_weights,
     stream_buckets,
     stream_weights,
-    unpacked,
+    unflatten_bucket,
 )
 
 __version__ = "0.1.0"
@@ -90,15 +91,16 @@ __all__ = [
     "OffloadReport",
     "OptionError",
     "OtherRankError",
-    "ParallelReport",
     "Parallelism",
+    "ParallelismReport",
     "RankInfo",
+    "RankMonitor",
     "ReplicaError",
     "SelectiveCheckpoint",
     "SequenceLayout",
     "Sweep",
     "TrainingState",
-    "Watch",
+    "WeightExport",
     "WeightInfo",
     "WeightsError",
     "adopt_mesh",
@@ -110,8 +112,10 @@ __all__ = [
     "assert_finite_gradients",
     "assert_inputs_equal",
     "assert_replicas_equal",
+    "describe_parallelism",
     "describe_weights",
     "estimate",
+    "flatten_bucket",
     "forward_with_lm_head",
     "fsdp_mesh",
     "inspect_model",
@@ -119,11 +123,10 @@ __all__ = [
     "load_weights",
     "materialize",
     "meta_device",
+    "monitor_ranks",
     "no_sync",
     "offload",
     "onload",
-    "packed",
-    "parallel_report",
     "parallelize",
     "rank_info_from_env",
     "resolve_parallelism",
@@ -138,7 +141,6 @@ __all__ = [
     "stream_weights",
     "submesh",
     "sweep",
-    "unpacked",
+    "unflatten_bucket",
     "unsharded",
-    "watch_ranks",
 ]

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from fsdp_runtime import MeshSpec, parallel_report, parallelize
+from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
 from harness.models import tiny_inputs, tiny_model
 
 AOT = {"backend": "aot_eager"}
@@ -24,7 +24,7 @@ def test_compiled_blocks_compute_the_same_gradients_under_the_same_names(mode: s
     model = copy.deepcopy(plain)
     parallelize(model, MeshSpec().build(device_type="cpu"), activation_checkpointing=mode, compile=AOT)
     assert list(model.state_dict()) == list(plain.state_dict())
-    assert parallel_report(model).compiled == ("model.layers.0", "model.layers.1")
+    assert describe_parallelism(model).compiled == ("model.layers.0", "model.layers.1")
     inputs = tiny_inputs(plain, batch=2, length=7)
     for each in (plain, model):
         each(**inputs, use_cache=False).logits.sum().backward()

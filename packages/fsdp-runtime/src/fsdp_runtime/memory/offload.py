@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from fsdp_runtime._torch_compat import leaves
 from fsdp_runtime.errors import ModelError, OffloadError, OptionError
 from fsdp_runtime.memory.unshard import is_held
-from fsdp_runtime.model.materialize import home_device
-from fsdp_runtime.model.state import entries
+from fsdp_runtime.model.materialize import compute_device
+from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.runtime_state import runtime_state
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def offload(
         OffloadError: the device did not get the bytes back, or a tensor's memory is not its own to free.
     """
     wanted = _require_parts(parts, optimizer)
-    target = torch.device(device) if device is not None else home_device(model)
+    target = torch.device(device) if device is not None else compute_device(state_entries(model))
     if target.type == "cpu" and device is None:
         logger.info("the model is on the CPU: nothing to offload")
         return OffloadReport(dict.fromkeys(wanted, 0), None, None)
@@ -177,7 +177,9 @@ def _storages(
 
 
 def _tensors(part: Part, model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    parameters = [(entry.names[0], entry.tensor) for entry in entries(model) if isinstance(entry.tensor, nn.Parameter)]
+    parameters = [
+        (entry.names[0], entry.tensor) for entry in state_entries(model) if isinstance(entry.tensor, nn.Parameter)
+    ]
     match part:
         case "parameters":
             yield from parameters
