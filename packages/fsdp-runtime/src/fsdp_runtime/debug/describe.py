@@ -72,7 +72,7 @@ def describe_parallelism(model: nn.Module) -> ParallelismReport:
     sharded: dict[str, tuple[str, ...]] = {}
     replicated: list[str] = []
     local_bytes = full_bytes = 0
-    for entry in state_entries(model):
+    for entry in state_entries(model, allow_offloaded=True):
         if not isinstance(entry.tensor, nn.Parameter):
             continue
         axes = _sharded_axes(entry.tensor)

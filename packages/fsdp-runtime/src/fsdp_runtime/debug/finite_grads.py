@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import GradientError
-from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.model.state import require_memory, state_entries
 from fsdp_runtime.sharded.collectives import all_gather_objects, mesh_ranks
 
 #: Parameters that a message names; the others are counted.
@@ -39,12 +39,10 @@ def assert_finite_gradients(model: nn.Module) -> None:
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> assert_finite_gradients(model)
     """
-    counts = {
-        name: _count_nonfinite(parameter.grad)
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    ranks = mesh_ranks(state_entries(model))
+    ranks = mesh_ranks(state_entries(model, allow_offloaded=True))
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    require_memory(gradients, "gradients")
+    counts = {name: _count_nonfinite(gradient) for name, gradient in gradients.items()}
     device = next((p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)), None)
     total = torch.stack(list(counts.values())).sum() if counts else torch.zeros((), dtype=torch.int64)
     total = total.to(device)

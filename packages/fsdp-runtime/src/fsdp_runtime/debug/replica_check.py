@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime._torch_compat import all_gather_flat
 from fsdp_runtime.errors import ReplicaError
+from fsdp_runtime.model.state import state_entries
 
 #: Elements hashed at a time, so that a large parameter needs no copy of itself in 64 bits.
 _CHUNK = 2**20
@@ -44,6 +45,7 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh | None = None) -> N
         >>> from fsdp_runtime import assert_replicas_equal
         >>> assert_replicas_equal(nn.Linear(2, 3))  # nothing to compare without a mesh
     """
+    state_entries(model)  # raises where tensors are offloaded
     groups: dict[ProcessGroup, tuple[str, list[tuple[str, Tensor]]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         for axis, group in _replica_groups(tensor, mesh):

@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_runtime._torch_compat import leaves
 from fsdp_runtime.errors import ModelError, OffloadError, OptionError
 from fsdp_runtime.memory.unshard import is_held
 from fsdp_runtime.model.materialize import compute_device
-from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.model.state import is_freed, state_entries
 from fsdp_runtime.runtime_state import runtime_state
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class _Offloaded:
 
     device: torch.device
     storages: dict[Part, list[tuple[UntypedStorage, Tensor]]] = field(default_factory=dict)
-    guards: dict[int, Any] = field(default_factory=dict)
+    guards: list[Any] = field(default_factory=list)
 
 
 def offload(
@@ -87,7 +88,7 @@ def offload(
         OffloadError: the device did not get the bytes back, or a tensor's memory is not its own to free.
     """
     wanted = _require_parts(parts, optimizer)
-    target = torch.device(device) if device is not None else compute_device(state_entries(model))
+    target = torch.device(device) if device is not None else compute_device(state_entries(model, allow_offloaded=True))
     if target.type == "cpu" and device is None:
         logger.info("the model is on the CPU: nothing to offload")
         return OffloadReport(dict.fromkeys(wanted, 0), None, None)
@@ -107,7 +108,7 @@ def offload(
             storage.resize_(0)
         offloaded.storages.setdefault(part, []).extend(pairs)
         moved[part] = sum(host.nbytes for _, host in pairs)
-    _guard(offloaded, model, optimizer)
+    _guard(offloaded, model)
     report = OffloadReport(moved, before, _allocated(target))
     if before is not None and before - (report.allocated_after or 0) < report.total:
         raise OffloadError(
@@ -145,7 +146,7 @@ def onload(model: nn.Module, *, parts: Iterable[Part] = PARTS) -> OffloadReport:
         _synchronize(offloaded.device)
         moved[part] = sum(host.nbytes for _, host in pairs)
     if not offloaded.storages:
-        for guard in offloaded.guards.values():
+        for guard in offloaded.guards:
             guard.remove()
         runtime_state(model).offloaded = None
     return OffloadReport(moved, before, _allocated(offloaded.device))
@@ -177,9 +178,8 @@ def _storages(
 
 
 def _tensors(part: Part, model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    parameters = [
-        (entry.names[0], entry.tensor) for entry in state_entries(model) if isinstance(entry.tensor, nn.Parameter)
-    ]
+    entries = state_entries(model, allow_offloaded=True)
+    parameters = [(entry.names[0], entry.tensor) for entry in entries if isinstance(entry.tensor, nn.Parameter)]
     match part:
         case "parameters":
             yield from parameters
@@ -199,24 +199,63 @@ def _to_host(storage: UntypedStorage) -> Tensor:
     return host
 
 
-#: What a forward and an optimizer's step touch.
+#: The parts that a forward reads.
 _FORWARD: tuple[Part, ...] = ("parameters", "buffers")
-_STEP: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 
 
-def _guard(offloaded: _Offloaded, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Raise where freed memory would be used."""
+def _guard(offloaded: _Offloaded, model: nn.Module) -> None:
+    """Make every use of the freed memory raise: forwards, state dicts, copies, gathers and optimizer steps.
 
-    def refuse(needed: tuple[Part, ...]) -> None:
-        if missing := [part for part in offloaded.storages if part in needed]:
+    The hooks of a module come before those of FSDP2, which gather its parameters.  Operators on CPU tensors do not look
+    at the size of a storage, so a use that passes no guard ends the process.
+    """
+    if offloaded.guards:
+        return
+
+    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+        missing = tuple(part for part in offloaded.storages if part in _FORWARD) or tuple(offloaded.storages)
+        raise ModelError(
+            f"{', '.join(missing)} are offloaded to host memory: call onload(model, parts={missing!r}) first"
+        )
+
+    def refuse_forward(*_args: Any) -> None:
+        if any(part in _FORWARD for part in offloaded.storages):
+            refuse()
+
+    for module in model.modules():
+        guards = [
+            module.register_forward_pre_hook(refuse_forward, prepend=True),
+            module.register_state_dict_pre_hook(refuse_forward),
+        ]
+        offloaded.guards += guards
+        names = ("__deepcopy__", "__reduce_ex__", *(("unshard",) if isinstance(module, FSDPModule) else ()))
+        module.__dict__.update(dict.fromkeys(names, refuse))
+        offloaded.guards += [_Attribute(module, name) for name in names]
+    offloaded.guards.append(register_optimizer_step_pre_hook(_refuse_freed))
+
+
+def _refuse_freed(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Raise before a step that reads freed parameters, gradients or state, whichever optimizer it is."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    state = [leaf for leaf in leaves(optimizer.state) if isinstance(leaf, Tensor)]
+    for kind, tensors in (("parameters", parameters), ("gradients", gradients), ("optimizer", state)):
+        if freed := sum(map(is_freed, tensors)):
             raise ModelError(
-                f"{', '.join(missing)} are offloaded to host memory: call onload(model, parts={tuple(missing)!r}) first"
+                f"{freed} tensors that this {type(optimizer).__name__} needs ({kind}) are offloaded to host memory: "
+                f"call onload(model, parts=({kind!r},)) first"
             )
 
-    if id(model) not in offloaded.guards:
-        offloaded.guards[id(model)] = model.register_forward_pre_hook(lambda *_: refuse(_FORWARD))
-    if optimizer is not None and id(optimizer) not in offloaded.guards:
-        offloaded.guards[id(optimizer)] = optimizer.register_step_pre_hook(lambda *_: refuse(_STEP))
+
+@dataclass(frozen=True)
+class _Attribute:
+    """An attribute of one module instance, removed like a hook."""
+
+    module: nn.Module
+    name: str
+
+    def remove(self) -> None:
+        self.module.__dict__.pop(self.name, None)
 
 
 def _allocated(device: torch.device) -> int | None:

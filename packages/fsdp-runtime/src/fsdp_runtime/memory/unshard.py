@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime._torch_compat import gathered_bytes
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.runtime_state import reshards_after_forward, runtime_state
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
     Raises:
         OptionError: ``max_bytes`` is less than what the root and one block take.
     """
+    state_entries(model)  # raises where parameters are offloaded
     units = [
         _Unit(module, gathered_bytes(module), reshards_after_forward(module, is_root=module is model))
         for module in model.modules()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import persistent_buffers, sharded_parameters
-from fsdp_runtime.errors import ConversionError
+from fsdp_runtime._torch_compat import local_of, persistent_buffers, sharded_parameters
+from fsdp_runtime.errors import ConversionError, ModelError
 
 #: Path components that activation checkpointing wrappers and ``torch.compile`` add.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -33,8 +33,16 @@ class StateEntry:
     attribute: str
 
 
-def state_entries(model: nn.Module) -> list[StateEntry]:
-    """Return the tensors of a model's state dict in model order; tied ones once, under all their names."""
+def state_entries(model: nn.Module, *, allow_offloaded: bool = False) -> list[StateEntry]:
+    """Return the tensors of a model's state dict in model order; tied ones once, under all their names.
+
+    Args:
+        model: the model.
+        allow_offloaded: accept tensors whose memory :func:`fsdp_runtime.offload` has freed.
+
+    Raises:
+        ModelError: tensors of the model are offloaded.
+    """
     entries: dict[int, StateEntry] = {}
     for name, tensor, module, attribute in _named_tensors(model):
         known = entries.get(id(tensor))
@@ -42,7 +50,33 @@ def state_entries(model: nn.Module) -> list[StateEntry]:
             entries[id(tensor)] = StateEntry((name,), tensor, module, attribute)
         else:
             entries[id(tensor)] = replace(known, names=(*known.names, name))
+    if not allow_offloaded:
+        require_memory({entry.names[0]: entry.tensor for entry in entries.values()}, "parameters and buffers")
     return list(entries.values())
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Return True if a tensor has elements and its memory was freed, as :func:`fsdp_runtime.offload` does."""
+    local = local_of(tensor)
+    is_plain = type(local) in (Tensor, nn.Parameter, nn.Buffer)  # wrapper subclasses have no storage of their own
+    return is_plain and not local.is_meta and bool(local.numel()) and not local.untyped_storage().nbytes()
+
+
+def require_memory(tensors: Mapping[str, Tensor], kind: str) -> None:
+    """Check that tensors may be read: reading freed memory ends the process.
+
+    Args:
+        tensors: by name.
+        kind: the word for them in the error.
+
+    Raises:
+        ModelError: some are offloaded.
+    """
+    freed = [name for name, tensor in tensors.items() if is_freed(tensor)]
+    if freed:
+        raise ModelError(
+            f"{len(freed)} {kind} are offloaded to host memory (first {freed[0]}): call onload(model) first"
+        )
 
 
 def refresh_buffers(entries: Sequence[StateEntry]) -> list[StateEntry]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.model.state import StateEntry, state_entries
+from fsdp_runtime.model.state import StateEntry, require_memory, state_entries
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
     all_gather_objects,
@@ -97,6 +97,7 @@ def save_training_state(
     optimizers = as_list(optimizer)
     with raise_on_all(ranks):
         tensors = named_tensors(entries, optimizers)
+        require_memory({each.name: each.tensor for each in tensors}, "tensors of the training state")
         names = parameter_names(entries, optimizers)
         shared = serialize(
             {
