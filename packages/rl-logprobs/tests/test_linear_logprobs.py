@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rl_logprobs
 from harness.ranks import RanksFailed
-from rl_logprobs import head, linear_token_logprobs, linear_token_statistics, token_statistics
+from rl_logprobs import linear_token_logprobs, linear_token_statistics, token_statistics
+from rl_logprobs.softmax import fused_linear
 
 FEATURES = 6
 HEADS = {
@@ -27,7 +28,7 @@ HEADS = {
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(head, "CPU_TILE", (4, 5))
+    monkeypatch.setattr(fused_linear, "CPU_TILE", (4, 5))
 
 
 def problem(vocab, dtype=torch.float64, tokens=(2, 7)):
@@ -124,7 +125,7 @@ def test_a_frozen_head_costs_no_product_backward_and_gives_the_same_gradient(sma
 
 
 def test_no_tensor_of_tokens_times_vocabulary_exists(monkeypatch):
-    monkeypatch.setattr(head, "CPU_TILE", (16, 32))
+    monkeypatch.setattr(fused_linear, "CPU_TILE", (16, 32))
     hidden, weight, _, targets = problem(300, tokens=(4, 50))
     with Watch() as watch:
         found = linear_token_statistics(hidden.requires_grad_(), weight.requires_grad_(), targets, entropy=True)
@@ -144,7 +145,7 @@ def test_weight_gradient_is_rounded_once_whatever_the_tiles(monkeypatch):
     hidden, weight, _, targets = problem(40, torch.bfloat16, tokens=(8, 64))
     exact = values_and_gradients(through_logits, [hidden.double(), weight.double()], targets)
     for tile in ((7, 9), (64, 16), (1024, 1024)):
-        monkeypatch.setattr(head, "CPU_TILE", tile)
+        monkeypatch.setattr(fused_linear, "CPU_TILE", tile)
         found = values_and_gradients(linear_token_statistics, [hidden, weight], targets)
         for ours, theirs in zip(found[2:], exact[2:], strict=True):
             assert ours.dtype is torch.bfloat16
@@ -307,9 +308,9 @@ def badly_placed(case):
     [
         ("fsdp shard", "module.unshard()"),
         ("sharded features of the head", "shard"),
-        ("sharded features", "whole features"),
-        ("other mesh", "no axis of hidden's mesh"),
-        ("bias placed otherwise", "place them alike"),
+        ("sharded features", "all features"),
+        ("other mesh", "which hidden's mesh"),
+        ("bias placed otherwise", "the same placements"),
     ],
 )
 def test_misplaced_input_is_refused_on_every_rank_before_any_collective(four_ranks, case, message):

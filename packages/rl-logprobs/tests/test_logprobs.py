@@ -241,9 +241,9 @@ def test_rank_counts_the_tokens_that_are_more_probable_than_the_target():
     targets = torch.tensor([0, 1, 2, 3, 4, IGNORED])
     expected = [0, 2, 1, 2, 4, 0]
     for options in ({}, {"temperature": 2.0}, {"sampling": rl_logprobs.SamplingFilter(top_k=1)}, {"entropy": True}):
-        assert token_statistics(logits, targets, rank=True, **options).rank.tolist() == expected
-    assert token_statistics(logits[:3], targets[:3], rank=True, vocab_size=3).rank.tolist() == [0, 2, 1]
-    assert token_statistics(logits, targets).rank is None
+        assert token_statistics(logits, targets, target_rank=True, **options).target_rank.tolist() == expected
+    assert token_statistics(logits[:3], targets[:3], target_rank=True, vocab_size=3).target_rank.tolist() == [0, 2, 1]
+    assert token_statistics(logits, targets).target_rank is None
 
 
 def test_no_graph_is_kept_without_grad():

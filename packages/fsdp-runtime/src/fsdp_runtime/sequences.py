@@ -66,7 +66,7 @@ class SequenceLayout:
     def permutation(self) -> Tensor:
         """``[length]`` int64: each token's position in the sequence, one rank's tokens after another's.
 
-        This is the *order* that ``rl_logprobs.sequence_shard`` and ``gather_sequence`` take.
+        This is the ``permutation`` argument of ``rl_logprobs.sequence_shard`` and ``gather_sequence``.
         """
         runs = torch.arange(self.length).view(self.ranks * self.chunks_per_rank, -1)
         return torch.cat([runs[chunk] for rank in range(self.ranks) for chunk in self._chunks_of(rank)])

@@ -69,11 +69,11 @@ def winners(vocab, device_mesh_shape):
     logits = logits.round()  # many ties
     sharded = distribute_tensor(logits, mesh, [Replicate(), Shard(2)])
     with CommDebugMode() as counter:
-        found = token_statistics(sharded, targets, argmax=True, rank=True)
+        found = token_statistics(sharded, targets, argmax=True, target_rank=True)
     chosen = logits.gather(-1, targets.clamp(min=0)[..., None])
     kept = targets != -100
     return (
-        (found.argmax, found.rank),
+        (found.argmax, found.target_rank),
         (logits.argmax(-1) * kept, (logits > chosen).sum(-1) * kept),
         counter.get_total_counts(),
     )
@@ -235,7 +235,7 @@ def badly_placed(case):
         ("group beside a DTensor", "OptionError", "leave out group"),
         ("shape left out", "ShapeError", "full shape"),
         ("targets elsewhere", "PlacementError", "place them likewise"),
-        ("shift over ranks", "ShapeError", "whole sequence of 6"),
+        ("shift over ranks", "ShapeError", "full sequence of 6"),
         ("no vocabulary size", "OptionError", "vocab_size"),
         ("narrow shard", "ShapeError", "30 columns"),
         ("strided", "PlacementError", "in strides"),

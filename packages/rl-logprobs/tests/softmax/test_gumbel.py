@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rl_logprobs.gumbel import gumbel_noise, token_keys
+from rl_logprobs.softmax.gumbel import gumbel_noise, token_keys
 
 EULER = 0.5772156649015329
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_logprobs.rows import as_on_accelerator, row_blocks, rows_that_fit
+from rl_logprobs.softmax.row_blocks import assume_accelerator, row_blocks, rows_per_workspace
 
 
 @settings(max_examples=80)
@@ -27,13 +27,13 @@ def test_blocks_are_views_of_all_tokens_in_order(shape, rows, cut, transpose):
 
 
 def test_one_row_fits_however_wide():
-    assert rows_that_fit(10**9, torch.device("cpu")) == 1
-    assert rows_that_fit(0, torch.device("cpu")) >= 1
-    assert rows_that_fit(1024, torch.device("cpu"), share=0.5) == rows_that_fit(2048, torch.device("cpu"))
+    assert rows_per_workspace(10**9, torch.device("cpu")) == 1
+    assert rows_per_workspace(0, torch.device("cpu")) >= 1
+    assert rows_per_workspace(1024, torch.device("cpu"), fraction=0.5) == rows_per_workspace(2048, torch.device("cpu"))
 
 
 def test_cpu_tensors_that_stand_for_others_get_an_accelerators_workspace():
-    cpu, cuda = (rows_that_fit(1024, torch.device(kind)) for kind in ("cpu", "cuda"))
-    with as_on_accelerator():
-        assert rows_that_fit(1024, torch.device("cpu")) == cuda
-    assert rows_that_fit(1024, torch.device("cpu")) == cpu < cuda
+    cpu, cuda = (rows_per_workspace(1024, torch.device(kind)) for kind in ("cpu", "cuda"))
+    with assume_accelerator():
+        assert rows_per_workspace(1024, torch.device("cpu")) == cuda
+    assert rows_per_workspace(1024, torch.device("cpu")) == cpu < cuda
