@@ -1,4 +1,4 @@
-"""Sequences split over a context-parallel axis: same log-probabilities and gradients as the whole."""
+"""Sequences split over a context-parallel axis: same log-probabilities and gradients as the full sequence."""
 
 import pytest
 import torch
@@ -44,18 +44,18 @@ def through_context_parallelism(name):
     group = mesh.get_group("cp")
     logits, ids = problem(12)
     permutation = permutations(name, 12)
-    mine = sequence_shard(logits, permutation, group, dim=1)
-    mine = DTensor.from_local(
-        distribute_tensor(mine, mesh["tp"], [Shard(2)]).to_local(),
+    local_logits = sequence_shard(logits, permutation, group, dim=1)
+    local_logits = DTensor.from_local(
+        distribute_tensor(local_logits, mesh["tp"], [Shard(2)]).to_local(),
         mesh,
         [Shard(1), Shard(2)],
         shape=logits.shape,
         stride=logits.stride(),
     ).requires_grad_()
     with CommDebugMode() as counter:
-        local = token_logprobs(mine, sequence_shard(next_token_targets(ids), permutation, group))
+        local = token_logprobs(local_logits, sequence_shard(next_token_targets(ids), permutation, group))
         logprobs = gather_sequence(local, permutation, group)
-    (gradient,) = torch.autograd.grad(logprobs.square().sum(), mine)
+    (gradient,) = torch.autograd.grad(logprobs.square().sum(), local_logits)
     in_order = gradient.full_tensor().index_select(1, permutation.argsort())
     return logprobs.detach(), in_order, counter.get_total_counts()
 

@@ -11,18 +11,18 @@ from rl_logprobs.softmax.row_blocks import assume_accelerator, row_blocks, rows_
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     rows=st.integers(1, 7),
-    cut=st.integers(0, 4),
+    dropped=st.integers(0, 4),
     transpose=st.booleans(),
 )
-def test_blocks_are_views_of_all_tokens_in_order(shape, rows, cut, transpose):
-    whole = torch.arange(torch.Size(shape).numel() * 3).view(*shape, 3)
-    view = whole.transpose(0, -2) if transpose else whole
-    view = view[..., cut % view.shape[-2] :, :]
+def test_blocks_are_views_of_all_tokens_in_order(shape, rows, dropped, transpose):
+    full = torch.arange(torch.Size(shape).numel() * 3).view(*shape, 3)
+    view = full.transpose(0, -2) if transpose else full
+    view = view[..., dropped % view.shape[-2] :, :]
     spans, blocks = zip(*((span, pair) for span, pair in row_blocks(rows, view, view.clone())), strict=True)
     assert [index for span in spans for index in range(span.start, span.stop)] == list(range(view.shape[:-1].numel()))
     assert torch.equal(torch.cat([first for first, _ in blocks]), view.reshape(-1, 3))
     assert all(torch.equal(first, second) for first, second in blocks)
-    assert all(first.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for first, _ in blocks)
+    assert all(first.untyped_storage().data_ptr() == full.untyped_storage().data_ptr() for first, _ in blocks)
     assert max(len(first) for first, _ in blocks) <= rows
 
 

@@ -38,7 +38,7 @@ def test_rows_of_several_blocks_give_what_torch_gives(monkeypatch, dtype, option
         targets = targets.clamp(max=columns - 1)
         expected = statistics_and_gradient(logits, targets, "torch", vocab_size=columns, **options)
         found = statistics_and_gradient(logits, targets, "triton", vocab_size=columns, **options)
-        for ours, theirs in zip(found, expected, strict=True):
+        for actual, desired in zip(found, expected, strict=True):
             rounding = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2e-6, torch.float64: 1e-13}
-            atol = 1e-6 if ours.dtype is torch.float16 else 1e-12
-            torch.testing.assert_close(ours, theirs, rtol=rounding.get(ours.dtype, 0), atol=atol)
+            atol = 1e-6 if actual.dtype is torch.float16 else 1e-12
+            torch.testing.assert_close(actual, desired, rtol=rounding.get(actual.dtype, 0), atol=atol)
