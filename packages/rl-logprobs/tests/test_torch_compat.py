@@ -1,4 +1,4 @@
-"""Each test fails once torch no longer needs the workaround that it is about; then remove both."""
+"""A test named after a missing or wrong behaviour of torch fails once torch has it; then remove the workaround too."""
 
 import math
 import tomllib
@@ -45,15 +45,11 @@ def test_no_public_function_makes_a_group_of_several_mesh_dims():
 def ranks_under_fake_tensors():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     with FakeTensorMode():
-        try:
-            plain = set(mesh.mesh.flatten().tolist()) == {0, 1}
-        except Exception:  # noqa: BLE001 - torch's versions fail differently
-            plain = False
-        return plain, ranks_of(mesh)
+        return ranks_of(mesh)
 
 
-def test_the_ranks_of_a_mesh_are_unknown_under_fake_tensors_without_the_workaround(two_ranks):
-    assert two_ranks.run(ranks_under_fake_tensors) == [(False, frozenset({0, 1}))] * 2
+def test_the_ranks_of_a_mesh_are_known_under_fake_tensors(two_ranks):
+    assert two_ranks.run(ranks_under_fake_tensors) == [frozenset({0, 1})] * 2
 
 
 def test_products_of_half_precision_in_float32_are_not_implemented_on_a_cpu():
