@@ -32,7 +32,15 @@ SUBSET = [
             "test_cli",
         )
     ),
-    *(f"packages/rl-logprobs/tests/test_{name}.py" for name in ("vocab_parallel", "linear_logprobs", "reduction")),
+    *(
+        f"packages/rl-logprobs/tests/{name}.py"
+        for name in (
+            "softmax/test_vocab_parallel",
+            "norms/test_reduce_groups",
+            "test_linear_logprobs",
+            "test_torch_compat",
+        )
+    ),
     "integration_tests/test_parity.py",
 ]
 BENCH_PEERS = ["verl==0.9.1", "megatron-core==0.16.1", "liger-kernel==0.8.5", "nemo-automodel==0.7.0"]
@@ -149,7 +157,7 @@ def triton(session: nox.Session) -> None:
     """Run the tests of log-probabilities from logits on the Triton kernels, in Triton's interpreter on the CPU."""
     install_editable(session, "test")
     session.install("triton")
-    files = ("with_triton/softmax", "test_softmax", "test_logprobs", "test_vocab_parallel")
+    files = ("with_triton/triton_backend", "softmax/test_torch_kernels", "test_logprobs", "softmax/test_vocab_parallel")
     paths = [f"packages/rl-logprobs/tests/{name}.py" for name in files]
     environment = {"TRITON_INTERPRET": "1", "RL_LOGPROBS_BACKEND": "triton", "OMP_NUM_THREADS": "1"}
     session.run("pytest", *paths, *session.posargs, env=environment)

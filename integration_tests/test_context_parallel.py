@@ -163,5 +163,5 @@ def test_logprobs_of_a_split_sequence_are_those_of_the_whole(four_ranks: RankPoo
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_both_packages_mean_the_same_order(ranks: int) -> None:
     layout = SequenceLayout(48, ranks, 0)
-    expected = torch.arange(48) if ranks == 1 else rl_logprobs.load_balanced_order(48, ranks)
+    expected = torch.arange(48) if ranks == 1 else rl_logprobs.headtail_permutation(48, ranks)
     assert torch.equal(layout.permutation, expected)

@@ -1,4 +1,4 @@
-"""Log-probabilities from hidden states: ours beside the fused functions of others, the unfused head, and products.
+"""Log-probabilities from hidden states: rl-logprobs and the fused functions of others, the unfused head, and products.
 
 Two gloo ranks share the vocabulary; 2048 tokens, hidden size 512.  Errors are against float64.
 """
@@ -25,15 +25,15 @@ def bench(vocab: int, dtype: torch.dtype, rounds: int) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     hidden = torch.randn(TOKENS, FEATURES).mul_(3).to(dtype).requires_grad_()
     targets = torch.randint(0, vocab, (TOKENS,))
-    whole = torch.randn(vocab, FEATURES).div_(FEATURES**0.5).to(dtype)
-    weight = whole.chunk(ranks)[rank].clone().requires_grad_()
+    full_weight = torch.randn(vocab, FEATURES).div_(FEATURES**0.5).to(dtype)
+    weight = full_weight.chunk(ranks)[rank].clone().requires_grad_()
     frozen, width = weight.detach(), weight.shape[0]
     group = dist.group.WORLD
     assert group is not None
     with torch.no_grad():
-        exact = torch.log_softmax(hidden[:CHECKED].double() @ whole.double().t(), -1)
+        exact = torch.log_softmax(hidden[:CHECKED].double() @ full_weight.double().t(), -1)
         exact = exact.gather(-1, targets[:CHECKED, None])[:, 0]
-    del whole
+    del full_weight
 
     def fused(head: torch.Tensor) -> torch.Tensor:
         return rl_logprobs.linear_token_logprobs(hidden, head, targets, group=group, vocab_size=vocab)

@@ -1,4 +1,4 @@
-"""Log-probabilities (and entropies) of vocabulary-sharded logits, ours beside the peers that are installed.
+"""Log-probabilities (and entropies) of vocabulary-sharded logits, rl-logprobs and the peers that are installed.
 
 Two gloo ranks, batch 2 x 1024 tokens.  ``--vocab 32768 --dtype bfloat16 --rounds 9`` narrows it down.
 """
@@ -85,8 +85,8 @@ def bench(vocab: int, dtype: torch.dtype, rounds: int) -> None:
         forward = {name: without_grad(function) for name, function in functions.items() if "inplace" not in name}
         results = take_turns(forward, lambda: (local, start), rounds, restore)
         table(f"{what}, forward: {here}", results, local.nbytes, "logits")
-        whole = {name: with_backward(function) for name, function in functions.items()}
-        results = take_turns(whole, lambda: (local, start), rounds, restore)
+        full_step = {name: with_backward(function) for name, function in functions.items()}
+        results = take_turns(full_step, lambda: (local, start), rounds, restore)
         table(f"{what}, forward and backward: {here}", results, local.nbytes, "logits")
 
 

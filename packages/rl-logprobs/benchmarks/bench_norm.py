@@ -1,4 +1,4 @@
-"""Norm and clip of 288 parameters over four ranks, ``dp_shard=2, tp=2``: ours beside torch's and Automodel's."""
+"""Norm and clip of 288 parameters over four ranks, ``dp_shard=2, tp=2``: rl-logprobs, torch and Automodel."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def bench(dtype: torch.dtype, mixed: bool, order: float, rounds: int) -> None:
     title = f"clip by the {name}-norm, {COUNT} parameters, {where}, {str(dtype)[6:]}"
     table(title, results, size, "gradients")
     restore()
-    whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in made]
-    exact = torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in whole if g is not None]), order)
+    full = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in made]
+    exact = torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in full if g is not None]), order)
     for name, step in steps.items():
         restore()
         found = step()

@@ -98,7 +98,7 @@ def take_turns(
     rounds: int,
     restore: Callable[[], None] = lambda: None,
 ) -> dict[str, Result]:
-    """Time the contenders round by round, so that whatever else the machine does hits all of them alike.
+    """Time the contenders round by round, so that whatever else the machine does affects all of them.
 
     ``restore`` undoes, outside the clock, what a contender did to its inputs.
     """
@@ -133,9 +133,9 @@ def _progress(what: str) -> None:
         print(f"\r{what:70}", end="\r", file=sys.stderr, flush=True)
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median over the rounds of our time against theirs in the same round."""
-    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
+def ratio(own: Sequence[float], peer: Sequence[float]) -> float:
+    """Median over the rounds of our time divided by the peer's in the same round."""
+    return statistics.median(time / other for time, other in zip(own, peer, strict=True))
 
 
 def table(title: str, results: Mapping[str, Result], unit_bytes: int, unit_name: str) -> None:

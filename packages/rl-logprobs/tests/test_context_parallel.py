@@ -1,4 +1,4 @@
-"""Sequences split over a context-parallel axis: same log-probabilities and gradients as the whole."""
+"""Sequences split over a context-parallel axis: same log-probabilities and gradients as the full sequence."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import rl_logprobs
 from rl_logprobs import (
     gather_sequence,
-    load_balanced_order,
+    headtail_permutation,
     next_token_targets,
     sequence_shard,
     token_logprobs,
@@ -24,44 +24,44 @@ def problem(length, vocab=29):
 
 
 def test_each_rank_gets_one_chunk_from_either_end():
-    assert load_balanced_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert load_balanced_order(6, 3).tolist() == [0, 5, 1, 4, 2, 3]
+    assert headtail_permutation(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert headtail_permutation(6, 3).tolist() == [0, 5, 1, 4, 2, 3]
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(9, 2), (6, 2), (4, 0)])
 def test_lengths_that_do_not_divide_are_named(length, ranks):
     with pytest.raises(rl_logprobs.ShapeError, match=f"{length} tokens"):
-        load_balanced_order(length, ranks)
+        headtail_permutation(length, ranks)
 
 
-def orders(name, length):
-    return torch.arange(length) if name == "contiguous" else load_balanced_order(length, 2)
+def permutations(name, length):
+    return torch.arange(length) if name == "contiguous" else headtail_permutation(length, 2)
 
 
 def through_context_parallelism(name):
-    """cp 2 x tp 2: local logits in some order, log-probabilities of the whole sequence in sequence order."""
+    """cp 2 x tp 2: local logits in some order, log-probabilities of the full sequence in sequence order."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     group = mesh.get_group("cp")
     logits, ids = problem(12)
-    order = orders(name, 12)
-    mine = sequence_shard(logits, order, group, dim=1)
-    mine = DTensor.from_local(
-        distribute_tensor(mine, mesh["tp"], [Shard(2)]).to_local(),
+    permutation = permutations(name, 12)
+    local_logits = sequence_shard(logits, permutation, group, dim=1)
+    local_logits = DTensor.from_local(
+        distribute_tensor(local_logits, mesh["tp"], [Shard(2)]).to_local(),
         mesh,
         [Shard(1), Shard(2)],
         shape=logits.shape,
         stride=logits.stride(),
     ).requires_grad_()
     with CommDebugMode() as counter:
-        local = token_logprobs(mine, sequence_shard(next_token_targets(ids), order, group))
-        logprobs = gather_sequence(local, order, group)
-    (gradient,) = torch.autograd.grad(logprobs.square().sum(), mine)
-    in_order = gradient.full_tensor().index_select(1, order.argsort())
+        local = token_logprobs(local_logits, sequence_shard(next_token_targets(ids), permutation, group))
+        logprobs = gather_sequence(local, permutation, group)
+    (gradient,) = torch.autograd.grad(logprobs.square().sum(), local_logits)
+    in_order = gradient.full_tensor().index_select(1, permutation.argsort())
     return logprobs.detach(), in_order, counter.get_total_counts()
 
 
 @pytest.mark.parametrize("name", ["contiguous", "load-balanced"])
-def test_logprobs_and_gradients_are_those_of_the_whole_sequence(four_ranks, name):
+def test_logprobs_and_gradients_are_those_of_the_full_sequence(four_ranks, name):
     logits, ids = problem(12)
     expected = token_logprobs(logits.requires_grad_(), ids, shift=True)
     (gradient,) = torch.autograd.grad(expected.square().sum(), logits)
@@ -73,10 +73,9 @@ def test_logprobs_and_gradients_are_those_of_the_whole_sequence(four_ranks, name
 
 def there_and_back(shape, dim):
     full = torch.arange(torch.Size(shape).numel()).view(shape)
-    order = load_balanced_order(shape[dim], 2)
-    return torch.equal(
-        gather_sequence(sequence_shard(full, order, dist.group.WORLD, dim=dim), order, dist.group.WORLD, dim=dim), full
-    )
+    permutation = headtail_permutation(shape[dim], 2)
+    local = sequence_shard(full, permutation, dist.group.WORLD, dim=dim)
+    return torch.equal(gather_sequence(local, permutation, dist.group.WORLD, dim=dim), full)
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((8,), 0), ((3, 8), -1), ((3, 8, 2), 1), ((8, 3), 0)])
@@ -84,7 +83,7 @@ def test_gathering_undoes_sharding_on_any_dim(two_ranks, shape, dim):
     assert two_ranks.run(there_and_back, shape, dim) == [True, True]
 
 
-def with_a_short_order():
+def with_a_short_permutation():
     with pytest.raises(rl_logprobs.ShapeError, match=r"\(4,\) for 8 tokens over 2 ranks"):
         sequence_shard(torch.zeros(8), torch.arange(4), dist.group.WORLD)
     with pytest.raises(rl_logprobs.ShapeError, match=r"\(7,\) for 7 tokens over 2 ranks"):
@@ -93,5 +92,5 @@ def with_a_short_order():
         gather_sequence(torch.zeros(4), torch.arange(4), dist.group.WORLD)
 
 
-def test_an_order_that_does_not_fit_is_refused_before_any_collective(two_ranks):
-    two_ranks.run(with_a_short_order)
+def test_a_permutation_that_does_not_fit_is_refused_before_any_collective(two_ranks):
+    two_ranks.run(with_a_short_permutation)

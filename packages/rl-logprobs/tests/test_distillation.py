@@ -1,4 +1,4 @@
-"""Log-probabilities at several ids: what a student is told of its teacher's likely tokens, on every split."""
+"""Log-probabilities at several ids: a student's for its teacher's most probable tokens, on every split."""
 
 import math
 
@@ -20,7 +20,7 @@ def problem(vocab, k, dtype=torch.float64):
     generator = torch.Generator().manual_seed(vocab + k)
     logits = torch.randn(*TOKENS, vocab, generator=generator, dtype=torch.float64) * 4
     ids = torch.randint(0, vocab, (*TOKENS, k), generator=generator)
-    logits[0, 0, : vocab // 2 + 1] = -math.inf  # a whole shard of -inf at tp = 2 and 4
+    logits[0, 0, : vocab // 2 + 1] = -math.inf  # a full shard of -inf at tp = 2 and 4
     ids[0, 0, 0], ids[0, 0, -1] = 0, vocab - 1
     ids[0, 1] = ids[0, 1, :1]  # the same id k times
     ids[1, 2], ids[1, 3, 0] = -100, -100
@@ -66,9 +66,9 @@ def test_one_id_a_position_is_its_token_logprob():
 def test_half_precision_gradient_is_the_float64_gradient_rounded_once():
     logits, ids = problem(257, 6, torch.bfloat16)
     logits[0, 0] = 1.0
-    _, ours = value_and_gradient(lambda x: logprobs_at(x, ids), logits)
+    _, actual = value_and_gradient(lambda x: logprobs_at(x, ids), logits)
     _, reference = value_and_gradient(lambda x: exact(x, ids), logits.double())
-    torch.testing.assert_close(ours.double(), reference, rtol=2**-8, atol=1e-7)
+    torch.testing.assert_close(actual.double(), reference, rtol=2**-8, atol=1e-7)
 
 
 def test_ignored_positions_send_no_gradient_even_from_nan_logits():
@@ -139,7 +139,7 @@ def one_bad_id():
     logprobs_at(distribute_tensor(logits, mesh, [Shard(2)]), ids + 20)
 
 
-def test_bad_input_raises_on_every_rank_and_strands_none(two_ranks):
+def test_bad_input_raises_on_every_rank_before_any_collective(two_ranks):
     with pytest.raises(RanksFailed) as caught:
         two_ranks.run(one_bad_id, timeout=30)
     assert [error.type_name for error in caught.value.errors.values()] == ["TargetError"] * 2

@@ -101,8 +101,8 @@ def test_every_split_agrees_with_one_process_in_one_collective(four_ranks, vocab
     expected = values_and_gradients(*hard_pair(vocab))
     for found, collectives in four_ranks.run(on_mesh, vocab):
         assert collectives == 1
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+        for actual, desired in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, desired, rtol=1e-11, atol=1e-11)
 
 
 def masked_on_mesh(give):
@@ -111,8 +111,8 @@ def masked_on_mesh(give):
     logits[0, 1], reference[1, 2] = math.nan, -math.inf
     mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])
     logits, reference = (distribute_tensor(x, mesh, [Shard(0), Shard(2)]).requires_grad_() for x in (logits, reference))
-    mine = {"full": mask, "local": mask.chunk(2)[mesh.get_local_rank("dp")].bool()}[give]
-    found = token_kl(logits, reference, mask=mine)
+    local_mask = {"full": mask, "local": mask.chunk(2)[mesh.get_local_rank("dp")].bool()}[give]
+    found = token_kl(logits, reference, mask=local_mask)
     gradients = torch.autograd.grad(found.sum(), [logits, reference])
     return mesh.get_local_rank("dp"), found.detach(), [g.full_tensor() for g in gradients]
 
@@ -125,8 +125,8 @@ def test_masked_tokens_are_zero_and_send_no_gradient_whatever_their_logits(four_
     gradients = torch.autograd.grad(expected.sum(), [logits, reference])
     for dp, found, found_gradients in four_ranks.run(masked_on_mesh, give):
         torch.testing.assert_close(found, expected.detach().chunk(2)[dp], rtol=1e-12, atol=1e-12)
-        for ours, theirs in zip(found_gradients, gradients, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        for actual, desired in zip(found_gradients, gradients, strict=True):
+            torch.testing.assert_close(actual, desired, rtol=1e-12, atol=1e-12)
 
 
 def placed_differently():

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rl_logprobs
 from harness.ranks import RanksFailed
-from rl_logprobs import head, linear_token_logprobs, linear_token_statistics, token_statistics
+from rl_logprobs import linear_token_logprobs, linear_token_statistics, token_statistics
+from rl_logprobs.softmax import fused_linear
 
 FEATURES = 6
 HEADS = {
@@ -27,7 +28,7 @@ HEADS = {
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(head, "CPU_TILE", (4, 5))
+    monkeypatch.setattr(fused_linear, "CPU_TILE", (4, 5))
 
 
 def problem(vocab, dtype=torch.float64, tokens=(2, 7)):
@@ -72,10 +73,10 @@ def test_values_and_gradients_are_those_of_the_logits(small_tiles, name, entropy
     hidden, weight, bias, targets = problem(13)
     options = options_of(name, bias)
     inputs = [hidden, weight, options.pop("bias")] if "bias" in options else [hidden, weight]
-    ours = values_and_gradients(linear_token_statistics, inputs, targets, entropy=entropy, **options)
-    theirs = values_and_gradients(through_logits, inputs, targets, entropy=entropy, **options)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    actual = values_and_gradients(linear_token_statistics, inputs, targets, entropy=entropy, **options)
+    desired = values_and_gradients(through_logits, inputs, targets, entropy=entropy, **options)
+    for one, other in zip(actual, desired, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -124,7 +125,7 @@ def test_a_frozen_head_costs_no_product_backward_and_gives_the_same_gradient(sma
 
 
 def test_no_tensor_of_tokens_times_vocabulary_exists(monkeypatch):
-    monkeypatch.setattr(head, "CPU_TILE", (16, 32))
+    monkeypatch.setattr(fused_linear, "CPU_TILE", (16, 32))
     hidden, weight, _, targets = problem(300, tokens=(4, 50))
     with Watch() as watch:
         found = linear_token_statistics(hidden.requires_grad_(), weight.requires_grad_(), targets, entropy=True)
@@ -144,11 +145,11 @@ def test_weight_gradient_is_rounded_once_whatever_the_tiles(monkeypatch):
     hidden, weight, _, targets = problem(40, torch.bfloat16, tokens=(8, 64))
     exact = values_and_gradients(through_logits, [hidden.double(), weight.double()], targets)
     for tile in ((7, 9), (64, 16), (1024, 1024)):
-        monkeypatch.setattr(head, "CPU_TILE", tile)
+        monkeypatch.setattr(fused_linear, "CPU_TILE", tile)
         found = values_and_gradients(linear_token_statistics, [hidden, weight], targets)
-        for ours, theirs in zip(found[2:], exact[2:], strict=True):
-            assert ours.dtype is torch.bfloat16
-            torch.testing.assert_close(ours.double(), theirs, rtol=2**-8, atol=1e-5)
+        for actual, desired in zip(found[2:], exact[2:], strict=True):
+            assert actual.dtype is torch.bfloat16
+            torch.testing.assert_close(actual.double(), desired, rtol=2**-8, atol=1e-5)
 
 
 def test_ignored_tokens_with_nan_states_do_not_reach_any_gradient():
@@ -162,10 +163,10 @@ def test_ignored_tokens_with_nan_states_do_not_reach_any_gradient():
 def test_padded_rows_of_the_head_have_no_probability_and_no_gradient():
     hidden, weight, _, targets = problem(16)
     targets = targets.clamp(max=10)
-    cut = values_and_gradients(linear_token_statistics, [hidden, weight[:11]], targets)
+    sliced = values_and_gradients(linear_token_statistics, [hidden, weight[:11]], targets)
     padded = values_and_gradients(linear_token_statistics, [hidden, weight], targets, vocab_size=11)
-    torch.testing.assert_close(padded[:3], cut[:3], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(padded[3][:11], cut[3], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(padded[:3], sliced[:3], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(padded[3][:11], sliced[3], rtol=1e-12, atol=1e-12)
     assert (padded[3][11:] == 0).all()
 
 
@@ -226,15 +227,15 @@ def test_every_split_agrees_with_one_process(four_ranks, tp, vocab, form):
         joined = [torch.cat([values[i] for values in first]) for i in (3, 4)]
         results = [([*values[:3], *joined], counts) for values, counts in results]
     for values, _ in results:
-        for ours, theirs in zip(values, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+        for actual, desired in zip(values, expected, strict=True):
+            torch.testing.assert_close(actual, desired, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
     ("form", "expected"),
     [("plain", (1, 1)), ("local shards", (1, 1)), ("replicated", (1, 1)), ("sequence-parallel", (2, 1))],
 )
-def test_sums_travel_once_forward_and_the_hidden_gradient_once_backward(two_ranks, form, expected):
+def test_one_collective_forward_and_one_for_the_hidden_gradient_backward(two_ranks, form, expected):
     for _, counts in two_ranks.run(on_mesh, 2, 97, form, torch.float64):
         assert counts == expected
 
@@ -264,8 +265,8 @@ def trained_under_fsdp(tied):
     fully_shard(model.block, mesh=mesh["dp_shard"])
     fully_shard(model, mesh=mesh["dp_shard"])
     ids = torch.randint(0, 96, (4, 5))
-    mine = ids.chunk(2)[mesh.get_local_rank("dp_shard")]
-    (-linear_token_logprobs(model(mine), model.head.weight, mine, shift=True).mean()).backward()
+    local_ids = ids.chunk(2)[mesh.get_local_rank("dp_shard")]
+    (-linear_token_logprobs(model(local_ids), model.head.weight, local_ids, shift=True).mean()).backward()
     (-linear_token_logprobs(single(ids), single.head.weight, ids, shift=True).mean()).backward()
     expected = dict(single.named_parameters())
     return [(p.grad.full_tensor(), expected[name].grad) for name, p in model.named_parameters()]
@@ -275,8 +276,8 @@ def trained_under_fsdp(tied):
 def test_fsdp_heads_train_as_in_one_process(four_ranks, tied):
     for pairs in four_ranks.run(trained_under_fsdp, tied):
         assert len(pairs) == (3 if tied else 4)
-        for ours, theirs in pairs:
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+        for actual, desired in pairs:
+            torch.testing.assert_close(actual, desired, rtol=1e-5, atol=1e-7)
 
 
 def badly_placed(case):
@@ -307,9 +308,9 @@ def badly_placed(case):
     [
         ("fsdp shard", "module.unshard()"),
         ("sharded features of the head", "shard"),
-        ("sharded features", "whole features"),
-        ("other mesh", "no axis of hidden's mesh"),
-        ("bias placed otherwise", "place them alike"),
+        ("sharded features", "all features"),
+        ("other mesh", "which hidden's mesh"),
+        ("bias placed otherwise", "the same placements"),
     ],
 )
 def test_misplaced_input_is_refused_on_every_rank_before_any_collective(four_ranks, case, message):

@@ -22,7 +22,7 @@ def batch(*shape, dtype=torch.float64, seed=0, scale=3.0):
 
 
 def reference(logits, targets, temperature=1.0):
-    """Log-probabilities, log-sum-exp and entropy in float64 from the whole logits."""
+    """Log-probabilities, log-sum-exp and entropy in float64 from the full logits."""
     scaled = logits.double() / temperature
     log_softmax = torch.log_softmax(scaled, -1)
     chosen = log_softmax.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
@@ -50,19 +50,19 @@ def test_gradients_are_the_derivatives_of_all_three_statistics(temperature):
 def test_statistics_agree_with_float64_softmax(dtype, tolerance, temperature):
     logits, targets = batch(3, 5, 1031, dtype=dtype)
     found = token_statistics(logits, targets, entropy=True, temperature=temperature)
-    for ours, theirs in zip(
+    for actual, desired in zip(
         (found.logprobs, found.logsumexp, found.entropy), reference(logits, targets, temperature), strict=True
     ):
-        assert ours.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
-        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+        assert actual.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+        torch.testing.assert_close(actual.double(), desired, rtol=tolerance, atol=tolerance)
 
 
 def test_half_precision_gradient_is_the_float64_gradient_rounded_once():
     logits, targets = batch(4, 257, dtype=torch.bfloat16)
-    ours, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    token_logprobs(ours, targets).sum().backward()
+    actual, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    token_logprobs(actual, targets).sum().backward()
     reference(exact, targets)[0].sum().backward()
-    torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2**-8, atol=1e-30)
+    torch.testing.assert_close(actual.grad.double(), exact.grad, rtol=2**-8, atol=1e-30)
 
 
 HARD_ROWS = {
@@ -137,12 +137,12 @@ def test_padded_vocabulary_entries_have_no_probability_and_no_gradient():
     logits, targets = batch(5, 16)
     targets %= 11
     logits[:, 11:] = 50.0
-    padded, cut = logits.clone().requires_grad_(), logits[:, :11].clone().requires_grad_()
-    ours, theirs = token_logprobs(padded, targets, vocab_size=11), token_logprobs(cut, targets)
-    ours.sum().backward()
-    theirs.sum().backward()
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(padded.grad[:, :11], cut.grad)
+    padded, sliced = logits.clone().requires_grad_(), logits[:, :11].clone().requires_grad_()
+    actual, desired = token_logprobs(padded, targets, vocab_size=11), token_logprobs(sliced, targets)
+    actual.sum().backward()
+    desired.sum().backward()
+    torch.testing.assert_close(actual, desired)
+    torch.testing.assert_close(padded.grad[:, :11], sliced.grad)
     assert (padded.grad[:, 11:] == 0).all()
 
 
@@ -241,9 +241,9 @@ def test_rank_counts_the_tokens_that_are_more_probable_than_the_target():
     targets = torch.tensor([0, 1, 2, 3, 4, IGNORED])
     expected = [0, 2, 1, 2, 4, 0]
     for options in ({}, {"temperature": 2.0}, {"sampling": rl_logprobs.SamplingFilter(top_k=1)}, {"entropy": True}):
-        assert token_statistics(logits, targets, rank=True, **options).rank.tolist() == expected
-    assert token_statistics(logits[:3], targets[:3], rank=True, vocab_size=3).rank.tolist() == [0, 2, 1]
-    assert token_statistics(logits, targets).rank is None
+        assert token_statistics(logits, targets, target_rank=True, **options).target_rank.tolist() == expected
+    assert token_statistics(logits[:3], targets[:3], target_rank=True, vocab_size=3).target_rank.tolist() == [0, 2, 1]
+    assert token_statistics(logits, targets).target_rank is None
 
 
 def test_no_graph_is_kept_without_grad():

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import rl_logprobs
-from rl_logprobs import load_balanced_order, nemo
+from rl_logprobs import headtail_permutation, nemo
 
 
 def problem(vocab, length=8):
@@ -53,7 +53,7 @@ def test_logprobs_are_those_of_the_full_softmax_at_any_vocabulary(four_ranks, vo
 def logprobs_on_cp(vocab):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     logits, ids = problem(vocab)
-    seq_index = load_balanced_order(8, 2)
+    seq_index = headtail_permutation(8, 2)
     sharded = distribute_tensor(logits[:, seq_index], mesh, [Shard(1), Shard(2)])
     return nemo.get_logprobs_from_vocab_parallel_logits(
         sharded, distribute_tensor(ids[:, seq_index], mesh["cp"], [Shard(1)]), seq_index

@@ -22,7 +22,7 @@ def ids(*shape):
 def statistics(**options):
     temperature = torch.ones(*SHAPE, device="meta")
     found = rl_logprobs.token_statistics(
-        logits(), ids(), argmax=True, rank=True, temperature=temperature, shift=True, **options
+        logits(), ids(), argmax=True, target_rank=True, temperature=temperature, shift=True, **options
     )
     return found.logprobs + found.logsumexp + (0 if found.entropy is None else found.entropy)
 
@@ -59,7 +59,7 @@ def test_norms_clipping_and_skipping_need_no_value_on_the_host(order):
     parameters = [torch.empty(3000, 2, device="meta", dtype=dtype, requires_grad=True) for dtype in dtypes]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
-    rl_logprobs.must_skip_step(rl_logprobs.clip_grad_norm_(parameters, 1.0, order))
+    rl_logprobs.should_skip_step(rl_logprobs.clip_grad_norm_(parameters, 1.0, order))
     rl_logprobs.grad_norms({"all": parameters, "first": parameters[0]}, order)
 
 

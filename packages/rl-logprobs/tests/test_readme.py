@@ -20,8 +20,8 @@ def values_of_a_trainer():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
     def logits():
-        whole = torch.randn(BATCH, LENGTH, VOCAB)
-        return distribute_tensor(whole, mesh, [Shard(2)]).requires_grad_()
+        full = torch.randn(BATCH, LENGTH, VOCAB)
+        return distribute_tensor(full, mesh, [Shard(2)]).requires_grad_()
 
     head = torch.nn.Linear(FEATURES, VOCAB, bias=False)
     head.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))

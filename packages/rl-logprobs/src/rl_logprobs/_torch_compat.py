@@ -1,4 +1,8 @@
-"""Every use of a torch API that torch does not document as public, with the reason for it."""
+"""Every use of a torch API that is not public or that differs between torch versions, with the reason for it.
+
+Each function names the upstream issue or pull request.  ``tests/test_torch_compat.py`` fails for a function that torch
+no longer makes necessary.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 def local_shape_and_offset(
     tensor: DTensor, placements: Sequence[Placement] | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """This rank's extent of ``tensor`` in every dim, and where it begins in the full tensor.
+    """Return the shape of this rank's shard of ``tensor`` and its offset in the full tensor.
 
-    ``placements`` are the tensor's own unless given.
+    ``placements`` are the tensor's own by default.
 
-    torch 2.10 to 2.15 have no public function that answers this for every placement (strided shards
-    included); distributed checkpointing uses the same one.
+    torch 2.10 to 2.15 have no public function with this answer for every placement, strided shards included; torch's
+    distributed checkpoints use the same one (pytorch/pytorch#107996 added it).
     """
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, placements or tensor.placements
@@ -33,35 +37,52 @@ def local_shape_and_offset(
 
 
 def same_root(mesh: DeviceMesh, other: DeviceMesh) -> bool:
-    """Whether two meshes are slices of one mesh (torch 2.10 to 2.15: no public way to ask)."""
+    """Return whether two meshes are slices of one mesh.
+
+    torch 2.10 to 2.15 have no public access to the root mesh; no upstream issue found.
+    """
     return bool(mesh._get_root_mesh() == other._get_root_mesh())
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
-    """Fail on the device if ``condition`` is false, without the host waiting (torch 2.10 to 2.15)."""
+    """Fail on the device if ``condition`` is false, without making the host wait.
+
+    torch 2.10 to 2.15 have the function under a private name only (pytorch/pytorch#53284).
+    """
     torch._assert_async(condition, message)
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """``function.apply``, which torch leaves without a type."""
+    """Return ``function.apply(*arguments)``, which torch 2.10 to 2.15 leave without types.
+
+    No upstream issue found.  mypy reports the ignored error once it is gone.
+    """
     return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
-def foreach_norm(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The norm of each tensor in few kernel launches, accumulated and returned in ``dtype``.
+def foreach_norm(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the norm of each tensor in few kernel launches, accumulated and returned in ``dtype``.
 
-    ``torch.nn.utils.get_total_norm`` is built on the same function but only returns the total.
+    torch 2.10 to 2.15 have foreach functions under private names only (pytorch/pytorch#193607 adds ``torch.foreach``);
+    ``torch.nn.utils.get_total_norm`` uses the same one but returns the total only.
     """
-    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+    return list(torch._foreach_norm(list(tensors), norm_type, dtype=dtype))
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Scale every tensor in place by a 0-d tensor, in few kernel launches."""
+    """Scale every tensor in place by a 0-d tensor, in few kernel launches.
+
+    torch 2.10 to 2.15 have foreach functions under private names only (pytorch/pytorch#193607 adds ``torch.foreach``).
+    """
     torch._foreach_mul_(list(tensors), factor)
 
 
-def all_gather_into(gathered: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``gathered`` with the ranks' parts; torch 2.13 renamed the function and warns of the old name."""
+def all_gather_single(gathered: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill ``gathered`` with the ranks' parts.
+
+    torch 2.13 renamed ``all_gather_into_tensor`` to ``all_gather_single`` and warns of the old name
+    (pytorch/pytorch#186123); torch 2.10 to 2.12 have the old name only.
+    """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, part, group=group)
 
@@ -72,41 +93,43 @@ _joint_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.P
 
 
 def joint_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The group of all ranks of a mesh, made by those ranks alone at their first call; None if they cannot.
+    """Return the process group of all ranks of a mesh, which they create at their first call; None if they cannot.
 
-    torch 2.10 to 2.15 have no public group over several dims of a mesh.  A world bound to a device (``device_id`` of
-    ``init_process_group``) splits its communicator for a new group, and for that it needs every rank.  Elsewhere the
-    ranks meet under a name that holds how many groups each belongs to: where one is in more groups than another
-    (pipeline stages with a group of their own, say), they would wait for each other under different names.
+    torch 2.10 to 2.15 have no public group over several dims of a mesh (pytorch/pytorch#132632 added a private one,
+    which all ranks of the world must create together).  A world bound to a device (``device_id`` of
+    ``init_process_group``) splits its communicator for a new group, which needs every rank.  Otherwise the ranks
+    rendezvous under a name that contains the number of groups that each belongs to.  Ranks in different numbers of
+    groups (pipeline stages with a group of their own, say) would wait for each other under different names.
     """
     world = dist.group.WORLD
     if world is None or getattr(world, "bound_device_id", None) is not None:
         return None
     ranks = tuple(sorted(ranks_of(mesh)))
-    known = _joint_groups.setdefault(world, {})
-    if ranks not in known:
+    groups = _joint_groups.setdefault(world, {})
+    if ranks not in groups:
         with _disable_current_modes():
-            agreed = _same_everywhere(len(distributed_c10d._world.pg_names), mesh)
-            known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True) if agreed else None
-    return known[ranks]
+            equal_names = _all_ranks_equal(len(distributed_c10d._world.pg_names), mesh)
+            groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True) if equal_names else None
+    return groups[ranks]
 
 
-_known_ranks: WeakKeyDictionary[DeviceMesh, frozenset[int]] = WeakKeyDictionary()
+_ranks_cache: WeakKeyDictionary[DeviceMesh, frozenset[int]] = WeakKeyDictionary()
 
 
 def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
-    """The mesh's ranks, remembered: torch computes them anew each time, as long as ten small gradients take.
+    """Return the mesh's ranks, from a cache: torch computes them anew each time, as slowly as ten small norms.
 
-    Outside any mode: under fake tensors (torch 2.10 to 2.15) a mesh computes its ranks as tensors without values.
+    Computed outside any mode: under fake tensors, torch 2.10 to 2.15 compute a mesh's ranks as tensors without values
+    (pytorch/pytorch#142275).
     """
-    if mesh not in _known_ranks:
+    if mesh not in _ranks_cache:
         with _disable_current_modes():
-            _known_ranks[mesh] = frozenset(mesh.mesh.flatten().tolist())
-    return _known_ranks[mesh]
+            _ranks_cache[mesh] = frozenset(mesh.mesh.flatten().tolist())
+    return _ranks_cache[mesh]
 
 
-def _same_everywhere(number: int, mesh: DeviceMesh) -> bool:
-    """Whether all ranks of a mesh hold the same number, asked along one dim after the other."""
+def _all_ranks_equal(number: int, mesh: DeviceMesh) -> bool:
+    """Return whether all ranks of a mesh pass the same number, with one all-reduce per dim."""
     bounds = torch.tensor([number, -number], device=mesh.device_type)
     for dim in range(mesh.ndim):
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mesh.get_group(dim))
@@ -115,14 +138,17 @@ def _same_everywhere(number: int, mesh: DeviceMesh) -> bool:
 
 
 def wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``left @ right`` in ``dtype``, also from half precision (CUDA only; torch 2.10 to 2.15, untyped there)."""
+    """Return ``left @ right`` in ``dtype``; half precision operands on CUDA only.
+
+    torch 2.10 to 2.15 implement ``out_dtype`` for accelerators, not for a CPU (pytorch/pytorch#150812).
+    """
     if left.dtype == dtype:
         return left @ right
     return torch.mm(left, right, out_dtype=dtype)
 
 
 def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """``total += left @ right`` in ``total``'s dtype."""
+    """Add ``left @ right`` to ``total`` in place, computed in ``total``'s dtype."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:

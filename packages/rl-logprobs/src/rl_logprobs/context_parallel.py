@@ -1,11 +1,11 @@
-"""Sequences that are split over a context-parallel axis, in order or load-balanced.
+"""Sequences that are sharded over a context-parallel axis, contiguous or load-balanced.
 
-An *order* lists, for the ranks' tokens one rank after another, each token's position in the sequence (torch's
-``context_parallel`` makes one when an ``arange`` is among its buffers).  Targets are shifted in the full sequence
-and then cut, so that a rank's last token is scored against the right one without any logits being gathered:
+A *permutation* lists each token's position in the sequence, for the tokens of rank 0, then those of rank 1, and so on
+(torch's ``context_parallel`` makes one when an ``arange`` is among its buffers).  Shift targets in the full sequence,
+then shard them: the last token of a rank is scored against the right one, and no logits are gathered.
 
-    targets = sequence_shard(next_token_targets(token_ids), order, group)
-    logprobs = gather_sequence(token_logprobs(logits, targets), order, group)
+    targets = sequence_shard(next_token_targets(token_ids), permutation, group)
+    logprobs = gather_sequence(token_logprobs(logits, targets), permutation, group)
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_logprobs._torch_compat import all_gather_into, apply_function
+from rl_logprobs._torch_compat import all_gather_single, apply_function
 from rl_logprobs.errors import ShapeError
 
 
-def load_balanced_order(length: int, ranks: int) -> torch.Tensor:
-    """The order that gives each rank one chunk from either end, so that causal attention costs all alike.
+def headtail_permutation(length: int, ranks: int) -> torch.Tensor:
+    """Return the permutation that gives each rank a chunk from both ends, which balances causal attention.
 
     Args:
         length: tokens of a sequence, a multiple of ``2 * ranks``.
@@ -31,7 +31,12 @@ def load_balanced_order(length: int, ranks: int) -> torch.Tensor:
         (Llama 3, arXiv:2407.21783, section 3.3.2).
 
     Raises:
-        ShapeError: the length does not divide.
+        ShapeError: the length is not a multiple of ``2 * ranks``.
+
+    Example:
+        >>> from rl_logprobs import headtail_permutation
+        >>> headtail_permutation(8, ranks=2)
+        tensor([0, 1, 6, 7, 2, 3, 4, 5])
     """
     if ranks < 1 or length % (2 * ranks):
         raise ShapeError(f"{length} tokens do not divide into 2 x {ranks} chunks; pad to a multiple of {2 * ranks}")
@@ -40,12 +45,14 @@ def load_balanced_order(length: int, ranks: int) -> torch.Tensor:
     return torch.cat(pairs)
 
 
-def sequence_shard(full: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup, *, dim: int = -1) -> torch.Tensor:
-    """This rank's tokens of a tensor in sequence order; no communication.
+def sequence_shard(
+    full: torch.Tensor, permutation: torch.Tensor, group: dist.ProcessGroup, *, dim: int = -1
+) -> torch.Tensor:
+    """Return this rank's tokens of a tensor in sequence order; no communication.
 
     Args:
-        full: tensor with a sequence dim in sequence order.
-        order: ``[seq]``, see ``load_balanced_order``.
+        full: tensor with a sequence dim of ``seq`` tokens, in sequence order.
+        permutation: ``[seq]`` int64, the same on all ranks; see ``headtail_permutation``.
         group: the context-parallel group.
         dim: the sequence dim.
 
@@ -53,65 +60,84 @@ def sequence_shard(full: torch.Tensor, order: torch.Tensor, group: dist.ProcessG
         ``full`` with ``seq / ranks`` tokens, in the order in which this rank holds them.
 
     Raises:
-        ShapeError: the order does not have one entry a token, or does not divide by the ranks.
+        ShapeError: the permutation does not have one entry per token, or its length is not a multiple of the ranks.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from rl_logprobs import headtail_permutation, sequence_shard
+        >>> store = dist.HashStore()  # one rank; torchrun starts several
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> sequence_shard(torch.tensor([5, 6, 7, 8]), headtail_permutation(4, ranks=1), dist.group.WORLD)
+        tensor([5, 6, 7, 8])
+        >>> dist.destroy_process_group()
     """
-    return full.index_select(dim, _ranks_part(order, group, full.shape[dim]))
+    return full.index_select(dim, _rank_positions(permutation, group, full.shape[dim]))
 
 
 def gather_sequence(
-    local: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup, *, dim: int = -1
+    local: torch.Tensor, permutation: torch.Tensor, group: dist.ProcessGroup, *, dim: int = -1
 ) -> torch.Tensor:
-    """The tokens of all ranks in sequence order, on every rank; the inverse of ``sequence_shard``.
+    """Return the tokens of all ranks in sequence order, on every rank; the inverse of ``sequence_shard``.
 
-    One all-gather forward and nothing backward: all ranks are taken to do the same with the result, and each
-    keeps its own tokens' gradient.
+    One all-gather forward and no communication backward: all ranks are assumed to compute the same function of the
+    result, so that each keeps the gradient of its own tokens.
 
     Args:
         local: this rank's tokens, such as log-probabilities ``[batch, seq / ranks]``.
-        order: ``[seq]``, the same on all ranks.
+        permutation: ``[seq]`` int64, the same on all ranks; see ``headtail_permutation``.
         group: the context-parallel group.
         dim: the sequence dim.
 
     Returns:
-        The tensor with all ``seq`` tokens in order.
+        The tensor with all ``seq`` tokens in sequence order.
 
     Raises:
-        ShapeError: the order does not have one entry a token, or does not divide by the ranks.
+        ShapeError: the permutation does not have one entry per token, or its length is not a multiple of the ranks.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from rl_logprobs import gather_sequence, headtail_permutation
+        >>> store = dist.HashStore()  # one rank; torchrun starts several
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> gather_sequence(torch.tensor([5, 6, 7, 8]), headtail_permutation(4, ranks=1), dist.group.WORLD)
+        tensor([5, 6, 7, 8])
+        >>> dist.destroy_process_group()
     """
     dim %= local.dim()
-    mine = _ranks_part(order, group, local.shape[dim] * dist.get_world_size(group))
-    gathered: torch.Tensor = apply_function(_Gather, local, order.argsort(), mine, group, dim)
+    positions = _rank_positions(permutation, group, local.shape[dim] * dist.get_world_size(group))
+    gathered: torch.Tensor = apply_function(_GatherSequence, local, permutation.argsort(), positions, group, dim)
     return gathered
 
 
-def _ranks_part(order: torch.Tensor, group: dist.ProcessGroup, tokens: int) -> torch.Tensor:
+def _rank_positions(permutation: torch.Tensor, group: dist.ProcessGroup, tokens: int) -> torch.Tensor:
+    """Return the sequence positions of this rank's tokens."""
     ranks = dist.get_world_size(group)
-    if order.dim() != 1 or order.shape[0] != tokens or tokens % ranks:
+    if permutation.dim() != 1 or permutation.shape[0] != tokens or tokens % ranks:
         raise ShapeError(
-            f"the order has shape {tuple(order.shape)} for {tokens} tokens over {ranks} ranks; it must hold each "
-            f"position once and divide by the ranks"
+            f"the permutation has shape {tuple(permutation.shape)} for {tokens} tokens over {ranks} ranks; it must "
+            f"hold each position once, and its length must be a multiple of the ranks"
         )
-    return order.chunk(ranks)[dist.get_rank(group)]
+    return permutation.chunk(ranks)[dist.get_rank(group)]
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         local: torch.Tensor,
-        places: torch.Tensor,
-        mine: torch.Tensor,
+        inverse_permutation: torch.Tensor,
+        positions: torch.Tensor,
         group: dist.ProcessGroup,
         dim: int,
     ) -> torch.Tensor:
-        first = local.movedim(dim, 0).contiguous()
-        gathered = first.new_empty(places.shape[0], *first.shape[1:])
-        all_gather_into(gathered, first, group)
-        ctx.save_for_backward(mine)
+        seq_first = local.movedim(dim, 0).contiguous()
+        gathered = seq_first.new_empty(inverse_permutation.shape[0], *seq_first.shape[1:])
+        all_gather_single(gathered, seq_first, group)
+        ctx.save_for_backward(positions)
         ctx.dim = dim
-        return gathered.index_select(0, places).movedim(0, dim)
+        return gathered.index_select(0, inverse_permutation).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        (mine,) = ctx.saved_tensors
-        return gradients[0].index_select(ctx.dim, mine), None, None, None, None
+        (positions,) = ctx.saved_tensors
+        return gradients[0].index_select(ctx.dim, positions), None, None, None, None

@@ -1,22 +1,137 @@
-"""Log-probabilities of several tokens at each position, as a student needs them of its teacher's likely tokens."""
+"""Log-probabilities of several tokens per position: a teacher's most probable ones, a student's of the same ids."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from rl_logprobs._torch_compat import apply_function
+from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import OptionError, ShapeError
-from rl_logprobs.layout import TokenSlice, VocabShard, locate_logits
-from rl_logprobs.logprobs import checked_temperature
-from rl_logprobs.powers import Scale
-from rl_logprobs.rows import row_blocks, statistics_dtype
-from rl_logprobs.softmax import LogitGradient, Sums, TargetColumns, column_sums, merge, write_gradient
+from rl_logprobs.softmax.log2_scale import TemperatureScale, check_temperature
+from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns, merge
+from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
+from rl_logprobs.softmax.torch_kernels import reduce_logits, write_gradient
+from rl_logprobs.softmax.vocab_parallel import all_gather
+from rl_logprobs.softmax.vocab_shard import TokenSlice, VocabShard, locate_logits
 from rl_logprobs.targets import ignored_targets, local_targets
-from rl_logprobs.vocab_parallel import all_gather
+
+
+class TopTokens(NamedTuple):
+    """The most probable tokens of each position, in descending order of probability.
+
+    Attributes:
+        ids: ``[..., k]`` int64 vocabulary ids.
+        logprobs: ``[..., k]`` float32 (float64 for float64 logits) log-probabilities.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import TopTokens, topk_logprobs
+        >>> isinstance(topk_logprobs(torch.zeros(2, 9), k=4), TopTokens)
+        True
+    """
+
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+
+
+@torch.no_grad()
+def topk_logprobs(
+    logits: torch.Tensor,
+    k: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    temperature: float | torch.Tensor = 1.0,
+) -> TopTokens:
+    """Return the ``k`` most probable tokens and their log-probabilities under ``softmax(logits / temperature)``.
+
+    Exactly ``k`` tokens; of equal logits, those with the lower ids, so that the result does not depend on how the
+    vocabulary is sharded.  One collective.
+
+    Args:
+        logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
+            one axis of its mesh; or, with ``group``, a local shard.
+        k: number of tokens, from 1 to the size of the vocabulary.
+        group: for a local shard: the process group over which the vocabulary is sharded.
+        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding.  Required with ``group``.
+        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks of
+            ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
+
+    Returns:
+        ``ids`` int64 and ``logprobs`` float32 (float64 for float64 logits), ``[..., k]``, normalised over the full
+        vocabulary.
+
+    Raises:
+        OptionError: ``k`` is outside the vocabulary, the temperature is not positive, or the options for a local shard
+            contradict each other.
+        ShapeError: the logits have no tokens, or the widths contradict each other.
+        PlacementError: the logits are a partial sum, or the vocabulary is sharded over two mesh axes.
+        DtypeError: the logits are not floating point.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import topk_logprobs
+        >>> topk_logprobs(torch.tensor([[0.0, 2.0, 1.0]]), k=2)
+        TopTokens(ids=tensor([[1, 2]]), logprobs=tensor([[-0.4076, -1.4076]]))
+    """
+    located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
+    shard, shape = located.vocab, located.values.shape[:-1]
+    if not 1 <= k <= shard.vocab_size:
+        raise OptionError(f"k must be from 1 to the vocabulary's {shard.vocab_size}, got {k}")
+    local = located.values[..., : shard.width]
+    no_target = torch.zeros(shape.numel(), dtype=torch.int64, device=local.device)
+    scale = TemperatureScale.of(check_temperature(temperature, no_target.view(shape)), statistics_dtype(local.dtype))
+    partial = reduce_logits(local, TargetColumns(no_target, no_target.bool()), scale, shard.start)
+    local_values, local_ids = _local_topk(local, k, shard.start)
+    stacked = partial.stack()
+    gathered = all_gather(torch.cat([stacked, local_values.t(), local_ids.t().to(stacked.dtype)]), shard.group)
+    fields = stacked.shape[0]
+    total = merge(partial.unstack(gathered[:, :fields]), scale)
+    # Ranks hold ascending ids, so a stable sort of their candidates in rank order keeps equal logits by ascending id.
+    candidates = gathered[:, fields:].view(-1, 2, k, shape.numel())
+    values, ids = candidates.permute(1, 3, 0, 2).flatten(2)
+    values, order = values.sort(dim=1, descending=True, stable=True)
+    values, ids = values[:, :k], ids.gather(1, order[:, :k])
+    log2_factor = scale.log2_factor if isinstance(scale.log2_factor, float) else scale.log2_factor[:, None]
+    ln_factor = scale.ln_factor if isinstance(scale.ln_factor, float) else scale.ln_factor[:, None]
+    exponents = (values - total.max_logit[:, None]) * log2_factor
+    logprobs = ((exponents - total.sum_exp2.log2()[:, None]) * ln_factor).to(values.dtype)
+    return TopTokens(ids.long().view(*shape, k), logprobs.view(*shape, k))
+
+
+def _local_topk(logits: torch.Tensor, k: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ``k`` largest of this rank's columns and their ids, ``[tokens, k]``; ``-inf`` where it has fewer."""
+    tokens, width = logits.shape[:-1].numel(), logits.shape[-1]
+    values = logits.new_full((tokens, k), -math.inf, dtype=statistics_dtype(logits.dtype))
+    ids = torch.zeros(tokens, k, dtype=torch.int64, device=logits.device)
+    local_k = min(k, width)
+    if local_k == 0:
+        return values, ids
+    for span, (block,) in row_blocks(rows_per_workspace(width, logits.device), logits):
+        columns = _lowest_of_the_largest(block, local_k)
+        found = block.gather(1, columns)
+        sorted_values, order = found.sort(dim=1, descending=True, stable=True)
+        values[span, :local_k] = sorted_values.to(values.dtype)
+        ids[span, :local_k] = columns.gather(1, order) + start
+    return values, ids
+
+
+def _lowest_of_the_largest(block: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the columns of the ``k`` largest values in ascending order; of equal values, the lowest columns."""
+    width = block.shape[1]
+    least = block.topk(k, dim=1).values[:, -1:]
+    larger, equal = block > least, block == least
+    room = k - larger.sum(1, keepdim=True)
+    kept = larger | (equal & (equal.cumsum(1) <= room))
+    columns = torch.arange(width, device=block.device).expand_as(block).where(kept, width)
+    return columns.topk(k, dim=1, largest=False, sorted=True).values.clamp_(max=width - 1)
 
 
 def logprobs_at(
@@ -29,28 +144,43 @@ def logprobs_at(
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Log-probability of each of several ids at every position, under ``softmax(logits / temperature)``.
+    """Return the log-probability of each of several ids at every position, under ``softmax(logits / temperature)``.
 
-    One pass over the local logits and one collective forward, none backward.  With the ids and log-probabilities
-    that ``topk_logprobs`` finds for a teacher, the divergence on the teacher's likely tokens is
+    One pass over the local logits and one collective forward, none backward.  With a teacher's ids and
+    log-probabilities from ``topk_logprobs``, the divergence on the teacher's most probable tokens is
     ``(teacher.logprobs.exp() * (teacher.logprobs - logprobs_at(student_logits, teacher.ids))).sum(-1)``;
     ``.log_softmax(-1)`` of either renormalises it among those tokens.
 
     Args:
-        logits: as for ``token_logprobs``.
-        ids: integers ``[..., k]``, the leading dims as for the targets of ``token_logprobs``; an id may recur.
-        group: as for ``token_logprobs``.
-        vocab_size: as there.
-        vocab_start: as there.
+        logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
+            one axis of its mesh; or, with ``group``, a local shard.
+        ids: integers ``[..., k]`` with the leading dims of the logits: the full batch, or this rank's part where a
+            DTensor shards the tokens.  Plain or DTensor, on the device of the logits.  An id may occur twice.
+        group: for a local shard: the process group over which the vocabulary is sharded.
+        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding.  Required with ``group``.
+        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks of
+            ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens (without ``k``).
-        ignore_index: the id of places that are not scored: value 0 and gradient 0.
+        ignore_index: id of entries that are not scored: value 0 and gradient 0.
 
     Returns:
-        ``[..., k]`` for this rank's tokens, float32 (float64 for float64 logits), differentiable in the logits;
-        an id whose logit is ``-inf`` has ``-inf`` and no gradient.
+        ``[..., k]`` for this rank's tokens, float32 (float64 for float64 logits), differentiable in the logits.
+        An id whose logit is ``-inf`` has ``-inf`` and no gradient.
 
     Raises:
-        ShapeError, PlacementError, DtypeError, OptionError, TargetError: as ``token_logprobs``.
+        ShapeError: the shapes or widths contradict each other.
+        PlacementError: the logits are a partial sum, their vocabulary is sharded over two mesh axes, or ``ids`` is a
+            DTensor placed differently from the logits' tokens.
+        DtypeError: the logits are not floating point, or the ids are not integers.
+        OptionError: the temperature is not positive, the devices differ, or the options for a local shard contradict
+            each other.
+        TargetError: an id is outside the vocabulary.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import logprobs_at
+        >>> logprobs_at(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([[1, 2]]))
+        tensor([[-0.4076, -1.4076]])
     """
     located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
     tokens = located.tokens
@@ -59,14 +189,19 @@ def logprobs_at(
     if ids.device != located.values.device:
         raise OptionError(f"ids are on {ids.device} and logits on {located.values.device}; move the ids")
     k = ids.shape[-1]
-    places = TokenSlice((*tokens.full, k), (*tokens.shape, k), (*tokens.offset, 0))
-    mine = local_targets(ids, places, shift=False, ignore_index=ignore_index)
-    ignored = ignored_targets(mine, vocab_size=located.vocab.vocab_size, ignore_index=ignore_index)
-    heat = checked_temperature(temperature, mine[..., 0])
+    entries = TokenSlice((*tokens.full, k), (*tokens.shape, k), (*tokens.offset, 0))
+    local_ids = local_targets(ids, entries, shift=False, ignore_index=ignore_index)
+    ignored = ignored_targets(local_ids, vocab_size=located.vocab.vocab_size, ignore_index=ignore_index)
+    flat_temperature = check_temperature(temperature, local_ids[..., 0])
     flat: torch.Tensor = apply_function(
-        _LogprobsAt, located.values, mine.reshape(-1, k), ignored.reshape(-1, k), located.vocab, heat
+        _LogprobsAt,
+        located.values,
+        local_ids.reshape(-1, k),
+        ignored.reshape(-1, k),
+        located.vocab,
+        flat_temperature,
     )
-    return flat.view(mine.shape)
+    return flat.view(local_ids.shape)
 
 
 class _LogprobsAt(torch.autograd.Function):
@@ -79,28 +214,31 @@ class _LogprobsAt(torch.autograd.Function):
         shard: VocabShard,
         temperature: float | torch.Tensor,
     ) -> torch.Tensor:
-        scale = Scale.of(temperature, statistics_dtype(logits.dtype))
-        columns = TargetColumns.among(ids, ignored, shard.start, shard.width)
-        parts = all_gather(_local_parts(logits[..., : shard.width], columns, scale), shard.group)
-        whole = merge(Sums(peak=parts[:, 0], total=parts[:, 1], target=parts[:, 2:]), scale)
-        logprobs = ((whole.target - whole.peak) * scale.exponent - whole.total.log2()) * scale.nats
-        silent = (whole.target == -torch.inf).T | ignored
-        ctx.save_for_backward(logits, ignored, silent, *columns, whole.peak.to(parts.dtype), whole.total)
+        scale = TemperatureScale.of(temperature, statistics_dtype(logits.dtype))
+        columns = TargetColumns.locate(ids, ignored, shard.start, shard.width)
+        parts = all_gather(_local_part(logits[..., : shard.width], columns, scale), shard.group)
+        partial = PartialSoftmax(max_logit=parts[:, 0], sum_exp2=parts[:, 1], target_logit=parts[:, 2:])
+        total = merge(partial, scale)
+        exponents = (total.target_logit - total.max_logit) * scale.log2_factor
+        logprobs = (exponents - total.sum_exp2.log2()) * scale.ln_factor
+        no_gradient = (total.target_logit == -torch.inf).T | ignored
+        ctx.save_for_backward(logits, ignored, no_gradient, *columns, total.max_logit.to(parts.dtype), total.sum_exp2)
         ctx.scale, ctx.width = scale, shard.width
         return logprobs.T.masked_fill(ignored, 0).to(parts.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, ignored, silent, column, owned, peak, total = ctx.saved_tensors
-        per_logit = (gradients[0].to(total.dtype).masked_fill(silent, 0).T * ctx.scale.slope).T
+        logits, ignored, no_gradient, column, owned, max_logit, sum_exp2 = ctx.saved_tensors
+        d_targets = gradients[0].to(sum_exp2.dtype).masked_fill(no_gradient, 0)
+        target_coef = (d_targets.T * ctx.scale.inv_temperature).T
         gradient = LogitGradient(
-            peak=peak,
-            power=(-per_logit.sum(-1) / total).to(peak.dtype),
-            moment=None,
-            target=per_logit.to(peak.dtype),
+            max_logit=max_logit,
+            weight=(-target_coef.sum(-1) / sum_exp2).to(max_logit.dtype),
+            weighted=None,
+            target=target_coef.to(max_logit.dtype),
             ignored=ignored.all(-1),
-            floor=None,
+            min_logit=None,
         )
         out = logits.new_empty(logits.shape)
         out[..., ctx.width :].zero_()
@@ -109,12 +247,12 @@ class _LogprobsAt(torch.autograd.Function):
         return out, None, None, None, None
 
 
-def _local_parts(logits: torch.Tensor, columns: TargetColumns, scale: Scale) -> torch.Tensor:
-    """``[2 + k, tokens]``: peak, sum of weights and, where this rank holds them, the logits asked for."""
+def _local_part(logits: torch.Tensor, columns: TargetColumns, scale: TemperatureScale) -> torch.Tensor:
+    """Return ``[2 + k, tokens]``: largest logit, sum of weights, and the logits of the ids that this rank holds."""
     first = TargetColumns(columns.column[:, 0], columns.owned[:, 0])
-    sums = column_sums(logits, first, scale, 0)
-    chosen = torch.zeros_like(columns.column, dtype=sums.peak.dtype)
+    partial = reduce_logits(logits, first, scale, 0)
+    chosen = torch.zeros_like(columns.column, dtype=partial.max_logit.dtype)
     if logits.shape[-1]:
         for span, (block,) in row_blocks(len(chosen), logits):
             chosen[span] = block.gather(1, columns.column[span]).to(chosen.dtype)
-    return torch.cat([torch.stack([sums.peak, sums.total]), chosen.where(columns.owned, 0).T])
+    return torch.cat([torch.stack([partial.max_logit, partial.sum_exp2]), chosen.where(columns.owned, 0).T])

@@ -1,4 +1,4 @@
-"""Divergence from a reference policy: over the whole vocabulary, or estimated from the sampled tokens."""
+"""Divergence from a reference policy: over the full vocabulary, or estimated from the sampled tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from rl_logprobs._torch_compat import apply_function
+from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.errors import OptionError, PlacementError, ShapeError
-from rl_logprobs.layout import LocalLogits, VocabShard, locate_logits
-from rl_logprobs.logprobs import checked_temperature
-from rl_logprobs.powers import Scale, peak_lag, powers
-from rl_logprobs.rows import row_blocks, rows_that_fit, statistics_dtype, wide_dtype
-from rl_logprobs.softmax import Sums, merge, zero_tokens_
+from rl_logprobs.softmax.log2_scale import TemperatureScale, check_temperature, log2_weights, rescale_exponent
+from rl_logprobs.softmax.partial_softmax import PartialSoftmax, merge
+from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
+from rl_logprobs.softmax.torch_kernels import zero_tokens_
+from rl_logprobs.softmax.vocab_parallel import all_gather
+from rl_logprobs.softmax.vocab_shard import LocalLogits, VocabShard, locate_logits
 from rl_logprobs.targets import local_targets
-from rl_logprobs.vocab_parallel import all_gather
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -32,16 +33,22 @@ def kl_estimate(
     unbiased and never negative (the one in GRPO, arXiv:2402.03300, equation 4).
 
     Args:
-        logprobs: log-probabilities under the policy, any shape.
-        reference_logprobs: those of the same tokens under the reference.
+        logprobs: log-probabilities of the sampled tokens under the policy, any shape, floating point.
+        reference_logprobs: log-probabilities of the same tokens under the reference, of the same shape.
         estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
 
     Returns:
-        One estimate a token, differentiable in both.
+        One estimate per token in nats, of the shape of ``logprobs``, differentiable in both.
 
     Raises:
         ShapeError: the shapes differ.
-        OptionError: another estimator.
+        OptionError: the estimator is unknown.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import kl_estimate
+        >>> kl_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]), "k3")
+        tensor([0.0000, 0.7183])
     """
     if logprobs.shape != reference_logprobs.shape:
         raise ShapeError(
@@ -67,42 +74,55 @@ def token_kl(
     temperature: float | torch.Tensor = 1.0,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``KL(softmax(logits / T) || softmax(reference_logits / T))`` of each token, over the whole vocabulary.
+    """Return ``KL(softmax(logits / T) || softmax(reference_logits / T))`` of each token, over the full vocabulary.
 
-    One pass over both and one collective forward, none backward.  A token that the policy rules out counts
-    nothing; one that only the reference rules out makes the divergence infinite.
+    One pass over both tensors and one collective forward, none backward.  Tokens with probability 0 under the policy
+    contribute nothing; a token with probability 0 under the reference alone makes the divergence infinite.
 
     Args:
-        logits: as for ``token_logprobs``.
-        reference_logits: of the same shape and layout, any floating dtype.
-        group: as for ``token_logprobs``.
-        vocab_size: as for ``token_logprobs``.
-        vocab_start: as for ``token_logprobs``.
-        temperature: as for ``token_logprobs``.
-        mask: bool or integers of the logits' leading shape, the full batch or this rank's part, zero at tokens that
-            do not count (such as prompt and padding): value 0 and gradient 0, whatever their logits.
+        logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
+            one axis of its mesh; or, with ``group``, a local shard.
+        reference_logits: the reference's logits of the same shape and placement, any floating dtype.
+        group: for local shards: the process group over which the vocabulary is sharded.
+        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding.  Required with ``group``.
+        vocab_start: for local shards: their first vocabulary id, where the layout is neither DTensor's (chunks of
+            ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
+        mask: bool or integers of the logits' leading shape, the full batch or this rank's part; 0 at tokens that do
+            not count (such as prompt and padding): value 0 and gradient 0, whatever their logits.
 
     Returns:
-        Nats, of the logits' leading shape, float32 (float64 if either is), differentiable in both.
+        Nats, of the logits' leading shape, float32 (float64 if either input is float64), differentiable in both.
 
     Raises:
-        ShapeError, PlacementError, DtypeError, OptionError: input that cannot be compared, found before any
-            collective starts.
+        ShapeError: the two hold different tokens or columns, or the mask does not fit them.
+        PlacementError: the vocabularies are sharded differently or over two mesh axes, or the logits are a partial sum.
+        DtypeError: the logits are not floating point.
+        OptionError: the temperature is not positive, or options for local shards contradict each other.  All errors
+            are raised before any collective starts.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import token_kl
+        >>> token_kl(torch.tensor([[0.0, 2.0, 1.0]]), torch.zeros(1, 3))
+        tensor([0.2662])
     """
     policy = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
     reference = locate_logits(reference_logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
-    _check_alike(policy, reference)
+    _check_same_shard(policy, reference)
     shape = policy.values.shape[:-1]
     counted = policy.values.new_ones(shape, dtype=torch.uint8)
     if mask is not None:
         counted = local_targets((mask != 0).to(torch.uint8), policy.tokens, name="mask").to(counted.device)
-    flat = checked_temperature(temperature, counted)
+    flat_temperature = check_temperature(temperature, counted)
     ignored = None if mask is None else counted.reshape(-1) == 0
-    found: torch.Tensor = apply_function(_Divergence, policy.values, reference.values, policy.vocab, flat, ignored)
+    found: torch.Tensor = apply_function(
+        _Divergence, policy.values, reference.values, policy.vocab, flat_temperature, ignored
+    )
     return found.view(shape)
 
 
-def _check_alike(policy: LocalLogits, reference: LocalLogits) -> None:
+def _check_same_shard(policy: LocalLogits, reference: LocalLogits) -> None:
     if policy.values.shape != reference.values.shape or policy.tokens != reference.tokens:
         raise ShapeError(
             f"the policy's logits on this rank are {tuple(policy.values.shape)} and the reference's "
@@ -110,17 +130,17 @@ def _check_alike(policy: LocalLogits, reference: LocalLogits) -> None:
         )
     if policy.vocab != reference.vocab:
         raise PlacementError(
-            f"the policy's vocabulary lies as {policy.vocab} and the reference's as {reference.vocab}; place them alike"
+            f"the policy holds {policy.vocab} and the reference {reference.vocab}; shard both vocabularies the same way"
         )
 
 
-class _Finished(NamedTuple):
-    """Per token: both peaks and totals over the whole vocabulary, and the divergence in bits."""
+class _DivergenceTotals(NamedTuple):
+    """Values over the full vocabulary, ``[tokens]``: maximum and sum of weights of both, and the divergence in bits."""
 
-    peak: torch.Tensor
-    total: torch.Tensor
-    other_peak: torch.Tensor
-    other_total: torch.Tensor
+    max_logit: torch.Tensor
+    sum_exp2: torch.Tensor
+    ref_max_logit: torch.Tensor
+    ref_sum_exp2: torch.Tensor
     bits: torch.Tensor
 
 
@@ -140,29 +160,29 @@ class _Divergence(torch.autograd.Function):
         ignored: torch.Tensor | None,
     ) -> torch.Tensor:
         dtype = statistics_dtype(torch.promote_types(logits.dtype, reference.dtype))
-        scale = Scale.of(temperature, dtype)
+        scale = TemperatureScale.of(temperature, dtype)
         local = _local_sums(logits[..., : shard.width], reference[..., : shard.width], scale, dtype)
-        finished = _finish(all_gather(local, shard.group), scale)
-        ctx.save_for_backward(logits, reference, ignored, *finished)
+        totals = _combine_ranks(all_gather(local, shard.group), scale)
+        ctx.save_for_backward(logits, reference, ignored, *totals)
         ctx.scale, ctx.width, ctx.dtype = scale, shard.width, dtype
-        divergence = (finished.bits * scale.nats).to(dtype)
+        divergence = (totals.bits * scale.ln_factor).to(dtype)
         return divergence if ignored is None else divergence.masked_fill_(ignored, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, reference, ignored, *saved = ctx.saved_tensors
+        logits, reference, ignored, *totals = ctx.saved_tensors
         d_logits, d_reference = (
             torch.zeros_like(tensor, memory_format=torch.contiguous_format) if needed else None
             for tensor, needed in zip((logits, reference), ctx.needs_input_grad[:2], strict=True)
         )
-        strength = gradients[0].to(saved[0].dtype) * ctx.scale.slope
+        d_divergence = gradients[0].to(totals[0].dtype) * ctx.scale.inv_temperature
         columns = slice(0, ctx.width)
         _write_gradients(
             logits[..., columns],
             reference[..., columns],
-            _Finished(*saved),
-            strength,
+            _DivergenceTotals(*totals),
+            d_divergence,
             ctx.scale,
             ctx.dtype,
             None if d_logits is None else d_logits[..., columns],
@@ -174,69 +194,78 @@ class _Divergence(torch.autograd.Function):
         return d_logits, d_reference, None, None, None
 
 
-def _local_sums(logits: torch.Tensor, reference: torch.Tensor, scale: Scale, dtype: torch.dtype) -> torch.Tensor:
-    """``[5, tokens]``: peak and total of either, and the sum of ``2**y * (y - v)``, relative to both peaks."""
+def _local_sums(
+    logits: torch.Tensor, reference: torch.Tensor, scale: TemperatureScale, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return ``[5, tokens]``: maximum and sum of weights of both, and the sum of ``2**y * (y - v)``.
+
+    ``y`` and ``v`` are the exponents of policy and reference, relative to the two maxima.
+    """
     sums = logits.new_zeros(5, logits.shape[:-1].numel(), dtype=dtype)
-    peak, total, other_peak, other_total, cross = sums.unbind(0)
+    max_logit, sum_exp2, ref_max_logit, ref_sum_exp2, cross = sums.unbind(0)
     if logits.shape[-1] == 0:
-        peak.fill_(-math.inf)
-        other_peak.fill_(-math.inf)
+        max_logit.fill_(-math.inf)
+        ref_max_logit.fill_(-math.inf)
         return sums
-    for span, (block, other) in row_blocks(rows_that_fit(logits.shape[-1], logits.device), logits, reference):
-        mine, theirs = block.to(dtype), other.to(dtype)
-        torch.amax(mine, -1, out=peak[span])
-        torch.amax(theirs, -1, out=other_peak[span])
-        here = scale.rows(span)
-        y, v = powers(mine, peak[span], here), powers(theirs, other_peak[span], here)
+    rows = rows_per_workspace(logits.shape[-1], logits.device)
+    for span, (block, ref_block) in row_blocks(rows, logits, reference):
+        values, ref_values = block.to(dtype), ref_block.to(dtype)
+        torch.amax(values, -1, out=max_logit[span])
+        torch.amax(ref_values, -1, out=ref_max_logit[span])
+        block_scale = scale.slice_tokens(span)
+        y = log2_weights(values, max_logit[span], block_scale)
+        v = log2_weights(ref_values, ref_max_logit[span], block_scale)
         weights = y.exp2()
-        torch.sum(weights, -1, out=total[span])
-        torch.sum(v.exp2(), -1, out=other_total[span])
-        torch.sum(_where_possible(weights, y - v), -1, out=cross[span])
+        torch.sum(weights, -1, out=sum_exp2[span])
+        torch.sum(v.exp2(), -1, out=ref_sum_exp2[span])
+        torch.sum(_weighted(weights, y - v), -1, out=cross[span])
     return sums
 
 
-def _where_possible(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """``weights * values``, and zero where the policy gives no weight, whatever the value."""
+def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return ``weights * values``, and 0 where the weight is 0, even if the value is infinite or NaN."""
     return torch.where(weights == 0, 0, weights * values)
 
 
-def _finish(gathered: torch.Tensor, scale: Scale) -> _Finished:
-    peak, total, other_peak, other_total, cross = gathered.to(wide_dtype(gathered.device)).unbind(1)
-    nothing = torch.zeros_like(total)
-    other = merge(Sums(other_peak, other_total, nothing), scale)
-    # A rank that the reference rules out has an infinite cross moment already, or no weight.
-    lag = peak_lag(other_peak, other.peak, scale).masked_fill(other_peak == -math.inf, 0)
-    policy = merge(Sums(peak, total, nothing, cross - total * lag), scale)
-    difference = nothing[0] if policy.moment is None else policy.moment / policy.total
-    bits = difference - policy.total.log2() + other.total.log2()
-    return _Finished(policy.peak, policy.total, other.peak, other.total, bits)
+def _combine_ranks(gathered: torch.Tensor, scale: TemperatureScale) -> _DivergenceTotals:
+    max_logit, sum_exp2, ref_max_logit, ref_sum_exp2, cross = gathered.to(wide_dtype(gathered.device)).unbind(1)
+    zeros = torch.zeros_like(sum_exp2)
+    reference = merge(PartialSoftmax(ref_max_logit, ref_sum_exp2, zeros), scale)
+    # Where all columns of a rank have probability 0 under the reference, its cross sum is infinite already, or its
+    # policy weights are 0.
+    rescale = rescale_exponent(ref_max_logit, reference.max_logit, scale)
+    rescale = rescale.masked_fill(ref_max_logit == -math.inf, 0)
+    policy = merge(PartialSoftmax(max_logit, sum_exp2, zeros, cross - sum_exp2 * rescale), scale)
+    mean_difference = zeros[0] if policy.weighted_sum is None else policy.weighted_sum / policy.sum_exp2
+    bits = mean_difference - policy.sum_exp2.log2() + reference.sum_exp2.log2()
+    return _DivergenceTotals(policy.max_logit, policy.sum_exp2, reference.max_logit, reference.sum_exp2, bits)
 
 
 def _write_gradients(
     logits: torch.Tensor,
     reference: torch.Tensor,
-    finished: _Finished,
-    strength: torch.Tensor,
-    scale: Scale,
+    totals: _DivergenceTotals,
+    d_divergence: torch.Tensor,
+    scale: TemperatureScale,
     dtype: torch.dtype,
     d_logits: torch.Tensor | None,
     d_reference: torch.Tensor | None,
 ) -> None:
     if logits.shape[-1] == 0:
         return
-    offset = (finished.other_total / finished.total).log2() - finished.bits
-    share = (strength / finished.total).to(dtype)
-    other_share = (strength / finished.other_total).to(dtype)
-    stretch = (strength * scale.nats / finished.total).to(dtype)
-    rows = rows_that_fit(logits.shape[-1], logits.device)
+    offset = (totals.ref_sum_exp2 / totals.sum_exp2).log2() - totals.bits
+    weight_coef = (d_divergence / totals.sum_exp2).to(dtype)
+    ref_weight_coef = (d_divergence / totals.ref_sum_exp2).to(dtype)
+    policy_coef = (d_divergence * scale.ln_factor / totals.sum_exp2).to(dtype)
+    rows = rows_per_workspace(logits.shape[-1], logits.device)
     outputs = [out for out in (d_logits, d_reference) if out is not None]
-    for span, (block, other, *sinks) in row_blocks(rows, logits, reference, *outputs):
-        here = scale.rows(span)
-        y = powers(block.to(dtype), finished.peak[span].to(dtype), here)
-        v = powers(other.to(dtype), finished.other_peak[span].to(dtype), here)
+    for span, (block, ref_block, *out_blocks) in row_blocks(rows, logits, reference, *outputs):
+        block_scale = scale.slice_tokens(span)
+        y = log2_weights(block.to(dtype), totals.max_logit[span].to(dtype), block_scale)
+        v = log2_weights(ref_block.to(dtype), totals.ref_max_logit[span].to(dtype), block_scale)
         weights = y.exp2()
         if d_logits is not None:
             excess = (y - v).add_(offset[span, None].to(dtype))
-            sinks[0].copy_(_where_possible(weights, excess) * stretch[span, None])
+            out_blocks[0].copy_(_weighted(weights, excess) * policy_coef[span, None])
         if d_reference is not None:
-            sinks[-1].copy_(v.exp2() * other_share[span, None] - weights * share[span, None])
+            out_blocks[-1].copy_(v.exp2() * ref_weight_coef[span, None] - weights * weight_coef[span, None])

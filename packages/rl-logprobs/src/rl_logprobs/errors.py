@@ -1,31 +1,31 @@
-"""Typed errors: one base class, and the built-in class that callers would otherwise have caught."""
+"""Errors of this package: one base class, and each also a subclass of the matching built-in error."""
 
 from __future__ import annotations
 
 
 class LogprobsError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of all errors of this package."""
 
 
 class ShapeError(LogprobsError, ValueError):
-    """Shapes, widths or token counts that do not fit each other."""
+    """Shapes, widths or token counts contradict each other."""
 
 
 class PlacementError(LogprobsError, ValueError):
-    """A DTensor that lies across the mesh in a way that the function cannot use."""
+    """The placements of a DTensor are not supported by the function."""
 
 
 class DtypeError(LogprobsError, TypeError):
-    """A tensor of the wrong element type."""
+    """A tensor has the wrong dtype or layout."""
 
 
 class OptionError(LogprobsError, ValueError):
-    """An option outside its range, or options that contradict each other."""
+    """An option is outside its range, or options contradict each other."""
 
 
 class TargetError(LogprobsError, IndexError):
-    """A target outside the vocabulary."""
+    """A target is outside the vocabulary."""
 
 
 class NonFiniteNormError(LogprobsError, RuntimeError):
-    """The gradient norm is infinite or NaN and the caller asked for an error."""
+    """The gradient norm is infinite or NaN, and the caller asked for an error."""

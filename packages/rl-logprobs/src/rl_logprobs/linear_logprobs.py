@@ -1,4 +1,4 @@
-"""Log-probabilities straight from hidden states and the head's weight, without the logits in between."""
+"""Log-probabilities from hidden states and the LM head's weight, without the logits in memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
-from rl_logprobs.head import Head, head_statistics
-from rl_logprobs.layout import TokenSlice, VocabShard, locate_columns, locate_tokens, locate_vocabulary
-from rl_logprobs.logprobs import TokenStatistics, checked_temperature, shaped_like
+from rl_logprobs.logprobs import TokenStatistics, shaped_like
+from rl_logprobs.softmax.fused_linear import LMHead, linear_softmax_statistics
+from rl_logprobs.softmax.log2_scale import check_temperature
+from rl_logprobs.softmax.vocab_parallel import SoftmaxOptions
+from rl_logprobs.softmax.vocab_shard import (
+    TokenSlice,
+    VocabShard,
+    refuse_shard_options,
+    shard_of_columns,
+    shard_of_dtensor,
+    token_slice,
+)
 from rl_logprobs.targets import ignored_targets, local_targets
-from rl_logprobs.vocab_parallel import SoftmaxOptions
 
 
 def linear_token_logprobs(
@@ -32,7 +40,7 @@ def linear_token_logprobs(
     shift: bool = False,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Log-probability of each target under the head's softmax, never holding ``[tokens, vocab / tp]``.
+    """Return the log-probability of each target under the LM head's softmax, without a ``[tokens, vocab / tp]`` tensor.
 
     Logits are ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, computed tile by tile in
     float32 both forward and backward (the method of "Cut Your Losses", arXiv:2411.09009), so that bfloat16
@@ -40,29 +48,45 @@ def linear_token_logprobs(
     A head that needs no gradient costs one more product forward and none backward.
 
     Args:
-        hidden: ``[batch, seq, features]`` or ``[tokens, features]``.  A plain tensor that is the same on every
-            rank of the vocabulary's axis, or a DTensor that is replicated or (sequence parallelism) sharded on
-            the tokens there; a sharded one is gathered, and its gradient reduce-scattered.
-        weight: ``[vocab, features]``: a plain tensor; a DTensor whose rows are sharded over one axis of its
-            mesh; or, with ``group``, a local shard.  Its other axes must be replicated: take an FSDP head while
+        hidden: ``[batch, seq, features]`` or ``[tokens, features]``, floating point.  A plain tensor that is the same
+            on every rank of the vocabulary's axis, or a DTensor that is replicated or (sequence parallelism) sharded
+            on the tokens there; a sharded one is gathered, and its gradient reduce-scattered.
+        weight: ``[vocab, features]``, floating point: a plain tensor; a DTensor whose rows are sharded over one axis
+            of its mesh; or, with ``group``, a local shard.  Its other axes must be replicated: use an FSDP head while
             it is unsharded.
-        targets: integers of hidden's leading shape, as for ``token_logprobs``.
-        bias: ``[vocab]``, lying like the weight's rows.
+        targets: integers of hidden's leading shape: the full batch, or the tokens that this rank has after the gather.
+            Plain or DTensor.
+        bias: ``[vocab]``, with the placements of the weight's rows.
         logit_scale: factor on the products (Cohere, Granite).
         softcap: positive bound of the logits (Gemma 2).
-        temperature: as for ``token_logprobs``.
-        group: as for ``token_logprobs``.
-        vocab_size: as for ``token_logprobs``.
-        vocab_start: as for ``token_logprobs``.
-        shift: as for ``token_logprobs``.
-        ignore_index: as for ``token_logprobs``.
+        temperature: positive number, or positive tensor that broadcasts to this rank's targets.
+        group: for a local shard of the weight: the process group over which the vocabulary is sharded.
+        vocab_size: number of tokens in the vocabulary; rows at or beyond it are padding with probability 0.
+            Required with ``group``, optional otherwise.
+        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks
+            of ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
+            position gets 0.
+        ignore_index: target of tokens that are not scored: value 0 and gradient 0, whatever their hidden states.
 
     Returns:
-        Float32 (float64 for float64) of hidden's leading shape, where tokens that were gathered are all there.
+        Float32 (float64 for float64 inputs) of hidden's leading shape, after the gather of sharded tokens.
 
     Raises:
-        ShapeError, PlacementError, DtypeError, OptionError, TargetError: input that cannot be scored, found
-            before any collective starts.
+        ShapeError: the shapes or widths contradict each other.
+        PlacementError: hidden is sharded on the features, the weight on something else than its rows, or bias or
+            targets are placed differently from weight or hidden.
+        DtypeError: hidden, weight or bias is not floating point, or the targets are not integers.
+        OptionError: an option is outside its range, or options contradict each other.
+        TargetError: a target is outside the vocabulary.  All errors are raised before any collective starts.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import linear_token_logprobs
+        >>> hidden, head = torch.tensor([[1.0, 2.0]]), torch.nn.Linear(2, 3, bias=False)
+        >>> _ = head.weight.data.copy_(torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0]]))
+        >>> linear_token_logprobs(hidden, head.weight.detach(), torch.tensor([1]))
+        tensor([-0.4076])
     """
     return linear_token_statistics(
         hidden,
@@ -97,73 +121,101 @@ def linear_token_statistics(
     shift: bool = False,
     ignore_index: int = -100,
 ) -> TokenStatistics:
-    """Log-probability, log-sum-exp and what else is asked of each token, from the same tiles.
+    """Return the log-probability, log-sum-exp and other statistics of each token under the LM head's softmax.
+
+    Logits are ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, computed tile by tile in
+    float32 both forward and backward ("Cut Your Losses", arXiv:2411.09009).
 
     Args:
-        hidden: as for ``linear_token_logprobs``.
-        weight: as there.
-        targets: as there.
+        hidden: ``[batch, seq, features]`` or ``[tokens, features]``, floating point.  A plain tensor that is the same
+            on every rank of the vocabulary's axis, or a DTensor that is replicated or (sequence parallelism) sharded
+            on the tokens there; a sharded one is gathered, and its gradient reduce-scattered.
+        weight: ``[vocab, features]``, floating point: a plain tensor; a DTensor whose rows are sharded over one axis
+            of its mesh; or, with ``group``, a local shard.  Its other axes must be replicated.
+        targets: integers of hidden's leading shape: the full batch, or the tokens that this rank has after the gather.
+            Plain or DTensor.
         entropy: also compute the entropy.
-        argmax: also find the most probable token.
-        bias: as there.
-        logit_scale: as there.
-        softcap: as there.
-        temperature: as there.
-        group: as there.
-        vocab_size: as there.
-        vocab_start: as there.
-        shift: as there.
-        ignore_index: as there.
+        argmax: also compute the most probable token.
+        bias: ``[vocab]``, with the placements of the weight's rows.
+        logit_scale: factor on the products (Cohere, Granite).
+        softcap: positive bound of the logits (Gemma 2).
+        temperature: positive number, or positive tensor that broadcasts to this rank's targets.
+        group: for a local shard of the weight: the process group over which the vocabulary is sharded.
+        vocab_size: number of tokens in the vocabulary; rows at or beyond it are padding with probability 0.
+            Required with ``group``, optional otherwise.
+        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks
+            of ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
+            position gets 0.
+        ignore_index: target of tokens that are not scored: values 0 and gradient 0, whatever their hidden states.
 
     Returns:
-        The statistics, each differentiable but ``argmax``.
+        The statistics.  All are differentiable except ``argmax``; ``target_rank`` is None.
 
     Raises:
-        ShapeError, PlacementError, DtypeError, OptionError, TargetError: as ``linear_token_logprobs``.
+        ShapeError: the shapes or widths contradict each other.
+        PlacementError: hidden is sharded on the features, the weight on something else than its rows, or bias or
+            targets are placed differently from weight or hidden.
+        DtypeError: hidden, weight or bias is not floating point, or the targets are not integers.
+        OptionError: an option is outside its range, or options contradict each other.
+        TargetError: a target is outside the vocabulary.  All errors are raised before any collective starts.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import linear_token_statistics
+        >>> weight = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+        >>> found = linear_token_statistics(torch.tensor([[1.0, 2.0]]), weight, torch.tensor([2]), entropy=True)
+        >>> found.logprobs, found.entropy
+        (tensor([-1.4076]), tensor([0.8324]))
     """
-    _check_head(hidden, weight, bias, logit_scale, softcap)
+    _check_dtypes(hidden, weight, bias)
+    _check_shapes(hidden, weight, bias)
+    _check_logit_options(logit_scale, softcap)
     shard = _locate_weight(weight, group, vocab_size, vocab_start)
     tokens = _tokens_after_gather(hidden, shard.group)
-    mine = local_targets(targets, tokens, shift=shift, ignore_index=ignore_index)
-    ignored = ignored_targets(mine, vocab_size=shard.vocab_size, ignore_index=ignore_index)
-    options = SoftmaxOptions(temperature=checked_temperature(temperature, mine), entropy=entropy, argmax=argmax)
-    rows, sum_hidden = _gather_tokens(hidden, shard.group)
-    found = head_statistics(
+    rank_targets = local_targets(targets, tokens, shift=shift, ignore_index=ignore_index)
+    ignored = ignored_targets(rank_targets, vocab_size=shard.vocab_size, ignore_index=ignore_index)
+    flat_temperature = check_temperature(temperature, rank_targets)
+    rows, reduce_hidden_grad = _gather_tokens(hidden, shard.group)
+    found = linear_softmax_statistics(
         rows.reshape(-1, rows.shape[-1]),
         weight.to_local() if isinstance(weight, DTensor) else weight,
         bias.to_local() if isinstance(bias, DTensor) else bias,
-        mine.reshape(-1),
+        rank_targets.reshape(-1),
         ignored.reshape(-1),
-        Head(shard=shard, logit_scale=logit_scale, softcap=softcap, sum_hidden=sum_hidden),
-        options,
+        LMHead(shard=shard, logit_scale=logit_scale, softcap=softcap, reduce_hidden_grad=reduce_hidden_grad),
+        SoftmaxOptions(temperature=flat_temperature, entropy=entropy, argmax=argmax),
     )
-    return shaped_like(mine, found)
+    return shaped_like(rank_targets, found)
 
 
-def _check_head(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-) -> None:
+def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if tensor is not None and not tensor.is_floating_point():
             raise DtypeError(f"{name} must be floating point, got {tensor.dtype}")
+
+
+def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     if hidden.dim() < 2 or 0 in hidden.shape[:-1]:
         raise ShapeError(f"hidden must be [..., tokens, features] with at least one token, got {tuple(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ShapeError(
             f"weight must be [vocab, {hidden.shape[-1]}] for hidden {tuple(hidden.shape)}, got {tuple(weight.shape)}"
         )
-    alike = bias is None or isinstance(bias, DTensor) == isinstance(weight, DTensor)
-    if bias is not None and (not alike or bias.shape != weight.shape[:1]):
+    if bias is None:
+        return
+    if isinstance(bias, DTensor) != isinstance(weight, DTensor) or bias.shape != weight.shape[:1]:
         raise ShapeError(
-            f"bias {tuple(bias.shape)} must lie like the rows of weight {tuple(weight.shape)}: both DTensors or "
-            f"both local"
+            f"bias {tuple(bias.shape)} must have one element per row of weight {tuple(weight.shape)}, and both must be "
+            f"DTensors or both local"
         )
     if isinstance(bias, DTensor) and isinstance(weight, DTensor) and bias.placements != weight.placements:
-        raise PlacementError(f"bias has {bias.placements} and weight {weight.placements}; place them alike")
+        raise PlacementError(
+            f"bias has {bias.placements} and weight {weight.placements}; give them the same placements"
+        )
+
+
+def _check_logit_options(logit_scale: float, softcap: float | None) -> None:
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         raise OptionError(f"softcap must be positive and finite, got {softcap}; leave it out for no cap")
     if not math.isfinite(logit_scale):
@@ -174,20 +226,19 @@ def _locate_weight(
     weight: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int | None, vocab_start: int | None
 ) -> VocabShard:
     if not isinstance(weight, DTensor):
-        return locate_columns(weight.shape[0], group, vocab_size, vocab_start)
-    if group is not None or vocab_start is not None:
-        raise OptionError("a DTensor knows its own layout: leave out group and vocab_start")
+        return shard_of_columns(weight.shape[0], group, vocab_size, vocab_start)
+    refuse_shard_options(group, vocab_start)
     sharded = sum(not isinstance(placement, Replicate) for placement in weight.placements)
     if sharded > 1 or weight.to_local().shape[1] != weight.shape[1]:
         raise PlacementError(
-            f"weight is placed {weight.placements}; its rows may be sharded over one axis (the vocabulary's) and "
-            f"nothing else, so call this while an FSDP head is unsharded (module.unshard(), or inside forward)"
+            f"weight has {weight.placements}; only its rows may be sharded, over one axis (the vocabulary's), "
+            f"so call this while an FSDP head is unsharded (module.unshard(), or inside forward)"
         )
-    return locate_vocabulary(weight, 0, vocab_size)
+    return shard_of_dtensor(weight, 0, vocab_size)
 
 
-def _vocabulary_dim(hidden: DTensor, group: dist.ProcessGroup | None) -> int | None:
-    """The mesh dim of hidden that is the vocabulary's group, if it has one."""
+def _vocab_mesh_dim(hidden: DTensor, group: dist.ProcessGroup | None) -> int | None:
+    """Return the dim of hidden's mesh with the ranks of the vocabulary's group; None without a group."""
     if group is None:
         return None
     ranks = dist.get_process_group_ranks(group)
@@ -196,19 +247,20 @@ def _vocabulary_dim(hidden: DTensor, group: dist.ProcessGroup | None) -> int | N
         if dist.get_process_group_ranks(mesh.get_group(dim)) == ranks:
             return dim
     raise PlacementError(
-        f"the weight's vocabulary is sharded over ranks {ranks}, which is no axis of hidden's mesh {mesh}; place "
-        f"hidden on a mesh with that axis, or pass its local part"
+        f"the weight's vocabulary is sharded over ranks {ranks}, which hidden's mesh {mesh} has no axis for; place "
+        f"hidden on a mesh with that axis, or pass its local tensor"
     )
 
 
-def _gathered_placements(hidden: DTensor, dim: int | None) -> list[Placement]:
+def _gathered_placements(hidden: DTensor, vocab_dim: int | None) -> list[Placement]:
+    """Return hidden's placements after the gather over the vocabulary's axis."""
     placements = list(hidden.placements)
-    if dim is not None:
-        placements[dim] = Replicate()
+    if vocab_dim is not None:
+        placements[vocab_dim] = Replicate()
     for placement in placements:
         if isinstance(placement, Partial) or getattr(placement, "dim", 0) % hidden.dim() == hidden.dim() - 1:
             raise PlacementError(
-                f"hidden is placed {hidden.placements}; it must hold whole features on every rank, so "
+                f"hidden has {hidden.placements}; every rank must hold all features of its tokens, so "
                 f"redistribute it to Replicate() or to a shard of the tokens"
             )
     return placements
@@ -216,21 +268,20 @@ def _gathered_placements(hidden: DTensor, dim: int | None) -> list[Placement]:
 
 def _tokens_after_gather(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> TokenSlice:
     if not isinstance(hidden, DTensor):
-        leading = tuple(hidden.shape[:-1])
-        return TokenSlice(full=leading, shape=leading, offset=(0,) * len(leading))
-    return locate_tokens(hidden, _gathered_placements(hidden, _vocabulary_dim(hidden, group)))
+        return TokenSlice.all_of(hidden.shape[:-1])
+    return token_slice(hidden, _gathered_placements(hidden, _vocab_mesh_dim(hidden, group)))
 
 
 def _gather_tokens(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, bool]:
-    """Hidden states of all tokens of the vocabulary's group, and whether their gradient is yet to be summed.
+    """Return hidden states of all tokens of the vocabulary's group, and whether their gradient needs an all-reduce.
 
-    The gradient of gathered tokens goes back as a partial sum, which the gather's own backward reduce-scatters.
+    The gradient of gathered tokens is returned as a partial sum, which the backward pass of the gather reduce-scatters.
     """
     if not isinstance(hidden, DTensor):
         return hidden, True
-    dim = _vocabulary_dim(hidden, group)
-    placements = _gathered_placements(hidden, dim)
-    if dim is None or not isinstance(hidden.placements[dim], Shard):
+    vocab_dim = _vocab_mesh_dim(hidden, group)
+    placements = _gathered_placements(hidden, vocab_dim)
+    if vocab_dim is None or not isinstance(hidden.placements[vocab_dim], Shard):
         return hidden.redistribute(placements=placements).to_local(), True
-    summed = [Partial() if axis == dim else placement for axis, placement in enumerate(placements)]
-    return hidden.redistribute(placements=placements).to_local(grad_placements=summed), False
+    grad_placements = [Partial() if dim == vocab_dim else placement for dim, placement in enumerate(placements)]
+    return hidden.redistribute(placements=placements).to_local(grad_placements=grad_placements), False

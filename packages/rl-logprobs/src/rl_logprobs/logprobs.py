@@ -1,43 +1,47 @@
-"""Log-probabilities of chosen tokens, from logits that are whole or sharded on the vocabulary."""
+"""Log-probabilities of target tokens from logits, full or sharded on the vocabulary."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from rl_logprobs._torch_compat import assert_on_device
-from rl_logprobs.backends import Backend, kernels
-from rl_logprobs.errors import OptionError, ShapeError
-from rl_logprobs.layout import locate_logits
-from rl_logprobs.sampling_filter import SamplingFilter, sampling_floor
+from rl_logprobs.errors import OptionError
+from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
+from rl_logprobs.softmax.backends import Backend, kernels
+from rl_logprobs.softmax.log2_scale import check_temperature
+from rl_logprobs.softmax.vocab_parallel import SoftmaxOptions, SoftmaxStatistics, softmax_statistics
+from rl_logprobs.softmax.vocab_shard import locate_logits
 from rl_logprobs.targets import ignored_targets, local_targets
-from rl_logprobs.vocab_parallel import SoftmaxOptions, SoftmaxStatistics, softmax_statistics
 
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """What one pass over the logits says of each token; float32 (float64 for float64 logits), in nats.
+    """Statistics of each token's distribution; float32 (float64 for float64 logits), in nats.
 
     Every field has the shape of the logits' leading dims and is 0 where the target is ``ignore_index``.
 
     Attributes:
         logprobs: log-probability of the target.
         logsumexp: log of the partition sum; its square is the z-loss of PaLM (arXiv:2204.02311, section 5).
-        entropy: entropy of the distribution, or None if it was not asked for.
-        argmax: the most probable vocabulary id (the lowest of several), int64, or None if it was not asked
-            for.
-        rank: how many tokens have a larger logit than the target (0: none is more probable), int64, or None if it
-            was not asked for.
+        entropy: entropy of the distribution, or None if it was not requested.
+        argmax: the most probable vocabulary id (the lowest of several), int64, or None if it was not requested.
+        target_rank: number of tokens with a larger logit than the target (0: none is more probable), int64, or None
+            if it was not requested.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import TokenStatistics, token_statistics
+        >>> isinstance(token_statistics(torch.zeros(2, 9), torch.tensor([0, 1])), TokenStatistics)
+        True
     """
 
     logprobs: torch.Tensor
     logsumexp: torch.Tensor
     entropy: torch.Tensor | None = None
     argmax: torch.Tensor | None = None
-    rank: torch.Tensor | None = None
+    target_rank: torch.Tensor | None = None
 
 
 def token_logprobs(
@@ -55,43 +59,56 @@ def token_logprobs(
     inplace_forward: bool = False,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Log-probability of each target under ``softmax(logits / temperature)``.
+    """Return the log-probability of each target under ``softmax(logits / temperature)``.
 
     One pass over the local logits and one collective forward, none backward; each rank's gradient is that of
     its own columns.  The logits keep their dtype, and no float32 copy of them is made.
 
     Args:
         logits: ``[batch, seq, vocab]`` or packed ``[tokens, vocab]`` (any leading dims), float16, bfloat16,
-            float32 or float64.  A plain tensor; a DTensor whose vocabulary is sharded over one axis of any
+            float32 or float64.  A plain tensor; a DTensor whose vocabulary is sharded over one axis of its
             mesh (any vocabulary size; tokens may be sharded over other axes); or, with ``group``, a local
             shard.
         targets: integers of the logits' leading shape: the full batch, or this rank's part where a DTensor
-            shards the tokens.  Plain or DTensor.
-        group: for a local shard: the process group over which the vocabulary is split.
-        vocab_size: tokens in the vocabulary; columns at or beyond it are padding and get probability 0.
-            Needed with ``group``, optional otherwise.
+            shards the tokens.  Plain or DTensor, on the device of the logits.
+        group: for a local shard: the process group over which the vocabulary is sharded.
+        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding with probability 0.
+            Required with ``group``, optional otherwise.
         vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks
-            of ceil(vocab / ranks)) nor Megatron's (all ranks padded to one width).
+            of ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
         shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
             position gets 0.
-        temperature: positive number, or positive tensor that broadcasts to the targets of this rank.
+        temperature: positive number, or positive tensor that broadcasts to this rank's targets.
         ignore_index: target of tokens that are not scored: value 0 and gradient 0, whatever their logits.
-        sampling: score under the filtered and renormalised distribution that a sampler with these settings draws
-            from.  A target that the filter removes has ``-inf`` and no gradient.  Takes a few collectives more.
-        inplace_backward: write the gradient over the logits' memory, so that no second tensor of their size
-            exists.  The logits are then lost after the backward pass.
-        inplace_forward: if the logits need a gradient, overwrite them already here, by what the backward pass would
-            compute again: faster, but lost at once, and gradients of half-precision logits are rounded twice.
-        backend: ``"triton"`` for Triton kernels on a GPU, ``"torch"`` for torch's own operations; if left out, what
-            the environment variable ``RL_LOGPROBS_BACKEND`` says, or else torch.
+        sampling: score under the filtered and renormalised distribution of a sampler with these settings.
+            A target that the filter removes has ``-inf`` and no gradient.  Needs a few more collectives.
+        inplace_backward: write the gradient over the logits' memory instead of a second tensor of their size.
+            The logits are lost in the backward pass.
+        inplace_forward: if the logits need a gradient, overwrite them in the forward pass by what the backward pass
+            would otherwise compute again.  Faster, but gradients of half-precision logits are rounded twice.
+        backend: ``"triton"`` for Triton kernels on a GPU, ``"torch"`` for torch's own operations; by default the
+            value of the environment variable ``RL_LOGPROBS_BACKEND``, or torch.
 
     Returns:
-        This rank's tokens as a plain tensor of the logits' leading shape, float32 (float64 for float64), the
-        same on every rank that shares those tokens.
+        This rank's tokens as a plain tensor of the logits' leading shape, float32 (float64 for float64 logits), the
+        same on every rank that holds those tokens.
 
     Raises:
-        ShapeError, PlacementError, DtypeError, OptionError, TargetError: input that cannot be scored, found
-            before any collective starts.
+        ShapeError: the shapes or widths contradict each other.
+        PlacementError: the logits are a partial sum, their vocabulary is sharded over two mesh axes, or the targets are
+            a DTensor placed differently from the logits' tokens.
+        DtypeError: the logits are not floating point, or the targets are not integers.
+        OptionError: an option is outside its range, or options contradict each other.
+        TargetError: a target is outside the vocabulary.  All errors are raised before any collective starts.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import token_logprobs
+        >>> logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]])
+        >>> token_logprobs(logits, torch.tensor([1, -100]))
+        tensor([-0.4076,  0.0000])
+
+        With DTensor logits, sharded on the vocabulary, the call is the same on every rank.
     """
     return token_statistics(
         logits,
@@ -115,7 +132,7 @@ def token_statistics(
     *,
     entropy: bool = False,
     argmax: bool = False,
-    rank: bool = False,
+    target_rank: bool = False,
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     vocab_start: int | None = None,
@@ -127,85 +144,86 @@ def token_statistics(
     inplace_forward: bool = False,
     backend: Backend | None = None,
 ) -> TokenStatistics:
-    """Log-probability, log-sum-exp and what else is asked of each token, from one pass and one collective.
+    """Return the log-probability, log-sum-exp and other statistics of each token, from one pass and one collective.
 
     Args:
-        logits: as for ``token_logprobs``.
-        targets: as there.
-        entropy: also compute the entropy; costs a second workspace and some arithmetic, no communication.
-        argmax: also find the most probable token.
-        rank: also count the tokens that are more probable than the target; takes a second collective, because a rank
-            cannot count before it knows the target's logit.  A filter does not change the count.
-        group: as there.
-        vocab_size: as there.
-        vocab_start: as there.
-        shift: as there.
-        temperature: as there.
-        ignore_index: as there.
-        sampling: as there; the entropy is then that of the filtered distribution too.
-        inplace_backward: as there.
-        inplace_forward: as there; without ``entropy``, whose gradient needs the logits.
-        backend: as there.
+        logits: ``[batch, seq, vocab]`` or packed ``[tokens, vocab]`` (any leading dims), float16, bfloat16,
+            float32 or float64.  A plain tensor; a DTensor whose vocabulary is sharded over one axis of its
+            mesh (tokens may be sharded over other axes); or, with ``group``, a local shard.
+        targets: integers of the logits' leading shape: the full batch, or this rank's part where a DTensor
+            shards the tokens.  Plain or DTensor, on the device of the logits.
+        entropy: also compute the entropy; needs a second workspace and some arithmetic, no communication.
+        argmax: also compute the most probable token.
+        target_rank: also count the tokens that are more probable than the target.  Needs a second collective, because
+            the ranks cannot count before they know the target's logit.  A filter does not change the count.
+        group: for a local shard: the process group over which the vocabulary is sharded.
+        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding with probability 0.
+            Required with ``group``, optional otherwise.
+        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks
+            of ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
+            position gets 0.
+        temperature: positive number, or positive tensor that broadcasts to this rank's targets.
+        ignore_index: target of tokens that are not scored: values 0 and gradient 0, whatever their logits.
+        sampling: score under the filtered and renormalised distribution of a sampler with these settings, entropy
+            included.  A target that the filter removes has ``-inf`` and no gradient.
+        inplace_backward: write the gradient over the logits' memory instead of a second tensor of their size.
+        inplace_forward: if the logits need a gradient, overwrite them in the forward pass by what the backward pass
+            would otherwise compute again.  Not together with ``entropy``, whose gradient needs the logits.
+        backend: ``"triton"`` for Triton kernels on a GPU, ``"torch"`` for torch's own operations; by default the
+            value of the environment variable ``RL_LOGPROBS_BACKEND``, or torch.
 
     Returns:
-        The statistics, each differentiable but ``argmax`` and ``rank``.
+        The statistics of this rank's tokens.  All are differentiable except ``argmax`` and ``target_rank``.
 
     Raises:
-        ShapeError, PlacementError, DtypeError, OptionError, TargetError: as ``token_logprobs``.
+        ShapeError: the shapes or widths contradict each other.
+        PlacementError: the logits are a partial sum, their vocabulary is sharded over two mesh axes, or the targets are
+            a DTensor placed differently from the logits' tokens.
+        DtypeError: the logits are not floating point, or the targets are not integers.
+        OptionError: an option is outside its range, or options contradict each other.
+        TargetError: a target is outside the vocabulary.  All errors are raised before any collective starts.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import token_statistics
+        >>> found = token_statistics(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([2]), entropy=True, target_rank=True)
+        >>> found.logprobs, found.entropy, found.target_rank
+        (tensor([-1.4076]), tensor([0.8324]), tensor([1]))
     """
     if inplace_forward and entropy:
         raise OptionError("inplace_forward loses the logits that the entropy's gradient needs; use inplace_backward")
     located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
-    mine = local_targets(targets, located.tokens, shift=shift, ignore_index=ignore_index)
-    if mine.device != located.values.device:
-        raise OptionError(f"targets are on {mine.device} and logits on {located.values.device}; move the targets")
-    ignored = ignored_targets(mine, vocab_size=located.vocab.vocab_size, ignore_index=ignore_index)
-    heat = checked_temperature(temperature, mine)
+    rank_targets = local_targets(targets, located.tokens, shift=shift, ignore_index=ignore_index)
+    if rank_targets.device != located.values.device:
+        raise OptionError(
+            f"targets are on {rank_targets.device} and logits on {located.values.device}; move the targets"
+        )
+    ignored = ignored_targets(rank_targets, vocab_size=located.vocab.vocab_size, ignore_index=ignore_index)
+    flat_temperature = check_temperature(temperature, rank_targets)
+    min_logit = None
+    if sampling is not None:
+        min_logit = min_kept_logit(located.values, located.vocab, flat_temperature, sampling)
     options = SoftmaxOptions(
-        temperature=heat,
+        temperature=flat_temperature,
         entropy=entropy,
         argmax=argmax,
-        rank=rank,
-        floor=None if sampling is None else sampling_floor(located.values, located.vocab, heat, sampling),
+        target_rank=target_rank,
+        min_logit=min_logit,
         inplace_backward=inplace_backward,
         inplace_forward=inplace_forward and located.values.requires_grad and torch.is_grad_enabled(),
         kernels=kernels(backend, located.values.device),
     )
-    flat = softmax_statistics(located.values, mine.reshape(-1), ignored.reshape(-1), located.vocab, options)
-    return shaped_like(mine, flat)
+    flat = softmax_statistics(located.values, rank_targets.reshape(-1), ignored.reshape(-1), located.vocab, options)
+    return shaped_like(rank_targets, flat)
 
 
 def shaped_like(targets: torch.Tensor, flat: SoftmaxStatistics) -> TokenStatistics:
-    """Flat statistics in the shape of their targets."""
+    """Return flat statistics in the shape of their targets."""
     return TokenStatistics(
         logprobs=flat.logprobs.view(targets.shape),
         logsumexp=flat.logsumexp.view(targets.shape),
         entropy=None if flat.entropy is None else flat.entropy.view(targets.shape),
         argmax=None if flat.argmax is None else flat.argmax.view(targets.shape),
-        rank=None if flat.rank is None else flat.rank.view(targets.shape),
+        target_rank=None if flat.target_rank is None else flat.target_rank.view(targets.shape),
     )
-
-
-def checked_temperature(temperature: float | torch.Tensor, targets: torch.Tensor) -> float | torch.Tensor:
-    """A positive, finite temperature: a number, or a flat tensor with one value a token.
-
-    Raises:
-        OptionError: not positive and finite (on an accelerator a tensor is checked there).
-        ShapeError: a tensor that does not broadcast to the targets.
-    """
-    if not isinstance(temperature, torch.Tensor):
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise OptionError(f"temperature must be positive and finite, got {temperature}")
-        return float(temperature)
-    try:
-        flat = temperature.detach().to(targets.device).expand(targets.shape).reshape(-1)
-    except RuntimeError as error:
-        raise ShapeError(
-            f"temperature of shape {tuple(temperature.shape)} does not broadcast to the targets' {tuple(targets.shape)}"
-        ) from error
-    valid = ((flat > 0) & flat.isfinite()).all()
-    if flat.device.type != "cpu":
-        assert_on_device(valid, "temperature must be positive and finite")
-    elif not valid:
-        raise OptionError(f"temperatures must be positive and finite, the least is {flat.min().item()}")
-    return flat

@@ -1,7 +1,7 @@
-"""The functions of NeMo RL's ``nemo_rl.models.dtensor.parallelize``, by their names and signatures.
+"""NeMo RL's functions from ``nemo_rl.models.dtensor.parallelize``, with their names and signatures.
 
-A user of NeMo RL changes one import line.  The results differ where the originals are wrong: a vocabulary that
-does not divide, parameters that are replicated over tensor parallelism, bfloat16 gradients.
+A user of NeMo RL changes one import line.  Results differ where the originals are wrong: vocabularies that are not a
+multiple of the ranks, parameters that are replicated over tensor parallelism, bfloat16 gradients.
 """
 
 from __future__ import annotations
@@ -14,13 +14,26 @@ from torch.distributed.tensor import DTensor
 
 from rl_logprobs.context_parallel import gather_sequence, sequence_shard
 from rl_logprobs.errors import OptionError, PlacementError
-from rl_logprobs.grad_norm import clip_grads_with_norm_, grad_norm
 from rl_logprobs.logprobs import token_logprobs
+from rl_logprobs.norms.grad_norm import clip_grads_with_norm_, grad_norm
 from rl_logprobs.targets import next_token_targets
 
 
 def to_local_if_dtensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The local shard of a DTensor, without autograd; any other tensor as it is."""
+    """Return the local shard of a DTensor, without autograd; any other tensor unchanged.
+
+    Args:
+        tensor: a DTensor or a plain tensor.
+
+    Returns:
+        A plain tensor that shares the memory of ``tensor``.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs.nemo import to_local_if_dtensor
+        >>> to_local_if_dtensor(torch.ones(2))
+        tensor([1., 1.])
+    """
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -32,20 +45,30 @@ def get_grad_norm(
     norm_type: int | float | str = 2,
     dtype: torch.dtype = torch.float32,
 ) -> float:
-    """The norm of all gradients, each parameter counted once.
+    """Return the norm of all gradients, each parameter counted once.
 
     Args:
-        parameters: as for ``rl_logprobs.grad_norm``.
-        dp_cp_group: unused; a DTensor knows over which ranks it is sharded.
+        parameters: a tensor or a sequence of tensors, DTensors and plain tensors mixed.  Every rank must pass the same
+            parameters.
+        dp_cp_group: unused; a DTensor knows the ranks over which it is sharded.
         tp_group: unused, likewise.
         norm_type: order of the norm, or ``"inf"``.
-        dtype: unused; the sum is always taken in float64.
+        dtype: unused; the sum is always computed in float64.
 
     Returns:
         The norm as a float: the host waits for it.
 
     Raises:
-        OptionError, DtypeError: as ``rl_logprobs.grad_norm``.
+        OptionError: ``norm_type`` is not positive.
+        DtypeError: a gradient is sparse or not floating point.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs.nemo import get_grad_norm
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> get_grad_norm([weight], dp_cp_group=None, tp_group=None)
+        5.0
     """
     del dp_cp_group, tp_group, dtype
     return grad_norm(parameters, float(norm_type)).item()
@@ -60,13 +83,23 @@ def clip_grad_by_total_norm_(
     """Scale the gradients in place by ``max_grad_norm / (total_norm + 1e-6)`` if that is less than one.
 
     Args:
-        parameters: as for ``rl_logprobs.grad_norm``.
-        max_grad_norm: not negative.
-        total_norm: from ``get_grad_norm``.
+        parameters: a tensor or a sequence of tensors, DTensors and plain tensors mixed.
+        max_grad_norm: the largest norm after clipping, not negative.
+        total_norm: the norm of all gradients, from ``get_grad_norm``.
         dtype: unused; the gradients themselves are scaled, whatever their dtype.
 
     Raises:
-        OptionError, DtypeError: as ``rl_logprobs.clip_grads_with_norm_``.
+        OptionError: ``max_grad_norm`` is negative or NaN.
+        DtypeError: a gradient is sparse or not floating point.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs.nemo import clip_grad_by_total_norm_
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_by_total_norm_([weight], 1.0, total_norm=5.0)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
     """
     del dtype
     clip_grads_with_norm_(parameters, max_grad_norm, total_norm)
@@ -77,22 +110,32 @@ def get_logprobs_from_vocab_parallel_logits(
     input_ids: torch.Tensor,
     seq_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Log-probability of every token but the first, given those before it.
+    """Return the log-probability of every token but the first, given those before it.
 
     Args:
         vocab_parallel_logits: ``[batch, seq, vocab]``, the vocabulary sharded over ``tp`` and, with
             ``seq_index``, the sequence over ``cp``.
-        input_ids: ``[batch, seq]``.  With ``seq_index`` a DTensor sharded on the sequence over ``cp``, in the
+        input_ids: ``[batch, seq]`` integers.  With ``seq_index`` a DTensor sharded on the sequence over ``cp``, in the
             same order as the logits.
-        seq_index: ``[seq]``, the position of each token in the order in which ``cp`` deals them.
+        seq_index: ``[seq]`` int64, the sequence position of each token, in the order in which ``cp`` shards them.
 
     Returns:
         ``[batch, seq - 1]`` in sequence order, float32, the same on all ranks of ``tp`` and ``cp``.
 
     Raises:
-        OptionError: ``seq_index`` without an axis ``cp``.
-        PlacementError: ``seq_index`` with ids that are not a DTensor.
-        ShapeError, DtypeError, TargetError: as ``rl_logprobs.token_logprobs``.
+        OptionError: ``seq_index`` is given and the mesh has no axis ``cp``.
+        PlacementError: ``seq_index`` is given and the ids are not a DTensor, or the logits' vocabulary is sharded over
+            two mesh axes.
+        ShapeError: the shapes of logits, ids and ``seq_index`` contradict each other.
+        DtypeError: the logits are not floating point, or the ids are not integers.
+        TargetError: an id is outside the vocabulary.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs.nemo import get_logprobs_from_vocab_parallel_logits
+        >>> logits = torch.tensor([[[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]]])  # or a DTensor, on every rank
+        >>> get_logprobs_from_vocab_parallel_logits(logits, torch.tensor([[0, 1]]))
+        tensor([[-0.4076]])
     """
     if seq_index is None:
         return token_logprobs(vocab_parallel_logits, input_ids, shift=True)[:, :-1]

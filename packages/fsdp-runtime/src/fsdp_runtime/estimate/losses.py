@@ -47,10 +47,10 @@ def clipping() -> Callable[[Any, float], Any] | None:
 def accelerator_workspaces() -> AbstractContextManager[None]:
     """Lets rl-logprobs take the workspaces of a device; with a CPU's it would take a hundred thousand small steps."""
     try:
-        rows = import_module("rl_logprobs.rows")
+        row_blocks = import_module("rl_logprobs.softmax.row_blocks")
     except ImportError:
         return nullcontext()
-    workspaces: AbstractContextManager[None] = rows.as_on_accelerator()
+    workspaces: AbstractContextManager[None] = row_blocks.assume_accelerator()
     return workspaces
 
 

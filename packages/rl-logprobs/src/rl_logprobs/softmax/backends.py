@@ -1,4 +1,4 @@
-"""Who reduces the logits and writes their gradients: torch's own operations, or Triton kernels where asked for."""
+"""Choose the kernels that reduce logits and write their gradients: torch's operations, or Triton on request."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from rl_logprobs import softmax
 from rl_logprobs.errors import OptionError
+from rl_logprobs.softmax import torch_kernels
+from rl_logprobs.softmax.partial_softmax import PartialSoftmax
 
 Backend = Literal["torch", "triton"]
 
-#: The environment variable that says which backend serves calls that name none.
+#: The environment variable that names the backend of calls that pass none.
 VARIABLE = "RL_LOGPROBS_BACKEND"
 
 
 class Kernels(NamedTuple):
-    """``column_sums`` and ``write_gradient``, as ``softmax`` describes them."""
+    """``reduce_logits`` and ``write_gradient`` with the signatures of those in ``torch_kernels``."""
 
-    column_sums: Callable[..., softmax.Sums]
+    reduce_logits: Callable[..., PartialSoftmax]
     write_gradient: Callable[..., None]
 
 
-#: torch's own operations, which run everywhere.
-TORCH = Kernels(softmax.column_sums, softmax.write_gradient)
+#: torch's own operations, which run on every device.
+TORCH = Kernels(torch_kernels.reduce_logits, torch_kernels.write_gradient)
 
 
 def kernels(backend: Backend | None, device: torch.device) -> Kernels:
-    """The functions of a backend for logits on a device.
+    """Return the kernels of a backend.
 
     Args:
-        backend: None for what the environment variable ``RL_LOGPROBS_BACKEND`` says, or else torch.
-        device: where the logits are.
+        backend: the backend; None for the value of the environment variable ``RL_LOGPROBS_BACKEND``, or torch.
+        device: the device of the logits.
 
     Raises:
-        OptionError: an unknown backend, or Triton where it is not installed or cannot run.
+        OptionError: the backend is unknown, or it is Triton and not installed or not able to run on the device.
     """
     chosen = backend or os.environ.get(VARIABLE) or "torch"
     if chosen not in get_args(Backend):
@@ -49,7 +50,7 @@ def kernels(backend: Backend | None, device: torch.device) -> Kernels:
             f"TRITON_INTERPRET=1 to try the kernels in Triton's slow interpreter)"
         )
     try:
-        from rl_logprobs import triton_softmax
+        from rl_logprobs.softmax import triton_backend
     except ImportError as error:
         raise OptionError("backend 'triton' needs Triton: pip install triton, or leave backend out") from error
-    return Kernels(triton_softmax.column_sums, triton_softmax.write_gradient)
+    return Kernels(triton_backend.reduce_logits, triton_backend.write_gradient)

@@ -59,10 +59,10 @@ def spread(dtype):
         ("uneven", mesh["tp"], [Shard(0)]),
         ("vector", None, None),
     ]
-    whole = full_gradients(dtype)
-    gradients = [whole[name] for name, _, _ in layouts]
+    by_name = full_gradients(dtype)
+    gradients = [by_name[name] for name, _, _ in layouts]
     parameters = [
-        with_gradient(whole[name] if where is None else distribute_tensor(whole[name], where, placements))
+        with_gradient(by_name[name] if where is None else distribute_tensor(by_name[name], where, placements))
         for name, where, placements in layouts
     ]
     return parameters, gradients
@@ -74,12 +74,12 @@ def norms_of_spread(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_norm_of_mixed_meshes_is_that_of_the_whole_gradient_on_every_rank(four_ranks, dtype):
+def test_norm_of_mixed_meshes_is_that_of_the_full_gradient_on_every_rank(four_ranks, dtype):
     for found in four_ranks.run(norms_of_spread, dtype):
-        for ours, exact in found:
-            assert type(ours) is torch.Tensor
-            assert ours.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
-            torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=0)
+        for actual, exact in found:
+            assert type(actual) is torch.Tensor
+            assert actual.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+            torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=0)
 
 
 def collectives_of_spread(order):
@@ -109,9 +109,9 @@ def test_clipping_scales_every_gradient_to_the_bound(four_ranks, dtype, order):
         torch.testing.assert_close(before.double(), exact, rtol=1e-6, atol=0)
         rounding = 2**-9 if dtype is torch.bfloat16 else 1e-6
         torch.testing.assert_close(exact_norm(clipped, order), torch.tensor(0.25).double(), rtol=rounding, atol=0)
-        for ours, gradient in zip(clipped, gradients, strict=True):
+        for actual, gradient in zip(clipped, gradients, strict=True):
             scaled = gradient.double() * (0.25 / exact)
-            torch.testing.assert_close(ours.double(), scaled, rtol=2 * rounding, atol=1e-12)
+            torch.testing.assert_close(actual.double(), scaled, rtol=2 * rounding, atol=1e-12)
 
 
 class Model(nn.Module):
@@ -131,8 +131,8 @@ def trained_by_fsdp_and_tp(order):
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp_shard"])
     batch = torch.randn(8, 6)
-    mine = batch.chunk(2)[mesh.get_local_rank("dp_shard")]
-    model(mine).square().mean().backward()
+    local_batch = batch.chunk(2)[mesh.get_local_rank("dp_shard")]
+    model(local_batch).square().mean().backward()
     single(batch).square().mean().backward()
     placements = {str(p.grad.placements[0]) for p in model.parameters()}
     return grad_norm(model.parameters(), order), exact_norm([p.grad for p in single.parameters()], order), placements
@@ -140,9 +140,9 @@ def trained_by_fsdp_and_tp(order):
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
 def test_norm_of_an_fsdp_and_tp_model_is_that_of_the_single_process_model(four_ranks, order):
-    for ours, exact, placements in four_ranks.run(trained_by_fsdp_and_tp, order):
+    for actual, exact, placements in four_ranks.run(trained_by_fsdp_and_tp, order):
         assert any(placement.startswith("_S") for placement in placements)  # strided shards are among them
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=0)
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=0)
 
 
 def partial_gradients(operation):
@@ -155,11 +155,13 @@ def partial_gradients(operation):
         parameter = DTensor.from_local(torch.zeros_like(local), mesh, [Shard(0), Replicate()]).requires_grad_()
         parameter.grad = DTensor.from_local(local, mesh, [Shard(0), Partial(operation)])
         parameters.append(parameter)
-    whole = [DTensor.from_local(p.grad.to_local().double(), mesh, p.grad.placements).full_tensor() for p in parameters]
+    full_grads = [
+        DTensor.from_local(p.grad.to_local().double(), mesh, p.grad.placements).full_tensor() for p in parameters
+    ]
     with CommDebugMode() as counter:
         norm = clip_grad_norm_(parameters, 0.5)
     clipped = [p.grad.full_tensor() for p in parameters]
-    return norm, exact_norm(whole, 2), exact_norm(clipped, 2), counter.get_total_counts()
+    return norm, exact_norm(full_grads, 2), exact_norm(clipped, 2), counter.get_total_counts()
 
 
 @pytest.mark.parametrize("operation", ["sum", "avg"])
@@ -179,8 +181,8 @@ def replicated_gradient_of_a_sharded_parameter():
 
 
 def test_the_gradients_own_placement_decides_not_the_parameters(two_ranks):
-    for ours, exact in two_ranks.run(replicated_gradient_of_a_sharded_parameter):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=0)
+    for actual, exact in two_ranks.run(replicated_gradient_of_a_sharded_parameter):
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=0)
 
 
 def hsdp():
@@ -191,8 +193,8 @@ def hsdp():
 
 
 def test_hybrid_sharding_counts_replicas_once(four_ranks):
-    for ours, exact in four_ranks.run(hsdp):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=0)
+    for actual, exact in four_ranks.run(hsdp):
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=0)
 
 
 def unrelated_meshes():
@@ -211,8 +213,8 @@ def unrelated_meshes():
 
 
 def test_meshes_without_a_common_root_take_one_collective_each(four_ranks):
-    for ours, exact, collectives in four_ranks.run(unrelated_meshes):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=0)
+    for actual, exact, collectives in four_ranks.run(unrelated_meshes):
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=0)
         assert collectives == 2
 
 
@@ -221,8 +223,8 @@ def pipeline(order):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
     gradients = list(full_gradients().values())
     stage = mesh.get_local_rank("pp")
-    mine = [gradients[:2], gradients[2:4]][stage]
-    parameters = [with_gradient(distribute_tensor(g, mesh["dp_shard"], [Shard(0)])) for g in mine]
+    stage_gradients = [gradients[:2], gradients[2:4]][stage]
+    parameters = [with_gradient(distribute_tensor(g, mesh["dp_shard"], [Shard(0)])) for g in stage_gradients]
     parameters += [with_gradient(gradients[4])] if stage == 1 else []
     with CommDebugMode() as counter:
         norm = grad_norm(parameters, order, groups=[mesh.get_group("pp")])
@@ -231,8 +233,8 @@ def pipeline(order):
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
 def test_stages_of_a_pipeline_add_up_in_the_same_collective(four_ranks, order):
-    for ours, exact, collectives in four_ranks.run(pipeline, order):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=0)
+    for actual, exact, collectives in four_ranks.run(pipeline, order):
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=0)
         assert collectives == 1
 
 
@@ -248,8 +250,8 @@ def some_ranks_without_gradient():
 
 def test_a_rank_without_gradients_takes_part_with_zero(two_ranks):
     for found in two_ranks.run(some_ranks_without_gradient):
-        for ours, exact in found:
-            torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=0)
+        for actual, exact in found:
+            torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=0)
 
 
 def torch_and_ours(order):
@@ -266,8 +268,8 @@ def torch_and_ours(order):
 
 @pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
 def test_agrees_with_torch_where_torch_works(two_ranks, order):
-    for theirs, ours in two_ranks.run(torch_and_ours, order):
-        torch.testing.assert_close(ours, theirs)
+    for desired, actual in two_ranks.run(torch_and_ours, order):
+        torch.testing.assert_close(actual, desired)
 
 
 def torch_refuses(case):
@@ -353,7 +355,7 @@ def test_gradients_of_several_dtypes_add_up_to_the_widest(order):
     assert exact_norm([p.grad for p in parameters], order).item() == pytest.approx(0.5, rel=2**-8)
 
 
-def test_strided_gradients_are_measured_whole():
+def test_strided_gradients_are_measured_in_full():
     gradient = torch.randn(50, 60)[::3, ::2].t()
     parameter = torch.zeros(gradient.shape, requires_grad=True)
     parameter.grad = gradient

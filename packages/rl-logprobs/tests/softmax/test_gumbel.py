@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rl_logprobs.gumbel import gumbel_noise, token_keys
+from rl_logprobs.softmax.gumbel import gumbel_noise, token_keys
 
 EULER = 0.5772156649015329
 
@@ -21,9 +21,9 @@ def test_noise_follows_the_gumbel_distribution():
     assert abs(drawn.mean() - EULER) < 5 * math.pi / math.sqrt(6 * drawn.numel())
 
 
-def test_columns_of_a_part_are_those_of_the_whole():
-    whole = noise(7, range(20), range(1000))
-    assert torch.equal(noise(7, range(5, 9), range(313, 700)), whole[5:9, 313:700])
+def test_columns_of_a_shard_are_those_of_the_full_vocabulary():
+    full = noise(7, range(20), range(1000))
+    assert torch.equal(noise(7, range(5, 9), range(313, 700)), full[5:9, 313:700])
 
 
 def test_neighbouring_seeds_places_and_ids_are_uncorrelated():

@@ -16,13 +16,13 @@ from rl_logprobs import token_logprobs, token_statistics
 TOKENS = (2, 6)
 
 
-def whole_logits(vocab, dtype=torch.float64):
+def full_logits(vocab, dtype=torch.float64):
     generator = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(*TOKENS, vocab, generator=generator, dtype=torch.float64) * 4).to(dtype)
     targets = torch.randint(0, vocab, TOKENS, generator=generator)
     targets[1, 2] = -100
     if vocab > 8:
-        logits[0, 0, : vocab // 2 + 3] = -math.inf  # one whole shard of -inf at tp = 2 and 4
+        logits[0, 0, : vocab // 2 + 3] = -math.inf  # one full shard of -inf at tp = 2 and 4
         logits[0, 1] = 1e4
         logits[0, 2, 0] = -1e4
         targets[0, 0] = vocab - 1
@@ -44,7 +44,7 @@ def everything(logits, targets, **options):
 
 def on_mesh(tp, vocab, dtype):
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
-    logits, targets = whole_logits(vocab, dtype)
+    logits, targets = full_logits(vocab, dtype)
     sharded = distribute_tensor(logits, mesh, [Replicate(), Shard(2)]).requires_grad_()
     return everything(sharded, targets, temperature=0.9)
 
@@ -53,27 +53,27 @@ def on_mesh(tp, vocab, dtype):
 @pytest.mark.parametrize("vocab", [5, 97, 130])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_every_split_of_every_vocabulary_agrees_with_one_process(four_ranks, tp, vocab, dtype):
-    logits, targets = whole_logits(vocab, dtype)
+    logits, targets = full_logits(vocab, dtype)
     expected = everything(logits.requires_grad_(), targets, temperature=0.9)
     tolerance = {torch.float64: 1e-12, torch.bfloat16: 2e-6}[dtype]
     for found in four_ranks.run(on_mesh, tp, vocab, dtype):
-        for ours, theirs in zip(found[:3], expected[:3], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        for actual, desired in zip(found[:3], expected[:3], strict=True):
+            torch.testing.assert_close(actual, desired, rtol=tolerance, atol=tolerance)
         rounding = 2**-7 if dtype is torch.bfloat16 else 1e-12
         torch.testing.assert_close(found[3], expected[3], rtol=rounding, atol=1e-12)
 
 
 def winners(vocab, device_mesh_shape):
     mesh = init_device_mesh("cpu", device_mesh_shape, mesh_dim_names=("dp", "tp"))
-    logits, targets = whole_logits(vocab)
+    logits, targets = full_logits(vocab)
     logits = logits.round()  # many ties
     sharded = distribute_tensor(logits, mesh, [Replicate(), Shard(2)])
     with CommDebugMode() as counter:
-        found = token_statistics(sharded, targets, argmax=True, rank=True)
+        found = token_statistics(sharded, targets, argmax=True, target_rank=True)
     chosen = logits.gather(-1, targets.clamp(min=0)[..., None])
     kept = targets != -100
     return (
-        (found.argmax, found.rank),
+        (found.argmax, found.target_rank),
         (logits.argmax(-1) * kept, (logits > chosen).sum(-1) * kept),
         counter.get_total_counts(),
     )
@@ -88,7 +88,7 @@ def test_argmax_is_the_lowest_id_of_a_tie_and_rank_counts_all_columns_on_every_s
 
 def overwritten(vocab, dtype):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    logits, targets = whole_logits(vocab, dtype)
+    logits, targets = full_logits(vocab, dtype)
     gradients = []
     for inplace in (False, True):
         sharded = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
@@ -106,7 +106,7 @@ def test_logits_overwritten_in_the_forward_pass_give_the_same_gradient(four_rank
 
 def counted(vocab):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    logits, targets = whole_logits(vocab)
+    logits, targets = full_logits(vocab)
     sharded = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
     with CommDebugMode() as forward:
         loss = loss_of(token_statistics(sharded, targets, entropy=True, shift=True))
@@ -121,7 +121,7 @@ def test_one_collective_forward_and_none_backward(two_ranks):
 
 def from_local_shards(vocab, padded_width):
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    logits, targets = whole_logits(vocab)
+    logits, targets = full_logits(vocab)
     width = padded_width or -(-vocab // ranks)
     padded = torch.full((*TOKENS, width * ranks), 30.0, dtype=logits.dtype)
     padded[..., :vocab] = logits
@@ -131,13 +131,13 @@ def from_local_shards(vocab, padded_width):
 
 
 @pytest.mark.parametrize("padded_width", [0, 33, 40])
-def test_local_shards_dealt_or_padded_agree_with_one_process(four_ranks, padded_width):
-    logits, targets = whole_logits(130)
+def test_local_shards_in_chunks_or_padded_agree_with_one_process(four_ranks, padded_width):
+    logits, targets = full_logits(130)
     expected = everything(logits.requires_grad_(), targets)
     results = four_ranks.run(from_local_shards, 130, padded_width)
     for found in results:
-        for ours, theirs in zip(found[:3], expected[:3], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        for actual, desired in zip(found[:3], expected[:3], strict=True):
+            torch.testing.assert_close(actual, desired, rtol=1e-12, atol=1e-12)
     gradient = torch.cat([found[3] for found in results], -1)
     torch.testing.assert_close(gradient[..., :130], expected[3], rtol=1e-12, atol=1e-12)
     assert (gradient[..., 130:] == 0).all()
@@ -145,14 +145,14 @@ def test_local_shards_dealt_or_padded_agree_with_one_process(four_ranks, padded_
 
 def from_own_layout():
     rank = dist.get_rank()
-    logits, targets = whole_logits(97)
+    logits, targets = full_logits(97)
     bounds = [0, 10, 97]
     shard = logits[..., bounds[rank] : bounds[rank + 1]]
     return token_logprobs(shard, targets, group=dist.group.WORLD, vocab_size=97, vocab_start=bounds[rank])
 
 
 def test_any_other_layout_is_served_by_naming_the_first_column(two_ranks):
-    logits, targets = whole_logits(97)
+    logits, targets = full_logits(97)
     expected = token_logprobs(logits, targets)
     for found in two_ranks.run(from_own_layout):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -160,7 +160,7 @@ def test_any_other_layout_is_served_by_naming_the_first_column(two_ranks):
 
 def tokens_sharded(token_dim, shift, give):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    logits, targets = whole_logits(97)
+    logits, targets = full_logits(97)
     placements = [Shard(token_dim), Shard(2)]
     sharded = distribute_tensor(logits, mesh, placements).requires_grad_()
     if give == "local":
@@ -175,7 +175,7 @@ def tokens_sharded(token_dim, shift, give):
 @pytest.mark.parametrize("token_dim", [0, 1])
 @pytest.mark.parametrize(("shift", "give"), [(False, "full"), (False, "local"), (False, "dtensor"), (True, "full")])
 def test_logits_sharded_over_tokens_and_vocabulary_give_each_rank_its_tokens(four_ranks, token_dim, shift, give):
-    logits, targets = whole_logits(97)
+    logits, targets = full_logits(97)
     expected = token_logprobs(logits.requires_grad_(), targets, shift=shift)
     (gradient,) = torch.autograd.grad(expected.square().sum(), logits)
     for cp, found, found_gradient in four_ranks.run(tokens_sharded, token_dim, shift, give):
@@ -185,13 +185,13 @@ def test_logits_sharded_over_tokens_and_vocabulary_give_each_rank_its_tokens(fou
 
 def badly_placed(case):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    logits, targets = whole_logits(97)
+    logits, targets = full_logits(97)
     options = {}
     if case == "partial":
         logits = DTensor.from_local(logits, mesh, [Replicate(), Partial()])
     elif case == "two axes":
         logits = distribute_tensor(logits, mesh, [Shard(2), Shard(2)])
-    elif case == "group beside a DTensor":
+    elif case == "group with a DTensor":
         logits, options = distribute_tensor(logits, mesh, [Replicate(), Shard(2)]), {"group": mesh.get_group("tp")}
     elif case == "shape left out":
         local = distribute_tensor(logits, mesh, [Replicate(), Shard(2)]).to_local()
@@ -232,10 +232,10 @@ def badly_placed(case):
     [
         ("partial", "PlacementError", "partial sum over mesh dim 1"),
         ("two axes", "PlacementError", "over 2 mesh dims"),
-        ("group beside a DTensor", "OptionError", "leave out group"),
+        ("group with a DTensor", "OptionError", "leave out group"),
         ("shape left out", "ShapeError", "full shape"),
         ("targets elsewhere", "PlacementError", "place them likewise"),
-        ("shift over ranks", "ShapeError", "whole sequence of 6"),
+        ("shift over ranks", "ShapeError", "full sequence of 6"),
         ("no vocabulary size", "OptionError", "vocab_size"),
         ("narrow shard", "ShapeError", "30 columns"),
         ("strided", "PlacementError", "in strides"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rl_logprobs
-from rl_logprobs.backends import TORCH, VARIABLE, kernels
+from rl_logprobs.softmax.backends import TORCH, VARIABLE, kernels
 
 CPU = torch.device("cpu")
 
@@ -35,8 +35,8 @@ def test_triton_refuses_logits_on_a_cpu(monkeypatch):
 def test_triton_that_is_not_installed_is_named_with_the_fix(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "rl_logprobs.triton_softmax", raising=False)
-    monkeypatch.delattr(rl_logprobs, "triton_softmax", raising=False)
+    monkeypatch.delitem(sys.modules, "rl_logprobs.softmax.triton_backend", raising=False)
+    monkeypatch.delattr(rl_logprobs.softmax, "triton_backend", raising=False)
     with pytest.raises(rl_logprobs.OptionError, match="pip install triton"):
         rl_logprobs.token_logprobs(torch.zeros(2, 3), torch.tensor([0, 1]), backend="triton")
 
@@ -46,6 +46,6 @@ def test_the_package_never_imports_triton_unasked():
     code = (
         "import sys, torch, rl_logprobs;"
         "rl_logprobs.token_logprobs(torch.zeros(2, 3), torch.tensor([0, 1]));"
-        "assert 'rl_logprobs.triton_softmax' not in sys.modules"
+        "assert 'rl_logprobs.softmax.triton_backend' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -1,7 +1,7 @@
-"""How logits lie across ranks: which columns of the vocabulary, and which tokens, this rank holds.
+"""The shard of the logits that this rank holds: its columns of the vocabulary, and its tokens.
 
-Everything here is decided from shapes and placements alone, so that a mistake is reported on every rank
-before any of them starts a collective.
+Everything here follows from shapes and placements alone, so that a mistake raises on every rank before any rank starts
+a collective.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeErr
 class VocabShard:
     """The columns ``[start, start + width)`` of ``vocab_size`` that one rank of ``group`` holds.
 
-    ``width`` leaves out padded columns: those at or beyond ``vocab_size`` belong to no token.  ``group`` is
-    None where one rank holds every column.
+    ``width`` excludes padded columns, those at or beyond ``vocab_size``.  ``group`` is None where one rank holds every
+    column.
     """
 
     start: int
@@ -34,14 +34,19 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class TokenSlice:
-    """Which tokens this rank holds: ``shape`` of them from ``offset``, out of ``full`` (leading dims)."""
+    """The tokens that this rank holds: ``shape`` tokens from ``offset`` of the batch's ``full`` (leading dims)."""
 
     full: tuple[int, ...]
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
-    def of(self, per_token: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor that has one value a token of the full batch."""
+    @classmethod
+    def all_of(cls, leading: Sequence[int]) -> TokenSlice:
+        """Return the slice that contains every token of a batch with these leading dims."""
+        return cls(full=tuple(leading), shape=tuple(leading), offset=(0,) * len(leading))
+
+    def local(self, per_token: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor with one value per token of the full batch."""
         for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):
             per_token = per_token.narrow(dim, start, length)
         return per_token
@@ -49,7 +54,7 @@ class TokenSlice:
 
 @dataclass(frozen=True)
 class LocalLogits:
-    """Logits as this rank holds them, and where they belong."""
+    """The local shard of the logits, with its position in the vocabulary and in the batch."""
 
     values: torch.Tensor
     vocab: VocabShard
@@ -63,37 +68,45 @@ def locate_logits(
     vocab_size: int | None,
     vocab_start: int | None,
 ) -> LocalLogits:
-    """Find this rank's columns and tokens of ``logits``; see ``token_logprobs`` for the arguments.
+    """Return this rank's shard of ``logits``; the arguments are those of ``rl_logprobs.token_logprobs``.
 
     Raises:
         DtypeError: the logits are not floating point.
-        ShapeError: they have no vocabulary dim or no tokens, or the widths contradict each other.
-        PlacementError: a DTensor that is a partial sum, or whose vocabulary is dealt over two mesh axes.
-        OptionError: ``group`` given for a DTensor, or a group without a way to tell the columns apart.
+        ShapeError: the logits have no vocabulary dim or no tokens, or the widths contradict each other.
+        PlacementError: the logits are a partial sum, or the vocabulary is sharded over two mesh axes.
+        OptionError: ``group`` or ``vocab_start`` is given for a DTensor, or ``group`` without ``vocab_size``.
     """
     if not logits.is_floating_point():
-        raise DtypeError(f"logits must be floating point, got {logits.dtype}; pass the head's output itself")
+        raise DtypeError(f"logits must be floating point, got {logits.dtype}; pass the output of the LM head")
     if logits.dim() < 2 or 0 in logits.shape[:-1]:
         raise ShapeError(
             f"logits must be [..., tokens, vocab] with at least one token, got shape {tuple(logits.shape)}"
         )
     if isinstance(logits, DTensor):
-        if group is not None or vocab_start is not None:
-            raise OptionError("a DTensor knows its own layout: leave out group and vocab_start")
+        refuse_shard_options(group, vocab_start)
         return _locate_dtensor(logits, vocab_size)
-    leading = tuple(logits.shape[:-1])
     return LocalLogits(
         values=logits,
-        vocab=locate_columns(logits.shape[-1], group, vocab_size, vocab_start),
-        tokens=TokenSlice(full=leading, shape=leading, offset=(0,) * len(leading)),
+        vocab=shard_of_columns(logits.shape[-1], group, vocab_size, vocab_start),
+        tokens=TokenSlice.all_of(logits.shape[:-1]),
     )
 
 
-def vocabulary_axis(tensor: DTensor, dim: int) -> int | None:
-    """The mesh dim over which ``dim`` of ``tensor`` (a vocabulary) is dealt in contiguous chunks, if any.
+def refuse_shard_options(group: dist.ProcessGroup | None, vocab_start: int | None) -> None:
+    """Check that no option for local shards is given with a DTensor.
 
     Raises:
-        PlacementError: a partial sum, a strided shard, or a vocabulary dealt over two mesh axes.
+        OptionError: one is given.
+    """
+    if group is not None or vocab_start is not None:
+        raise OptionError("a DTensor has its own placements: leave out group and vocab_start")
+
+
+def vocab_mesh_dim(tensor: DTensor, dim: int) -> int | None:
+    """Return the mesh dim over which ``dim`` of ``tensor`` is sharded in contiguous chunks, or None.
+
+    Raises:
+        PlacementError: the tensor is a partial sum, or ``dim`` has a strided shard or is sharded over two mesh axes.
     """
     found: list[int] = []
     for mesh_dim, placement in enumerate(tensor.placements):
@@ -107,7 +120,7 @@ def vocabulary_axis(tensor: DTensor, dim: int) -> int | None:
             continue
         if type(placement) is not Shard:
             raise PlacementError(
-                f"the vocabulary (dim {dim}) is dealt in strides ({placement}); redistribute it to Shard({dim})"
+                f"the vocabulary (dim {dim}) is sharded in strides ({placement}); redistribute it to Shard({dim})"
             )
         if tensor.device_mesh.size(mesh_dim) > 1:
             found.append(mesh_dim)
@@ -119,51 +132,52 @@ def vocabulary_axis(tensor: DTensor, dim: int) -> int | None:
     return found[0] if found else None
 
 
-def locate_vocabulary(tensor: DTensor, dim: int, vocab_size: int | None) -> VocabShard:
-    """Which vocabulary ids a DTensor's local shard holds along ``dim``; see ``vocabulary_axis`` for refusals.
+def shard_of_dtensor(tensor: DTensor, dim: int, vocab_size: int | None) -> VocabShard:
+    """Return the vocabulary ids of a DTensor's local shard along ``dim``.
 
     Raises:
-        ShapeError: ``vocab_size`` exceeds the DTensor's own size.
+        PlacementError: the placement is not one that ``vocab_mesh_dim`` supports.
+        ShapeError: ``vocab_size`` exceeds the size of ``dim``.
     """
-    axis = vocabulary_axis(tensor, dim)
+    mesh_dim = vocab_mesh_dim(tensor, dim)
     shape, offset = local_shape_and_offset(tensor)
     columns = tensor.shape[dim]
     if vocab_size is not None and not 0 < vocab_size <= columns:
         raise ShapeError(f"vocab_size {vocab_size} is outside 1..{columns}, the tensor's own columns")
     return VocabShard(
         start=offset[dim],
-        width=_clip_width(offset[dim], shape[dim], vocab_size or columns),
+        width=_unpadded_width(offset[dim], shape[dim], vocab_size or columns),
         vocab_size=vocab_size or columns,
-        group=None if axis is None else tensor.device_mesh.get_group(axis),
+        group=None if mesh_dim is None else tensor.device_mesh.get_group(mesh_dim),
     )
 
 
-def locate_tokens(tensor: DTensor, placements: Sequence[Placement] | None = None) -> TokenSlice:
-    """Which tokens (all dims but the last) the local part of ``tensor`` holds, or would under ``placements``."""
+def token_slice(tensor: DTensor, placements: Sequence[Placement] | None = None) -> TokenSlice:
+    """Return the tokens (all dims but the last) of the local shard of ``tensor``, optionally under other placements."""
     shape, offset = local_shape_and_offset(tensor, placements)
     return TokenSlice(tuple(tensor.shape[:-1]), shape[:-1], offset[:-1])
 
 
 def _locate_dtensor(logits: DTensor, vocab_size: int | None) -> LocalLogits:
-    vocab = locate_vocabulary(logits, logits.dim() - 1, vocab_size)
+    vocab = shard_of_dtensor(logits, logits.dim() - 1, vocab_size)
     values = logits.to_local()
     shape, _ = local_shape_and_offset(logits)
     if tuple(values.shape) != shape:
         raise ShapeError(
             f"the local shard has shape {tuple(values.shape)} where a DTensor of shape {tuple(logits.shape)} "
-            f"with {logits.placements} has {shape} on this rank; give DTensor.from_local the full shape"
+            f"with {logits.placements} has {shape} on this rank; pass the full shape to DTensor.from_local"
         )
-    return LocalLogits(values, vocab, locate_tokens(logits))
+    return LocalLogits(values, vocab, token_slice(logits))
 
 
-def locate_columns(
+def shard_of_columns(
     columns: int, group: dist.ProcessGroup | None, vocab_size: int | None, vocab_start: int | None
 ) -> VocabShard:
-    """Which vocabulary ids a plain tensor's ``columns`` are; with a group, those of this rank.
+    """Return the vocabulary ids of a plain tensor's ``columns``; with ``group``, of this rank's local shard.
 
     Raises:
         ShapeError: the numbers contradict each other.
-        OptionError: a group without ``vocab_size``.
+        OptionError: ``group`` without ``vocab_size``.
     """
     if vocab_size is not None and vocab_size < 1:
         raise ShapeError(f"vocab_size must be positive, got {vocab_size}")
@@ -174,27 +188,28 @@ def locate_columns(
         return VocabShard(0, vocab_size or columns, vocab_size or columns, None)
     if vocab_size is None:
         raise OptionError(
-            "a local shard with a process group needs vocab_size, the number of tokens in the whole "
-            "vocabulary: without it a rank cannot tell which columns it holds"
+            "a local shard with a process group needs vocab_size, the number of tokens in the full "
+            "vocabulary: without it, the columns of a rank are unknown"
         )
     start = vocab_start if vocab_start is not None else _first_column(columns, group, vocab_size)
-    return VocabShard(start, _clip_width(start, columns, vocab_size), vocab_size, group)
+    return VocabShard(start, _unpadded_width(start, columns, vocab_size), vocab_size, group)
 
 
 def _first_column(columns: int, group: dist.ProcessGroup | None, vocab_size: int) -> int:
+    """Return this rank's first vocabulary id under DTensor's or Megatron-LM's way to shard a vocabulary."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     chunk = -(-vocab_size // ranks)
     start = min(rank * chunk, vocab_size)
-    if columns == min(chunk, vocab_size - start):
+    if columns == min(chunk, vocab_size - start):  # DTensor: chunks of ceil(vocab_size / ranks)
         return start
-    if columns * ranks >= vocab_size and columns >= chunk:  # every rank padded to one width, as Megatron does
+    if columns * ranks >= vocab_size and columns >= chunk:  # Megatron-LM: all ranks padded to one width
         return rank * columns
     raise ShapeError(
-        f"rank {rank} of {ranks} holds {columns} columns; a vocabulary of {vocab_size} is dealt either in "
+        f"rank {rank} of {ranks} holds {columns} columns; a vocabulary of {vocab_size} is sharded either in "
         f"chunks of {chunk} (here {min(chunk, vocab_size - start)}) or padded to equal widths of at least "
         f"{chunk}. Pass vocab_start for any other layout"
     )
 
 
-def _clip_width(start: int, columns: int, vocab_size: int) -> int:
+def _unpadded_width(start: int, columns: int, vocab_size: int) -> int:
     return max(0, min(columns, vocab_size - start))

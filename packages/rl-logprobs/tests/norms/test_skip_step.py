@@ -10,11 +10,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import rl_logprobs
-from rl_logprobs import clip_grad_norm_, must_skip_step
+from rl_logprobs import clip_grad_norm_, should_skip_step
 
 
 @pytest.mark.parametrize(
-    ("norm", "limit", "skipped"),
+    ("norm", "max_norm", "skipped"),
     [
         (1.0, math.inf, False),
         (math.inf, math.inf, True),
@@ -23,10 +23,10 @@ from rl_logprobs import clip_grad_norm_, must_skip_step
         (2.0, 2.0, False),
     ],
 )
-def test_steps_with_norms_that_are_not_finite_or_too_large_are_to_be_skipped(norm, limit, skipped):
-    found = must_skip_step(torch.tensor(norm), limit=limit)
+def test_steps_with_norms_that_are_not_finite_or_too_large_are_to_be_skipped(norm, max_norm, skipped):
+    found = should_skip_step(torch.tensor(norm), max_norm=max_norm)
     assert (found.dtype, found.shape, found.item()) == (torch.bool, (), skipped)
-    assert must_skip_step(torch.tensor([1.0, norm]), limit=limit).item() is skipped
+    assert should_skip_step(torch.tensor([1.0, norm]), max_norm=max_norm).item() is skipped
 
 
 def one_rank_overflows(order):
@@ -36,7 +36,7 @@ def one_rank_overflows(order):
     if dist.get_rank() == 1:
         parameter.grad.to_local()[0, 0] = math.nan
     with CommDebugMode() as counter:
-        skip = must_skip_step(clip_grad_norm_([parameter], 1.0, order))
+        skip = should_skip_step(clip_grad_norm_([parameter], 1.0, order))
     optimizer = torch.optim.Adam([parameter], fused=True)
     optimizer.found_inf = skip.float()
     before = parameter.to_local().clone()
@@ -49,6 +49,6 @@ def test_all_ranks_skip_the_step_that_overflowed_on_one(two_ranks, order):
     assert two_ranks.run(one_rank_overflows, order) == [(True, True, 1)] * 2
 
 
-def test_a_limit_that_skips_everything_is_refused():
-    with pytest.raises(rl_logprobs.OptionError, match=r"limit.*0\.0"):
-        must_skip_step(torch.ones(()), limit=0.0)
+def test_a_max_norm_that_skips_every_step_is_refused():
+    with pytest.raises(rl_logprobs.OptionError, match=r"max_norm.*0\.0"):
+        should_skip_step(torch.ones(()), max_norm=0.0)

@@ -1,0 +1,257 @@
+"""Gradient norm and clipping for parameters on any mix of meshes, placements and devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from rl_logprobs._torch_compat import foreach_mul_
+from rl_logprobs.errors import NonFiniteNormError, OptionError
+from rl_logprobs.norms.local_gradients import LocalGradients, complete_partial_sums, local_gradients
+from rl_logprobs.norms.local_norms import norm_power
+from rl_logprobs.norms.reduce_groups import ReduceGroup, reduce_groups
+
+Parameters = torch.Tensor | Iterable[torch.Tensor]
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters: Parameters,
+    norm_type: float = 2.0,
+    *,
+    groups: Sequence[dist.ProcessGroup] = (),
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Return the norm of all gradients as one vector, the same number on every rank.
+
+    Each parameter counts once: shards are summed over their mesh axes, replicated gradients count once, partial sums
+    are completed first (in copies), and plain tensors are assumed to be equal on all ranks.  One collective for each
+    mesh that is not part of another parameter's mesh, and one more for each kind of partial sum.  (A mesh of several
+    axes that is not the world gets a process group of its own at the first call; if ``init_process_group`` was given a
+    ``device_id``, it needs one collective per axis instead.)
+
+    Args:
+        parameters: a tensor or an iterable of tensors, DTensors and plain tensors mixed; those without a
+            gradient count as zero.  Every rank must pass the same parameters, also those without a gradient.
+        norm_type: order of the norm, positive, ``math.inf`` included.
+        groups: process groups whose ranks hold different parameters, such as pipeline stages; the norm then covers
+            the parameters of all their ranks.
+        error_if_nonfinite: wait for the norm and raise if it is not finite.
+
+    Returns:
+        A plain 0-d tensor, float32 (float64 if a gradient is float64), on the device of the first parameter.  The
+        host does not wait for it.
+
+    Raises:
+        OptionError: ``norm_type`` is not positive.
+        DtypeError: a gradient is sparse or not floating point.
+        PlacementError: a gradient is a partial reduction other than a sum or an average.
+        NonFiniteNormError: the norm is not finite and ``error_if_nonfinite`` is set.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import grad_norm
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> grad_norm([weight])
+        tensor(5.)
+    """
+    norm, _ = _norm_and_parts(_distinct(parameters), norm_type, groups, error_if_nonfinite)
+    return norm
+
+
+@torch.no_grad()
+def grad_norms(
+    parameter_groups: Mapping[str, Parameters],
+    norm_type: float = 2.0,
+    *,
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> dict[str, torch.Tensor]:
+    """Return the norm of each named group of parameters, with the same collectives as one norm.
+
+    Args:
+        parameter_groups: name to parameters: a tensor or an iterable of tensors, DTensors and plain tensors mixed.
+            A parameter may be in several groups.  Every rank must pass the same parameters.
+        norm_type: order of the norm, positive, ``math.inf`` included.
+        groups: process groups whose ranks hold different parameters, such as pipeline stages; the norms then cover
+            the parameters of all their ranks.
+
+    Returns:
+        For each name a plain 0-d tensor, float32 (float64 if any gradient is float64), on the device of the first
+        parameter.  The host does not wait for it.
+
+    Raises:
+        OptionError: ``norm_type`` is not positive.
+        DtypeError: a gradient is sparse or not floating point.
+        PlacementError: a gradient is a partial reduction other than a sum or an average.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import grad_norms
+        >>> weight, bias = torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> weight.grad, bias.grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+        >>> grad_norms({"weight": weight, "all": [weight, bias]})
+        {'weight': tensor(5.), 'all': tensor(13.)}
+    """
+    listed = {name: _distinct(members) for name, members in parameter_groups.items()}
+    everything = _distinct(parameter for members in listed.values() for parameter in members)
+    return _norms(listed, everything, local_gradients(everything), norm_type, groups)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    groups: Sequence[dist.ProcessGroup] = (),
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale all gradients in place so that their norm is at most ``max_norm``; return the norm before.
+
+    The norm is that of ``grad_norm``: the same number on every rank, each parameter counted once.
+
+    Args:
+        parameters: a tensor or an iterable of tensors, DTensors and plain tensors mixed; those without a
+            gradient count as zero.  Every rank must pass the same parameters, also those without a gradient.
+        max_norm: the largest norm after clipping, not negative.
+        norm_type: order of the norm, positive, ``math.inf`` included.
+        groups: process groups whose ranks hold different parameters, such as pipeline stages; the norm then covers
+            the parameters of all their ranks.
+        error_if_nonfinite: wait for the norm and raise if it is not finite.
+
+    Returns:
+        The norm before clipping: a plain 0-d tensor, float32 (float64 if a gradient is float64), on the device of the
+        first parameter.  The host does not wait for it.
+
+    Raises:
+        OptionError: ``max_norm`` is negative or NaN, or ``norm_type`` is not positive.
+        DtypeError: a gradient is sparse or not floating point.
+        PlacementError: a gradient is a partial reduction other than a sum or an average.
+        NonFiniteNormError: the norm is not finite and ``error_if_nonfinite`` is set.  After any error the gradients
+            are unchanged.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import clip_grad_norm_
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm_([weight], max_norm=1.0)
+        tensor(5.)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+    """
+    _check_max_norm(max_norm)
+    norm, parts = _norm_and_parts(_distinct(parameters), norm_type, groups, error_if_nonfinite)
+    _scale(parts, max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(parameters: Parameters, max_norm: float, total_norm: float | torch.Tensor) -> None:
+    """Scale all gradients in place by ``max_norm / (total_norm + 1e-6)``, if that is less than one.
+
+    The formula of ``torch.nn.utils.clip_grads_with_norm_``.  Needs no collective and does not wait for the norm.
+
+    Args:
+        parameters: a tensor or an iterable of tensors, DTensors and plain tensors mixed.
+        max_norm: the largest norm after clipping, not negative.
+        total_norm: the norm of all gradients, usually from ``grad_norm``; a number or a 0-d tensor.
+
+    Raises:
+        OptionError: ``max_norm`` is negative or NaN.
+        DtypeError: a gradient is sparse or not floating point.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import clip_grads_with_norm_
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grads_with_norm_([weight], max_norm=1.0, total_norm=5.0)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+    """
+    _check_max_norm(max_norm)
+    _scale(local_gradients(_distinct(parameters)).parts.values(), max_norm, total_norm)
+
+
+def _norm_and_parts(
+    parameters: Sequence[torch.Tensor],
+    norm_type: float,
+    groups: Sequence[dist.ProcessGroup],
+    error_if_nonfinite: bool,
+) -> tuple[torch.Tensor, Collection[torch.Tensor]]:
+    """Return the norm of the parameters' gradients, and this rank's parts of them."""
+    gradients = local_gradients(parameters)
+    norm = _norms({"": parameters}, parameters, gradients, norm_type, groups)[""]
+    if error_if_nonfinite and not norm.isfinite():
+        raise NonFiniteNormError(
+            f"the {norm_type:g}-norm of the gradients is {norm.item()}; skip this step, or find the loss "
+            f"or activation that overflowed"
+        )
+    return norm, gradients.parts.values()
+
+
+def _norms(
+    listed: Mapping[str, Sequence[torch.Tensor]],
+    everything: Sequence[torch.Tensor],
+    gradients: LocalGradients,
+    norm_type: float,
+    groups: Sequence[dist.ProcessGroup],
+) -> dict[str, torch.Tensor]:
+    """Return the norm of each list of parameters; ``everything`` holds each parameter of the lists once."""
+    if not norm_type > 0:
+        raise OptionError(f"norm_type must be positive or infinity, got {norm_type}")
+    is_max = norm_type == math.inf
+    result_device = everything[0].device if everything else torch.device("cpu")
+    complete = complete_partial_sums(gradients)
+    powers = []
+    for group, members in reduce_groups(everything, groups).items():
+        device, member_ids = group.device(result_device), {id(parameter) for parameter in members}
+        chosen = [member_ids.intersection(map(id, parameters)) for parameters in listed.values()]
+        local = torch.stack([_weighted_power(complete, keys, group, float(norm_type), device) for keys in chosen])
+        powers.append((group.max(local) if is_max else group.sum(local)).to(result_device))
+    total = torch.stack(powers).amax(0) if is_max else torch.stack(powers).sum(0).pow(1 / norm_type)
+    any_float64 = any(part.dtype is torch.float64 for part in gradients.parts.values())
+    return dict(zip(listed, total.to(torch.float64 if any_float64 else torch.float32).unbind(), strict=True))
+
+
+def _weighted_power(
+    gradients: LocalGradients, chosen: Set[int], group: ReduceGroup, norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """Return this rank's power sum, with replicated parts down-weighted so that each element counts once."""
+    by_weight: dict[float, list[torch.Tensor]] = {}
+    for placement, keys in gradients.by_placement.items():
+        weight = 1.0 if norm_type == math.inf else group.replica_weight(placement)
+        by_weight.setdefault(weight, []).extend(gradients.parts[key] for key in keys if key in chosen)
+    parts = [norm_power(tensors, norm_type, device) * weight for weight, tensors in by_weight.items() if tensors]
+    if not parts:
+        return norm_power([], norm_type, device)
+    return torch.stack(parts).amax() if norm_type == math.inf else torch.stack(parts).sum()
+
+
+def _scale(parts: Iterable[torch.Tensor], max_norm: float, total_norm: float | torch.Tensor) -> None:
+    norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else torch.as_tensor(total_norm)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if factor.device.type == "cpu" and factor == 1:  # reading the value costs nothing on a CPU
+        return
+    by_device_and_dtype: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for part in parts:
+        by_device_and_dtype.setdefault((part.device, part.dtype), []).append(part)
+    for (device, _), gradients in by_device_and_dtype.items():
+        foreach_mul_(gradients, factor.to(device))
+
+
+def _distinct(parameters: Parameters) -> list[torch.Tensor]:
+    """Return each parameter once, in order: tied parameters appear under several names."""
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return list({id(parameter): parameter for parameter in listed}.values())
+
+
+def _check_max_norm(max_norm: float) -> None:
+    if not max_norm >= 0:
+        raise OptionError(f"max_norm must be zero or more, got {max_norm}")

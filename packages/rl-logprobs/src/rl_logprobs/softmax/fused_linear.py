@@ -1,0 +1,284 @@
+"""Softmax statistics of an LM head applied to hidden states, with one small tile of logits in memory at a time.
+
+A tile is some tokens by some vocabulary ids, in float32.  The forward pass computes it, reduces it and drops it; the
+backward pass computes it again.  Memory is bounded by the tile and does not grow with tokens times vocabulary (Wijmans
+et al., "Cut Your Losses", arXiv:2411.09009), and logits that are never rounded to bfloat16 keep the accuracy that a
+fused bfloat16 head loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from rl_logprobs._torch_compat import add_product_, apply_function, wide_product
+from rl_logprobs.dtypes import statistics_dtype, wide_dtype
+from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
+from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns, merge_all
+from rl_logprobs.softmax.torch_kernels import exp2_weights_, reduce_logits, write_gradient
+from rl_logprobs.softmax.vocab_parallel import (
+    SoftmaxOptions,
+    SoftmaxStatistics,
+    SoftmaxTotals,
+    combine_ranks,
+    logit_gradient,
+)
+from rl_logprobs.softmax.vocab_shard import VocabShard
+
+#: Tokens and vocabulary ids of one tile: 4 MiB of float32 on a CPU; 128 MiB on an accelerator, enough to keep its
+#: matrix units busy.
+CPU_TILE = (1024, 1024)
+ACCELERATOR_TILE = (4096, 8192)
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """The head's vocabulary shard, and its map of products ``x`` to logits.
+
+    Logits are ``softcap * tanh(logit_scale * x / softcap)``.  With ``reduce_hidden_grad`` the backward pass all-reduces
+    the hidden gradient over the vocabulary's ranks; otherwise the caller reduces it.
+    """
+
+    shard: VocabShard
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    reduce_hidden_grad: bool = True
+
+
+def linear_softmax_statistics(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    ignored: torch.Tensor,
+    head: LMHead,
+    options: SoftmaxOptions,
+) -> SoftmaxStatistics:
+    """Return statistics of ``softmax(head(hidden))`` over the full vocabulary, from this rank's shard of the head.
+
+    Args:
+        hidden: ``[tokens, features]``, the same on all ranks of the vocabulary's group.
+        weight: ``[columns, features]``, this rank's rows of the head.
+        bias: ``[columns]`` or None.
+        targets: ``[tokens]`` vocabulary ids.
+        ignored: ``[tokens]`` bool; those tokens get 0 and have no gradient, whatever their hidden state.
+        head: the vocabulary shard, logit scale and softcap.
+        options: the statistics to compute; ``inplace_*``, ``target_rank`` and ``min_logit`` have no effect here.
+    """
+    found = apply_function(_LinearSoftmax, hidden, weight, bias, targets, ignored, head, options)
+    return SoftmaxStatistics(*found)
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """The tiles of one head's logits, computed on demand in the statistics dtype."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    ignored: torch.Tensor
+    head: LMHead
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return statistics_dtype(torch.promote_types(self.hidden.dtype, self.weight.dtype))
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """The dtype of the products' operands: CUDA multiplies half precision into float32, a CPU does not."""
+        same = self.hidden.dtype == self.weight.dtype
+        return self.weight.dtype if same and self.weight.device.type == "cuda" else self.dtype
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        return CPU_TILE if self.weight.device.type == "cpu" else ACCELERATOR_TILE
+
+    def vocab_tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield ranges of this rank's columns, with the head's rows for them."""
+        width = self.head.shard.width
+        for start in range(0, width, self._size[1]):
+            cols = slice(start, min(width, start + self._size[1]))
+            yield cols, self.weight[cols].to(self.operand_dtype)
+
+    def token_tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield ranges of tokens, with their hidden states; 0 for ignored tokens, so that no NaN enters a product."""
+        for start in range(0, self.hidden.shape[0], self._size[0]):
+            span = slice(start, start + self._size[0])
+            rows = self.hidden[span].to(self.operand_dtype)
+            yield span, rows.masked_fill(self.ignored[span, None], 0)
+
+    def logits(self, rows: torch.Tensor, cols: slice, weight: torch.Tensor) -> torch.Tensor:
+        """Return the logits of one tile, before the temperature."""
+        tile = wide_product(rows, weight.t(), self.dtype)
+        if self.bias is not None:
+            tile += self.bias[cols]
+        if self.head.logit_scale != 1.0:
+            tile *= self.head.logit_scale
+        if self.head.softcap is not None:
+            tile.div_(self.head.softcap).tanh_().mul_(self.head.softcap)
+        return tile
+
+    def derivative(self, logits: torch.Tensor) -> float | torch.Tensor:
+        """Return the derivative of logits by the products that they were computed from: a number or a tile."""
+        scale, softcap = self.head.logit_scale, self.head.softcap
+        return scale if softcap is None else (logits / softcap).square_().neg_().add_(1).mul_(scale)
+
+
+def _reduce_tiles(
+    tiles: _Tiles,
+    targets: torch.Tensor,
+    scale: TemperatureScale,
+    options: SoftmaxOptions,
+    expected_rows: torch.Tensor | None,
+) -> PartialSoftmax:
+    """Reduce all tiles to this rank's contribution to the softmax.
+
+    ``expected_rows``, ``[tokens, features]`` of zeros, is overwritten by the sum of ``2**y`` times the head's rows
+    (times the logits' derivative).  The hidden gradient needs nothing more, so that a frozen head costs no product
+    backward.
+    """
+    shard, tokens = tiles.head.shard, targets.shape[0]
+    empty = reduce_logits(
+        tiles.hidden.new_empty(tokens, 0, dtype=tiles.dtype),
+        TargetColumns.locate(targets, tiles.ignored, 0, 0),
+        scale,
+        shard.start,
+        weighted_sum=options.entropy,
+        argmax=options.argmax,
+    )
+    running = empty.stack().to(wide_dtype(targets.device))
+    for cols, weight in tiles.vocab_tiles():
+        start = shard.start + cols.start
+        columns = TargetColumns.locate(targets, tiles.ignored, start, weight.shape[0])
+        for span, rows in tiles.token_tiles():
+            logits, tile_scale = tiles.logits(rows, cols, weight), scale.slice_tokens(span)
+            found = reduce_logits(
+                logits,
+                columns.slice_tokens(span),
+                tile_scale,
+                start,
+                weighted_sum=options.entropy,
+                argmax=options.argmax,
+            )
+            before = empty.unstack(running[:, span])
+            after = merge_all([before, found.to(running.dtype)], tile_scale)
+            if expected_rows is not None:
+                derivative = tiles.derivative(logits)
+                exp2_weights_(logits, found.max_logit, tile_scale)
+                old_factor = rescale_exponent(before.max_logit, after.max_logit, tile_scale).exp2()[:, None]
+                new_factor = rescale_exponent(found.max_logit, after.max_logit, tile_scale).exp2()[:, None]
+                expected_rows[span] *= old_factor
+                logits *= new_factor.to(logits.dtype) * derivative
+                add_product_(expected_rows[span], logits.to(weight.dtype), weight)
+            running[:, span] = after.stack()
+    return empty.unstack(running).to(tiles.dtype)
+
+
+class _LinearSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        ignored: torch.Tensor,
+        head: LMHead,
+        options: SoftmaxOptions,
+    ) -> SoftmaxStatistics:
+        tiles = _Tiles(hidden, weight, bias, ignored, head)
+        scale = TemperatureScale.of(options.temperature, tiles.dtype)
+        d_hidden, d_weight, d_bias, *_ = ctx.needs_input_grad
+        frozen = d_hidden and not (d_weight or d_bias or options.entropy)
+        expected_rows = hidden.new_zeros(hidden.shape, dtype=tiles.dtype) if frozen else None
+        local = _reduce_tiles(tiles, targets, scale, options, expected_rows)
+        statistics, totals = combine_ranks(local, ignored, scale, head.shard.group)
+        target_logit = None
+        if expected_rows is not None:
+            expected_rows *= rescale_exponent(local.max_logit, totals.max_logit, scale).exp2()[:, None]
+            target_logit = local.target_logit
+        ctx.save_for_backward(hidden, weight, bias, targets, ignored, expected_rows, target_logit, *totals)
+        ctx.head, ctx.scale = head, scale
+        ctx.set_materialize_grads(False)
+        if statistics.argmax is not None:
+            ctx.mark_non_differentiable(statistics.argmax)
+        return statistics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, ignored, expected_rows, target_logit, *totals = ctx.saved_tensors
+        tiles = _Tiles(hidden, weight, bias, ignored, ctx.head)
+        gradient = logit_gradient(SoftmaxTotals(*totals), ignored, ctx.scale, gradients)
+        if expected_rows is None:
+            needed = ctx.needs_input_grad[:3]
+            d_hidden, d_weight, d_bias = _tiled_gradients(tiles, targets, gradient, ctx.scale, needed)
+        else:
+            d_hidden = _frozen_head_gradient(tiles, targets, gradient, expected_rows, target_logit)
+            d_weight = d_bias = None
+        group = ctx.head.shard.group
+        if d_hidden is not None:
+            if group is not None and ctx.head.reduce_hidden_grad:
+                dist.all_reduce(d_hidden, group=group)
+            d_hidden = d_hidden.to(hidden.dtype)
+        return d_hidden, d_weight, d_bias, None, None, None, None
+
+
+def _frozen_head_gradient(
+    tiles: _Tiles,
+    targets: torch.Tensor,
+    gradient: LogitGradient,
+    expected_rows: torch.Tensor,
+    target_logit: torch.Tensor,
+) -> torch.Tensor:
+    """Return the hidden gradient from the expected rows of the head and the row of each target."""
+    shard = tiles.head.shard
+    columns = TargetColumns.locate(targets, tiles.ignored, shard.start, shard.width)
+    d_hidden = expected_rows * gradient.weight[:, None]
+    if shard.width:
+        target_coef = (gradient.target * tiles.derivative(target_logit)).where(columns.owned, 0)
+        d_hidden += tiles.weight[columns.column].to(tiles.dtype).mul_(target_coef[:, None])
+    return d_hidden.masked_fill_(gradient.ignored[:, None], 0)
+
+
+def _tiled_gradients(
+    tiles: _Tiles,
+    targets: torch.Tensor,
+    gradient: LogitGradient,
+    scale: TemperatureScale,
+    needed: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of hidden (in the statistics dtype, this rank's part), weight and bias, tile by tile.
+
+    The weight gradient of each range of columns is summed over all tokens before it is rounded.
+    """
+    shard, hidden, weight, bias = tiles.head.shard, tiles.hidden, tiles.weight, tiles.bias
+    d_hidden = hidden.new_zeros(hidden.shape, dtype=tiles.dtype) if needed[0] else None
+    d_weight = torch.zeros_like(weight) if needed[1] else None
+    d_bias = torch.zeros_like(bias, dtype=tiles.dtype) if bias is not None and needed[2] else None
+    for cols, tile_weight in tiles.vocab_tiles():
+        columns = TargetColumns.locate(targets, tiles.ignored, shard.start + cols.start, tile_weight.shape[0])
+        d_tile_weight = tile_weight.new_zeros(tile_weight.shape, dtype=tiles.dtype)
+        for span, rows in tiles.token_tiles():
+            tile = tiles.logits(rows, cols, tile_weight)
+            derivative = tiles.derivative(tile)
+            tile_gradient, tile_scale = gradient.slice_tokens(span), scale.slice_tokens(span)
+            write_gradient(tile, columns.slice_tokens(span), tile_gradient, tile_scale, out=tile)
+            tile *= derivative
+            operand = tile.to(tile_weight.dtype)
+            if d_hidden is not None:
+                add_product_(d_hidden[span], operand, tile_weight)
+            if d_weight is not None:
+                add_product_(d_tile_weight, operand.t(), rows)
+            if d_bias is not None:
+                d_bias[cols] += tile.sum(0)
+        if d_weight is not None:
+            d_weight[cols] = d_tile_weight
+    if d_bias is not None and bias is not None:
+        d_bias = d_bias.to(bias.dtype)
+    return d_hidden, d_weight, d_bias

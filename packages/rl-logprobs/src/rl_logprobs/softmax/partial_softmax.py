@@ -1,0 +1,141 @@
+"""The contribution of some vocabulary columns to a softmax, and the combination of contributions.
+
+Sums are relative to the largest logit of the columns that they cover, and rescaled when they are combined ("online
+softmax": Milakov and Gimelshein, arXiv:1805.02867).  They are combined in float64, which costs little at a few numbers
+per token and keeps the difference of two large logarithms exact.
+
+Notation: see ``log2_scale``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from rl_logprobs.dtypes import wide_dtype
+from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
+
+
+class TargetColumns(NamedTuple):
+    """The position of each token's target among some columns, ``[tokens]`` or ``[tokens, k]``.
+
+    Attributes:
+        column: the position, int64; 0 where ``owned`` is false.
+        owned: bool, true where the target is among the columns and not ignored.
+    """
+
+    column: torch.Tensor
+    owned: torch.Tensor
+
+    @classmethod
+    def locate(cls, targets: torch.Tensor, ignored: torch.Tensor, start: int, width: int) -> TargetColumns:
+        """Return the positions of the targets among the vocabulary ids ``[start, start + width)``."""
+        column = targets - start
+        owned = (column >= 0) & (column < width) & ~ignored
+        return cls(column.where(owned, 0), owned)
+
+    def slice_tokens(self, span: slice) -> TargetColumns:
+        """Return the positions for the tokens in ``span``."""
+        return TargetColumns(self.column[span], self.owned[span])
+
+
+class PartialSoftmax(NamedTuple):
+    """The contribution of some columns to each token's softmax, ``[..., tokens]``.
+
+    Attributes:
+        max_logit: the largest logit (``m`` in the online-softmax papers).
+        sum_exp2: the sum of ``2**y`` (``l`` or ``d`` in those papers).
+        target_logit: the target's logit if it is among the columns, else 0.
+        weighted_sum: the sum of ``2**y * y``, from which the entropy follows.
+        argmax: the lowest vocabulary id with the largest logit.
+        num_greater: the number of logits greater than a given one.
+    """
+
+    max_logit: torch.Tensor
+    sum_exp2: torch.Tensor
+    target_logit: torch.Tensor
+    weighted_sum: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
+    num_greater: torch.Tensor | None = None
+
+    def stack(self) -> torch.Tensor:
+        """Return the fields that are not None as ``[fields, tokens]``, in the dtype of ``max_logit``.
+
+        Exact for ids and counts below 2**24.
+        """
+        return torch.stack([value.to(self.max_logit.dtype) for value in self if value is not None])
+
+    def to(self, dtype: torch.dtype) -> PartialSoftmax:
+        """Return the same values in another dtype."""
+        return self.unstack(self.stack().to(dtype))
+
+    def unstack(self, stacked: torch.Tensor) -> PartialSoftmax:
+        """Invert ``stack`` for ``[..., fields, tokens]`` with the fields of this value."""
+        values = iter(stacked.unbind(-2))
+        return PartialSoftmax(
+            max_logit=next(values),
+            sum_exp2=next(values),
+            target_logit=next(values),
+            weighted_sum=None if self.weighted_sum is None else next(values),
+            argmax=None if self.argmax is None else next(values),
+            num_greater=None if self.num_greater is None else next(values),
+        )
+
+
+class LogitGradient(NamedTuple):
+    """The gradient ``d x_j = 2**y_j * (weight + weighted * y_j) + [j is the target] * target``.
+
+    Attributes:
+        max_logit: ``[tokens]``, the reference of ``y``; None where the logits have been overwritten by ``2**y``.
+        weight: ``[tokens]`` coefficient of ``2**y``.
+        weighted: ``[tokens]`` coefficient of ``2**y * y``, or None for 0.
+        target: ``[tokens]``, or ``[tokens, k]`` for ``k`` targets per token.
+        ignored: ``[tokens]`` bool; their gradient is 0 whatever their logits.
+        min_logit: ``[tokens]``; logits below it have gradient 0.
+    """
+
+    max_logit: torch.Tensor | None
+    weight: torch.Tensor
+    weighted: torch.Tensor | None
+    target: torch.Tensor
+    ignored: torch.Tensor
+    min_logit: torch.Tensor | None = None
+
+    def slice_tokens(self, span: slice) -> LogitGradient:
+        """Return the coefficients of the tokens in ``span``."""
+        return LogitGradient(*(None if value is None else value[span] for value in self))  # type: ignore[arg-type]
+
+    def for_weights(self, exponent: torch.Tensor) -> LogitGradient:
+        """Return the gradient for logits overwritten by weights, with ``2**exponent`` as the factor on them."""
+        weight = (self.weight * exponent.exp2()).to(self.weight.dtype)
+        return self._replace(max_logit=None, weight=weight, min_logit=None)
+
+
+def merge(parts: PartialSoftmax, scale: TemperatureScale) -> PartialSoftmax:
+    """Combine contributions of disjoint columns, ``[parts, tokens]`` per field, in the widest dtype of the device."""
+    wide = wide_dtype(parts.max_logit.device)
+    maxima, sums = parts.max_logit.to(wide), parts.sum_exp2.to(wide)
+    max_logit = maxima.amax(0)
+    exponent = rescale_exponent(maxima, max_logit, scale)
+    factors = exponent.exp2()
+    weighted_sum = argmax = None
+    if parts.weighted_sum is not None:
+        weighted_sum = ((parts.weighted_sum.to(wide) + sums * exponent) * factors).sum(0)
+    if parts.argmax is not None:
+        argmax = parts.argmax.where((maxima == max_logit) | maxima.isnan(), math.inf).amin(0)
+    return PartialSoftmax(
+        max_logit=max_logit,
+        sum_exp2=(sums * factors).sum(0),
+        target_logit=parts.target_logit.to(wide).sum(0),
+        weighted_sum=weighted_sum,
+        argmax=argmax,
+        num_greater=None if parts.num_greater is None else parts.num_greater.sum(0),
+    )
+
+
+def merge_all(parts: Sequence[PartialSoftmax], scale: TemperatureScale) -> PartialSoftmax:
+    """Combine a sequence of contributions, ``[tokens]`` per field."""
+    return merge(parts[0].unstack(torch.stack([part.stack() for part in parts])), scale)

@@ -1,0 +1,219 @@
+"""Softmax statistics over a vocabulary that is sharded across ranks: one collective forward, none backward.
+
+Every rank reduces its columns to a few numbers per token, one all-gather exchanges them, and every rank computes the
+statistics.  The backward pass needs no collective, because a rank's gradient depends on its own columns and the
+statistics only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from rl_logprobs._torch_compat import all_gather_single, apply_function
+from rl_logprobs.dtypes import statistics_dtype
+from rl_logprobs.softmax.backends import TORCH, Kernels
+from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
+from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns, merge
+from rl_logprobs.softmax.torch_kernels import target_logits
+from rl_logprobs.softmax.vocab_shard import VocabShard
+
+
+@dataclass(frozen=True)
+class SoftmaxOptions:
+    """The statistics to compute besides log-probabilities and log-sum-exp, and the way to compute them.
+
+    Attributes:
+        temperature: a number, or one number per token (flat).
+        entropy: compute the entropy.
+        argmax: compute the most probable id.
+        target_rank: count the logits greater than the target's.
+        min_logit: ``[tokens]``; lower logits have probability 0.
+        inplace_backward: write the gradient over the logits.
+        inplace_forward: overwrite the logits by their weights in the forward pass; not together with ``entropy``.
+        kernels: the arithmetic on local columns.
+    """
+
+    temperature: float | torch.Tensor = 1.0
+    entropy: bool = False
+    argmax: bool = False
+    target_rank: bool = False
+    min_logit: torch.Tensor | None = None
+    inplace_backward: bool = False
+    inplace_forward: bool = False
+    kernels: Kernels = TORCH
+
+
+class SoftmaxStatistics(NamedTuple):
+    """Statistics ``[tokens]`` in nats and the statistics dtype; ``argmax`` (id) and ``target_rank`` (count) int64."""
+
+    logprobs: torch.Tensor
+    logsumexp: torch.Tensor
+    entropy: torch.Tensor | None
+    argmax: torch.Tensor | None
+    target_rank: torch.Tensor | None
+
+
+class SoftmaxTotals(NamedTuple):
+    """Values over the full vocabulary, ``[tokens]``, that the backward pass needs.
+
+    Attributes:
+        target_masked: the target's logit is ``-inf``, so its log-probability is too and has no gradient.
+        max_logit: the largest logit.
+        sum_exp2: the sum of ``2**y``.
+        mean_exponent: the expectation of ``y`` under the softmax, or None without entropy.
+    """
+
+    target_masked: torch.Tensor
+    max_logit: torch.Tensor
+    sum_exp2: torch.Tensor
+    mean_exponent: torch.Tensor | None
+
+
+def softmax_statistics(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    ignored: torch.Tensor,
+    shard: VocabShard,
+    options: SoftmaxOptions,
+) -> SoftmaxStatistics:
+    """Return statistics of the softmax over the full vocabulary, from this rank's columns.
+
+    Args:
+        logits: ``[..., columns]``, this rank's columns, any floating dtype and strides.
+        targets: ``[tokens]`` vocabulary ids in the order of the flattened leading dims.
+        ignored: ``[tokens]`` bool; those tokens get 0 and have no gradient, whatever their logits.
+        shard: the position of the columns; the ranks of its group call together.
+        options: the statistics to compute.
+    """
+    return SoftmaxStatistics(*apply_function(_VocabParallelSoftmax, logits, targets, ignored, shard, options))
+
+
+def all_gather(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the ranks' ``[quantities, tokens]`` stacked to ``[ranks, quantities, tokens]``, in one collective."""
+    if group is None:
+        return part[None]
+    ranks = dist.get_world_size(group)
+    gathered = part.new_empty(ranks * part.shape[0], *part.shape[1:])
+    all_gather_single(gathered, part, group)
+    return gathered.view(ranks, *part.shape)
+
+
+def combine_ranks(
+    local: PartialSoftmax, ignored: torch.Tensor, scale: TemperatureScale, group: dist.ProcessGroup | None
+) -> tuple[SoftmaxStatistics, SoftmaxTotals]:
+    """Exchange the ranks' contributions in one collective and compute the statistics."""
+    dtype = local.max_logit.dtype
+    total = merge(local.unstack(all_gather(local.stack(), group)), scale)
+    totals = SoftmaxTotals(
+        target_masked=total.target_logit == -math.inf,
+        max_logit=total.max_logit.to(dtype),
+        sum_exp2=total.sum_exp2,
+        mean_exponent=None if total.weighted_sum is None else total.weighted_sum / total.sum_exp2,
+    )
+    log2_sum = total.sum_exp2.log2()
+    target_exponent = (total.target_logit - total.max_logit) * scale.log2_factor
+
+    def zero_ignored(value: torch.Tensor) -> torch.Tensor:
+        return value.masked_fill(ignored, 0).to(dtype)
+
+    statistics = SoftmaxStatistics(
+        logprobs=zero_ignored((target_exponent - log2_sum) * scale.ln_factor),
+        logsumexp=zero_ignored(total.max_logit * scale.inv_temperature + log2_sum * scale.ln_factor),
+        entropy=None
+        if totals.mean_exponent is None
+        else zero_ignored((log2_sum - totals.mean_exponent) * scale.ln_factor),
+        argmax=None if total.argmax is None else total.argmax.long().masked_fill(ignored, 0),
+        target_rank=None if total.num_greater is None else total.num_greater.long().masked_fill(ignored, 0),
+    )
+    return statistics, totals
+
+
+def logit_gradient(
+    totals: SoftmaxTotals,
+    ignored: torch.Tensor,
+    scale: TemperatureScale,
+    gradients: Sequence[torch.Tensor | None],
+    min_logit: torch.Tensor | None = None,
+) -> LogitGradient:
+    """Return the coefficients of the logits' gradient from those of log-probability, log-sum-exp and entropy."""
+    target_masked, max_logit, sum_exp2, mean_exponent = totals
+    zero = sum_exp2.new_zeros(sum_exp2.shape)
+    d_logprobs, d_logsumexp, d_entropy = (zero if g is None else g.to(sum_exp2.dtype) for g in gradients[:3])
+    d_logprobs = d_logprobs.masked_fill(target_masked, 0)
+    d_weight, d_weighted = d_logsumexp - d_logprobs, None
+    if mean_exponent is not None and gradients[2] is not None:
+        d_weight = d_weight + d_entropy * scale.ln_factor * mean_exponent
+        d_weighted = (-d_entropy * scale.ln_factor * scale.inv_temperature / sum_exp2).to(max_logit.dtype)
+    return LogitGradient(
+        max_logit=max_logit,
+        weight=(d_weight * scale.inv_temperature / sum_exp2).to(max_logit.dtype),
+        weighted=d_weighted,
+        target=(d_logprobs * scale.inv_temperature).to(max_logit.dtype),
+        ignored=ignored,
+        min_logit=min_logit,
+    )
+
+
+class _VocabParallelSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        ignored: torch.Tensor,
+        shard: VocabShard,
+        options: SoftmaxOptions,
+    ) -> SoftmaxStatistics:
+        scale = TemperatureScale.of(options.temperature, statistics_dtype(logits.dtype))
+        columns = TargetColumns.locate(targets, ignored, shard.start, shard.width)
+        local_logits, overwrite = logits[..., : shard.width], options.inplace_forward
+        greater_than = None
+        if options.target_rank:  # one rank holds the target's logit, and the others need it before they can count
+            greater_than = all_gather(target_logits(local_logits, columns)[None], shard.group).sum(0)[0]
+        local = options.kernels.reduce_logits(
+            local_logits,
+            columns,
+            scale,
+            shard.start,
+            weighted_sum=options.entropy,
+            argmax=options.argmax,
+            greater_than=greater_than,
+            min_logit=options.min_logit,
+            overwrite=overwrite,
+        )
+        statistics, totals = combine_ranks(local, ignored, scale, shard.group)
+        rescale = None
+        if overwrite:  # the weights that replace the logits are relative to the local maximum
+            rescale = rescale_exponent(local.max_logit.to(totals.sum_exp2.dtype), totals.max_logit, scale)
+        # Autograd refuses to return a saved input that is a view made by another function and has been overwritten.
+        saved_logits = logits.detach() if overwrite else logits
+        ctx.save_for_backward(saved_logits, ignored, options.min_logit, rescale, *columns, *totals)
+        ctx.scale, ctx.width, ctx.inplace = scale, shard.width, options.inplace_backward or overwrite
+        ctx.kernels = options.kernels
+        ctx.set_materialize_grads(False)
+        integers = (statistics.argmax, statistics.target_rank)
+        ctx.mark_non_differentiable(*(value for value in integers if value is not None))
+        return statistics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
+        logits, ignored, min_logit, rescale, column, owned, *totals = ctx.saved_tensors
+        out = logits if ctx.inplace else logits.new_empty(logits.shape)
+        out[..., ctx.width :].zero_()
+        gradient = logit_gradient(SoftmaxTotals(*totals), ignored, ctx.scale, gradients, min_logit)
+        ctx.kernels.write_gradient(
+            logits[..., : ctx.width],
+            TargetColumns(column, owned),
+            gradient if rescale is None else gradient.for_weights(rescale),
+            ctx.scale,
+            out[..., : ctx.width],
+        )
+        return out, None, None, None, None
