@@ -35,6 +35,7 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> LocalGradients:
 
     Raises:
         DtypeError: a gradient is sparse or not floating point.
+        PlacementError: the memory of a gradient was freed, as by offloading it.
     """
     parts: dict[int, torch.Tensor] = {}
     by_placement: dict[MeshPlacements | None, list[int]] = {}
@@ -49,6 +50,11 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> LocalGradients:
             raise DtypeError(
                 f"gradient {index} of shape {tuple(part.shape)} is {part.layout} {part.dtype}; norms need dense "
                 f"floating-point gradients"
+            )
+        if not part.untyped_storage().nbytes() and part.numel():
+            raise PlacementError(
+                f"the memory of gradient {index} of shape {tuple(part.shape)} was freed, as by offloading it to the host: "
+                f"bring it back before its norm is computed"
             )
         parts[id(parameter)] = part
         if placement in by_placement:
