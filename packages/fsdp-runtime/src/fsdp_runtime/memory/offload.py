@@ -239,12 +239,12 @@ def _refuse_freed(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
     state = [leaf for leaf in leaves(optimizer.state) if isinstance(leaf, Tensor)]
-    for kind, tensors in (("parameters", parameters), ("gradients", gradients), ("optimizer", state)):
-        if freed := sum(map(is_freed, tensors)):
-            raise ModelError(
-                f"{freed} tensors that this {type(optimizer).__name__} needs ({kind}) are offloaded to host memory: "
-                f"call onload(model, parts=({kind!r},)) first"
-            )
+    needed = {"parameters": parameters, "gradients": gradients, "optimizer": state}
+    if missing := tuple(part for part, tensors in needed.items() if any(map(is_freed, tensors))):
+        raise ModelError(
+            f"{', '.join(missing)} are offloaded to host memory: call onload(model, parts={missing!r}) before a step of "
+            f"this {type(optimizer).__name__}"
+        )
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> LocalGradients:
             )
         if not part.untyped_storage().nbytes() and part.numel():
             raise PlacementError(
-                f"the memory of gradient {index} of shape {tuple(part.shape)} was freed, as by offloading it to the host: "
-                f"bring it back before its norm is computed"
+                f"the memory of gradient {index} of shape {tuple(part.shape)} was freed, as by offloading it to the "
+                f"host: bring it back before its norm is computed"
             )
         parts[id(parameter)] = part
         if placement in by_placement:
