@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import pytest
@@ -73,6 +74,14 @@ def test_one_raising_rank_is_reported_with_its_message_and_the_world_serves_agai
         own_ranks.run(_raise_on_rank_one)
     assert time.monotonic() - start < 30
     assert own_ranks.run(_rank) == [0, 1]
+
+
+def _is_preloaded() -> bool:
+    return "harness.preload" in sys.modules
+
+
+def test_ranks_start_with_their_imports_done(own_ranks: RankPool) -> None:
+    assert own_ranks.run(_is_preloaded) == [True, True]
 
 
 def test_a_dead_rank_is_reported(own_ranks: RankPool) -> None:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from transformers import Qwen3ForCausalLM  # noqa: F401 (imported once for all ranks, before they are forked)
 
 import fsdp_runtime
 from faults.plant import Fault, Planted
