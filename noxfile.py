@@ -159,7 +159,7 @@ def coverage(session: nox.Session) -> None:
     """Measure every architecture with TP and SP on two ranks, and write docs/coverage.md (`-- --help` for more)."""
     install_editable(session, "test")
     environment = {"PYTHONPATH": "integration_tests", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    session.run("python", "-m", "zoo.run", *session.posargs, env=environment)
+    session.run("python", "-m", "architecture_matrix.run", *session.posargs, env=environment)
 
 
 @nox.session

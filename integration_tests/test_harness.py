@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from harness import planted
+from harness import mutants
 from harness.parity import Case, assert_parity, compare
 from harness.ranks import RankPool, RanksFailed
 
@@ -17,7 +17,7 @@ TP = {"tp": 2}
 
 
 def test_unreduced_norm_gradient_is_caught(two_ranks: RankPool) -> None:
-    reports = two_ranks.run(compare, Case("Qwen3ForCausalLM", TP, planted.unreduced_query_norm))
+    reports = two_ranks.run(compare, Case("Qwen3ForCausalLM", TP, mutants.unreduced_query_norm))
     with pytest.raises(AssertionError) as caught:
         assert_parity(reports)
     named = {line.split("gradient of ")[1].split(" ")[0] for line in str(caught.value).splitlines()}
@@ -25,19 +25,19 @@ def test_unreduced_norm_gradient_is_caught(two_ranks: RankPool) -> None:
 
 
 def test_bias_added_twice_is_caught(two_ranks: RankPool) -> None:
-    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, planted.bias_added_twice))
+    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, mutants.bias_added_twice))
     with pytest.raises(AssertionError, match="rank 0: output off by"):
         assert_parity(reports)
 
 
 def test_broken_tie_is_caught(two_ranks: RankPool) -> None:
-    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, planted.broken_tie, model={"tied": True}))
+    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, mutants.broken_tie, model={"tied": True}))
     with pytest.raises(AssertionError, match=r"ties: the reference shares .*lm_head\.weight"):
         assert_parity(reports)
 
 
 def test_gradient_wrong_on_one_rank_only_is_caught_there(two_ranks: RankPool) -> None:
-    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, planted.wrong_on_rank_one))
+    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, mutants.wrong_on_rank_one))
     with pytest.raises(AssertionError, match=r"rank 1: gradient of model\.norm\.weight") as caught:
         assert_parity(reports)
     assert "rank 0" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Fixtures that hand a test a running world; one world a size serves the whole session."""
+"""Fixtures that give a test a pool of ranks; one pool of each size serves the whole session."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
+from harness.environment import environment
 from harness.ranks import RankPool
-from harness.where import where
 
 settings.register_profile("any machine", deadline=None)  # a busy one exceeds hypothesis's 200 ms at times
 settings.load_profile("any machine")
@@ -34,9 +34,11 @@ def four_ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def report_says_where(request: pytest.FixtureRequest, record_testsuite_property: Callable[[str, object], None]) -> None:
-    """Put the versions into the report of ``--junitxml``, for tools/compatibility.py."""
-    for name, value in where(request.config).items():
+def environment_in_report(
+    request: pytest.FixtureRequest, record_testsuite_property: Callable[[str, object], None]
+) -> None:
+    """Write the versions into the report of ``--junitxml``, for tools/compatibility.py."""
+    for name, value in environment(request.config).items():
         record_testsuite_property(name, value)
 
 

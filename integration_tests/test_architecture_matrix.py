@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
+from architecture_matrix.measure import KINDS, measure
+from architecture_matrix.outcome import summarize
+from architecture_matrix.table import entries, tiny_model
 from harness.parity import largest, mesh_for
 from harness.ranks import RankPool
 from tp_plans import ExpertsParallel, Plan
-from zoo.measure import KINDS, measure
-from zoo.table import entries, tiny_model
-from zoo.verdict import judged
 
 #: Rows whose block types permit sequence parallelism.
 BOTH = [
@@ -62,19 +62,19 @@ TP_ONLY = [
 
 @pytest.mark.parametrize("name", [*BOTH, *TP_ONLY])
 def test_tensor_parallel_architecture_equals_single_process(two_ranks: RankPool, name: str) -> None:
-    found = judged(two_ranks.run(measure, name, "TP", tp=2, kinds=KINDS))
+    found = summarize(two_ranks.run(measure, name, "TP", tp=2, kinds=KINDS))
     assert (found.status, found.note) == ("right", "")
 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_sequence_parallel_architecture_equals_single_process(two_ranks: RankPool, name: str) -> None:
-    found = judged(two_ranks.run(measure, name, "SP", tp=2, kinds=KINDS))
+    found = summarize(two_ranks.run(measure, name, "SP", tp=2, kinds=KINDS))
     assert (found.status, found.note) == ("right", "")
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "llama, one key head", "nemotron_h", "phi3"])
 def test_four_ranks_agree_too(four_ranks: RankPool, name: str) -> None:
-    found = judged(four_ranks.run(measure, name, "TP", tp=4, kinds=("ids",)))
+    found = summarize(four_ranks.run(measure, name, "TP", tp=4, kinds=("ids",)))
     assert (found.status, found.note) == ("right", "")
 
 
