@@ -30,6 +30,10 @@ SUBSET = [
 BENCH_PEERS = ["verl==0.9.1", "megatron-core==0.16.1", "liger-kernel==0.8.5", "nemo-automodel==0.7.0"]
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 DIST, REPORTS = Path("dist"), Path("reports")
+#: Test processes: one for each core, up to four. Each has its own ranks, and a file's tests stay in one process.
+PARALLEL = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--durations=30")
+#: Several processes on few cores: more threads in each would only compete.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 # pip takes wheels from this folder by itself; uv has to be told under its own name.
 FIND_LINKS = os.environ.get("PIP_FIND_LINKS", "").split()
@@ -72,14 +76,14 @@ def demo(session: nox.Session) -> None:
     """Run the main job: GRPO on four CPU ranks, from a checkpoint on disk to a better policy."""
     install_editable(session, "demo")
     torchrun = ("torchrun", "--standalone", "--nproc-per-node=4")
-    session.run(*torchrun, "docs/examples/grpo/train.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run(*torchrun, "docs/examples/grpo/train.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run every package's tests and the integration tests on the pinned torch."""
     install_editable(session, "test")
-    session.run("pytest", "--junitxml=reports/all.xml", *session.posargs)
+    session.run("pytest", *PARALLEL, "--junitxml=reports/all.xml", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -87,7 +91,7 @@ def tests(session: nox.Session) -> None:
 def torch_versions(session: nox.Session, torch: str) -> None:
     """Run the tests on one supported torch (several GB to install where only CUDA wheels are offered)."""
     install_editable(session, "test", torch=torch)
-    session.run("pytest", f"--junitxml=reports/all-torch-{torch}.xml", *session.posargs)
+    session.run("pytest", *PARALLEL, f"--junitxml=reports/all-torch-{torch}.xml", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -95,7 +99,8 @@ def torch_versions(session: nox.Session, torch: str) -> None:
 def torch_subset(session: nox.Session, torch: str) -> None:
     """Run what depends most on torch's version on the oldest and the newest supported one, in a few minutes."""
     install_editable(session, "test", torch=torch)
-    session.run("pytest", f"--junitxml=reports/subset-torch-{torch}.xml", *SUBSET, *session.posargs)
+    report = f"--junitxml=reports/subset-torch-{torch}.xml"
+    session.run("pytest", *PARALLEL, report, *SUBSET, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -108,7 +113,8 @@ def transformers_oldest(session: nox.Session, transformers: str) -> None:
     files += ["integration_tests/test_parity.py"]
     if transformers != OLDEST_TRANSFORMERS[0]:
         files = [*SUBSET, *files, *map(str, sorted(Path("packages/fsdp-runtime/tests").glob("test_weights_*.py")))]
-    session.run("pytest", f"--junitxml=reports/transformers-{transformers}.xml", *files, *session.posargs)
+    report = f"--junitxml=reports/transformers-{transformers}.xml"
+    session.run("pytest", *PARALLEL, report, *files, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none")
@@ -124,7 +130,7 @@ def next_versions(session: nox.Session) -> None:
     session.install("--upgrade", "--pre", "torch", "transformers")
     session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
     report = "--junitxml=reports/next.xml"
-    session.run("pytest", report, *(session.posargs or SUBSET), success_codes=range(256))
+    session.run("pytest", *PARALLEL, report, *(session.posargs or SUBSET), env=ONE_THREAD, success_codes=range(256))
 
 
 @nox.session
@@ -143,7 +149,7 @@ def triton(session: nox.Session) -> None:
     session.install("triton")
     files = ("with_triton/softmax", "test_softmax", "test_logprobs", "test_vocab_parallel")
     paths = [f"packages/rl-logprobs/tests/{name}.py" for name in files]
-    environment = {"TRITON_INTERPRET": "1", "RL_LOGPROBS_BACKEND": "triton", "OMP_NUM_THREADS": "1"}
+    environment = {"TRITON_INTERPRET": "1", "RL_LOGPROBS_BACKEND": "triton", **ONE_THREAD}
     session.run("pytest", *paths, *session.posargs, env=environment)
 
 
@@ -151,14 +157,14 @@ def triton(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Run the integration tests: model parity on two and four ranks."""
     install_editable(session, "test")
-    session.run("pytest", "integration_tests", *session.posargs)
+    session.run("pytest", *PARALLEL, "integration_tests", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def coverage(session: nox.Session) -> None:
     """Measure every architecture with TP and SP on two ranks, and write docs/coverage.md (`-- --help` for more)."""
     install_editable(session, "test")
-    environment = {"PYTHONPATH": "integration_tests", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment = {"PYTHONPATH": "integration_tests", **ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
     session.run("python", "-m", "architecture_matrix.run", *session.posargs, env=environment)
 
 
@@ -166,7 +172,7 @@ def coverage(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Kill, stop and starve ranks of a training job, damage its files, and check that nothing is lost (`-- --help`)."""
     install_editable(session, "test")
-    session.run("python", "-m", "faults.run", *session.posargs, env={"PYTHONPATH": "integration_tests"})
+    session.run("python", "-m", "faults.run", *session.posargs, env={"PYTHONPATH": "integration_tests", **ONE_THREAD})
 
 
 @nox.session(requires=["dist"], reuse_venv=False)
@@ -237,7 +243,8 @@ def old_beside_new(session: nox.Session, old: str) -> None:
     found = session.run("python", "tools/oldest_release.py", old, new, session.create_tmp(), silent=True)
     folder = str(found).strip().splitlines()[-1]
     session.install("--no-deps", "-e", folder)
-    session.run("pytest", "packages/fsdp-runtime/tests/test_parallelize.py", "integration_tests/test_parity.py")
+    files = ("packages/fsdp-runtime/tests/test_parallelize.py", "integration_tests/test_parity.py")
+    session.run("pytest", *PARALLEL, *files, env=ONE_THREAD)
 
 
 @nox.session(requires=["dist"], reuse_venv=False)

@@ -1,18 +1,44 @@
-"""Fixtures that give a test a pool of ranks; one pool of each size serves the whole session."""
+"""Settings, markers and fixtures of all tests; one pool of ranks of each size serves the whole session."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from _pytest.junitxml import xml_key
 from hypothesis import settings
 
 from harness.environment import environment
 from harness.ranks import RankPool
 
+# Ranks run one thread each; more threads in the process of the tests would compete with them for the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile("any machine", deadline=None)  # a busy one exceeds hypothesis's 200 ms at times
 settings.load_profile("any machine")
+
+#: Fixtures whose tests run on several processes.
+RANK_FIXTURES = frozenset({"ranks", "own_ranks", "two_ranks", "four_ranks"})
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Write the versions into the report of ``--junitxml``, for tools/compatibility.py.
+
+    The fixture ``record_testsuite_property`` would write them in pytest-xdist's workers, which have no report.
+    """
+    report = session.config.stash.get(xml_key, None)
+    if report is not None:
+        for name, value in environment(session.config).items():
+            report.add_global_property(name, value)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that run on ranks, so that ``-m "not ranks"`` leaves them out."""
+    for item in items:
+        if RANK_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("ranks")
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:
@@ -31,15 +57,6 @@ def two_ranks() -> Iterator[RankPool]:
 def four_ranks() -> Iterator[RankPool]:
     """Four gloo ranks, started on first use."""
     yield from _pool(4)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def environment_in_report(
-    request: pytest.FixtureRequest, record_testsuite_property: Callable[[str, object], None]
-) -> None:
-    """Write the versions into the report of ``--junitxml``, for tools/compatibility.py."""
-    for name, value in environment(request.config).items():
-        record_testsuite_property(name, value)
 
 
 @pytest.fixture(autouse=True)

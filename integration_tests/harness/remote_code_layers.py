@@ -1,4 +1,4 @@
-"""Layers of the remote-code models: attention, feed-forward and recurrent ones, with the arithmetic of the originals."""
+"""Layers of the remote-code models: attention, feed-forward and recurrent ones, which compute as the originals."""
 
 from __future__ import annotations
 

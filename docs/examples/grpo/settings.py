@@ -21,6 +21,8 @@ class Settings:
     tp: Annotated[int, "ranks that split each layer (tensor parallelism)"] = 2
     sequence_parallel: Annotated[bool, "split the activations between layers over tp, too"] = True
 
+    activation_checkpointing: Annotated[bool, "recompute each block in backward instead of keeping it"] = False
+
     warmup_steps: Annotated[int, "supervised steps; 0 starts from the checkpoint as it is"] = 140
     warmup_batch: Annotated[int, "texts in a supervised step"] = 256
     warmup_lr: Annotated[float, "peak learning rate of the supervised steps"] = 5e-3

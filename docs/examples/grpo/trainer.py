@@ -25,6 +25,7 @@ class Trainer:
         mesh: A mesh from ``fsdp_runtime.MeshSpec``.
         dtype: What to compute in. Weights, gradients and optimizer states are float32 whatever it is.
         sequence_parallel: Whether activations between layers are split over the ``tp`` axis.
+        activation_checkpointing: Recompute each block in backward instead of keeping its activations.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Trainer:
         mesh: DeviceMesh,
         dtype: torch.dtype,
         sequence_parallel: bool,
+        activation_checkpointing: bool,
     ) -> None:
         with fsdp_runtime.meta_device():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -45,7 +47,7 @@ class Trainer:
             mesh,
             plan="auto",
             sequence_parallel=sequence_parallel,
-            activation_checkpointing="block",
+            activation_checkpointing="block" if activation_checkpointing else "none",
             mixed_precision=policy,
         )
         fsdp_runtime.load_weights(self.model, checkpoint)
