@@ -87,6 +87,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def slow(session: nox.Session) -> None:
+    """Run the combinations that ``tests`` covers pairwise only, every one of them."""
+    install_editable(session, "test")
+    session.run("pytest", *PARALLEL, "--slow", "-m", "slow", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 @nox.parametrize("torch", TORCH_VERSIONS)
 def torch_versions(session: nox.Session, torch: str) -> None:
     """Run the tests on one supported torch (several GB to install where only CUDA wheels are offered)."""

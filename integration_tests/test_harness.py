@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from itertools import combinations, product
 
 import pytest
 import torch.distributed as dist
 
 from harness import mutants
+from harness.pairwise import pairwise, pairwise_first
 from harness.parity import Case, assert_parity, compare
 from harness.ranks import RankPool, RanksFailed
 
@@ -41,6 +43,16 @@ def test_gradient_wrong_on_one_rank_only_is_caught_there(two_ranks: RankPool) ->
     with pytest.raises(AssertionError, match=r"rank 1: gradient of model\.norm\.weight") as caught:
         assert_parity(reports)
     assert "rank 0" not in str(caught.value)
+
+
+def test_a_pairwise_cover_has_every_pair_in_a_third_of_the_combinations() -> None:
+    factors = ("abcde", "xyz", (False, True), (0, 1))
+    found = pairwise(*factors)
+    for (i, first), (j, second) in combinations(enumerate(factors), 2):
+        assert {(each[i], each[j]) for each in found} == set(product(first, second))
+    marked = [bool(each.marks) for each in pairwise_first(*factors)]
+    assert (len(marked), marked.count(False)) == (60, len(found))
+    assert len(found) <= 20
 
 
 def _raise_on_rank_one() -> int:

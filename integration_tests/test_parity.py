@@ -10,6 +10,7 @@ import torch
 
 from fsdp_runtime import parallelize
 from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
+from harness.pairwise import pairwise_first
 from harness.parity import Case, assert_parity, compare, mesh_for
 from harness.ranks import RankPool
 
@@ -36,10 +37,11 @@ def ranks(request: pytest.FixtureRequest, mesh: dict[str, int]) -> RankPool:
     return request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[world])
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("options", [{}, SP], ids=identifier)
-@pytest.mark.parametrize("mesh", [TP, TP_FSDP, HSDP_TP], ids=identifier)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "mesh", "options", "tied"),
+    pairwise_first(ARCHITECTURES, [TP, TP_FSDP, HSDP_TP], [{}, SP], [False, True]),
+    ids=identifier,
+)
 def test_tensor_parallel_model_equals_single_process(
     ranks: RankPool, architecture: str, mesh: dict[str, int], options: dict[str, Any], tied: bool
 ) -> None:

@@ -34,11 +34,19 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             report.add_global_property(name, value)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that run on ranks, so that ``-m "not ranks"`` leaves them out."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--slow``."""
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow (see nox -s slow)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that run on ranks, so that ``-m "not ranks"`` leaves them out; leave out slow ones by default."""
     for item in items:
         if RANK_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("ranks")
+    if not config.option.slow:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:
