@@ -60,15 +60,13 @@ TP_ONLY = [
 ]
 
 
-@pytest.mark.parametrize("name", [*BOTH, *TP_ONLY])
-def test_tensor_parallel_architecture_equals_single_process(two_ranks: RankPool, name: str) -> None:
-    found = summarize(two_ranks.run(measure, name, "TP", tp=2, kinds=KINDS))
-    assert (found.status, found.note) == ("right", "")
+#: Both modes of a row in turn, since ranks keep the reference of the last row only.
+CASES = [*((name, mode) for name in BOTH for mode in ("TP", "SP")), *((name, "TP") for name in TP_ONLY)]
 
 
-@pytest.mark.parametrize("name", BOTH)
-def test_sequence_parallel_architecture_equals_single_process(two_ranks: RankPool, name: str) -> None:
-    found = summarize(two_ranks.run(measure, name, "SP", tp=2, kinds=KINDS))
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_parallelized_architecture_equals_single_process(two_ranks: RankPool, name: str, mode: str) -> None:
+    found = summarize(two_ranks.run(measure, name, mode, tp=2, kinds=KINDS))
     assert (found.status, found.note) == ("right", "")
 
 

@@ -1,4 +1,4 @@
-"""The harness itself: it catches what it is there to catch, and a failing rank does not hang a test."""
+"""The harness itself: it detects deliberate errors, and a failing rank does not hang a test."""
 
 from __future__ import annotations
 
