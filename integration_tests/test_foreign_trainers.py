@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.layers import gradient_faults, tp_mesh
+from harness.layers import gradient_mismatches, tp_mesh
 from harness.models import jitter
 from harness.ranks import RankPool
 from harness.torchrun import torchrun
@@ -56,7 +56,7 @@ def bare_loop(sequence_parallel: bool) -> tuple[list[str], list[float], list[flo
     data = list(loop.batches(4, "cpu"))
     for model in (whole, split):
         loop.next_token_loss(model, data[0]).backward()
-    faults = list(gradient_faults(whole, split, bound=FLOAT32_INSIDE))
+    faults = list(gradient_mismatches(whole, split, bound=FLOAT32_INSIDE))
     return faults, *(loop.train(model, data, lr=1e-3) for model in (whole, split))
 
 
@@ -89,7 +89,7 @@ def own_model(sequence_parallel: bool) -> tuple[list[str], list[float], list[flo
     data = list(torch.randint(0, module.VOCABULARY, (4, 2, 7)))
     for model in (whole, split):
         model.loss(data[0]).backward()
-    faults = list(gradient_faults(whole, split))
+    faults = list(gradient_mismatches(whole, split))
     losses = [model.train_on(data, lr=0.1) for model in (whole, split)]
     return faults, *losses, _bytes(split) / _bytes(whole)
 
