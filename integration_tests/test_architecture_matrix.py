@@ -71,7 +71,7 @@ def test_parallelized_architecture_equals_single_process(two_ranks: RankPool, na
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "llama, one key head", "nemotron_h", "phi3"])
-def test_four_ranks_agree_too(four_ranks: RankPool, name: str) -> None:
+def test_four_ranks_equal_single_process(four_ranks: RankPool, name: str) -> None:
     found = summarize(four_ranks.run(measure, name, "TP", tp=4, kinds=("ids",)))
     assert (found.status, found.note) == ("right", "")
 

@@ -95,7 +95,7 @@ def own_model(sequence_parallel: bool) -> tuple[list[str], list[float], list[flo
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_model_of_ones_own_trains_as_in_one_process(two_ranks: RankPool, sequence_parallel: bool) -> None:
+def test_a_custom_model_trains_as_in_one_process(two_ranks: RankPool, sequence_parallel: bool) -> None:
     for faults, whole, split, share in two_ranks.run(own_model, sequence_parallel):
         assert faults == []
         assert split == pytest.approx(whole, rel=1e-12)
@@ -121,7 +121,7 @@ def test_the_planner_prints_what_its_page_shows_without_torch() -> None:
     assert done.stdout in (FOLDER / "README.md").read_text()
 
 
-def test_the_planner_refuses_what_cannot_be_dealt_and_what_is_no_plan(tmp_path: Path) -> None:
+def test_the_planner_refuses_sizes_that_do_not_divide_and_invalid_plans(tmp_path: Path) -> None:
     done = planner(*PLANNED, "--tp=3")
     assert done.returncode == 1
     assert "32 heads of 128 (4096 features) cannot be split over tp=3" in done.stderr
@@ -134,7 +134,7 @@ def test_the_planner_refuses_what_cannot_be_dealt_and_what_is_no_plan(tmp_path: 
     )
 
 
-def test_the_plan_that_is_shipped_is_that_of_the_registry() -> None:
+def test_the_shipped_plan_equals_the_plan_of_the_registry() -> None:
     assert Plan.from_json(PLANNED[0].read_text()) == plan_for("LlamaForCausalLM")
 
 
@@ -144,7 +144,7 @@ def rank_bytes() -> int:
     return _bytes(loop.split(loop.small_model(), tp_mesh(), sequence_parallel=False))
 
 
-def test_the_planner_tells_what_every_rank_then_holds(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_the_planner_predicts_the_bytes_of_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
     model = example("bare_loop").small_model()
     numbers = {"head_dim": 16, "num_key_value_groups": 2, "num_key_value_heads": 2}
     parameters = {name: list(parameter.shape) for name, parameter in model.named_parameters()}

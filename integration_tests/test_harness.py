@@ -79,7 +79,7 @@ def own_ranks() -> RankPool:
     pool.close(force=True)
 
 
-def test_one_raising_rank_is_reported_with_its_message_and_the_world_serves_again(own_ranks: RankPool) -> None:
+def test_one_raising_rank_is_reported_with_its_message_and_the_pool_stays_usable(own_ranks: RankPool) -> None:
     own_ranks.run(_rank)
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="rank 1: ValueError: planted on rank 1"):

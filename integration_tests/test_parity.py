@@ -90,7 +90,7 @@ def _labelled_losses(options: dict[str, Any]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("options", [{}, SP], ids=identifier)
-def test_full_logits_serve_the_hugging_face_loss(two_ranks: RankPool, options: dict[str, Any]) -> None:
+def test_full_logits_give_the_hugging_face_loss(two_ranks: RankPool, options: dict[str, Any]) -> None:
     for expected, actual in two_ranks.run(_labelled_losses, options):
         assert actual == pytest.approx(expected, abs=1e-12)
 
