@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from harness.launched import launch
 from harness.layers import gradient_mismatches, tp_mesh
 from harness.models import jitter
 from harness.ranks import RankPool
-from harness.torchrun import torchrun
 from tp_plans import Plan, plan_for
 
 FOLDER = Path(__file__).parents[1] / "docs" / "examples" / "foreign_trainers"
@@ -68,8 +68,8 @@ def test_the_bare_loop_trains_as_in_one_process(two_ranks: RankPool, sequence_pa
         assert whole[-1] != whole[0]
 
 
-def test_the_bare_loop_runs_under_torchrun_and_learns() -> None:
-    job = torchrun(FOLDER / "bare_loop.py", ranks=2, cwd=FOLDER)
+def test_the_bare_loop_runs_on_two_ranks_and_learns() -> None:
+    job = launch(FOLDER / "bare_loop.py", ranks=2, cwd=FOLDER)
     assert job.returncode == 0, job.stderr
     words = job.stdout.split()
     assert float(words[1]) > 2 * float(words[3])
