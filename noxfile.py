@@ -1,4 +1,4 @@
-"""The developer's front door: ``nox -l`` is the menu, and every session works by itself on a fresh clone."""
+"""Sessions for developers: ``nox -l`` lists them, and each one works by itself on a fresh clone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ nox.options.sessions = ["lint", "types", "plans_alone", "tests"]
 PACKAGES = ["tp-plans", "fsdp-runtime", "rl-logprobs"]
 TORCH_VERSIONS = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
 OLDEST_TRANSFORMERS = ["4.57.6", "5.6.2"]
-#: What meets torch's private or changing parts: local modules, meshes, FSDP2, attention over `cp`, weights, fake ranks
-#: of the dry run, process groups, sums and products over the vocabulary, and models as a whole.
+#: Tests of what uses torch's private or changing parts: local modules, meshes, FSDP2, attention over `cp`, weights, fake
+#: ranks of the dry run, process groups, reductions and products over the vocabulary, and full models.
 SUBSET = [
     "packages/tp-plans/tests/torch/test_local.py",
     "packages/tp-plans/tests/torch/test_together.py",
@@ -81,14 +81,14 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run every package's tests and the integration tests on the pinned torch."""
+    """Run every package's tests and the integration tests on the pinned torch, without the slow combinations."""
     install_editable(session, "test")
     session.run("pytest", *PARALLEL, "--junitxml=reports/all.xml", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Run the combinations that ``tests`` covers pairwise only, every one of them."""
+    """Run the slow combinations, of which ``tests`` covers every pair of values."""
     install_editable(session, "test")
     session.run("pytest", *PARALLEL, "--slow", "-m", "slow", *session.posargs, env=ONE_THREAD)
 
@@ -104,7 +104,7 @@ def torch_versions(session: nox.Session, torch: str) -> None:
 @nox.session
 @nox.parametrize("torch", [TORCH_VERSIONS[0], TORCH_VERSIONS[-1]])
 def torch_subset(session: nox.Session, torch: str) -> None:
-    """Run what depends most on torch's version on the oldest and the newest supported one, in a few minutes."""
+    """Run the tests that depend most on torch's version on the oldest and the newest supported one."""
     install_editable(session, "test", torch=torch)
     report = f"--junitxml=reports/subset-torch-{torch}.xml"
     session.run("pytest", *PARALLEL, report, *SUBSET, *session.posargs, env=ONE_THREAD)
@@ -113,7 +113,7 @@ def torch_subset(session: nox.Session, torch: str) -> None:
 @nox.session
 @nox.parametrize("transformers", OLDEST_TRANSFORMERS)
 def transformers_oldest(session: nox.Session, transformers: str) -> None:
-    """Run what meets transformers on the oldest one whose models take our plans, and whose weights are read."""
+    """Run the tests that use transformers on the oldest one whose models take our plans, or whose weights are read."""
     install_editable(session, "test")
     session.install(f"transformers=={transformers}")
     files = [f"packages/tp-plans/tests/torch/test_hugging_face_{name}.py" for name in ("models", "registry")]
@@ -132,7 +132,7 @@ def compatibility(session: nox.Session) -> None:
 
 @nox.session(name="next")
 def next_versions(session: nox.Session) -> None:
-    """Try the newest torch and transformers, pre-releases included; says what fails, and passes all the same."""
+    """Try the newest torch and transformers, pre-releases included; report failures, and pass regardless."""
     install_editable(session, "test")
     session.install("--upgrade", "--pre", "torch", "transformers")
     session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
@@ -162,7 +162,7 @@ def triton(session: nox.Session) -> None:
 
 @nox.session
 def integration(session: nox.Session) -> None:
-    """Run the integration tests: model parity on two and four ranks."""
+    """Run the integration tests alone: model parity on two and four ranks, examples, documentation."""
     install_editable(session, "test")
     session.run("pytest", *PARALLEL, "integration_tests", *session.posargs, env=ONE_THREAD)
 
