@@ -15,8 +15,8 @@ nox.options.sessions = ["lint", "types", "plans_alone", "tests"]
 PACKAGES = ["tp-plans", "fsdp-runtime", "rl-logprobs"]
 TORCH_VERSIONS = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
 OLDEST_TRANSFORMERS = ["4.57.6", "5.6.2"]
-#: Tests of what uses torch's private or changing parts: local modules, meshes, FSDP2, attention over `cp`, weights, fake
-#: ranks of the dry run, process groups, reductions and products over the vocabulary, and full models.
+#: Tests of what uses torch's private or changing parts: local modules, meshes, FSDP2, attention over `cp`, weights,
+#: fake ranks of the dry run, process groups, reductions and products over the vocabulary, and full models.
 SUBSET = [
     "packages/tp-plans/tests/torch/test_local.py",
     "packages/tp-plans/tests/torch/test_together.py",
