@@ -1,4 +1,4 @@
-"""The developer's front door: ``nox -l`` is the menu, and every session works by itself on a fresh clone."""
+"""Sessions for developers: ``nox -l`` lists them, and each one works by itself on a fresh clone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ nox.options.sessions = ["lint", "types", "plans_alone", "tests"]
 PACKAGES = ["tp-plans", "fsdp-runtime", "rl-logprobs"]
 TORCH_VERSIONS = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
 OLDEST_TRANSFORMERS = ["4.57.6", "5.6.2"]
-#: What meets torch's private or changing parts: local modules, meshes, FSDP2, attention over `cp`, weights, fake ranks
-#: of the dry run, process groups, sums and products over the vocabulary, and models as a whole.
+#: Tests of what uses torch's private or changing parts: local modules, meshes, FSDP2, attention over `cp`, weights,
+#: fake ranks of the dry run, process groups, reductions and products over the vocabulary, and full models.
 SUBSET = [
     "packages/tp-plans/tests/torch/test_local.py",
     "packages/tp-plans/tests/torch/test_together.py",
@@ -46,6 +46,10 @@ SUBSET = [
 BENCH_PEERS = ["verl==0.9.1", "megatron-core==0.16.1", "liger-kernel==0.8.5", "nemo-automodel==0.7.0"]
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 DIST, REPORTS = Path("dist"), Path("reports")
+#: Test processes: one for each core, up to four. Each has its own ranks, and a file's tests stay in one process.
+PARALLEL = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--durations=30")
+#: Several processes on few cores: more threads in each would only compete.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 # pip takes wheels from this folder by itself; uv has to be told under its own name.
 FIND_LINKS = os.environ.get("PIP_FIND_LINKS", "").split()
@@ -88,14 +92,21 @@ def demo(session: nox.Session) -> None:
     """Run the main job: GRPO on four CPU ranks, from a checkpoint on disk to a better policy."""
     install_editable(session, "demo")
     torchrun = ("torchrun", "--standalone", "--nproc-per-node=4")
-    session.run(*torchrun, "docs/examples/grpo/train.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run(*torchrun, "docs/examples/grpo/train.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run every package's tests and the integration tests on the pinned torch."""
+    """Run every package's tests and the integration tests on the pinned torch, without the slow combinations."""
     install_editable(session, "test")
-    session.run("pytest", "--junitxml=reports/all.xml", *session.posargs)
+    session.run("pytest", *PARALLEL, "--junitxml=reports/all.xml", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """Run the slow combinations, of which ``tests`` covers every pair of values."""
+    install_editable(session, "test")
+    session.run("pytest", *PARALLEL, "--slow", "-m", "slow", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -103,28 +114,30 @@ def tests(session: nox.Session) -> None:
 def torch_versions(session: nox.Session, torch: str) -> None:
     """Run the tests on one supported torch (several GB to install where only CUDA wheels are offered)."""
     install_editable(session, "test", torch=torch)
-    session.run("pytest", f"--junitxml=reports/all-torch-{torch}.xml", *session.posargs)
+    session.run("pytest", *PARALLEL, f"--junitxml=reports/all-torch-{torch}.xml", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 @nox.parametrize("torch", [TORCH_VERSIONS[0], TORCH_VERSIONS[-1]])
 def torch_subset(session: nox.Session, torch: str) -> None:
-    """Run what depends most on torch's version on the oldest and the newest supported one, in a few minutes."""
+    """Run the tests that depend most on torch's version on the oldest and the newest supported one."""
     install_editable(session, "test", torch=torch)
-    session.run("pytest", f"--junitxml=reports/subset-torch-{torch}.xml", *SUBSET, *session.posargs)
+    report = f"--junitxml=reports/subset-torch-{torch}.xml"
+    session.run("pytest", *PARALLEL, report, *SUBSET, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 @nox.parametrize("transformers", OLDEST_TRANSFORMERS)
 def transformers_oldest(session: nox.Session, transformers: str) -> None:
-    """Run what meets transformers on the oldest one whose models take our plans, and whose weights are read."""
+    """Run the tests that use transformers on the oldest one whose models take our plans, or whose weights are read."""
     install_editable(session, "test")
     session.install(f"transformers=={transformers}")
     files = [f"packages/tp-plans/tests/torch/test_hugging_face_{name}.py" for name in ("models", "registry")]
     files += ["integration_tests/test_parity.py"]
     if transformers != OLDEST_TRANSFORMERS[0]:
         files = [*SUBSET, *files, *map(str, sorted(Path("packages/fsdp-runtime/tests").glob("weights/test_*.py")))]
-    session.run("pytest", f"--junitxml=reports/transformers-{transformers}.xml", *files, *session.posargs)
+    report = f"--junitxml=reports/transformers-{transformers}.xml"
+    session.run("pytest", *PARALLEL, report, *files, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none")
@@ -135,12 +148,12 @@ def compatibility(session: nox.Session) -> None:
 
 @nox.session(name="next")
 def next_versions(session: nox.Session) -> None:
-    """Try the newest torch and transformers, pre-releases included; says what fails, and passes all the same."""
+    """Try the newest torch and transformers, pre-releases included; report failures, and pass regardless."""
     install_editable(session, "test")
     session.install("--upgrade", "--pre", "torch", "transformers")
     session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
     report = "--junitxml=reports/next.xml"
-    session.run("pytest", report, *(session.posargs or SUBSET), success_codes=range(256))
+    session.run("pytest", *PARALLEL, report, *(session.posargs or SUBSET), env=ONE_THREAD, success_codes=range(256))
 
 
 @nox.session
@@ -159,30 +172,30 @@ def triton(session: nox.Session) -> None:
     session.install("triton")
     files = ("with_triton/triton_backend", "softmax/test_torch_kernels", "test_logprobs", "softmax/test_vocab_parallel")
     paths = [f"packages/rl-logprobs/tests/{name}.py" for name in files]
-    environment = {"TRITON_INTERPRET": "1", "RL_LOGPROBS_BACKEND": "triton", "OMP_NUM_THREADS": "1"}
+    environment = {"TRITON_INTERPRET": "1", "RL_LOGPROBS_BACKEND": "triton", **ONE_THREAD}
     session.run("pytest", *paths, *session.posargs, env=environment)
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
-    """Run the integration tests: model parity on two and four ranks."""
+    """Run the integration tests alone: model parity on two and four ranks, examples, documentation."""
     install_editable(session, "test")
-    session.run("pytest", "integration_tests", *session.posargs)
+    session.run("pytest", *PARALLEL, "integration_tests", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def coverage(session: nox.Session) -> None:
     """Measure every architecture with TP and SP on two ranks, and write docs/coverage.md (`-- --help` for more)."""
     install_editable(session, "test")
-    environment = {"PYTHONPATH": "integration_tests", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    session.run("python", "-m", "zoo.run", *session.posargs, env=environment)
+    environment = {"PYTHONPATH": "integration_tests", **ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
+    session.run("python", "-m", "architecture_matrix.run", *session.posargs, env=environment)
 
 
 @nox.session
 def faults(session: nox.Session) -> None:
     """Kill, stop and starve ranks of a training job, damage its files, and check that nothing is lost (`-- --help`)."""
     install_editable(session, "test")
-    session.run("python", "-m", "faults.run", *session.posargs, env={"PYTHONPATH": "integration_tests"})
+    session.run("python", "-m", "faults.run", *session.posargs, env={"PYTHONPATH": "integration_tests", **ONE_THREAD})
 
 
 @nox.session(requires=["dist"], reuse_venv=False)
@@ -253,7 +266,8 @@ def old_beside_new(session: nox.Session, old: str) -> None:
     found = session.run("python", "tools/oldest_release.py", old, new, session.create_tmp(), silent=True)
     folder = str(found).strip().splitlines()[-1]
     session.install("--no-deps", "-e", folder)
-    session.run("pytest", "packages/fsdp-runtime/tests/test_parallelize.py", "integration_tests/test_parity.py")
+    files = ("packages/fsdp-runtime/tests/test_parallelize.py", "integration_tests/test_parity.py")
+    session.run("pytest", *PARALLEL, *files, env=ONE_THREAD)
 
 
 @nox.session(requires=["dist"], reuse_venv=False)

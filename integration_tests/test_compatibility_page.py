@@ -30,7 +30,7 @@ def _report(folder: Path) -> Path:
     return folder / "run.xml"
 
 
-def test_a_report_tells_versions_and_counts(tmp_path: Path) -> None:
+def test_a_report_has_versions_and_counts(tmp_path: Path) -> None:
     run = read_report(_report(tmp_path))
     assert (run.passed, run.failed, run.skipped, run.tests) == (1, 2, 1, "subset")
     assert run.python == ".".join(map(str, sys.version_info[:3]))

@@ -119,7 +119,7 @@ def test_grouped_heads_sliding_windows_and_a_vision_language_models_text(
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["", "right"])
-def test_it_composes_with_every_other_axis(
+def test_context_parallelism_composes_with_every_other_axis(
     four_ranks: RankPool, axes: dict[str, int], options: dict[str, Any], kind: str
 ) -> None:
     _assert_within_bounds(four_ranks.run(_compare, "Qwen3ForCausalLM", axes, kind, **options))
@@ -156,12 +156,12 @@ def _logprobs() -> float:
     return (gathered - expected).abs().max().item()
 
 
-def test_logprobs_of_a_split_sequence_are_those_of_the_whole(four_ranks: RankPool) -> None:
+def test_logprobs_of_a_sharded_sequence_equal_those_of_the_full_sequence(four_ranks: RankPool) -> None:
     assert max(four_ranks.run(_logprobs)) < OUTPUT_BOUND
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_both_packages_mean_the_same_order(ranks: int) -> None:
+def test_both_packages_use_the_same_permutation(ranks: int) -> None:
     layout = SequenceLayout(48, ranks, 0)
     expected = torch.arange(48) if ranks == 1 else rl_logprobs.headtail_permutation(48, ranks)
     assert torch.equal(layout.permutation, expected)

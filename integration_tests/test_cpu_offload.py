@@ -39,7 +39,7 @@ def _offloaded_and_not(mesh: dict[str, int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
-def test_an_offloaded_step_is_the_step(four_ranks: RankPool, mesh: dict[str, int]) -> None:
+def test_an_offloaded_step_equals_the_step_without_offload(four_ranks: RankPool, mesh: dict[str, int]) -> None:
     for found in four_ranks.run(_offloaded_and_not, mesh):
         one, other = found.pop("norms")
         assert one == pytest.approx(other, rel=1e-12)

@@ -163,10 +163,10 @@ def assert_foreseen(pool: Any, case: Any, rank: int) -> None:
 
 
 @pytest.mark.parametrize("case", ON_TWO, ids=told)
-def test_two_ranks_send_and_hold_what_the_dry_run_says(two_ranks: Any, case: Any) -> None:
+def test_dry_run_predicts_traffic_and_memory_of_two_ranks(two_ranks: Any, case: Any) -> None:
     assert_foreseen(two_ranks, case, rank=1)
 
 
 @pytest.mark.parametrize("case", ON_FOUR, ids=told)
-def test_four_ranks_send_and_hold_what_the_dry_run_says(four_ranks: Any, case: Any) -> None:
+def test_dry_run_predicts_traffic_and_memory_of_four_ranks(four_ranks: Any, case: Any) -> None:
     assert_foreseen(four_ranks, case, rank=0)

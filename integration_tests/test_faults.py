@@ -7,7 +7,7 @@ from pathlib import Path
 from faults.campaign import Campaign
 
 
-def test_a_killed_rank_is_named_in_time_and_training_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_in_time_and_training_resumes_with_the_same_losses(tmp_path: Path) -> None:
     (row,) = Campaign(tmp_path, timeout=8.0).run("kill -9 during backward")
     assert row.problems == ()
     assert (row.resumed, row.lost) == (4, 0)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.layers import gradient_faults, tp_mesh
+from harness.launched import launch
+from harness.layers import gradient_mismatches, tp_mesh
 from harness.models import jitter
 from harness.ranks import RankPool
-from harness.torchrun import torchrun
 from tp_plans import Plan, plan_for
 
 FOLDER = Path(__file__).parents[1] / "docs" / "examples" / "foreign_trainers"
@@ -56,7 +56,7 @@ def bare_loop(sequence_parallel: bool) -> tuple[list[str], list[float], list[flo
     data = list(loop.batches(4, "cpu"))
     for model in (whole, split):
         loop.next_token_loss(model, data[0]).backward()
-    faults = list(gradient_faults(whole, split, bound=FLOAT32_INSIDE))
+    faults = list(gradient_mismatches(whole, split, bound=FLOAT32_INSIDE))
     return faults, *(loop.train(model, data, lr=1e-3) for model in (whole, split))
 
 
@@ -68,8 +68,8 @@ def test_the_bare_loop_trains_as_in_one_process(two_ranks: RankPool, sequence_pa
         assert whole[-1] != whole[0]
 
 
-def test_the_bare_loop_runs_under_torchrun_and_learns() -> None:
-    job = torchrun(FOLDER / "bare_loop.py", ranks=2, cwd=FOLDER)
+def test_the_bare_loop_runs_on_two_ranks_and_learns() -> None:
+    job = launch(FOLDER / "bare_loop.py", ranks=2, cwd=FOLDER)
     assert job.returncode == 0, job.stderr
     words = job.stdout.split()
     assert float(words[1]) > 2 * float(words[3])
@@ -89,13 +89,13 @@ def own_model(sequence_parallel: bool) -> tuple[list[str], list[float], list[flo
     data = list(torch.randint(0, module.VOCABULARY, (4, 2, 7)))
     for model in (whole, split):
         model.loss(data[0]).backward()
-    faults = list(gradient_faults(whole, split))
+    faults = list(gradient_mismatches(whole, split))
     losses = [model.train_on(data, lr=0.1) for model in (whole, split)]
     return faults, *losses, _bytes(split) / _bytes(whole)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_model_of_ones_own_trains_as_in_one_process(two_ranks: RankPool, sequence_parallel: bool) -> None:
+def test_a_custom_model_trains_as_in_one_process(two_ranks: RankPool, sequence_parallel: bool) -> None:
     for faults, whole, split, share in two_ranks.run(own_model, sequence_parallel):
         assert faults == []
         assert split == pytest.approx(whole, rel=1e-12)
@@ -121,7 +121,7 @@ def test_the_planner_prints_what_its_page_shows_without_torch() -> None:
     assert done.stdout in (FOLDER / "README.md").read_text()
 
 
-def test_the_planner_refuses_what_cannot_be_dealt_and_what_is_no_plan(tmp_path: Path) -> None:
+def test_the_planner_refuses_sizes_that_do_not_divide_and_invalid_plans(tmp_path: Path) -> None:
     done = planner(*PLANNED, "--tp=3")
     assert done.returncode == 1
     assert "32 heads of 128 (4096 features) cannot be split over tp=3" in done.stderr
@@ -134,7 +134,7 @@ def test_the_planner_refuses_what_cannot_be_dealt_and_what_is_no_plan(tmp_path: 
     )
 
 
-def test_the_plan_that_is_shipped_is_that_of_the_registry() -> None:
+def test_the_shipped_plan_equals_the_plan_of_the_registry() -> None:
     assert Plan.from_json(PLANNED[0].read_text()) == plan_for("LlamaForCausalLM")
 
 
@@ -144,7 +144,7 @@ def rank_bytes() -> int:
     return _bytes(loop.split(loop.small_model(), tp_mesh(), sequence_parallel=False))
 
 
-def test_the_planner_tells_what_every_rank_then_holds(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_the_planner_predicts_the_bytes_of_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
     model = example("bare_loop").small_model()
     numbers = {"head_dim": 16, "num_key_value_groups": 2, "num_key_value_heads": 2}
     parameters = {name: list(parameter.shape) for name, parameter in model.named_parameters()}

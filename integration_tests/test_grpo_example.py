@@ -1,17 +1,17 @@
-"""The GRPO example as a user starts it: four ranks under torchrun, with very few steps."""
+"""The GRPO example with very few steps: once as a user starts it, on four ranks under torchrun, then on two ranks."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from harness.launched import launch
+from harness.torchrun import torchrun
 
 TRAIN = Path(__file__).parents[1] / "docs" / "examples" / "grpo" / "train.py"
 SMALL = ("--warmup-batch=16", "--prompts=8", "--group=4", "--held-out=24", "--report-every=1")
@@ -20,23 +20,12 @@ SMALL = ("--warmup-batch=16", "--prompts=8", "--group=4", "--held-out=24", "--re
 FLOAT32_ROUNDING = 5e-5
 
 
-def train(*arguments: str, ranks: int = 4) -> subprocess.CompletedProcess[str]:
-    """Run the example to its end."""
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    return subprocess.run(
-        [*launcher, str(TRAIN), "--device=cpu", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The output folder and the printed text of one run on two data-parallel times two tensor-parallel ranks."""
     output = tmp_path_factory.mktemp("grpo")
-    job = train(*SMALL, f"--output={output}", "--warmup-steps=3", "--steps=2", "--score-every=1")
+    steps = ("--warmup-steps=3", "--steps=2", "--score-every=1")
+    job = torchrun(TRAIN, "--device=cpu", *SMALL, f"--output={output}", *steps, ranks=4, cwd=output)
     assert job.returncode == 0, job.stderr
     return output, job.stdout
 
@@ -85,14 +74,18 @@ def test_plot_is_a_png(finished: tuple[Path, str]) -> None:
 
 
 def test_a_users_checkpoint_in_bfloat16_without_warmup(finished: tuple[Path, str], tmp_path: Path) -> None:
-    job = train(
+    job = launch(
+        TRAIN,
+        "--device=cpu",
         *SMALL,
         f"--model={finished[0] / 'tuned'}",
         f"--output={tmp_path}",
         "--warmup-steps=0",
         "--steps=1",
         "--dtype=bfloat16",
+        "--activation-checkpointing",
         ranks=2,
+        cwd=tmp_path,
     )
     assert job.returncode == 0, job.stderr
     figures = metrics(tmp_path)
@@ -104,7 +97,7 @@ def test_a_users_checkpoint_in_bfloat16_without_warmup(finished: tuple[Path, str
 
 
 def test_impossible_settings_end_the_job_with_the_reason(tmp_path: Path) -> None:
-    job = train(f"--output={tmp_path}", "--prompts=3", "--tp=1", ranks=2)
+    job = launch(TRAIN, "--device=cpu", f"--output={tmp_path}", "--prompts=3", "--tp=1", ranks=2, cwd=tmp_path)
     assert job.returncode != 0
     assert "ValueError: --prompts 3 must divide by the 2 ranks that sample" in job.stderr
     assert not (tmp_path / "initial").exists()

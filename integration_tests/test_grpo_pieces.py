@@ -115,7 +115,7 @@ def test_clip_stops_only_steps_that_go_further_out(
     assert bool(new.grad.abs().item() > 0) is moves
 
 
-def test_padding_adds_nothing_even_where_its_logprobs_are_wild(grpo: SimpleNamespace) -> None:
+def test_padding_adds_nothing_even_with_extreme_logprobs(grpo: SimpleNamespace) -> None:
     new = torch.tensor([[-1.0, 500.0], [-2.0, -math.inf]], requires_grad=True)
     old = torch.tensor([[-1.1, -500.0], [-2.0, 0.0]])
     mask = torch.tensor([[True, False], [True, False]])
@@ -162,7 +162,7 @@ def test_uneven_parts_are_refused(grpo: SimpleNamespace) -> None:
         ({"warmup_batch": 3}, "--warmup-batch 3 must divide by 2"),
     ],
 )
-def test_batches_that_cannot_be_dealt_are_refused_with_the_numbers(
+def test_batches_that_do_not_divide_are_refused_with_the_numbers(
     grpo: SimpleNamespace, changes: dict[str, int], message: str
 ) -> None:
     settings = grpo.settings.Settings(**changes)
@@ -232,7 +232,7 @@ def test_sampling_stops_behind_the_end_of_text(grpo: SimpleNamespace, generator:
     assert all(len(sample.completion) == 12 for sample in samples if eos not in sample.completion)
 
 
-def test_text_hides_neither_a_missing_end_nor_a_special_token_inside(grpo: SimpleNamespace, generator: Any) -> None:
+def test_text_shows_a_missing_end_and_special_tokens(grpo: SimpleNamespace, generator: Any) -> None:
     tokenizer, sample = generator.tokenizer, grpo.batch.Sample
     answer = tokenizer(" 0247")["input_ids"]
     assert generator.completion_text(sample([1], [*answer, tokenizer.eos_token_id], [])) == " 0247"

@@ -1,14 +1,17 @@
-"""The harness itself: it catches what it is there to catch, and a failing rank does not hang a test."""
+"""The harness itself: it detects deliberate errors, and a failing rank does not hang a test."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
+from itertools import combinations, product
 
 import pytest
 import torch.distributed as dist
 
-from harness import planted
+from harness import mutants
+from harness.pairwise import pairwise, pairwise_first
 from harness.parity import Case, assert_parity, compare
 from harness.ranks import RankPool, RanksFailed
 
@@ -16,7 +19,7 @@ TP = {"tp": 2}
 
 
 def test_unreduced_norm_gradient_is_caught(two_ranks: RankPool) -> None:
-    reports = two_ranks.run(compare, Case("Qwen3ForCausalLM", TP, planted.unreduced_query_norm))
+    reports = two_ranks.run(compare, Case("Qwen3ForCausalLM", TP, mutants.unreduced_query_norm))
     with pytest.raises(AssertionError) as caught:
         assert_parity(reports)
     named = {line.split("gradient of ")[1].split(" ")[0] for line in str(caught.value).splitlines()}
@@ -24,22 +27,32 @@ def test_unreduced_norm_gradient_is_caught(two_ranks: RankPool) -> None:
 
 
 def test_bias_added_twice_is_caught(two_ranks: RankPool) -> None:
-    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, planted.bias_added_twice))
+    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, mutants.bias_added_twice))
     with pytest.raises(AssertionError, match="rank 0: output off by"):
         assert_parity(reports)
 
 
 def test_broken_tie_is_caught(two_ranks: RankPool) -> None:
-    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, planted.broken_tie, model={"tied": True}))
+    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, mutants.broken_tie, model={"tied": True}))
     with pytest.raises(AssertionError, match=r"ties: the reference shares .*lm_head\.weight"):
         assert_parity(reports)
 
 
 def test_gradient_wrong_on_one_rank_only_is_caught_there(two_ranks: RankPool) -> None:
-    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, planted.wrong_on_rank_one))
+    reports = two_ranks.run(compare, Case("LlamaForCausalLM", TP, mutants.wrong_on_rank_one))
     with pytest.raises(AssertionError, match=r"rank 1: gradient of model\.norm\.weight") as caught:
         assert_parity(reports)
     assert "rank 0" not in str(caught.value)
+
+
+def test_a_pairwise_cover_has_every_pair_in_a_third_of_the_combinations() -> None:
+    factors = ("abcde", "xyz", (False, True), (0, 1))
+    found = pairwise(*factors)
+    for (i, first), (j, second) in combinations(enumerate(factors), 2):
+        assert {(each[i], each[j]) for each in found} == set(product(first, second))
+    marked = [bool(each.marks) for each in pairwise_first(*factors)]
+    assert (len(marked), marked.count(False)) == (60, len(found))
+    assert len(found) <= 20
 
 
 def _raise_on_rank_one() -> int:
@@ -66,13 +79,21 @@ def own_ranks() -> RankPool:
     pool.close(force=True)
 
 
-def test_one_raising_rank_is_reported_with_its_message_and_the_world_serves_again(own_ranks: RankPool) -> None:
+def test_one_raising_rank_is_reported_with_its_message_and_the_pool_stays_usable(own_ranks: RankPool) -> None:
     own_ranks.run(_rank)
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="rank 1: ValueError: planted on rank 1"):
         own_ranks.run(_raise_on_rank_one)
     assert time.monotonic() - start < 30
     assert own_ranks.run(_rank) == [0, 1]
+
+
+def _is_preloaded() -> bool:
+    return "harness.preload" in sys.modules
+
+
+def test_ranks_start_with_their_imports_done(own_ranks: RankPool) -> None:
+    assert own_ranks.run(_is_preloaded) == [True, True]
 
 
 def test_a_dead_rank_is_reported(own_ranks: RankPool) -> None:

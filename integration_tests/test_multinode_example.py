@@ -91,7 +91,7 @@ def test_two_nodes_under_slurm_train_as_one_process(alone: list[float], tmp_path
 
 
 @pytest.mark.parametrize(("script", "variable"), [("torchrun.sh", "NODES"), ("slurm.sbatch", "SLURM_SUBMIT_DIR")])
-def test_a_script_that_is_started_otherwise_says_what_it_needs(script: str, variable: str) -> None:
+def test_a_script_started_without_its_launcher_names_the_missing_variable(script: str, variable: str) -> None:
     process = start("bash", FOLDER / script)
     assert process.wait(timeout=60) != 0
     assert variable in process.communicate()[1]

@@ -40,7 +40,7 @@ def test_the_plan_is_one_file_of_about_twenty_lines() -> None:
     assert f"`{'`, `'.join(FILES)}`" == "`look.py`, `gptj_plan.py`, `prove.py`"
 
 
-def test_the_guide_shows_what_nobody_else_has() -> None:
+def test_transformers_has_no_plan_for_the_model_of_the_guide() -> None:
     from transformers import GPTJConfig
 
     assert getattr(GPTJConfig, "base_model_tp_plan", None) is None

@@ -52,7 +52,7 @@ def test_a_comment_begins_a_part_with_ranks_of_its_own(page: Path) -> None:
     assert [(part.ranks, len(part.blocks)) for part in pages.parts(page)] == [(0, 2), (2, 1)]
 
 
-def test_only_the_broken_promise_is_a_fault_and_names_its_line(page: Path, tmp_path: Path) -> None:
+def test_only_a_wrong_output_is_reported_with_its_line(page: Path, tmp_path: Path) -> None:
     first, second = pages.parts(page)
     assert pages.run_part(first, {}, tmp_path) == ["page.md:11 promises 'a-3' and prints 'a-2'"]
     assert pages.run_part(second, {}, tmp_path) == []

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_runtime import FSDPOptions, parallelize
 from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
+from harness.pairwise import pairwise_first
 from harness.parity import Case, assert_parity, compare, mesh_for
 from harness.ranks import RankPool
 
@@ -37,10 +38,11 @@ def ranks(request: pytest.FixtureRequest, mesh: dict[str, int]) -> RankPool:
     return request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[world])
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("options", [{}, SP], ids=identifier)
-@pytest.mark.parametrize("mesh", [TP, TP_FSDP, HSDP_TP], ids=identifier)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "mesh", "options", "tied"),
+    pairwise_first(ARCHITECTURES, [TP, TP_FSDP, HSDP_TP], [{}, SP], [False, True]),
+    ids=identifier,
+)
 def test_tensor_parallel_model_equals_single_process(
     ranks: RankPool, architecture: str, mesh: dict[str, int], options: dict[str, Any], tied: bool
 ) -> None:
@@ -89,7 +91,7 @@ def _labelled_losses(options: dict[str, Any]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("options", [{}, SP], ids=identifier)
-def test_full_logits_serve_the_hugging_face_loss(two_ranks: RankPool, options: dict[str, Any]) -> None:
+def test_full_logits_give_the_hugging_face_loss(two_ranks: RankPool, options: dict[str, Any]) -> None:
     for expected, actual in two_ranks.run(_labelled_losses, options):
         assert actual == pytest.approx(expected, abs=1e-12)
 

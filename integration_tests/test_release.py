@@ -68,7 +68,7 @@ def test_a_package_in_order_passes(tree: Path) -> None:
     assert _said(tree) == ""
 
 
-def test_another_version_is_refused_everywhere_where_it_stands(tree: Path) -> None:
+def test_another_version_is_refused_in_every_place(tree: Path) -> None:
     said = _said(tree, "0.3.0")
     assert "no entry for 0.3.0; there are ['0.2.0']" in said
     assert "__version__ is '0.2.0', and 0.3.0 is to be released" in said

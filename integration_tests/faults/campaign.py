@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from faults.disk import DAMAGE, small_disk
+from faults.inject import STRUCK, Fault
 from faults.job import SAVE_EVERY, Settings, losses
 from faults.launch import RANKS, Ended, launch
-from faults.plant import STRUCK, Fault
 
 STEPS = 8
 #: The step in which a fault strikes, by phase: states are saved in steps 1, 3 and 5, counted from 0.
@@ -23,7 +23,7 @@ DUE = {"forward": 4, "backward": 4, "save": 4, "stream": 6}
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one fault.
+    """The outcome of one fault.
 
     Args:
         fault: in words.
@@ -71,20 +71,20 @@ class Campaign:
 
     def _attempts(self) -> dict[str, Callable[[Path, str], Row]]:
         return {
-            **{f"kill -9 during {phase}": self._planted("kill", phase) for phase in MOMENTS},
-            "kill -9 of rank 0 during backward": self._planted("kill", "backward", 0),
-            "kill -9 of rank 0 during save": self._planted("kill", "save", 0),
-            "SIGSTOP during backward": self._planted("stop", "backward"),
-            "SIGSTOP of rank 0 during forward": self._planted("stop", "forward", 0),
-            "exception during forward": self._planted("raise", "forward"),
-            "SIGTERM to one rank during backward": self._planted("terminate", "backward"),
-            "one rank's files may not grow, save": self._planted("full", "save"),
+            **{f"kill -9 during {phase}": self._injected("kill", phase) for phase in MOMENTS},
+            "kill -9 of rank 0 during backward": self._injected("kill", "backward", 0),
+            "kill -9 of rank 0 during save": self._injected("kill", "save", 0),
+            "SIGSTOP during backward": self._injected("stop", "backward"),
+            "SIGSTOP of rank 0 during forward": self._injected("stop", "forward", 0),
+            "exception during forward": self._injected("raise", "forward"),
+            "SIGTERM to one rank during backward": self._injected("terminate", "backward"),
+            "one rank's files may not grow, save": self._injected("full", "save"),
             **{f"{damage}, load": self._damaged(damage) for damage in DAMAGE},
             "full disk during save": self._full_disk,
         }
 
-    def _planted(self, kind: str, phase: str, rank: int | None = None) -> Callable[[Path, str], Row]:
-        """A fault of one rank, a random one unless told."""
+    def _injected(self, kind: str, phase: str, rank: int | None = None) -> Callable[[Path, str], Row]:
+        """A fault of one rank, a random one by default."""
         chosen = self._random.randrange(RANKS)
         fault = Fault(kind, phase, chosen if rank is None else rank, MOMENTS[phase])
 
@@ -154,11 +154,11 @@ class Campaign:
 
 def _problems(ended: Sequence[Ended], *words: str, good: bool = False) -> list[str]:
     """Ranks that did not end as they must, or did not say what they must."""
-    told = [
+    missing = [
         f"nothing of {word!r} in {each.stderr[-500:]!r}" for each in ended for word in words if word not in each.stderr
     ]
     wrong = [each for each in ended if each.status is None or (each.status == 0) != good]
-    return [*told, *(f"a rank ended with {each.status}" for each in wrong)]
+    return [*missing, *(f"a rank ended with {each.status}" for each in wrong)]
 
 
 def _spread(ended: Sequence[Ended]) -> float:

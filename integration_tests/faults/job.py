@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from transformers import Qwen3ForCausalLM  # noqa: F401 (imported once for all ranks, before they are forked)
 
 import fsdp_runtime
-from faults.plant import Fault, Planted
+from faults.inject import Fault, InjectedFault
 from harness.models import tiny_inputs, tiny_model
 
 #: A state is saved after every so many steps.
@@ -80,7 +79,7 @@ def train(settings: Settings) -> None:
     """Train as a user's loop does, and write down every loss."""
     torch.set_num_threads(1)
     training = Training()
-    planted = Planted(settings.fault, training.model, Path(settings.folder))
+    injected = InjectedFault(settings.fault, training.model, Path(settings.folder))
     losses = Path(settings.folder, f"losses-{dist.get_rank()}.jsonl")
     with (
         fsdp_runtime.stop_on_signal() as must_stop,
@@ -90,7 +89,7 @@ def train(settings: Settings) -> None:
         with monitor.phase("load"):
             first = training.load(settings.resume) if settings.resume else 0
         for step in range(first, settings.steps):
-            planted.begin(step)
+            injected.begin(step)
             with monitor.phase("forward"):
                 loss = training.loss()
             with monitor.phase("backward"):
@@ -104,7 +103,7 @@ def train(settings: Settings) -> None:
                     training.save(settings.states, step + 1)
             with monitor.phase("stream"):
                 for number, _ in enumerate(fsdp_runtime.stream_weights(training.model, bucket_bytes=2**14)):
-                    planted.streamed(number)
+                    injected.streamed(number)
             if last:
                 break
     dist.destroy_process_group()

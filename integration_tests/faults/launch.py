@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import sys
@@ -12,6 +11,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from faults.job import Settings, train
+from harness.processes import preloaded_context
 
 RANKS = 4
 
@@ -41,8 +41,7 @@ def launch(
     """
     folder = Path(settings.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["faults.job"])
+    context = preloaded_context()
     port = _free_port()
     processes: list[BaseProcess] = [context.Process(target=_rank, args=(settings, r, port)) for r in range(RANKS)]
     for process in processes:

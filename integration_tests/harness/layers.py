@@ -1,4 +1,4 @@
-"""Whether one parallelized layer computes what it computes whole: output, input gradient, parameters' gradients.
+"""Comparison of one parallelized layer with the unsharded one: output, input gradient, parameters' gradients.
 
 Everything is in float64, where summation order costs about 1e-15, so the bound leaves no room for a small error.
 """
@@ -46,7 +46,7 @@ def arriving(tensor: Tensor, layout: layouts.Layout, *, plain: bool) -> Tensor:
     return spread.to_local() if plain else spread
 
 
-def faults(
+def mismatches(
     build: Callable[[], nn.Module],
     rules: Mapping[str, Style],
     whole: Tensor,
@@ -57,7 +57,7 @@ def faults(
     leaves_plain: bool = True,
     keyword: str | None = None,
 ) -> list[str]:
-    """What one rank finds wrong with a parallelized layer; every rank must call it.
+    """Return the differences of a parallelized layer from the unsharded one on this rank; every rank must call it.
 
     Args:
         build: makes the layer.
@@ -81,14 +81,14 @@ def faults(
     _weighted_sum(output, weights, leaves).backward()
 
     return [
-        *_output_faults(output, expected, leaves, plain=leaves_plain),
+        *_output_mismatches(output, expected, leaves, plain=leaves_plain),
         *(_difference("the input's gradient", ours.grad, theirs.grad) if floats else ()),
-        *gradient_faults(reference, candidate),
+        *gradient_mismatches(reference, candidate),
     ]
 
 
-def gradient_faults(reference: nn.Module, candidate: nn.Module, *, bound: float = BOUND) -> Iterator[str]:
-    """Parameters whose gradient on this rank is not this rank's part of the reference's, in the same layout."""
+def gradient_mismatches(reference: nn.Module, candidate: nn.Module, *, bound: float = BOUND) -> Iterator[str]:
+    """Yield the parameters whose gradient is not this rank's shard of the reference's, in the same placements."""
     expected = dict(reference.named_parameters())
     for name, parameter in candidate.named_parameters():
         wanted, actual = expected[name].grad, parameter.grad
@@ -109,7 +109,7 @@ def _weighted_sum(output: Tensor, weights: Tensor, layout: layouts.Layout) -> Te
     return (output * _own(weights, layout)).sum()
 
 
-def _output_faults(output: Tensor, expected: Tensor, layout: layouts.Layout, *, plain: bool) -> Iterator[str]:
+def _output_mismatches(output: Tensor, expected: Tensor, layout: layouts.Layout, *, plain: bool) -> Iterator[str]:
     if isinstance(output, DTensor) is plain:
         yield f"the output is a {type(output).__name__}"
     if isinstance(output, DTensor):

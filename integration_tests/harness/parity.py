@@ -1,9 +1,9 @@
-"""Whether a parallelized model computes what the single-process model computes, on every rank.
+"""Comparison of a parallelized model with the single-process model, on every rank.
 
-Each rank builds the same tiny model twice, runs one copy whole and the other parallelized, and compares the
-output and every parameter's gradient: this rank's part of it against the same part of the reference's, cut here
-by our own arithmetic.  So a gradient that is wrong on one rank only, still a partial sum, or laid out otherwise
-than its parameter is found and named.
+Each rank builds the same tiny model twice, runs one copy unsharded and the other parallelized, and compares the
+output and every parameter's gradient: this rank's shard against the same shard of the reference's gradient, which is
+computed here without DTensor.  So a gradient that is wrong on one rank only, still a partial sum, or sharded
+differently from its parameter is found and named.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,38 +63,67 @@ class RankReport:
 
 def compare(case: Case) -> RankReport:
     """Run one case on this rank; every rank of the world must call it."""
-    reference = tiny_model(case.architecture, **case.model)
-    candidate = copy.deepcopy(reference)
+    reference = _reference(case.architecture, tuple(sorted(case.model.items())), case.length, case.padding, case.inputs)
     mesh = mesh_for(case.mesh)
-    candidate = case.parallelize(candidate, mesh, **case.options)
+    candidate = case.parallelize(copy.deepcopy(reference.model), mesh, **case.options)
 
-    inputs = _inputs(reference, case)
-    if case.padding is not None:
-        inputs["attention_mask"] = padding_mask(inputs["input_ids"], case.padding)
-    expected = logits_of(reference, inputs)
-    weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
-    if case.padding is not None:
-        weights = weights * inputs["attention_mask"].unsqueeze(-1)  # what padding positions compute is undefined
-    (expected * weights).sum().backward()
-
+    weights = reference.weights
     own = _own_rows(len(weights), mesh)
-    logits = logits_of(candidate, {name: value[own] for name, value in inputs.items()})
+    logits = logits_of(candidate, {name: value[own] for name, value in reference.inputs.items()})
     # FSDP averages over the data-parallel ranks, each of which has its own share of the sum.
     (logits * weights[own]).sum().mul(_data_parallel_size(mesh)).backward()
     return RankReport(
-        output_error=largest((logits - expected[own]) * (weights[own] != 0)),
-        gradient_errors=_gradient_errors(reference, candidate),
-        problems=[*_structural_problems(reference, candidate)],
+        output_error=largest((logits - reference.logits[own]) * (weights[own] != 0)),
+        gradient_errors=_gradient_errors(reference.gradients, candidate),
+        problems=[*_structural_problems(reference.model, candidate)],
     )
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """The single-process model, the inputs, and what it computes from them.
+
+    Args:
+        model: the model, without gradients.
+        inputs: keyword arguments of its forward.
+        weights: those of the loss, a weighted sum of the logits.
+        logits: the output.
+        gradients: each parameter's gradient of the loss.
+    """
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+    weights: Tensor
+    logits: Tensor
+    gradients: dict[str, Tensor | None]
+
+
+@lru_cache(maxsize=32)
+def _reference(
+    architecture: str, options: tuple[tuple[str, Any], ...], length: int, padding: str | None, kind: str
+) -> _Reference:
+    """Run the single-process model; cases that differ in mesh or parallelism only share the result."""
+    model = tiny_model(architecture, **dict(options))
+    inputs = _inputs(model, kind, length)
+    if padding is not None:
+        inputs["attention_mask"] = padding_mask(inputs["input_ids"], padding)
+    logits = logits_of(model, inputs)
+    weights = torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(2))
+    if padding is not None:
+        weights = weights * inputs["attention_mask"].unsqueeze(-1)  # what padding positions compute is undefined
+    (logits * weights).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return _Reference(model, inputs, weights, logits.detach(), gradients)
 
 
 def assert_parity(
     reports: Iterable[RankReport], *, output: float = OUTPUT_BOUND, gradient: float = GRADIENT_BOUND
 ) -> None:
     """Raise one ``AssertionError`` that names every rank, parameter and error beyond its bound."""
-    faults = [fault for rank, report in enumerate(reports) for fault in _faults(rank, report, output, gradient)]
-    if faults:
-        raise AssertionError("\n".join(faults))
+    found = [each for rank, report in enumerate(reports) for each in _mismatches(rank, report, output, gradient)]
+    if found:
+        raise AssertionError("\n".join(found))
 
 
 def mesh_for(axes: Mapping[str, int]) -> DeviceMesh:
@@ -126,11 +156,11 @@ def _is_strided(placement: Any) -> bool:
     return type(placement).__name__ == "_StridedShard"
 
 
-def _inputs(model: nn.Module, case: Case) -> dict[str, Tensor]:
-    inputs = tiny_inputs(model, batch=4, length=case.length)
-    if case.inputs == "positions":
-        inputs["position_ids"] = (torch.arange(case.length) + 3).expand_as(inputs["input_ids"])
-    elif case.inputs == "embeddings":
+def _inputs(model: nn.Module, kind: str, length: int) -> dict[str, Tensor]:
+    inputs = tiny_inputs(model, batch=4, length=length)
+    if kind == "positions":
+        inputs["position_ids"] = (torch.arange(length) + 3).expand_as(inputs["input_ids"])
+    elif kind == "embeddings":
         ids = inputs.pop("input_ids")
         table = next(model.parameters())
         inputs["inputs_embeds"] = torch.randn(
@@ -166,8 +196,7 @@ def _own_rows(batch: int, mesh: DeviceMesh) -> slice:
     return slice(start, start + share)
 
 
-def _gradient_errors(reference: nn.Module, candidate: nn.Module) -> dict[str, float]:
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+def _gradient_errors(expected: Mapping[str, Tensor | None], candidate: nn.Module) -> dict[str, float]:
     # Some gradients vanish mathematically (a key bias shifts every score of a query alike), and what is left of
     # them is rounding: errors are measured against no less than this share of the model's largest gradient.
     floor = 1e-9 * max(largest(gradient) for gradient in expected.values() if gradient is not None)
@@ -210,7 +239,7 @@ def ties(model: nn.Module) -> list[list[str]]:
     return sorted(sorted(names) for names in owners.values() if len(names) > 1)
 
 
-def _faults(rank: int, report: RankReport, output: float, gradient: float) -> Iterable[str]:
+def _mismatches(rank: int, report: RankReport, output: float, gradient: float) -> Iterable[str]:
     if not report.output_error <= output:
         yield f"rank {rank}: output off by {report.output_error:.2e} (bound {output:.0e})"
     for name, error in report.gradient_errors.items():

@@ -1,18 +1,52 @@
-"""Fixtures that hand a test a running world; one world a size serves the whole session."""
+"""Settings, markers and fixtures of all tests; one pool of ranks of each size serves the whole session."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from _pytest.junitxml import xml_key
 from hypothesis import settings
 
+from harness.environment import environment
 from harness.ranks import RankPool
-from harness.where import where
+
+# Ranks run one thread each; more threads in the process of the tests would compete with them for the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("any machine", deadline=None)  # a busy one exceeds hypothesis's 200 ms at times
 settings.load_profile("any machine")
+
+#: Fixtures whose tests run on several processes.
+RANK_FIXTURES = frozenset({"ranks", "own_ranks", "two_ranks", "four_ranks"})
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Write the versions into the report of ``--junitxml``, for tools/compatibility.py.
+
+    The fixture ``record_testsuite_property`` would write them in pytest-xdist's workers, which have no report.
+    """
+    report = session.config.stash.get(xml_key, None)
+    if report is not None:
+        for name, value in environment(session.config).items():
+            report.add_global_property(name, value)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--slow``."""
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow (see nox -s slow)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that run on ranks, so that ``-m "not ranks"`` leaves them out; leave out slow ones by default."""
+    for item in items:
+        if RANK_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("ranks")
+    if not config.option.slow:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:
@@ -31,13 +65,6 @@ def two_ranks() -> Iterator[RankPool]:
 def four_ranks() -> Iterator[RankPool]:
     """Four gloo ranks, started on first use."""
     yield from _pool(4)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def report_says_where(request: pytest.FixtureRequest, record_testsuite_property: Callable[[str, object], None]) -> None:
-    """Put the versions into the report of ``--junitxml``, for tools/compatibility.py."""
-    for name, value in where(request.config).items():
-        record_testsuite_property(name, value)
 
 
 @pytest.fixture(autouse=True)

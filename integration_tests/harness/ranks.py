@@ -1,14 +1,13 @@
 """Persistent worker processes that form one gloo world.
 
-Importing torch and transformers costs seconds a process, so the processes are started once and every
-test sends them a function.  A failure on any rank reaches the test as one exception that holds what each
-rank said; a world that may be out of step afterwards (a rank died, or hangs) is replaced by a new one.
+The processes are forked from one that has imported torch and transformers, are started once, and every test
+sends them a function.  A failure on any rank reaches the test as one exception that holds the error of each
+rank; a world that may be out of step afterwards (a rank died, or hangs) is replaced by a new one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import tempfile
 import time
@@ -17,7 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
+
+from harness.processes import preloaded_context
 
 #: After one rank has failed, how long the others may take to finish before they count as stranded.
 GRACE_SECONDS = 10.0
@@ -91,7 +93,7 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
 
     def run(self, function: Callable[..., Any], /, *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
@@ -131,7 +133,7 @@ class RankPool:
     def _start(self) -> None:
         if self._processes:
             return
-        context = multiprocessing.get_context("spawn")
+        context = preloaded_context()
         store = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

@@ -79,7 +79,7 @@ def test_the_tuned_checkpoint_is_an_ordinary_one_with_other_weights(finished: tu
     assert all(not torch.equal(before[name], weight) for name, weight in tuned.state_dict().items())
 
 
-def test_what_a_trainer_rank_refuses_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+def test_a_refusal_of_a_trainer_rank_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     job = drive("--warmup-steps=0", "--prompts=3", "--group=1", f"--output={tmp_path}")
     assert job.returncode != 0
     assert "ValueError: --prompts 3 times --group 1 makes 3 samples, which must divide by 2" in job.stderr

@@ -61,7 +61,7 @@ def chunks(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def padded_length(samples: Sequence[Sample], multiple: int = 8) -> int:
+def padded_length(samples: Sequence[Sample], multiple: int = 4) -> int:
     """The longest sample's length in tokens, rounded up so that a run sees only a few shapes."""
     longest = max(len(sample.prompt) + len(sample.completion) for sample in samples)
     return -(-longest // multiple) * multiple

@@ -21,15 +21,17 @@ class Settings:
     tp: Annotated[int, "ranks that split each layer (tensor parallelism)"] = 2
     sequence_parallel: Annotated[bool, "split the activations between layers over tp, too"] = True
 
-    warmup_steps: Annotated[int, "supervised steps; 0 starts from the checkpoint as it is"] = 140
-    warmup_batch: Annotated[int, "texts in a supervised step"] = 256
+    activation_checkpointing: Annotated[bool, "recompute each block in backward instead of keeping it"] = False
+
+    warmup_steps: Annotated[int, "supervised steps; 0 starts from the checkpoint as it is"] = 120
+    warmup_batch: Annotated[int, "texts in a supervised step"] = 128
     warmup_lr: Annotated[float, "peak learning rate of the supervised steps"] = 5e-3
 
-    steps: Annotated[int, "GRPO steps"] = 60
+    steps: Annotated[int, "GRPO steps"] = 30
     prompts: Annotated[int, "prompts in a GRPO step"] = 32
     group: Annotated[int, "samples for each prompt"] = 8
     updates: Annotated[int, "optimizer steps that a GRPO step's samples are cut into"] = 2
-    lr: Annotated[float, "peak learning rate of the GRPO steps"] = 4e-4
+    lr: Annotated[float, "peak learning rate of the GRPO steps"] = 8e-4
     temperature: Annotated[float, "sampling temperature of the GRPO steps"] = 1.0
     clip: Annotated[float, "how far a token's probability ratio may move before its gradient is cut"] = 0.2
     max_grad_norm: Annotated[float, "gradient norm to clip to"] = 1.0

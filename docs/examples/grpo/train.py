@@ -76,7 +76,7 @@ def set_up(settings: Settings) -> Run:
         settings=settings,
         mesh=mesh,
         device=device,
-        trainer=Trainer(config, folder, mesh, dtype, sequence_parallel),
+        trainer=Trainer(config, folder, mesh, dtype, sequence_parallel, settings.activation_checkpointing),
         tokenizer=tokenizer,
         generator=generator,
         report=Report(visible=rank == 0, every=settings.report_every),

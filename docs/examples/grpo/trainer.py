@@ -25,6 +25,7 @@ class Trainer:
         mesh: A mesh from ``fsdp_runtime.MeshSpec``.
         dtype: What to compute in. Weights, gradients and optimizer states are float32 whatever it is.
         sequence_parallel: Whether activations between layers are split over the ``tp`` axis.
+        activation_checkpointing: Recompute each block in backward instead of keeping its activations.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Trainer:
         mesh: DeviceMesh,
         dtype: torch.dtype,
         sequence_parallel: bool,
+        activation_checkpointing: bool,
     ) -> None:
         with fsdp_runtime.meta_device():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -45,7 +47,7 @@ class Trainer:
             mesh,
             plan="auto",
             sequence_parallel=sequence_parallel,
-            activation_checkpointing="block",
+            activation_checkpointing="block" if activation_checkpointing else "none",
             fsdp=fsdp_runtime.FSDPOptions(mp_policy=policy),
         )
         fsdp_runtime.load_weights(self.model, checkpoint)
@@ -53,7 +55,8 @@ class Trainer:
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments, as at the start of a new phase of training."""
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+        # Fused: one operator for all parameters, where dispatching several for each would cost more than they compute.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
         """``[batch, seq]``: the log-prob of each target with gradient, zero where there is none.

@@ -123,7 +123,9 @@ class TrainerActor:
             settings=settings,
             mesh=mesh,
             device=torch.device("cpu"),
-            trainer=Trainer(config, self._checkpoint, mesh, dtype, sequence_parallel),
+            trainer=Trainer(
+                config, self._checkpoint, mesh, dtype, sequence_parallel, settings.activation_checkpointing
+            ),
             tokenizer=AutoTokenizer.from_pretrained(self._checkpoint),
             generator=None,
             report=Report(visible=False),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 from collections.abc import Sequence
 
 import pytest
@@ -20,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_runtime import WeightsError
 from fsdp_runtime.sharded.shard_offsets import dtensor_slices, local_slices
 from harness.parity import mesh_for
+from harness.processes import preloaded_context
 from harness.ranks import RankPool
 
 SIZES = (1, 2, 3, 5, 8, 9, 131)
@@ -85,7 +85,7 @@ def _uneven_shard(rank: int) -> tuple[list[float], list[float]]:
 
 def test_uneven_shards_over_tp_lie_where_fsdp_puts_them() -> None:
     """DTensor's own arithmetic gives the last row to rank (2, 0), and FSDP2 leaves it on rank (2, 1)."""
-    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as processes:
+    with preloaded_context().Pool(2, maxtasksperchild=1) as processes:
         assert processes.map(_uneven_shard, [4, 5], chunksize=1) == [([], []), ([6.0], [6.0])]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -30,6 +29,7 @@ from fsdp_runtime.training_state import load_training_state, save, save_training
 from fsdp_runtime.training_state.snapshot import NamedTensor, chunks_to_write
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for, own_part
+from harness.processes import preloaded_context
 from harness.ranks import RankPool, RanksFailed
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -187,7 +187,7 @@ def _shard_of_seven_rows(rank: int) -> list[tuple[list[int], list[float]]]:
 
 def test_uneven_shards_over_tp_are_written_where_fsdp_has_them() -> None:
     """DTensor's own offsets would write the last row twice or not at all."""
-    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as processes:
+    with preloaded_context().Pool(2, maxtasksperchild=1) as processes:
         written = [part for parts in processes.map(_shard_of_seven_rows, range(6), chunksize=1) for part in parts]
     assert sorted(value for _, values in written for value in values) == [0, 1, 2, 3, 4, 5, 6]
     for (start, stop), values in written:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from architecture_matrix.table import entries, tiny_model
 from fsdp_runtime import ConversionError, MismatchError
 from fsdp_runtime._transformers_compat import Conversion
 from fsdp_runtime.weights import load_weights, save_weights, stream_weights
@@ -23,7 +24,6 @@ from fsdp_runtime.weights.conversion.trace import traced_input
 from harness.memory import LiveBytes
 from harness.parity import mesh_for, own_part
 from harness.ranks import RankPool
-from zoo.table import entries, tiny_model
 
 #: Experts merged; experts merged beside fused shared ones; one fused tensor cut in two; rows interleaved.  The oldest
 #: supported transformers has no plan for the last two.

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from harness.layers import gradient_faults, parallelized, tp_mesh
+from harness.layers import gradient_mismatches, parallelized, tp_mesh
 from harness.models import jitter
 from harness.ranks import RanksFailed
 from tp_plans import (
@@ -107,7 +107,7 @@ def model_faults(rules, **options):
     candidate = parallelized(reference, rules)
     off = (step(candidate) - step(reference)).abs().max().item()
     return [
-        *gradient_faults(reference, candidate),
+        *gradient_mismatches(reference, candidate),
         *([f"output off by {off}"] if off > 1e-12 else []),
         *local_tensors(candidate),
     ]
@@ -148,7 +148,7 @@ def frozen_faults():
     step(candidate)
     trained = {name for name, parameter in candidate.named_parameters() if parameter.requires_grad}
     assert trained == {"norm.weight", "norm.bias", "head.weight"}
-    return list(gradient_faults(reference, candidate))
+    return list(gradient_mismatches(reference, candidate))
 
 
 def test_frozen_parameters_stay_frozen_and_the_rest_trains_alike(two_ranks):
@@ -183,7 +183,7 @@ def copied_step(rules):
                 parameter.mul_(1.25)
     off = (step(copied) - step(reference)).abs().max().item()
     touched = [name for name, parameter in original.named_parameters() if parameter.grad is not None]
-    found = [*gradient_faults(reference, copied), *touched, *local_tensors(copied), *local_tensors(original)]
+    found = [*gradient_mismatches(reference, copied), *touched, *local_tensors(copied), *local_tensors(original)]
     return off, found
 
 
@@ -294,7 +294,7 @@ def sharing_faults():
     value = torch.ones(3, HIDDEN, dtype=torch.float64)
     reference(value).sum().backward()
     candidate(value).full_tensor().sum().backward()
-    return list(gradient_faults(reference, candidate))
+    return list(gradient_mismatches(reference, candidate))
 
 
 def test_a_module_at_two_places_of_one_rule_is_split_once(two_ranks):

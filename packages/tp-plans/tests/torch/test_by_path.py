@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from harness.layers import gradient_faults, parallelized, tp_mesh
+from harness.layers import gradient_mismatches, parallelized, tp_mesh
 from harness.models import jitter
 from harness.ranks import RanksFailed
 from tp_plans import ColwiseParallel, ParallelAttention, ParameterStyle, Plan, RowwiseParallel
@@ -65,7 +65,7 @@ def found(apply, rules):
     reference = model()
     candidate = apply(reference, rules)
     same = (step(candidate) - step(reference)).abs().max() < 1e-12
-    return bool(same), list(gradient_faults(reference, candidate))
+    return bool(same), list(gradient_mismatches(reference, candidate))
 
 
 @pytest.mark.parametrize("apply", [by_path, parallelized])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from harness.layers import gradient_faults, parallelized
+from harness.layers import gradient_mismatches, parallelized
 from harness.models import tiny_model
 from tp_plans import plan_for
 
@@ -28,7 +28,7 @@ def compiled_faults(blocks, sequence_parallel):
     off = (outputs[0] - outputs[1]).abs().max().item()
     left = [name for name, parameter in compiled.named_parameters() if not isinstance(parameter, DTensor)]
     graphs = counters["stats"]["unique_graphs"]
-    return off < 1e-5, list(gradient_faults(reference, compiled, bound=1e-4)), left, graphs
+    return off < 1e-5, list(gradient_mismatches(reference, compiled, bound=1e-4)), left, graphs
 
 
 # Under sequence parallelism a second block would compile once more, and none after it: the stream that the eager

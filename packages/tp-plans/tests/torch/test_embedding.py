@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.layers import faults, parallelized
+from harness.layers import mismatches, parallelized
 from harness.ranks import RanksFailed
 from tp_plans import ColwiseEmbedding, Replicate, Shard, VocabParallelEmbedding
 
@@ -23,7 +23,7 @@ def embedding_faults(*, kind="all", shape=(3, 5), padding_idx=None, style=DEFAUL
     ids = ids_of(kind, shape)
     if padding_idx is not None:
         ids.view(-1)[0] = padding_idx % VOCAB
-    return faults(
+    return mismatches(
         lambda: nn.Embedding(VOCAB, WIDTH, padding_idx=padding_idx),
         {"": style},
         ids,
@@ -69,7 +69,7 @@ class Scaled(nn.Embedding):
 
 
 def scaled_faults():
-    return faults(lambda: Scaled(VOCAB, WIDTH, padding_idx=2), {"": VocabParallelEmbedding()}, ids_of("all"))
+    return mismatches(lambda: Scaled(VOCAB, WIDTH, padding_idx=2), {"": VocabParallelEmbedding()}, ids_of("all"))
 
 
 def test_a_subclass_that_changes_the_output_is_right(two_ranks):
@@ -118,7 +118,7 @@ def test_an_id_outside_the_vocabulary_is_an_error_as_in_one_process(two_ranks, i
 
 
 def feature_faults(*, shape=(3, 5), style=FEATURES, width=7, padding_idx=None, **how):
-    return faults(
+    return mismatches(
         lambda: nn.Embedding(VOCAB, width, padding_idx=padding_idx),
         {"": style},
         ids_of("all", shape),

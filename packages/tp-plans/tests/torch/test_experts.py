@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.layers import faults, parallelized
+from harness.layers import mismatches, parallelized
 from harness.ranks import RanksFailed
 from tp_plans import AllReduceOutput, ExpertsParallel, ParameterStyle, Replicate, ScaleInput, Shard
 
@@ -115,7 +115,7 @@ class DenseMixture(nn.Module):
 
 
 def mixture_faults(kind, number, style, only=None, keywords=False, rules=None):
-    return faults(
+    return mismatches(
         lambda: Mixture(kind(number), only=only, keywords=keywords),
         {"experts": style, **(rules or {})},
         activation(2, 5, HIDDEN),
@@ -162,7 +162,7 @@ def test_what_every_rank_would_add_counts_once(two_ranks):
 
 
 def dense_faults(number):
-    return faults(lambda: DenseMixture(number), {"experts": ExpertsParallel()}, activation(2, 5, HIDDEN))
+    return mismatches(lambda: DenseMixture(number), {"experts": ExpertsParallel()}, activation(2, 5, HIDDEN))
 
 
 @pytest.mark.parametrize("number", [4, 8])
@@ -190,7 +190,7 @@ def stream_faults(kind, style):
             return self.experts(tokens) if kind is Dense else self.experts(tokens, index, weights)
 
     tokens = activation(20 if kind is Dense else 5, HIDDEN)
-    return faults(
+    return mismatches(
         Fixed, {"experts": style}, tokens, leaves=style.output_layouts, leaves_plain=style.output_layouts == Replicate()
     )
 
@@ -240,7 +240,7 @@ SPLIT = {"up": ParameterStyle(), "down": ParameterStyle(layout=Shard(1))}
 def sum_faults(output, arrives):
     plain = arrives == Replicate()
     how = {"arrives": arrives, "plain": plain, "leaves": output, "leaves_plain": output == Replicate()}
-    return faults(Addend, {"": AllReduceOutput(output_layouts=output), **SPLIT}, activation(2, 5, HIDDEN), **how)
+    return mismatches(Addend, {"": AllReduceOutput(output_layouts=output), **SPLIT}, activation(2, 5, HIDDEN), **how)
 
 
 @pytest.mark.parametrize("arrives", [Replicate(), Shard(1)])

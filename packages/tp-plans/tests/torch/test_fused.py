@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Cut
 
-from harness.layers import faults, parallelized
+from harness.layers import mismatches, parallelized
 from harness.ranks import RanksFailed
 from tp_plans import ColwiseParallel, ParallelAttention, PrepareModuleInput, RowwiseParallel, Shard
 
@@ -61,7 +61,7 @@ def attention_rules(*, fused):
 
 
 def attention_faults(kv_heads, fused, bias):
-    return faults(
+    return mismatches(
         lambda: Attention(kv_heads, fused=fused, bias=bias), attention_rules(fused=fused), activation(2, 5, HIDDEN)
     )
 
@@ -121,7 +121,7 @@ def gated_faults(length, bias, sequence_parallel):
         "down_proj": RowwiseParallel(**stream),
     }
     how = {"arrives": Shard(1), "plain": False, "leaves": Shard(1), "leaves_plain": False} if sequence_parallel else {}
-    return faults(lambda: GatedMLP(bias), rules, activation(2, length, HIDDEN), **how)
+    return mismatches(lambda: GatedMLP(bias), rules, activation(2, length, HIDDEN), **how)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "SP"])
@@ -147,7 +147,7 @@ class Packed(nn.Module):
 def packed_faults(narrow, pieces):
     down = RowwiseParallel(fused_sizes=pieces)
     rules = {"left": ColwiseParallel(), "right": ColwiseParallel(), "down": down}
-    return faults(lambda: Packed(narrow), rules, activation(2, 5, HIDDEN))
+    return mismatches(lambda: Packed(narrow), rules, activation(2, 5, HIDDEN))
 
 
 @pytest.mark.parametrize("narrow", [8, 9])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.layers import arriving, faults, parallelized
+from harness.layers import arriving, mismatches, parallelized
 from tp_plans import (
     AllReduceOutput,
     ColwiseParallel,
@@ -107,7 +107,7 @@ KINDS = {
 
 def door_faults(kind, length):
     build, rules = KINDS[kind]
-    return faults(build, rules, activation(2, length, HIDDEN), **CUT)
+    return mismatches(build, rules, activation(2, length, HIDDEN), **CUT)
 
 
 @pytest.mark.parametrize("length", [1, 5])
@@ -118,7 +118,7 @@ def test_behind_the_door_all_is_whole_and_outside_cut(two_ranks, kind, length):
 
 def plain_faults():
     """A stream that is whole and plain before the first door."""
-    return faults(Recurrence, KINDS["alone"][1], activation(2, 5, HIDDEN), leaves=Shard(1), leaves_plain=False)
+    return mismatches(Recurrence, KINDS["alone"][1], activation(2, 5, HIDDEN), leaves=Shard(1), leaves_plain=False)
 
 
 def test_a_whole_plain_input_passes_in(two_ranks):
@@ -126,7 +126,7 @@ def test_a_whole_plain_input_passes_in(two_ranks):
 
 
 def keyword_faults():
-    return faults(Recurrence, KINDS["alone"][1], activation(2, 5, HIDDEN), keyword="hidden_states", **CUT)
+    return mismatches(Recurrence, KINDS["alone"][1], activation(2, 5, HIDDEN), keyword="hidden_states", **CUT)
 
 
 def test_the_stream_may_come_by_keyword(two_ranks):
@@ -160,7 +160,7 @@ def test_of_several_outputs_the_first_is_the_stream_and_the_others_stay(two_rank
 
 def other_dim_faults():
     how = CUT | {"arrives": Shard(0), "leaves": Shard(0)}
-    return faults(Recurrence, {"": GatherSequence(sequence_dim=0)}, activation(3, 5, HIDDEN), **how)
+    return mismatches(Recurrence, {"": GatherSequence(sequence_dim=0)}, activation(3, 5, HIDDEN), **how)
 
 
 def test_any_dim_may_be_the_sequence(two_ranks):
@@ -169,7 +169,7 @@ def test_any_dim_may_be_the_sequence(two_ranks):
 
 def with_bare_faults():
     rules = {"": GatherSequence(), "scale": ParameterStyle(gathered=True)}
-    return faults(Scaled, rules, activation(2, 5, HIDDEN), **CUT)
+    return mismatches(Scaled, rules, activation(2, 5, HIDDEN), **CUT)
 
 
 class Scaled(Recurrence):
@@ -202,4 +202,4 @@ def test_an_input_that_is_replicated_stays_so_inside(two_ranks):
 
 def replicated_faults():
     how = CUT | {"arrives": Replicate()}
-    return faults(Recurrence, KINDS["alone"][1], activation(2, 5, HIDDEN), **how)
+    return mismatches(Recurrence, KINDS["alone"][1], activation(2, 5, HIDDEN), **how)

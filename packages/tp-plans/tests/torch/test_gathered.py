@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.layers import faults, parallelized
+from harness.layers import mismatches, parallelized
 from harness.ranks import RanksFailed
 from tp_plans import ColwiseParallel, GatheredParameters, Replicate, RowwiseParallel, VocabParallelEmbedding
 
@@ -38,7 +38,7 @@ NAMES = ("inner.out_proj.weight", "inner.out_proj.bias", "in_proj.weight", "scal
 
 
 def kernel_faults(bias):
-    return faults(lambda: Kernel(bias), {"": GatheredParameters(names=NAMES)}, activation(2, 5, HIDDEN))
+    return mismatches(lambda: Kernel(bias), {"": GatheredParameters(names=NAMES)}, activation(2, 5, HIDDEN))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -48,7 +48,7 @@ def test_a_weight_that_another_module_reads_is_whole_there(two_ranks, bias):
 
 def beside_faults():
     rules = {"": GatheredParameters(names=NAMES[:1]), "in_proj": ColwiseParallel(output_layouts=Replicate())}
-    return faults(Kernel, rules, activation(2, 5, HIDDEN))
+    return mismatches(Kernel, rules, activation(2, 5, HIDDEN))
 
 
 def test_a_layer_beside_may_have_its_own_rule(two_ranks):
@@ -109,7 +109,7 @@ TIED = {"body": GatheredParameters(names=("text.embed.weight",)), "head": Colwis
 
 def tied_faults(first):
     rules = TIED if first == "body" else dict(reversed(TIED.items()))
-    return faults(Tied, rules, torch.tensor([[0, 5, 10], [3, 3, 9]]))
+    return mismatches(Tied, rules, torch.tensor([[0, 5, 10], [3, 3, 9]]))
 
 
 @pytest.mark.parametrize("first", ["body", "head"])
@@ -129,7 +129,7 @@ def test_a_tie_that_the_plan_would_break_is_refused(two_ranks):
 def kept_faults():
     """The head keeps its own lookup; the table is gathered for its body only."""
     rules = {"text.embed": VocabParallelEmbedding(), "head": ColwiseParallel(output_layouts=Replicate())}
-    return faults(Plain, rules, torch.tensor([[0, 5, 10], [3, 3, 9]]))
+    return mismatches(Plain, rules, torch.tensor([[0, 5, 10], [3, 3, 9]]))
 
 
 class Plain(Tied):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.layers import faults
+from harness.layers import mismatches
 from tp_plans import ColwiseParallel, Partial, PrepareModuleInput, Replicate, RowwiseParallel, Shard
 
 INNER, OUTER = 9, 97
@@ -22,7 +22,7 @@ def activation(*shape):
 
 
 def column_faults(length, bias, arrives, plain, output, use_local_output):
-    return faults(
+    return mismatches(
         layer(INNER, OUTER, bias),
         {"": ColwiseParallel(output_layouts=DIM[output], use_local_output=use_local_output)},
         activation(3, length, INNER),
@@ -35,7 +35,7 @@ def column_faults(length, bias, arrives, plain, output, use_local_output):
 
 def row_faults(length, bias, arrives, plain, output, use_local_output):
     reads = Shard(-1) if arrives == "features" else Replicate()
-    return faults(
+    return mismatches(
         layer(OUTER, INNER, bias),
         {"": RowwiseParallel(input_layouts=reads, output_layouts=DIM[output], use_local_output=use_local_output)},
         activation(3, length, OUTER),
@@ -88,7 +88,7 @@ def test_a_row_wise_layer_may_leave_the_sum_to_others(two_ranks):
 
 
 def shaped_faults(style, keyword, *shape):
-    return faults(layer(shape[-1], 6, True), {"": style}, activation(*shape), keyword=keyword)
+    return mismatches(layer(shape[-1], 6, True), {"": style}, activation(*shape), keyword=keyword)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def mlp_faults(prepare, sequence_parallel, keyword, length):
     }
     if prepare:
         rules[""] = PrepareModuleInput()
-    return faults(
+    return mismatches(
         GatedMLP,
         rules,
         activation(2, length, 8),

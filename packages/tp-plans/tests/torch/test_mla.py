@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.layers import faults
+from harness.layers import mismatches
 from tp_plans import ColwiseParallel, MLAKVProjection, ParallelAttention, PrepareModuleInput, RowwiseParallel, Shard
 
 HIDDEN, HEADS, NOPE, ROPE, VALUE, LATENT = 12, 4, 3, 2, 5, 7
@@ -41,7 +41,7 @@ def latent_faults(bias, rotary, sequence_parallel, own=None):
     }
     how = {"arrives": Shard(1), "plain": False, "leaves": Shard(1), "leaves_plain": False} if sequence_parallel else {}
     whole = torch.randn((2, 5, HIDDEN), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    return faults(lambda: LatentAttention(bias), rules, whole, **how)
+    return mismatches(lambda: LatentAttention(bias), rules, whole, **how)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "SP"])

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Cut
 
-from harness.layers import faults, parallelized, tp_mesh
+from harness.layers import mismatches, parallelized, tp_mesh
 from tp_plans import ColwiseParallel, ParallelAttention, ParameterStyle, Replicate, RowwiseParallel, Shard
 
 HIDDEN, HEADS, WIDTH = 6, 4, 3
@@ -50,7 +50,7 @@ def activation(*shape):
 
 
 def bare_faults(rows, more):
-    return faults(lambda: Gated(rows), RULES | more, activation(2, 5, HIDDEN))
+    return mismatches(lambda: Gated(rows), RULES | more, activation(2, 5, HIDDEN))
 
 
 @pytest.mark.parametrize("more", [{}, {"": ParallelAttention(layout=None)}], ids=["alone", "beside the owner's rule"])
@@ -85,7 +85,7 @@ class Pair(nn.Module):
 
 
 def pattern_faults():
-    return faults(Pair, {"*_table": ParameterStyle(gathered=True)}, activation(2, HIDDEN))
+    return mismatches(Pair, {"*_table": ParameterStyle(gathered=True)}, activation(2, HIDDEN))
 
 
 def left_alone():
@@ -120,7 +120,7 @@ def test_tied_bare_parameters_stay_one(two_ranks):
 
 
 def tied_faults():
-    return faults(Shared, {"*.*_table": ParameterStyle(gathered=True)}, activation(2, HIDDEN))
+    return mismatches(Shared, {"*.*_table": ParameterStyle(gathered=True)}, activation(2, HIDDEN))
 
 
 def test_tied_bare_parameters_collect_both_gradients(two_ranks):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.layers import arriving, faults, parallelized
+from harness.layers import arriving, mismatches, parallelized
 from harness.ranks import RanksFailed
 from tp_plans import NoParallel, Partial, Replicate, SequenceParallel, Shard
 
@@ -20,7 +20,7 @@ def norm():
 
 
 def stream_faults(style, length, **how):
-    return faults(norm, {"": style}, activation(3, length, WIDTH), **how)
+    return mismatches(norm, {"": style}, activation(3, length, WIDTH), **how)
 
 
 @pytest.mark.parametrize("keyword", [None, "input"])
@@ -32,7 +32,7 @@ def test_a_replicated_norm_on_a_whole_activation_is_right(two_ranks, keyword):
 
 def head_faults(**how):
     """A norm over each head's features, on this rank's heads: what q and k norms are."""
-    return faults(norm, {"": NoParallel(gradient="partial")}, activation(3, 5, 7, WIDTH), **how)
+    return mismatches(norm, {"": NoParallel(gradient="partial")}, activation(3, 5, 7, WIDTH), **how)
 
 
 def test_a_norm_over_heads_sums_its_gradient(two_ranks):
@@ -43,7 +43,7 @@ def test_a_norm_over_heads_sums_its_gradient(two_ranks):
 
 def projection_faults(gradient, **how):
     """A layer whose output has another size than its input."""
-    return faults(
+    return mismatches(
         lambda: nn.Linear(WIDTH, 11), {"": NoParallel(gradient=gradient)}, activation(3, 5, WIDTH), plain=False, **how
     )
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from harness.layers import faults, gradient_faults, parallelized
+from harness.layers import gradient_mismatches, mismatches, parallelized
 from harness.models import jitter
 from tp_plans import (
     ColwiseEmbedding,
@@ -134,7 +134,7 @@ def fsdp_faults():
     output.square().sum().backward()
     off = (output - expected[2 * rank : 2 * rank + 2]).abs().max().item()
     names = [name for name, parameter in candidate.named_parameters() if not isinstance(parameter, DTensor)]
-    return off < 1e-12, list(gradient_faults(reference, candidate)), names
+    return off < 1e-12, list(gradient_mismatches(reference, candidate)), names
 
 
 def test_fsdp_on_top_shards_and_trains_every_kind_of_parameter(four_ranks):
@@ -155,7 +155,7 @@ def compiled_faults(number):
         output.square().sum().backward()
         outputs.append(output.detach())
     off = (outputs[0] - outputs[1]).abs().max().item()
-    return off < 1e-10, list(gradient_faults(reference, candidate, bound=1e-10)), counters["stats"]["unique_graphs"]
+    return off < 1e-10, list(gradient_mismatches(reference, candidate, bound=1e-10)), counters["stats"]["unique_graphs"]
 
 
 def test_compiled_blocks_of_every_kind_share_one_full_graph_and_are_right(two_ranks):
@@ -175,7 +175,7 @@ def copied_faults():
         module(batch(2, 5, HIDDEN)).square().sum().backward()
     touched = [name for name, parameter in original.named_parameters() if parameter.grad is not None]
     own = copied[0].attn.num_heads, copied[0].attn.num_key_value_groups
-    return off < 1e-12, list(gradient_faults(reference, copied)), touched, own
+    return off < 1e-12, list(gradient_mismatches(reference, copied)), touched, own
 
 
 def test_a_copy_computes_and_trains_by_itself_and_keeps_its_counts(two_ranks):
@@ -207,7 +207,7 @@ def in_place_faults(kind):
     rules = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if kind == "gathered":
         rules = {"up": ColwiseParallel(output_layouts=Replicate()), "down": RowwiseParallel(input_layouts=Replicate())}
-    return faults(lambda: InPlace(kind), rules, batch(2, 5, HIDDEN))
+    return mismatches(lambda: InPlace(kind), rules, batch(2, 5, HIDDEN))
 
 
 @pytest.mark.parametrize("kind", ["columns", "rows", "gathered"])
@@ -237,7 +237,7 @@ TIED = {
 
 
 def tied_faults(kind):
-    return faults(Embedded, TIED[kind], torch.tensor([[0, 2, 10, 5], [7, 7, 1, 2]]))
+    return mismatches(Embedded, TIED[kind], torch.tensor([[0, 2, 10, 5], [7, 7, 1, 2]]))
 
 
 @pytest.mark.parametrize("kind", TIED)

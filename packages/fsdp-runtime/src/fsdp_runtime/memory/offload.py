@@ -242,8 +242,8 @@ def _refuse_freed(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     needed = {"parameters": parameters, "gradients": gradients, "optimizer": state}
     if missing := tuple(part for part, tensors in needed.items() if any(map(is_freed, tensors))):
         raise ModelError(
-            f"{', '.join(missing)} are offloaded to host memory: call onload(model, parts={missing!r}) before a step of "
-            f"this {type(optimizer).__name__}"
+            f"{', '.join(missing)} are offloaded to host memory: call onload(model, parts={missing!r}) before a "
+            f"step of this {type(optimizer).__name__}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The layers of the stand-in models: attention, feed-forward and recurrent ones, written as the originals compute."""
+"""Layers of the remote-code models: attention, feed-forward and recurrent ones, which compute as the originals."""
 
 from __future__ import annotations
 

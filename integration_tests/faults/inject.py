@@ -1,4 +1,4 @@
-"""Planting one fault in one rank of the job: at a step, in a phase, and by the operating system's own means."""
+"""Injection of one fault into one rank of the job: at a step, in a phase, by means of the operating system."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FULL_AT = 2**16
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, and where.
+    """The kind of a fault, and the rank, step and phase that it strikes.
 
     Args:
         kind: ``"kill"`` (SIGKILL), ``"stop"`` (SIGSTOP), ``"terminate"`` (SIGTERM), ``"full"`` (no file may grow, as
@@ -39,8 +39,8 @@ class Fault:
     step: int
 
 
-class Planted:
-    """A fault in waiting; nothing on ranks that it does not concern."""
+class InjectedFault:
+    """A fault that waits for its step and phase; on other ranks it does nothing."""
 
     def __init__(self, fault: Fault | None, model: nn.Module, folder: Path) -> None:
         self._fault = fault if fault is not None and fault.rank == dist.get_rank() else None
@@ -90,4 +90,4 @@ class Planted:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then writing fails, as it does on a full disk
                 resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT, resource.RLIM_INFINITY))
             case "raise":
-                raise ValueError("planted: the data of this rank is broken")
+                raise ValueError("injected: the data of this rank is broken")

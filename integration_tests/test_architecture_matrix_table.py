@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from architecture_matrix.shrink import HEADS, VOCAB, tiny_fields
+from architecture_matrix.table import UNBUILDABLE, entries, planned_causal_models, tiny_model
 from harness.parity import logits_of
-from zoo.shrink import HEADS, VOCAB, tiny_fields
-from zoo.table import UNBUILDABLE, entries, planned_causal_models, tiny_model
 
-#: Few enough to build in a test, and of every make: dense, mixture, recurrent, stand-in.
+#: Few enough to build in a test, and of every make: dense, mixture, recurrent, remote code.
 SOME = ["llama", "deepseek_v3", "qwen3_next", "baichuan"]
 
 

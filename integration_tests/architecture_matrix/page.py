@@ -9,10 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from zoo.table import UNBUILDABLE, Entry
-from zoo.verdict import Verdict
+from architecture_matrix.outcome import Outcome
+from architecture_matrix.table import UNBUILDABLE, Entry
 
-#: One row: mode to what is kept of its verdict.
+#: One row: mode to what is kept of its outcome.
 Row = dict[str, dict[str, Any]]
 
 _MARKS = {"right": "✓", "wrong": "✗ wrong", "refused": "refused", "failed": "✗ fails", "hung": "✗ hangs"}
@@ -26,14 +26,14 @@ def versions() -> dict[str, str]:
     return {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
 
 
-def kept(verdict: Verdict) -> dict[str, Any]:
-    """What is kept of a verdict: nothing that differs from run to run."""
-    data: dict[str, Any] = {"status": verdict.status}
-    if verdict.note:
-        data["note"] = verdict.note
-    if verdict.share is not None:
-        data["share"] = round(verdict.share, 3)
-        data["whole"] = {pattern: round(share, 3) for pattern, share in verdict.whole.items() if share > _NOTEWORTHY}
+def kept(outcome: Outcome) -> dict[str, Any]:
+    """Return what is kept of an outcome: nothing that differs from run to run."""
+    data: dict[str, Any] = {"status": outcome.status}
+    if outcome.note:
+        data["note"] = outcome.note
+    if outcome.share is not None:
+        data["share"] = round(outcome.share, 3)
+        data["whole"] = {pattern: round(share, 3) for pattern, share in outcome.whole.items() if share > _NOTEWORTHY}
     return data
 
 
@@ -81,7 +81,7 @@ def _head(results: Mapping[str, Any], rows: Mapping[str, Row], entries: Mapping[
     for mode in ("TP", "SP", "transformers"):
         groups = {
             "that transformers ships a plan for": [name for name in rows if entries[name].shipped],
-            "other rows (variants, seeds, stand-ins)": [name for name in rows if not entries[name].shipped],
+            "other rows (variants, remote-code models)": [name for name in rows if not entries[name].shipped],
         }
         told = [f"{counts} {what}" for what, names in groups.items() if (counts := _counts(rows, names, mode))]
         if told:

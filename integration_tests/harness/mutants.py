@@ -1,4 +1,4 @@
-"""Parallelizations with one planted error each, which the harness must catch and name."""
+"""Parallelizations with one deliberate error each, which the harness must detect and name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of the tests ran on, for its report and the compatibility table."""
+"""Versions and commit of a test run, for its report and the compatibility table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 
-def where(config: pytest.Config) -> dict[str, str]:
-    """Versions without their local part, the commit, and whether all tests were asked for or some."""
+def environment(config: pytest.Config) -> dict[str, str]:
+    """Return the versions without their local part, the commit, and whether all tests or a subset were selected."""
     everything = config.args == config.getini("testpaths") and not config.option.keyword and not config.option.markexpr
     return {
         "python": platform.python_version(),
@@ -30,6 +30,6 @@ def _version(package: str) -> str:
 
 
 def _commit(root: Path) -> str:
-    """The short name of the commit; empty outside a clone."""
-    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
-    return told.stdout.strip()
+    """Return the short name of the commit, or an empty string outside a clone."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+    return done.stdout.strip()

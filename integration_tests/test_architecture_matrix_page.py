@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from architecture_matrix import page
+from architecture_matrix.measure import RankResult
+from architecture_matrix.outcome import Outcome, evaluate, summarize
+from architecture_matrix.table import Entry
 from harness.ranks import RankError, RankPool, RanksFailed
-from zoo import page
-from zoo.measure import RankResult
-from zoo.table import Entry
-from zoo.verdict import Verdict, judged, verdict
 
 RIGHT, REFUSED = {"status": "right", "share": 0.99, "whole": {}}, {"status": "refused", "note": "no heads | no split"}
 ENTRIES = {
@@ -42,13 +42,13 @@ class FailingPool(RankPool):
         raise RanksFailed(self.errors)
 
 
-def failure(*errors: tuple[str, str]) -> Verdict:
+def failure(*errors: tuple[str, str]) -> Outcome:
     pool = FailingPool({rank: RankError(name, message, "") for rank, (name, message) in enumerate(errors)})
-    return verdict(pool, "llama", "TP", kinds=("ids",), timeout=1)
+    return evaluate(pool, "llama", "TP", kinds=("ids",), timeout=1)
 
 
 def test_agreement_on_every_rank_is_right() -> None:
-    assert judged([found(), found()]).status == "right"
+    assert summarize([found(), found()]).status == "right"
 
 
 @pytest.mark.parametrize(
@@ -62,24 +62,24 @@ def test_agreement_on_every_rank_is_right() -> None:
     ],
 )
 def test_a_fault_on_one_rank_is_wrong_and_named(fault: dict[str, Any], told: str) -> None:
-    verdict_ = judged([found(), found(**fault)])
-    assert (verdict_.status, verdict_.note) == ("wrong", told)
+    result = summarize([found(), found(**fault)])
+    assert (result.status, result.note) == ("wrong", told)
 
 
-def test_the_share_is_what_no_rank_holds_whole() -> None:
-    verdict_ = judged([found(whole={"norm": 10, "head": 40})] * 2)
-    assert verdict_.share == pytest.approx(0.75)
-    assert list(verdict_.whole) == ["head", "norm"]
+def test_the_share_counts_the_bytes_that_are_sharded() -> None:
+    result = summarize([found(whole={"norm": 10, "head": 40})] * 2)
+    assert result.share == pytest.approx(0.75)
+    assert list(result.whole) == ["head", "norm"]
 
 
-def test_a_failure_is_told_by_the_rank_that_caused_it() -> None:
+def test_a_failure_is_reported_by_the_rank_that_caused_it() -> None:
     caused = ("TypeError", "no such thing")
     assert failure(("RuntimeError", "gloo: connection reset"), caused).note.startswith("TypeError: no such thing")
     assert failure(("Stranded", "no answer"), caused).status == "failed"
 
 
-def test_a_refusal_and_a_hang_are_told_apart() -> None:
-    assert failure(("Refused", "heads"), ("Refused", "heads")) == Verdict(
+def test_refusals_and_hangs_are_distinguished() -> None:
+    assert failure(("Refused", "heads"), ("Refused", "heads")) == Outcome(
         "refused", "heads", seconds=pytest.approx(0, abs=1)
     )
     assert failure(("Stranded", "no answer"), ("Stranded", "no answer")).status == "hung"
@@ -97,8 +97,8 @@ def test_results_are_read_back_as_written(tmp_path: Path) -> None:
     assert page.read(tmp_path / "nothing.json") == {"rows": {}}
 
 
-def test_nothing_is_kept_that_differs_from_run_to_run() -> None:
-    slow, fast = (Verdict("right", "", 0.9876, {"norm": 0.0124, "scale": 0.001}, seconds) for seconds in (90.0, 1.0))
+def test_results_do_not_contain_what_differs_between_runs() -> None:
+    slow, fast = (Outcome("right", "", 0.9876, {"norm": 0.0124, "scale": 0.001}, seconds) for seconds in (90.0, 1.0))
     assert page.kept(slow) == page.kept(fast) == {"status": "right", "share": 0.988, "whole": {"norm": 0.012}}
     assert json.dumps(page.kept(slow))
 

@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from architecture_matrix import page
+from architecture_matrix.measure import KINDS, warm_up
+from architecture_matrix.outcome import Outcome, evaluate
+from architecture_matrix.table import UNBUILDABLE, Entry, entries
 from harness.ranks import RankPool
-from zoo import page
-from zoo.measure import KINDS, warm_up
-from zoo.table import UNBUILDABLE, Entry, entries
-from zoo.verdict import Verdict, verdict
 
 RESULTS = Path("docs/coverage.json")
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for done, name in enumerate(chosen, 1):
             for mode in modes:
                 if mode not in rows.setdefault(name, {}):
-                    found = verdict(pool, name, mode, kinds=KINDS, timeout=options.timeout)
+                    found = evaluate(pool, name, mode, kinds=KINDS, timeout=options.timeout)
                     rows[name][mode] = page.kept(found)
                     _say(f"[{done}/{len(chosen)}] {_line(name, mode, found)}")
             page.write(working, {"rows": rows})
@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pool.close()
 
     worse = page.regressions(checked_in["rows"], rows) if options.tp == checked_in.get("tp") else []
-    for told in worse:
-        _say(f"no longer right: {told}")
+    for row in worse:
+        _say(f"no longer right: {row}")
     if len(chosen) == len(_chosen(["*"])) and (options.accept or not worse) and not options.dry:
         _record(options, checked_in["rows"], rows)
     return int(bool(worse) and not options.accept)
@@ -81,7 +81,7 @@ def _record(options: argparse.Namespace, before: dict[str, Any], rows: dict[str,
     options.results.with_suffix(".md").write_text(page.markdown(results, entries()))
 
 
-def _line(name: str, mode: str, found: Verdict) -> str:
+def _line(name: str, mode: str, found: Outcome) -> str:
     share = "" if found.share is None else f" {100 * found.share:.1f} % split"
     note = f" {' '.join(found.note.split())[:200]}" if found.note else ""
     return f"{name}, {mode}: {found.status}{share} ({found.seconds:.1f} s){note}"

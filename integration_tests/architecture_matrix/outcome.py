@@ -1,4 +1,4 @@
-"""From what the ranks found, or how they failed, to one verdict a row and mode."""
+"""The outcome of one architecture in one mode, from the results or the errors of all ranks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from architecture_matrix.measure import RankResult, measure
 from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND
 from harness.ranks import RankError, RankPool, RanksFailed
-from zoo.measure import RankResult, measure
 
-#: How many faults a note names.
-_TOLD = 6
+#: How many mismatches a note lists.
+_LISTED = 6
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What came of one architecture in one mode.
+class Outcome:
+    """The outcome of one architecture in one mode.
 
     Args:
         status: ``"right"``, ``"wrong"``, ``"refused"``, ``"failed"`` (it raised) or ``"hung"``.
@@ -33,31 +33,31 @@ class Verdict:
     seconds: float = 0.0
 
 
-def verdict(pool: RankPool, name: str, mode: str, *, kinds: tuple[str, ...], timeout: float) -> Verdict:
-    """Measure one architecture in one mode, whatever happens."""
+def evaluate(pool: RankPool, name: str, mode: str, *, kinds: tuple[str, ...], timeout: float) -> Outcome:
+    """Measure one architecture in one mode; failures of ranks become outcomes, too."""
     start = time.monotonic()
     try:
         results = pool.run(measure, name, mode, tp=pool.world_size, kinds=kinds, timeout=timeout)
     except RanksFailed as failed:
         return _failure(failed, time.monotonic() - start)
-    return judged(results, time.monotonic() - start)
+    return summarize(results, time.monotonic() - start)
 
 
-def judged(results: list[RankResult], seconds: float = 0.0) -> Verdict:
-    """The verdict on what all ranks found."""
-    faults = list(_faults(results))
-    told = "; ".join(faults[:_TOLD]) + (f"; and {len(faults) - _TOLD} more" if faults[_TOLD:] else "")
+def summarize(results: list[RankResult], seconds: float = 0.0) -> Outcome:
+    """Return the outcome that the results of all ranks amount to."""
+    found = list(_mismatches(results))
+    note = "; ".join(found[:_LISTED]) + (f"; and {len(found) - _LISTED} more" if found[_LISTED:] else "")
     reached, whole = results[0].reached, results[0].whole
     shares = {pattern: size / reached for pattern, size in sorted(whole.items(), key=lambda item: -item[1])}
-    return Verdict("wrong" if faults else "right", told, 1 - sum(shares.values()), shares, seconds)
+    return Outcome("wrong" if found else "right", note, 1 - sum(shares.values()), shares, seconds)
 
 
-def _faults(results: list[RankResult]) -> Iterator[str]:
-    """Faults in the order of setting up, forward and backward; one that several ranks share is told once."""
-    told: set[str] = set()
+def _mismatches(results: list[RankResult]) -> Iterator[str]:
+    """Yield mismatches in the order of set-up, forward and backward; one that ranks share is listed once."""
+    seen: set[str] = set()
 
     def new(key: str) -> bool:
-        return key not in told and not told.add(key)  # type: ignore[func-returns-value]
+        return key not in seen and not seen.add(key)  # type: ignore[func-returns-value]
 
     for result in results:
         yield from filter(new, result.problems)
@@ -71,25 +71,25 @@ def _faults(results: list[RankResult]) -> Iterator[str]:
                 yield f"rank {rank}: gradient of {path} off by {error:.1e}"
 
 
-def _failure(failed: RanksFailed, seconds: float) -> Verdict:
+def _failure(failed: RanksFailed, seconds: float) -> Outcome:
     error = min((error for _, error in sorted(failed.errors.items())), key=_consequence)
     match error.type_name:
         case "Refused":
-            return Verdict("refused", error.message, seconds=seconds)
+            return Outcome("refused", error.message, seconds=seconds)
         case "Stranded":
-            return Verdict("hung", error.message, seconds=seconds)
+            return Outcome("hung", error.message, seconds=seconds)
         case _:
-            return Verdict("failed", f"{error.type_name}: {error.message} ({_place(error)})", seconds=seconds)
+            return Outcome("failed", f"{error.type_name}: {error.message} ({_place(error)})", seconds=seconds)
 
 
 def _consequence(error: RankError) -> int:
-    """How likely an error is but the consequence of another rank's: that other one is told."""
+    """Return how likely an error follows from another rank's error, which is then reported instead."""
     return 2 if error.type_name in ("Stranded", "Died") else int("gloo" in error.message)
 
 
 def _place(error: RankError) -> str:
-    """The innermost lines of model code, or of ours, that an error came through."""
+    """Return the innermost lines of model code, or of ours, in an error's traceback."""
     frames = [line.split('"') for line in error.traceback.splitlines() if line.startswith("  File")]
-    known = [frame for frame in frames if any(name in frame[1] for name in ("/models/", "/stand_in", "tp_plans"))]
+    known = [frame for frame in frames if any(name in frame[1] for name in ("/models/", "/remote_code", "tp_plans"))]
     parts = [f"{frame[1].rpartition('/')[2]}{frame[2].rpartition(' in ')[0]}" for frame in (known or frames)[-3:]]
     return " < ".join(reversed(parts))

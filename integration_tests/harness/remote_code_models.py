@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness.stand_in_layers import (
+from harness.remote_code_layers import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -86,7 +86,7 @@ class Body(nn.Module):
         return hidden_states[:, -length:] if self.memory_tokens is not None else hidden_states
 
 
-class StandIn(nn.Module):
+class RemoteCodeModel(nn.Module):
     """A body under one name, a head under another, and a config that says whose tree this is."""
 
     body_name, head_name, model_type = "model", "lm_head", ""
@@ -115,19 +115,19 @@ class StandIn(nn.Module):
         return self._modules[self.head_name]
 
 
-class BaichuanForCausalLM(StandIn):
+class BaichuanForCausalLM(RemoteCodeModel):
     model_type = "baichuan"
 
 
-class DeciLMForCausalLM(StandIn):
+class DeciLMForCausalLM(RemoteCodeModel):
     model_type = "nemotron-nas"
 
 
-class NemotronLabsDiffusionModel(StandIn):
+class NemotronLabsDiffusionModel(RemoteCodeModel):
     body_name, head_name, model_type = "encoder", "diffusion_head", "nemotron_labs_diffusion"
 
 
-class NemotronFlashForCausalLM(StandIn):
+class NemotronFlashForCausalLM(RemoteCodeModel):
     model_type = "nemotron_flash"
 
     def forward(self, input_ids: Tensor | None = None, use_cache: bool = False, **inputs: Any) -> SimpleNamespace:
@@ -157,12 +157,12 @@ def _linear_head() -> nn.Module:
     return nn.Linear(HIDDEN, VOCAB, bias=False)
 
 
-def baichuan() -> StandIn:
+def baichuan() -> RemoteCodeModel:
     """Fused queries, keys and values, and a head that normalises its rows."""
     return BaichuanForCausalLM(Body([_block(PackedAttention(), GatedMLP(INTERMEDIATE)) for _ in range(2)]), NormHead())
 
 
-def deci_lm() -> StandIn:
+def deci_lm() -> RemoteCodeModel:
     """Blocks that differ: in key heads and widths, and in what stands for attention or the MLP, if anything does."""
     blocks = [
         _block(Attention(HEADS // 2), GatedMLP(INTERMEDIATE)),
@@ -174,13 +174,13 @@ def deci_lm() -> StandIn:
     return DeciLMForCausalLM(Body(blocks), _linear_head())
 
 
-def nemotron_labs_diffusion() -> StandIn:
+def nemotron_labs_diffusion() -> RemoteCodeModel:
     """A Ministral tree under ``encoder``, read in both directions, with the head called ``diffusion_head``."""
     blocks = [_block(Attention(HEADS // 2, causal=False), GatedMLP(INTERMEDIATE)) for _ in range(2)]
     return NemotronLabsDiffusionModel(Body(blocks), _linear_head())
 
 
-def nemotron_flash() -> StandIn:
+def nemotron_flash() -> RemoteCodeModel:
     """Attention, delta memory, state space and plain feed-forward blocks; learned tokens before the sequence."""
     blocks = [
         _flash_block("gla", DeltaMemory()),
@@ -193,7 +193,7 @@ def nemotron_flash() -> StandIn:
     return model
 
 
-STAND_INS: dict[str, Callable[[], StandIn]] = {
+REMOTE_CODE_MODELS: dict[str, Callable[[], RemoteCodeModel]] = {
     "baichuan": baichuan,
     "deci_lm": deci_lm,
     "nemotron_flash": nemotron_flash,

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from architecture_matrix.peers import NoPlanError, parallelize_by_transformers
+from architecture_matrix.shrink import VOCAB
+from architecture_matrix.table import entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, parallelize
 from harness.parity import largest, logits_of, mesh_for, padding_mask, ties
 from tp_plans import TpPlansError
-from zoo.peers import NoPlanError, parallelize_by_transformers
-from zoo.shrink import VOCAB
-from zoo.table import entries, tiny_model
 
 BATCH, LENGTH = 3, 7  # odd, so that the sequence divides by no axis
 KINDS = ("ids", "positions", "left padding", "right padding")

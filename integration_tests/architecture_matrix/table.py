@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from architecture_matrix.extras import EXTRAS
+from architecture_matrix.shrink import tiny_fields
 from harness.models import jitter
-from harness.stand_ins import STAND_INS
-from zoo.extras import EXTRAS
-from zoo.shrink import tiny_fields
+from harness.remote_code_models import REMOTE_CODE_MODELS
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ OTHERS = (
     Entry("qwen3, classifier", "qwen3", "Qwen3ForSequenceClassification", {"num_labels": 3}),
     Entry("qwen3_5, vision", "qwen3_5", "Qwen3_5ForConditionalGeneration"),
     Entry("qwen3_5_moe, vision", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
-    *(Entry(name, "", type(build()).__name__) for name, build in STAND_INS.items()),
+    *(Entry(name, "", type(build()).__name__) for name, build in REMOTE_CODE_MODELS.items()),
 )
 
 
@@ -96,7 +96,7 @@ def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 
     """
     torch.manual_seed(seed)
     with _memory_filled():
-        model = STAND_INS[entry.name]() if entry.name in STAND_INS else _hugging_face_model(entry)
+        model = REMOTE_CODE_MODELS[entry.name]() if entry.name in REMOTE_CODE_MODELS else _hugging_face_model(entry)
     model.to(dtype)
     _initialize_the_rest(model)
     _restore_single_precision(model)

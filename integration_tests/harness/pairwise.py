@@ -1,0 +1,43 @@
+"""Pairwise covers: few combinations of several factors that contain every pair of values of two factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+
+def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return combinations in which any two values of two different factors occur together at least once.
+
+    Greedy: each combination is the one that contains the most pairs which are still missing.
+    """
+    return [tuple(values[i] for values, i in zip(factors, chosen, strict=True)) for chosen in _cover(factors)]
+
+
+def pairwise_first(*factors: Sequence[Any]) -> list[Any]:
+    """Return every combination as a pytest parameter set, marked ``slow`` unless it belongs to :func:`pairwise`."""
+    fast = set(_cover(factors))
+    return [
+        pytest.param(*(values[i] for values, i in zip(factors, chosen, strict=True)), marks=_marks(chosen in fast))
+        for chosen in product(*(range(len(values)) for values in factors))
+    ]
+
+
+def _marks(fast: bool) -> tuple[pytest.MarkDecorator, ...]:
+    return () if fast else (pytest.mark.slow,)
+
+
+def _cover(factors: Sequence[Sequence[Any]]) -> Iterator[tuple[int, ...]]:
+    candidates = list(product(*(range(len(values)) for values in factors)))
+    missing = {pair for candidate in candidates for pair in _pairs(candidate)}
+    while missing:
+        best = max(candidates, key=lambda candidate: len(missing & _pairs(candidate)))
+        missing -= _pairs(best)
+        yield best
+
+
+def _pairs(candidate: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
+    return set(combinations(enumerate(candidate), 2))

@@ -1,0 +1,24 @@
+"""Imports of every rank, done once in the server process that ranks are forked from."""
+
+import contextlib
+
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
+import torch._inductor.compile_fx
+import torch.distributed.tensor.parallel
+import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+import fsdp_runtime  # noqa: F401
+import harness.parity  # noqa: F401
+import rl_logprobs  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    import peft  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    from transformers import (  # noqa: F401
+        Gemma3ForConditionalGeneration,
+        LlamaForCausalLM,
+        Qwen2ForCausalLM,
+        Qwen3ForCausalLM,
+    )
