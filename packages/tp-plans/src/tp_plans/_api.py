@@ -19,8 +19,10 @@ from tp_plans.errors import (
 )
 from tp_plans.explanation import CollectiveSummary, Explanation, RuleExplanation, ShardedParameter, explain
 from tp_plans.hugging_face import from_hugging_face
+from tp_plans.infer.suggest import Doubt, Suggestion, suggest
 from tp_plans.layouts import Layout, Partial, Replicate, Shard
 from tp_plans.lora import AdapterStyles, adapter_styles
+from tp_plans.model_tree import ModelTree
 from tp_plans.models import Architecture
 from tp_plans.models.spec import DecoderSpec, ExpertsSpec, FusedLinear, ReplicatedSublayer, SublayerSpec, decoder_plan
 from tp_plans.module_attrs import resolve_style
@@ -45,7 +47,6 @@ from tp_plans.styles import (
     Style,
     VocabParallelEmbedding,
 )
-from tp_plans.suggestion import Doubt, Suggestion, suggest
 from tp_plans.without_rowwise import rowwise_free
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "MLAKVProjection",
     "ModelConfigError",
     "ModelError",
+    "ModelTree",
     "NoParallel",
     "ParallelAttention",
     "ParameterStyle",

@@ -16,12 +16,12 @@ from tp_plans.checks import check
 from tp_plans.errors import PlanError, TpPlansError
 from tp_plans.explanation import explain
 from tp_plans.hugging_face import from_hugging_face
+from tp_plans.infer.suggest import suggest
 from tp_plans.meta_models import meta_model_from_config, meta_model_of_class
 from tp_plans.models import Architecture
 from tp_plans.plan import Plan
 from tp_plans.registry import architectures, plan_for
 from tp_plans.resolve import resolve_plan
-from tp_plans.suggestion import suggest
 from tp_plans.text import colorize, short_repr, table
 
 #: Exit codes: nothing found; something found (errors of a check, a difference); the command could not be carried out.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_plans.errors import PlanError, UnknownArchitectureError, type_name
+from tp_plans.model_tree import ModelTree
 from tp_plans.models import ARCHITECTURES, Architecture
 from tp_plans.plan import Plan
 from tp_plans.task_heads import TASK_HEADS, with_task_head
@@ -79,13 +80,13 @@ def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool =
             nearest known ones.  Or it is for a task of whose head nothing is known.
         CapabilityError: the architecture has no sequence-parallel form, or cannot be split over ``tp`` ranks.
     """
-    names = _names(target)
+    names = _names(target.model if isinstance(target, ModelTree) else target)
     entry = next((_BY_NAME[name] for name in names if name in _BY_NAME), None) or _of_same_model(names)
     if entry is None:
         raise _unknown(names, target)
     plan = entry.plan(sequence_parallel=sequence_parallel, tp=tp)
-    if hasattr(target, "named_modules") and not isinstance(target, type):
-        plan = entry.for_model(plan, target)
+    if isinstance(target, ModelTree) or (hasattr(target, "named_modules") and not isinstance(target, type)):
+        plan = entry.for_model(plan, ModelTree.of(target))
     if names.task is not None and not entry.class_name.endswith(names.task[1]):
         plan = _for_task(plan, entry, *names.task)
     return plan if rowwise else rowwise_free(plan)

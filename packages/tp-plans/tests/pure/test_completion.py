@@ -18,7 +18,7 @@ from tp_plans import (
     Shard,
     VocabParallelEmbedding,
 )
-from tp_plans.completion import completed
+from tp_plans.infer.complete import complete_plan
 
 HIDDEN, HEADS, HEAD, INNER, VOCAB = 32, 4, 16, 96, 50
 COLUMN, ROW, PARTIAL = ColwiseParallel(), RowwiseParallel(), NoParallel(gradient="partial")
@@ -28,7 +28,7 @@ BLOCK = "model.layers.*."
 
 
 class Linear(Node):
-    """What counts as torch's linear layer does so by its class's name."""
+    """A linear layer: of that name, with the forward of its base."""
 
     def __init__(self, out, inner, *, bias=False):
         super().__init__(parameters={"weight": tensor(out, inner), "bias": tensor(out) if bias else None})
@@ -36,7 +36,10 @@ class Linear(Node):
 
 
 class Router(Linear):
-    """A relative of it, which might compute something else."""
+    """A subclass that computes something else."""
+
+    def forward(self, hidden):
+        return hidden.softmax(-1)
 
 
 class Convolution(Node):
@@ -62,7 +65,7 @@ def blocks_of(make, number=2):
 def added(tree, rules=None, *, root="model"):
     """The rules that completion adds or changes."""
     plan = Plan(rules or {})
-    return {pattern: style for pattern, style in completed(plan, dict(tree.named_modules()), root=root).items()
+    return {pattern: style for pattern, style in complete_plan(plan, tree, root=root).items()
             if plan.get(pattern) != style}  # fmt: skip
 
 
@@ -154,7 +157,7 @@ def test_layers_whose_heads_differ_in_size_get_rules_of_their_own():
 
     tree = model(block(16), Node(attn=attention(attributes={"head_dim": None})))
     rules = {f"{BLOCK}attn.{name}_proj": COLUMN for name in "qkv"} | {f"{BLOCK}attn.o_proj": ROW}
-    plan = completed(Plan(rules), dict(tree.named_modules()), root="model")
+    plan = complete_plan(Plan(rules), tree, root="model")
     assert {name: plan[f"model.layers.{name}.attn.q_proj"] for name in (0, 1)} == {0: HEADS_COLUMN, 1: COLUMN}
     assert {name: plan[f"model.layers.{name}.attn.o_proj"] for name in (0, 1)} == {0: HEADS_ROW, 1: ROW}
     assert f"{BLOCK}attn.q_proj" not in plan
@@ -338,6 +341,5 @@ def test_completing_twice_adds_nothing():
             mixer=Node(parameters={"state": tensor(64, 32)}, project=Linear(64, HIDDEN)),
         )
     )
-    modules = dict(tree.named_modules())
-    once = completed(Plan({}), modules, root="model")
-    assert completed(once, modules, root="model") == once
+    once = complete_plan(Plan({}), tree, root="model")
+    assert complete_plan(once, tree, root="model") == once

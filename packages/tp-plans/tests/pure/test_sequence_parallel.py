@@ -22,7 +22,7 @@ from tp_plans import (
     Shard,
     VocabParallelEmbedding,
 )
-from tp_plans.sequence_parallel import with_sequence_parallelism
+from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 
 HIDDEN = 8
 COLUMN, ROW, NORM, DOOR = ColwiseParallel(), RowwiseParallel(), SequenceParallel(), GatherSequence()
@@ -63,7 +63,7 @@ IN_MLP = {f"{BLOCK}.mlp": PrepareModuleInput(), f"{BLOCK}.mlp.up": COLUMN, f"{BL
 
 def derived(tree, rules=None, *, embedding="model.embed"):
     plan = Plan({"model.embed": TABLE, **MLP, **HEAD} if rules is None else rules, name="tiny")
-    return with_sequence_parallelism(plan, dict(tree.named_modules()), embedding=embedding)
+    return with_sequence_parallelism(plan, tree, embedding=embedding)
 
 
 def test_norms_work_on_the_stream_and_sub_layers_gather_once_and_scatter():
@@ -197,7 +197,7 @@ def test_one_odd_block_puts_the_doors_at_all_blocks():
 
 
 def test_a_rule_that_has_no_place_behind_a_door_is_refused():
-    with pytest.raises(PlanError, match=r"layers\.0\.mlp is NoParallel, .*stream is cut.*plan yourself"):
+    with pytest.raises(PlanError, match=r"layers\.0\.mlp is NoParallel, .*sharded on the sequence.*plan yourself"):
         derived(model(), {f"{BLOCK}.mlp": NoParallel()})
 
 
@@ -224,12 +224,12 @@ def test_a_norm_before_the_blocks_is_taken_where_there_is_none_behind_them():
 
 @pytest.mark.parametrize("empty", [{"blocks": 0}, {"make_block": lambda: Norm(HIDDEN)}])
 def test_without_blocks_beside_the_embedding_there_is_no_such_form(empty):
-    with pytest.raises(PlanError, match=r"no blocks are found beside model\.embed: a list of modules under model"):
+    with pytest.raises(PlanError, match=r"no blocks are found next to model\.embed: a list of modules under model"):
         derived(model(**empty))
 
 
 def test_deriving_changes_nothing_in_the_plan_that_it_is_derived_from():
     rules = {"model.embed": TABLE, **MLP, **HEAD}
     plan = Plan(rules)
-    with_sequence_parallelism(plan, dict(model().named_modules()), embedding="model.embed")
+    with_sequence_parallelism(plan, model(), embedding="model.embed")
     assert dict(plan) == rules

@@ -226,7 +226,7 @@ def test_an_embedding_with_something_inside_stays_whole():
     whole.children["trunk"].children["table"].children["scale"] = Norm(32)
     found = suggest(whole)
     assert "trunk.table" not in found.plan
-    assert "the embedding stays whole" in doubts(found, "trunk.table")[0]
+    assert "the embedding stays replicated" in doubts(found, "trunk.table")[0]
 
 
 def test_a_tower_beside_the_language_model_is_left_alone():

@@ -1,11 +1,11 @@
-"""Rules that torch cannot apply where they stand, folded onto the module above."""
+"""Rules that torch cannot apply where they stand, group_by_parent onto the module above."""
 
 import pytest
 from torch import nn
 
 from harness.layers import parallelized
 from tp_plans import ColwiseParallel, MLAKVProjection, ParallelAttention, ParameterStyle, PlanError, RowwiseParallel
-from tp_plans.torch_styles.parent_rules import Owned, folded
+from tp_plans.torch_styles.parent_rules import ParentRules, group_by_parent
 
 FUSED = ColwiseParallel(multiple_of="head_dim", fused_sizes=("num_heads", "kv_heads", "kv_heads"))
 
@@ -13,23 +13,23 @@ FUSED = ColwiseParallel(multiple_of="head_dim", fused_sizes=("num_heads", "kv_he
 def test_a_rule_that_needs_nothing_stays_where_it_stands():
     numbers = ColwiseParallel(fused_sizes=(1, 1))
     rules = {"a.*.up": numbers, "a.*.down": RowwiseParallel(), "": ParallelAttention()}
-    assert folded(rules) == {pattern: (style, Owned()) for pattern, style in rules.items()}
+    assert group_by_parent(rules) == {pattern: (style, ParentRules()) for pattern, style in rules.items()}
 
 
 def test_bare_parameters_and_rules_with_names_go_to_the_module_above():
     sinks = ParameterStyle()
-    assert folded(
+    assert group_by_parent(
         {"a.*.attn.sinks": sinks, "a.*.attn.qkv": FUSED, "a.*.attn": ParallelAttention(), "scale": sinks}
     ) == {
-        "a.*.attn": (ParallelAttention(), Owned(bare={"sinks": sinks}, children={"qkv": FUSED})),
-        "": (None, Owned(bare={"scale": sinks})),
+        "a.*.attn": (ParallelAttention(), ParentRules(bare={"sinks": sinks}, children={"qkv": FUSED})),
+        "": (None, ParentRules(bare={"scale": sinks})),
     }
 
 
 @pytest.mark.parametrize("style", [ParameterStyle(), FUSED, MLAKVProjection()])
 def test_a_rule_of_the_model_itself_that_needs_something_above_is_refused(style):
     with pytest.raises(PlanError, match=f"the rule '' is {type(style).__name__}"):
-        folded({"": style})
+        group_by_parent({"": style})
 
 
 class Attention(nn.Module):

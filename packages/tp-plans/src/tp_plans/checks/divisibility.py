@@ -8,9 +8,10 @@ from typing import Any
 
 from tp_plans._validate import is_integer
 from tp_plans.checks.findings import Finding
-from tp_plans.checks.tree import Tree, join, parent
 from tp_plans.layouts import Shard
+from tp_plans.model_tree import join, parent
 from tp_plans.module_attrs import getattr_path
+from tp_plans.planned_tree import PlannedTree
 from tp_plans.styles import (
     ColwiseEmbedding,
     ColwiseParallel,
@@ -23,11 +24,11 @@ from tp_plans.styles import (
 )
 
 #: The largest axis that is tried where nothing in a plan bounds it.
-LARGEST_TP = 1024
+MAX_TP = 1024
 
 
 @dataclass(frozen=True)
-class Cut:
+class Constraint:
     """Something that the ranks get parts of.
 
     Args:
@@ -66,59 +67,66 @@ class Cut:
         return Finding("error", self.where, f"{heads} cannot be split over tp={tp}", f"use a tp out of {legal}{more}")
 
 
-def legal_sizes(cuts: Sequence[Cut]) -> tuple[int, ...]:
-    """The sizes of the axis, to :data:`LARGEST_TP`, over which all of them can be dealt; none where nothing is."""
+def valid_tp_sizes(cuts: Sequence[Constraint]) -> tuple[int, ...]:
+    """The sizes of the axis, to :data:`MAX_TP`, over which all of them can be dealt; none where nothing is."""
     distinct = {(cut.size, cut.unit, cut.even, cut.shared): cut for cut in cuts}.values()
     bounds = [cut.size // cut.unit if cut.even else cut.size for cut in distinct if not cut.shared]
-    largest = min([LARGEST_TP, *bounds]) if distinct else 0
+    largest = min([MAX_TP, *bounds]) if distinct else 0
     return tuple(tp for tp in range(1, largest + 1) if all(cut.fits(tp) for cut in distinct))
 
 
-def cuts_of(tree: Tree) -> tuple[list[Cut], list[Finding]]:
+def divisibility_constraints(planned: PlannedTree) -> tuple[list[Constraint], list[Finding]]:
     """Everything that the plan deals over the axis, and the numbers that it asks for and the model does not have."""
-    cuts: list[Cut] = []
+    cuts: list[Constraint] = []
     findings: list[Finding] = []
-    for path in tree.styles:
-        for found in _cuts(path, tree):
-            (cuts if isinstance(found, Cut) else findings).append(found)  # type: ignore[arg-type]
+    for path in planned.styles:
+        for found in _constraints(path, planned):
+            (cuts if isinstance(found, Constraint) else findings).append(found)  # type: ignore[arg-type]
     return cuts, findings
 
 
-def _cuts(path: str, tree: Tree) -> Iterator[Cut | Finding]:
-    match tree.own_style(path):
+def _constraints(path: str, planned: PlannedTree) -> Iterator[Constraint | Finding]:
+    match planned.own_style(path):
         case ColwiseParallel(multiple_of=unit, fused_sizes=pieces, replicate_kv_heads=shared) if (
-            weight := tree.weight(path)
+            weight := planned.tree.weight(path)
         ) is not None:
-            yield from _of_weight(path, weight.shape[0], unit, pieces, tree, shared=shared)
-        case RowwiseParallel(multiple_of=unit, fused_sizes=pieces) if (weight := tree.weight(path)) is not None:
-            yield from _of_weight(path, weight.shape[1], unit, pieces, tree)
-        case MLAKVProjection(rope_dim=rotary) if (weight := tree.weight(path)) is not None:
-            yield from _of_latent(path, weight.shape[0], rotary, tree)
-        case VocabParallelEmbedding() if (weight := tree.weight(path)) is not None:
-            yield Cut(path, weight.shape[0], "entries")
-        case ColwiseEmbedding() if (weight := tree.weight(path)) is not None:
-            yield Cut(path, weight.shape[1])
+            yield from _weight_constraints(path, weight.shape[0], unit, pieces, planned, shared=shared)
+        case RowwiseParallel(multiple_of=unit, fused_sizes=pieces) if (weight := planned.tree.weight(path)) is not None:
+            yield from _weight_constraints(path, weight.shape[1], unit, pieces, planned)
+        case MLAKVProjection(rope_dim=rotary) if (weight := planned.tree.weight(path)) is not None:
+            yield from _mla_constraints(path, weight.shape[0], rotary, planned)
+        case VocabParallelEmbedding() if (weight := planned.tree.weight(path)) is not None:
+            yield Constraint(path, weight.shape[0], "entries")
+        case ColwiseEmbedding() if (weight := planned.tree.weight(path)) is not None:
+            yield Constraint(path, weight.shape[1])
         case ExpertsParallel():
-            yield from (Cut(path, each.shape[0], "experts") for each in _some(tree, path) if each.ndim)
-        case ParameterStyle(layout=Shard(dim=dim)) if -tree.parameters[path].ndim <= dim < tree.parameters[path].ndim:
-            yield Cut(path, tree.parameters[path].shape[dim], "entries")
+            yield from (
+                Constraint(path, each.shape[0], "experts") for each in _any_parameter(planned, path) if each.ndim
+            )
+        case ParameterStyle(layout=Shard(dim=dim)) if (
+            -planned.parameters[path].ndim <= dim < planned.parameters[path].ndim
+        ):
+            yield Constraint(path, planned.parameters[path].shape[dim], "entries")
         case ParallelAttention() as style:
-            yield from _of_counts(path, style, tree)
+            yield from _count_constraints(path, style, planned)
 
 
-def _some(tree: Tree, path: str) -> list[Any]:
+def _any_parameter(planned: PlannedTree, path: str) -> list[Any]:
     """One of a module's parameters, if it has any."""
-    return list(tree.own_parameters(path).values())[:1]
+    return list(planned.tree.own_parameters(path).values())[:1]
 
 
-def _of_weight(
-    path: str, size: int, unit: int | str, pieces: tuple[int | str, ...], tree: Tree, *, shared: bool = False
-) -> Iterator[Cut | Finding]:
-    width = tree.number(path, unit)
-    proportions = [tree.number(path, piece) for piece in pieces] or [1]
+def _weight_constraints(
+    path: str, size: int, unit: int | str, pieces: tuple[int | str, ...], planned: PlannedTree, *, shared: bool = False
+) -> Iterator[Constraint | Finding]:
+    width = planned.number(path, unit)
+    proportions = [planned.number(path, piece) for piece in pieces] or [1]
     missing = [name for name, found in zip((unit, *pieces), (width, *proportions), strict=False) if found is None]
     if missing:
-        yield from (_missing(path, name, "unit" if name == unit else "piece", tree) for name in dict.fromkeys(missing))
+        yield from (
+            _missing_attribute(path, name, "unit" if name == unit else "piece", planned)
+            for name in dict.fromkeys(missing)
+        )
         return
     known = [piece for piece in proportions if piece is not None]
     if size % sum(known):
@@ -133,73 +141,73 @@ def _of_weight(
             what = f"{features} features{which} are no multiple of its unit of {width}"
             yield Finding("error", path, what, f"correct the unit {unit!r} of the rule")
         else:
-            yield Cut(path, features, f"features{which}", width or 1, even=unit != 1 or shared, shared=shared)
+            yield Constraint(path, features, f"features{which}", width or 1, even=unit != 1 or shared, shared=shared)
 
 
-def _of_latent(path: str, size: int, rotary: int | str, tree: Tree) -> Iterator[Cut | Finding]:
-    width = tree.number(path, rotary)
+def _mla_constraints(path: str, size: int, rotary: int | str, planned: PlannedTree) -> Iterator[Constraint | Finding]:
+    width = planned.number(path, rotary)
     if width is None:
-        yield _missing(path, rotary, "rotary key", tree)
+        yield _missing_attribute(path, rotary, "rotary key", planned)
     elif width >= size:
         what = f"its rotary key takes {width} of {size} features, which leaves none for the compressed keys and values"
         yield Finding("error", path, what, f"correct the rotary key {rotary!r} of the rule")
     else:
-        yield Cut(path, size)
+        yield Constraint(path, size)
 
 
-def _missing(path: str, name: int | str, what: str, tree: Tree) -> Finding:
-    owner = type(tree.modules[parent(path)]).__name__
+def _missing_attribute(path: str, name: int | str, what: str, planned: PlannedTree) -> Finding:
+    owner = type(planned.modules[parent(path)]).__name__
     message = f"its {what} is {name!r}, but the {owner} above it has no positive integer of that name"
     return Finding("error", path, message, f"give the {what} as a number")
 
 
-def _of_counts(path: str, style: ParallelAttention, tree: Tree) -> Iterator[Cut | Finding]:
-    module = tree.modules[path]
+def _count_constraints(path: str, style: ParallelAttention, planned: PlannedTree) -> Iterator[Constraint | Finding]:
+    module = planned.modules[path]
     for name in style.head_count_attrs:
         count = getattr_path(module, name)
         if count is None:
             continue
         if is_integer(count, least=1):
             shared = "kv" in name or "key_value" in name
-            yield Cut(path, count, f"of {name}", even=True, shared=shared and _shares(path, tree))
+            yield Constraint(path, count, f"of {name}", even=True, shared=shared and _replicates_kv(path, planned))
         else:
             what = f"its count {name!r} is {count!r}, no positive integer"
             yield Finding("error", join(path, name), what, "leave it out of the rule's counts")
 
 
-def uncounted(tree: Tree, tp: int) -> Iterator[Finding]:
+def check_kv_sharing(planned: PlannedTree, tp: int) -> Iterator[Finding]:
     """Attention layers whose ranks share key/value heads, without the number that says how many there are."""
-    for path in tree.styles:
-        style = tree.own_style(path)
+    for path in planned.styles:
+        style = planned.own_style(path)
         if not isinstance(style, ParallelAttention) or not is_integer(
-            getattr_path(tree.modules[path], style.kv_groups_attr)
+            getattr_path(planned.modules[path], style.kv_groups_attr)
         ):
             continue
-        if getattr_path(tree.modules[path], style.kv_heads_attr) is None and any(
-            _is_scarce(p, tree, tp) for p in _shared(path, tree)
+        if getattr_path(planned.modules[path], style.kv_heads_attr) is None and any(
+            _has_fewer_heads(p, planned, tp) for p in _replicated_kv(path, planned)
         ):
             what = (
                 f"ranks of tp={tp} would share key/value heads, and its {style.kv_groups_attr!r} can only be adapted "
-                f"with {style.kv_heads_attr!r}, which {type(tree.modules[path]).__name__} does not have"
+                f"with {style.kv_heads_attr!r}, which {type(planned.modules[path]).__name__} does not have"
             )
             yield Finding("error", path, what, "give the config that field, or the rule's kv_heads another attribute")
 
 
-def _is_scarce(path: str, tree: Tree, tp: int) -> bool:
+def _has_fewer_heads(path: str, planned: PlannedTree, tp: int) -> bool:
     """Whether a projection has fewer heads than there are ranks."""
-    style, weight = tree.style(path), tree.weight(path)
-    unit = tree.number(path, style.multiple_of) if isinstance(style, ColwiseParallel) else None
+    style, weight = planned.style(path), planned.tree.weight(path)
+    unit = planned.number(path, style.multiple_of) if isinstance(style, ColwiseParallel) else None
     return weight is not None and unit is not None and int(weight.shape[0]) // unit < tp
 
 
-def _shares(path: str, tree: Tree) -> bool:
+def _replicates_kv(path: str, planned: PlannedTree) -> bool:
     """Whether a projection of an attention layer lets ranks share its heads."""
-    return any(_shared(path, tree))
+    return any(_replicated_kv(path, planned))
 
 
-def _shared(path: str, tree: Tree) -> Iterator[str]:
+def _replicated_kv(path: str, planned: PlannedTree) -> Iterator[str]:
     """The projections of an attention layer that let ranks share their heads."""
-    for child in tree.children[path]:
-        style = tree.style(child)
+    for child in planned.children[path]:
+        style = planned.style(child)
         if isinstance(style, ColwiseParallel) and style.replicate_kv_heads:
             yield child

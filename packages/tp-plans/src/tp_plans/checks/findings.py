@@ -30,7 +30,7 @@ class Finding:
         return f"{self.severity}: {self.where or '(top)'}: {self.message}; {self.fix}"
 
 
-def once_a_rule(findings: Iterable[Finding], rules: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
+def deduplicate_by_rule(findings: Iterable[Finding], rules: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
     """Findings that differ only in the module, of which one rule matches many, as one finding on the rule."""
     groups: dict[tuple[str, Finding], list[Finding]] = defaultdict(list)
     for finding in dict.fromkeys(findings):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tp_plans._torch_compat import own_parameters
 from tp_plans.checks.findings import Finding
-from tp_plans.checks.tree import Tree, ancestors, parent
 from tp_plans.layouts import Replicate, Shard
+from tp_plans.model_tree import ancestors, parent
+from tp_plans.planned_tree import PlannedTree
 from tp_plans.styles import (
-    ColwiseEmbedding,
     ColwiseParallel,
     NoParallel,
     RowwiseParallel,
@@ -23,36 +22,32 @@ from tp_plans.styles import (
 )
 
 
-def gives_split_features(style: Style | None) -> bool:
-    """Whether a layer hands on this rank's features as a plain tensor."""
-    splitting = isinstance(style, (ColwiseParallel, ColwiseEmbedding))
-    return splitting and style.output_layouts == Shard(-1) and style.use_local_output  # type: ignore[union-attr]
-
-
 def reads_split_features(style: Style | None) -> bool:
     """Whether a layer reads a plain input as this rank's features."""
     return isinstance(style, (RowwiseParallel, ColwiseParallel)) and style.input_layouts == Shard(-1)
 
 
-def unmet(tree: Tree) -> Iterator[Finding]:
+def check_interfaces(planned: PlannedTree) -> Iterator[Finding]:
     """Layers whose input or output is read otherwise than it lies."""
-    matrices = [(path, style) for path, style in tree.styled() if tree.weight(path) is not None]
-    giving = [path for path, style in matrices if gives_split_features(style)]
+    matrices = [(path, style) for path, style in planned.styled_modules() if planned.tree.weight(path) is not None]
+    giving = [path for path, _ in matrices if planned.outputs_local_shard(path)]
     reading = [path for path, style in matrices if reads_split_features(style)]
-    yield from _never_gathered(giving, reading, tree)
-    yield from _never_split(giving, reading, tree)
-    yield from _cut_in_silence(tree)
+    yield from _missing_gather(giving, reading, planned)
+    yield from _missing_shard(giving, reading, planned)
+    yield from _implicit_shard(planned)
 
 
-def _never_gathered(giving: list[str], reading: list[str], tree: Tree) -> Iterator[Finding]:
+def _missing_gather(giving: list[str], reading: list[str], planned: PlannedTree) -> Iterator[Finding]:
     """Split features that nothing in the same block reads as such."""
     readers = {scope for path in reading for scope in _scopes(path)}
     for path in giving:
         above = parent(path)
         if above in readers:
             continue
-        out = own_parameters(tree.modules[path])["weight"]
-        neighbour = next((each for each in tree.children[above] if _reads(each, out.shape[0], tree)), None)
+        out = planned.parameters[f"{path}.weight"]
+        neighbour = next(
+            (each for each in planned.children[above] if _reads_features(each, out.shape[0], planned)), None
+        )
         if neighbour is not None:
             same = out.shape[1] == out.shape[0]
             what = f"it hands on this rank's part of {out.shape[0]} features, and {neighbour} beside it reads them all"
@@ -64,20 +59,20 @@ def _never_gathered(giving: list[str], reading: list[str], tree: Tree) -> Iterat
             yield Finding("warning", path, f"{what} nearby reads it", fix)
 
 
-def _reads(path: str, features: int, tree: Tree) -> bool:
+def _reads_features(path: str, features: int, planned: PlannedTree) -> bool:
     """Whether a layer that the plan leaves whole reads so many features."""
-    weight, style = tree.weight(path), tree.style(path)
+    weight, style = planned.tree.weight(path), planned.style(path)
     return weight is not None and (style is None or isinstance(style, NoParallel)) and weight.shape[1] == features
 
 
-def _never_split(giving: list[str], reading: list[str], tree: Tree) -> Iterator[Finding]:
+def _missing_shard(giving: list[str], reading: list[str], planned: PlannedTree) -> Iterator[Finding]:
     """Row-wise layers that find no split features."""
     givers = {scope for path in giving for scope in _scopes(path)}
     for path in reading:
         above = parent(path)
         if above in givers:
             continue
-        gathered = [child for child in tree.children[above] if _gathers(tree.style(child))]
+        gathered = [child for child in planned.children[above] if _gathers_output(planned.style(child))]
         if gathered:
             what = f"it reads its input as split features, and {', '.join(gathered)} beside it hand on whole ones"
             yield Finding("error", path, what, "use input=Replicate(), or let them keep Shard(-1)")
@@ -86,7 +81,7 @@ def _never_split(giving: list[str], reading: list[str], tree: Tree) -> Iterator[
             yield Finding("warning", path, what, "use input=Replicate() if its input is whole")
 
 
-def _gathers(style: Style | None) -> bool:
+def _gathers_output(style: Style | None) -> bool:
     return isinstance(style, ColwiseParallel) and style.output_layouts == Replicate()
 
 
@@ -101,10 +96,10 @@ def _is_numbered(path: str) -> bool:
     return path.rpartition(".")[2].isdigit()
 
 
-def _cut_in_silence(tree: Tree) -> Iterator[Finding]:
+def _implicit_shard(planned: PlannedTree) -> Iterator[Finding]:
     """Plain parts of the sequence, which norms on the sequence-parallel stream would cut once more."""
-    norms = any(isinstance(style, SequenceParallel) for style in tree.plan.values())
-    for path, style in tree.styled() if norms else ():
+    norms = any(isinstance(style, SequenceParallel) for style in planned.plan.values())
+    for path, style in planned.styled_modules() if norms else ():
         if isinstance(style, (RowwiseParallel, VocabParallelEmbedding)) and style.use_local_output:
             cut = style.output_layouts
             if isinstance(cut, Shard) and cut.dim >= 0:

@@ -12,7 +12,7 @@ from tp_plans.plan import Plan, require_plan
 from tp_plans.styles import Style
 
 
-def plan_from_words(rules: object) -> tuple[Plan, list[Finding]]:
+def parse_plan(rules: object) -> tuple[Plan, list[Finding]]:
     """A plan of the rules that can be read, and a finding for each of the others.
 
     Raises:

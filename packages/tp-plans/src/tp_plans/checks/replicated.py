@@ -8,33 +8,34 @@ from math import prod
 from typing import Any
 
 from tp_plans.checks.findings import Finding
-from tp_plans.checks.tree import Tree, ancestors, parent
 from tp_plans.layouts import Shard
+from tp_plans.model_tree import ancestors, parent
 from tp_plans.patterns import wildcard
+from tp_plans.planned_tree import PlannedTree
 from tp_plans.text import format_bytes
 
 #: The share of a model's bytes from which on something left whole is told.
-NOTEWORTHY = 0.01
+MIN_SHARE = 0.01
 
 
-def left_whole(tree: Tree) -> Iterator[Finding]:
+def check_replicated(planned: PlannedTree) -> Iterator[Finding]:
     """What stays whole on every rank, by the largest parts of the model that the plan splits nothing of."""
-    sizes = {path: size_of(parameter) for path, parameter in _once(tree).items()}
-    split = {path for path in sizes if isinstance(tree.layout(path), Shard)}
+    sizes = {path: size_of(parameter) for path, parameter in _one_path_each(planned).items()}
+    split = {path for path in sizes if isinstance(planned.layout(path), Shard)}
     reached = {above for path in split for above in ancestors(path)}
     groups: dict[str, list[str]] = defaultdict(list)
     for path in sizes:
         if path not in split:
-            groups[wildcard(_untouched(path, reached))].append(path)
+            groups[wildcard(_highest_unsplit(path, reached))].append(path)
     total = sum(sizes.values())
     for where, paths in sorted(groups.items(), key=lambda group: -sum(sizes[path] for path in group[1])):
         size = sum(sizes[path] for path in paths)
-        if size >= NOTEWORTHY * total:
+        if size >= MIN_SHARE * total:
             largest = max(paths, key=lambda path: sizes[path])
-            shape = list(tree.parameters[largest].shape)
+            shape = list(planned.parameters[largest].shape)
             what = f"{format_bytes(size)}, {size / total:.1%} of the model, stay whole on every rank"
             count = f"{len(paths)} parameter{'s' * (len(paths) > 1)}, largest {largest} {shape}"
-            yield Finding("warning", where, f"{what} ({count})", _advice(paths, tree))
+            yield Finding("warning", where, f"{what} ({count})", _advice(paths, planned))
 
 
 def size_of(parameter: Any) -> int:
@@ -43,16 +44,16 @@ def size_of(parameter: Any) -> int:
     return size if isinstance(size, int) else prod(parameter.shape)
 
 
-def _once(tree: Tree) -> dict[str, Any]:
+def _one_path_each(planned: PlannedTree) -> dict[str, Any]:
     """Every parameter by one of its paths, a split one where ties differ."""
     by_identity: dict[int, str] = {}
-    for path, parameter in tree.parameters.items():
-        if id(parameter) not in by_identity or isinstance(tree.layout(path), Shard):
+    for path, parameter in planned.parameters.items():
+        if id(parameter) not in by_identity or isinstance(planned.layout(path), Shard):
             by_identity[id(parameter)] = path
-    return {path: tree.parameters[path] for path in by_identity.values()}
+    return {path: planned.parameters[path] for path in by_identity.values()}
 
 
-def _untouched(path: str, reached: set[str]) -> str:
+def _highest_unsplit(path: str, reached: set[str]) -> str:
     """The highest module above a parameter of which nothing is split, or the parameter itself."""
     highest = path
     for above in ancestors(path):
@@ -62,6 +63,6 @@ def _untouched(path: str, reached: set[str]) -> str:
     return highest
 
 
-def _advice(paths: list[str], tree: Tree) -> str:
-    ruled = any(tree.style(path) or tree.style(parent(path)) for path in paths)
+def _advice(paths: list[str], planned: PlannedTree) -> str:
+    ruled = any(planned.style(path) or planned.style(parent(path)) for path in paths)
     return "its rule says so: accept it, or split it" if ruled else "no rule splits it: add one, or accept it"

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from tp_plans._torch_compat import own_parameters
 from tp_plans.checks.findings import Finding
-from tp_plans.checks.tree import Tree, join
 from tp_plans.layouts import Shard
+from tp_plans.model_tree import join
+from tp_plans.planned_tree import PlannedTree
 from tp_plans.styles import (
     ColwiseEmbedding,
     ColwiseParallel,
@@ -30,23 +31,23 @@ _WHOLE_TABLE_OPTIONS = {
 }
 
 
-def unsuited(tree: Tree) -> Iterator[Finding]:
+def check_style_fit(planned: PlannedTree) -> Iterator[Finding]:
     """Modules and parameters that their style cannot split."""
-    for path, _ in tree.styled():
-        style = tree.own_style(path)
+    for path, _ in planned.styled_modules():
+        style = planned.own_style(path)
         if isinstance(style, _OF_MATRICES):
-            yield from _no_matrix(path, type(style).__name__, tree)
+            yield from _matrix(path, type(style).__name__, planned)
         if isinstance(style, (VocabParallelEmbedding, ColwiseEmbedding)):
-            yield from _whole_table(path, tree)
+            yield from _table_options(path, planned)
         elif isinstance(style, ExpertsParallel):
-            yield from _no_experts(path, tree)
-        elif isinstance(style, ScaleInput) and (names := tree.own_parameters(path)):
+            yield from _expert_stack(path, planned)
+        elif isinstance(style, ScaleInput) and (names := planned.tree.own_parameters(path)):
             what = f"ScaleInput is for a module without parameters, and this one has {', '.join(names)}"
             yield Finding("error", path, what, "let the rule match what only passes tokens on, or use AllReduceOutput")
         elif isinstance(style, GatheredParameters):
-            yield from _nothing_to_gather(path, style.names, tree)
-    for path, parameter in tree.parameters.items():
-        rule = tree.style(path)
+            yield from _gathered_names(path, style.names, planned)
+    for path, parameter in planned.parameters.items():
+        rule = planned.style(path)
         if isinstance(rule, ParameterStyle) and isinstance(rule.layout, Shard):
             dim, ndim = rule.layout.dim, parameter.ndim
             if not -ndim <= dim < ndim:
@@ -55,10 +56,10 @@ def unsuited(tree: Tree) -> Iterator[Finding]:
                 yield Finding("error", path, what, fix)
 
 
-def _no_matrix(path: str, style: str, tree: Tree) -> Iterator[Finding]:
-    module = tree.modules[path]
+def _matrix(path: str, style: str, planned: PlannedTree) -> Iterator[Finding]:
+    module = planned.modules[path]
     kind, weight = type(module).__name__, own_parameters(module).get("weight")
-    if tree.weight(path) is None:
+    if planned.tree.weight(path) is None:
         shape = "no weight" if weight is None else f"a weight of shape {list(weight.shape)}"
         needs = f"{kind} has {shape}, and {style} splits a matrix"
         yield Finding("error", path, needs, "let the rule match a linear or embedding layer")
@@ -71,25 +72,25 @@ def _no_matrix(path: str, style: str, tree: Tree) -> Iterator[Finding]:
         yield Finding("error", path, what, "replace it with nn.Linear before the plan is applied, or leave it whole")
 
 
-def _whole_table(path: str, tree: Tree) -> Iterator[Finding]:
-    counts_everything = isinstance(tree.style(path), ColwiseEmbedding)
+def _table_options(path: str, planned: PlannedTree) -> Iterator[Finding]:
+    counts_everything = isinstance(planned.style(path), ColwiseEmbedding)
     for option, effect in _WHOLE_TABLE_OPTIONS.items():
         if option == "scale_grad_by_freq" and counts_everything:
             continue
-        if getattr(tree.modules[path], option, None) not in (None, False):
+        if getattr(planned.modules[path], option, None) not in (None, False):
             yield Finding("error", path, f"{option} {effect}", f"build the embedding without {option}")
 
 
-def _nothing_to_gather(path: str, names: tuple[str, ...], tree: Tree) -> Iterator[Finding]:
-    missing = [name for name in names if join(path, name) not in tree.parameters]
+def _gathered_names(path: str, names: tuple[str, ...], planned: PlannedTree) -> Iterator[Finding]:
+    missing = [name for name in names if join(path, name) not in planned.parameters]
     if missing:
-        what = f"{type(tree.modules[path]).__name__} has no parameter {', '.join(missing)} to gather"
+        what = f"{type(planned.modules[path]).__name__} has no parameter {', '.join(missing)} to gather"
         yield Finding("error", path, what, "name the parameters below it, as 'out_proj.weight'")
 
 
-def _no_experts(path: str, tree: Tree) -> Iterator[Finding]:
-    parameters = tree.own_parameters(path)
-    kind = type(tree.modules[path]).__name__
+def _expert_stack(path: str, planned: PlannedTree) -> Iterator[Finding]:
+    parameters = planned.tree.own_parameters(path)
+    kind = type(planned.modules[path]).__name__
     if not parameters:
         what = f"{kind} has no parameters of its own, and ExpertsParallel deals out those stacked as [experts, ...]"
         yield Finding("error", path, what, "write rules for the experts' own layers")

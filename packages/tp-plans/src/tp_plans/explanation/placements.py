@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tp_plans.checks.replicated import size_of
-from tp_plans.checks.tree import Tree, join
 from tp_plans.layouts import Layout, Replicate, Shard
+from tp_plans.model_tree import join
+from tp_plans.planned_tree import PlannedTree
 from tp_plans.row_ranges import shard_ranges
 from tp_plans.styles import GatheredParameters
 
@@ -36,21 +37,21 @@ class ShardedParameter:
         return self.path.rpartition(".")[2]
 
 
-def placed(path: str, tree: Tree, tp: int) -> Iterator[ShardedParameter]:
+def sharded_parameters(path: str, planned: PlannedTree, tp: int) -> Iterator[ShardedParameter]:
     """A parameter, or those of a module that have no rule of their own."""
-    if path in tree.parameters:
-        yield _placed(path, tree, tp)
+    if path in planned.parameters:
+        yield _sharded(path, planned, tp)
         return
-    style = tree.own_style(path)
+    style = planned.own_style(path)
     below = style.names if isinstance(style, GatheredParameters) else ()
-    for name in dict.fromkeys((*tree.own_parameters(path), *below)):
+    for name in dict.fromkeys((*planned.tree.own_parameters(path), *below)):
         parameter = join(path, name)
-        if parameter in tree.parameters and not tree.rules[parameter]:
-            yield _placed(parameter, tree, tp)
+        if parameter in planned.parameters and not planned.rules[parameter]:
+            yield _sharded(parameter, planned, tp)
 
 
-def _placed(path: str, tree: Tree, tp: int) -> ShardedParameter:
-    parameter, layout = tree.parameters[path], tree.layout(path)
+def _sharded(path: str, planned: PlannedTree, tp: int) -> ShardedParameter:
+    parameter, layout = planned.parameters[path], planned.layout(path)
     shape = tuple(map(int, parameter.shape))
     local = list(shape)
     if isinstance(layout, Shard) and -len(shape) <= layout.dim < len(shape):

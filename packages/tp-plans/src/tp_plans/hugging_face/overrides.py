@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from tp_plans.layouts import Replicate, Shard
+from tp_plans.model_tree import ModelTree
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.styles import (
@@ -60,13 +60,13 @@ NO_SEQUENCE_PARALLELISM: dict[str, str] = {
 }
 
 
-def with_overrides(plan: Plan, modules: Mapping[str, Any]) -> Plan:
+def with_overrides(plan: Plan, tree: ModelTree) -> Plan:
     """The plan with the corrections for the classes that the model has."""
-    changes = dict(_changes(modules))
+    changes = dict(_changes(tree))
     return plan.override({pattern: style for pattern, style in changes.items() if style is not None or pattern in plan})
 
 
-def _changes(modules: Mapping[str, Any]) -> Iterator[tuple[str, Style | None]]:
-    for path, module in modules.items():
+def _changes(tree: ModelTree) -> Iterator[tuple[str, Style | None]]:
+    for path, module in tree.modules.items():
         for name, style in OVERRIDES.get(type(module).__name__, {}).items():
             yield wildcard(".".join(part for part in (path, name) if part)), style

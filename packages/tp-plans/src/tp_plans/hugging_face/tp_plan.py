@@ -7,30 +7,21 @@ relative to where that model sits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from tp_plans._transformers_compat import own_plan
+from tp_plans.model_tree import ModelTree
 
 
-def shipped_plan(model: Any) -> dict[str, str]:
+def shipped_plan(tree: ModelTree) -> dict[str, str]:
     """Pattern to style word: the class's plan under those of inner models' configs and instances; outer over inner."""
-    words: dict[str, str] = dict(own_plan(type(model)) or {})
-    for path, module in reversed(list(model.named_modules())):
+    words: dict[str, str] = dict(own_plan(type(tree.model)) or {})
+    for path, module in reversed(list(tree.modules.items())):
         prefix = f"{path}." if path else ""
         config = getattr(module, "config", None)
         if getattr(module, "base_model", None) is module:  # the config's plan is relative to the base model
             words.update(_prefixed(prefix, getattr(config, "base_model_tp_plan", None)))
         words.update(_prefixed(prefix, own_plan(module)))
     return words
-
-
-def path_of(modules: Mapping[str, Any], model: Any, getter: str) -> str | None:
-    """Where the module sits that one of the model's getters gives, as ``get_input_embeddings``."""
-    try:
-        wanted = getattr(model, getter)()
-    except (AttributeError, NotImplementedError):
-        return None
-    return next((path for path, module in modules.items() if module is wanted), None)
 
 
 def _prefixed(prefix: str, words: Mapping[str, str] | None) -> dict[str, str]:

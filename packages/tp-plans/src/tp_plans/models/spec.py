@@ -13,6 +13,7 @@ from typing import Any
 from tp_plans._validate import require_size
 from tp_plans.errors import CapabilityError
 from tp_plans.layouts import Layout, Replicate, Shard
+from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
 from tp_plans.styles import (
     ColwiseParallel,
@@ -278,10 +279,10 @@ class Architecture:
             )
         return decoder_plan(self.decoder, name=self.class_name, sequence_parallel=sequence_parallel)
 
-    def for_model(self, plan: Plan, model: Any) -> Plan:
+    def for_model(self, plan: Plan, tree: ModelTree) -> Plan:
         """The plan for one model: adjusted to its config, without the rules for what this model may and does lack."""
         if self.adapt_plan is not None:
-            plan = self.adapt_plan(plan, getattr(model, "config", None))
-        present = {pattern for path, _ in model.named_modules() for pattern in plan.match(path)}
+            plan = self.adapt_plan(plan, getattr(tree.model, "config", None))
+        present = {pattern for path in tree.modules for pattern in plan.match(path)}
         lacking = {p: None for p in optional_rules(self.decoder) if p in plan and p not in present}
         return plan.override(lacking)

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from tp_plans._validate import is_integer
 from tp_plans.module_attrs import getattr_path
 from tp_plans.styles import ParallelAttention
-from tp_plans.torch_styles.activations import PreparedInput
+from tp_plans.torch_styles.activations import PrepareModuleInputImpl
 
 
-class LocalAttention(PreparedInput):
+class ParallelAttentionImpl(PrepareModuleInputImpl):
     """``ParallelAttention``: prepares the input as ``PrepareModuleInput`` does, and gives the layer its own counts.
 
     The counts change once, when the plan is applied.  A config that other modules read too stays as it is: the
@@ -24,15 +24,15 @@ class LocalAttention(PreparedInput):
     style: ParallelAttention
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        counts = self._own_counts(module, mesh.size())
+        counts = self._local_counts(module, mesh.size())
         of_config = {path.partition(".")[2]: count for path, count in counts.items() if "." in path}
-        if of_config and not isinstance(module.config, OwnCounts):
-            module.config = OwnCounts(module.config, of_config)  # type: ignore[assignment]
+        if of_config and not isinstance(module.config, LocalHeadCountConfig):
+            module.config = LocalHeadCountConfig(module.config, of_config)  # type: ignore[assignment]
         for name, count in counts.items():
             if "." not in name:
                 setattr(module, name, count)
 
-    def _own_counts(self, module: nn.Module, tp: int) -> dict[str, int]:
+    def _local_counts(self, module: nn.Module, tp: int) -> dict[str, int]:
         style = self.style
         found = {
             path: value for path in style.head_count_attrs if is_integer(value := getattr_path(module, path), least=1)
@@ -44,7 +44,7 @@ class LocalAttention(PreparedInput):
         return own
 
 
-class OwnCounts:
+class LocalHeadCountConfig:
     """A config with some numbers of its own, and for all else the one behind it."""
 
     def __init__(self, config: Any, counts: Mapping[str, int]) -> None:

@@ -22,8 +22,7 @@ from tp_plans._torch_compat import own_parameters
 from tp_plans.errors import AlreadyParallelizedError, LayoutError
 from tp_plans.layouts import Layout, Shard
 from tp_plans.styles import ParameterStyle, Style, parameter_layout
-from tp_plans.torch_styles.bare import bare_view
-from tp_plans.torch_styles.gradients import local_view
+from tp_plans.torch_styles.gradients import local_view, parameter_view
 from tp_plans.torch_styles.placement import existing_dim, placement
 
 _SHARDED = "_tp_plans_sharded"
@@ -33,44 +32,44 @@ Kwargs = dict[str, Any]
 
 
 @dataclass
-class Call:
+class ForwardContext:
     """One forward call of a module: its mesh, what to put back afterwards, what to remember until then."""
 
     mesh: DeviceMesh
     parameters: dict[str, DTensor] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
-    memory: dict[str, Any] = field(default_factory=dict)
-    borrowed: list[tuple[nn.Module, str, DTensor]] = field(default_factory=list)
+    saved: dict[str, Any] = field(default_factory=dict)
+    swapped: list[tuple[nn.Module, str, DTensor]] = field(default_factory=list)
 
-    def borrow(self, owner: nn.Module, name: str, parameter: DTensor, view: Tensor) -> None:
+    def swap_in(self, owner: nn.Module, name: str, parameter: DTensor, view: Tensor) -> None:
         """Put a plain view in the place of a parameter of another module, below the one that is called."""
-        self.borrowed.append((owner, name, parameter))
+        self.swapped.append((owner, name, parameter))
         own_parameters(owner)[name] = view
 
-    def put_back(self, module: nn.Module) -> None:
-        """Give the module its DTensor parameters and its attributes again, and others what was borrowed."""
+    def restore(self, module: nn.Module) -> None:
+        """Give the module its DTensor parameters and its attributes again, and others what was swapped."""
         own_parameters(module).update(self.parameters)
         for name, value in self.attributes.items():
             setattr(module, name, value)
-        for owner, name, parameter in self.borrowed:
+        for owner, name, parameter in self.swapped:
             own_parameters(owner)[name] = parameter
 
 
-class LocalStyle(ParallelStyle):
+class LocalTensorStyle(ParallelStyle):
     """Base of the styles: distributes a module's parameters and runs its forward on local tensors.
 
     A subclass says how each parameter is viewed locally and how activations enter and leave.
 
     Args:
         style: the module's rule, or ``None`` where only parameters or children of it have one.
-        bare: rules for single parameters of the module, by name or pattern of it.
+        parameter_rules: rules for single parameters of the module, by name or pattern of it.
     """
 
-    def __init__(self, style: Style | None, bare: Mapping[str, ParameterStyle] | None = None) -> None:
+    def __init__(self, style: Style | None, parameter_rules: Mapping[str, ParameterStyle] | None = None) -> None:
         super().__init__()
         self.style = style
-        self.bare = dict(bare or {})
-        self._bare_rules: dict[str, ParameterStyle] = {}
+        self.parameter_rules = dict(parameter_rules or {})
+        self._matched_rules: dict[str, ParameterStyle] = {}
         self._classes: dict[tuple[type[nn.Module], DeviceMesh], type[nn.Module]] = {}
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
@@ -80,16 +79,18 @@ class LocalStyle(ParallelStyle):
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """What else changes, once, when the style is applied."""
 
-    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+    def pre_forward(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
+    ) -> tuple[Args, Kwargs]:
         """The arguments that the module's forward gets instead."""
         return args, kwargs
 
-    def leave(self, module: nn.Module, output: Any, call: Call) -> Any:
+    def post_forward(self, module: nn.Module, output: Any, context: ForwardContext) -> Any:
         """The output that the caller gets instead; parameters are DTensors again by now."""
         return output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, _Parallel):
+        if isinstance(module, _TensorParallelMixin):
             if module.tp_style is self:  # the same rule led here before: the module sits at several places
                 return module
             raise AlreadyParallelizedError(
@@ -106,26 +107,26 @@ class LocalStyle(ParallelStyle):
         module.__class__ = self._class_for(type(module), device_mesh)
         return module
 
-    def bare_rule(self, name: str) -> ParameterStyle | None:
+    def parameter_rule(self, name: str) -> ParameterStyle | None:
         """The rule for one parameter of the modules that the style was applied to, if it has one of its own."""
-        return self._bare_rules.get(name)
+        return self._matched_rules.get(name)
 
     def view(self, name: str, parameter: DTensor) -> Tensor:
         """The plain tensor that stands for a parameter during forward, by its own rule or the module's."""
-        rule = self.bare_rule(name)
-        return self.local_parameter(name, parameter) if rule is None else bare_view(rule, parameter)
+        rule = self.parameter_rule(name)
+        return self.local_parameter(name, parameter) if rule is None else parameter_view(rule, parameter)
 
     def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(own_parameters(module).items()):
             # Matched once and here: the compiler traces a call, and cannot trace how patterns are matched.
-            rule = next((rule for pattern, rule in self.bare.items() if fnmatchcase(name, pattern)), None)
+            rule = next((rule for pattern, rule in self.parameter_rules.items() if fnmatchcase(name, pattern)), None)
             if rule is not None:
-                self._bare_rules[name] = rule
+                self._matched_rules[name] = rule
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            layout = parameter_layout(self.bare_rule(name) or self.style, parameter.ndim)
+            layout = parameter_layout(self.parameter_rule(name) or self.style, parameter.ndim)
             if layout is not None:
-                sharded = distributed_once(parameter, mesh, layout, self.src_data_rank)
+                sharded = distribute_tied(parameter, mesh, layout, self.src_data_rank)
                 module.register_parameter(name, sharded)
 
     def _class_for(self, cls: type[nn.Module], mesh: DeviceMesh) -> type[nn.Module]:
@@ -134,35 +135,35 @@ class LocalStyle(ParallelStyle):
             # The names stay, since transformers looks up what to record by a class's full name.
             names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
             namespace = {**names, "tp_style": self, "tp_mesh": mesh}
-            self._classes[cls, mesh] = type(cls.__name__, (_Parallel, cls), namespace)
+            self._classes[cls, mesh] = type(cls.__name__, (_TensorParallelMixin, cls), namespace)
         return self._classes[cls, mesh]
 
 
-class _Parallel:
-    """Mixed in before a module's class: runs its forward between a style's ``enter`` and ``leave``.
+class _TensorParallelMixin:
+    """Mixed in before a module's class: runs its forward between a style's ``pre_forward`` and ``post_forward``.
 
     A class rather than hooks: ``torch.compile`` guards on the ids of hooks that are always called, which differ
     from block to block, and an interrupt skips hooks.  deepcopy keeps a class and copies no state with it.
     """
 
-    tp_style: ClassVar[LocalStyle]
+    tp_style: ClassVar[LocalTensorStyle]
     tp_mesh: ClassVar[DeviceMesh]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module, style = cast(nn.Module, self), self.tp_style
-        call = Call(self.tp_mesh)
+        context = ForwardContext(self.tp_mesh)
         parameters = own_parameters(module)
-        call.parameters = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
+        context.parameters = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
         try:
-            parameters.update({n: style.view(n, p) for n, p in call.parameters.items()})
-            args, kwargs = style.enter(module, args, kwargs, call)
+            parameters.update({n: style.view(n, p) for n, p in context.parameters.items()})
+            args, kwargs = style.pre_forward(module, args, kwargs, context)
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            call.put_back(module)
-        return style.leave(module, output, call)
+            context.restore(module)
+        return style.post_forward(module, output, context)
 
 
-def distributed_once(
+def distribute_tied(
     parameter: nn.Parameter, mesh: DeviceMesh, layout: Layout, src_data_rank: int | None
 ) -> nn.Parameter:
     """A parameter distributed; the same new parameter for every place that shares the old one, so ties hold."""

@@ -1,4 +1,4 @@
-"""From a rule, with those folded onto it, to the style that torch applies."""
+"""From a rule, with those of its parameters and children, to the ``ParallelStyle`` that torch applies."""
 
 from __future__ import annotations
 
@@ -28,55 +28,55 @@ from tp_plans.styles import (
     Style,
     VocabParallelEmbedding,
 )
-from tp_plans.torch_styles.activations import LocalWhole, PreparedInput
-from tp_plans.torch_styles.attention import LocalAttention
-from tp_plans.torch_styles.base import LocalStyle
-from tp_plans.torch_styles.embedding import LocalEmbedding, LocalFeatures
-from tp_plans.torch_styles.experts import LocalDivided, LocalExperts, LocalSum
-from tp_plans.torch_styles.gathered import LocalGathered
-from tp_plans.torch_styles.linear import LocalColwise, LocalLatent, LocalRowwise
-from tp_plans.torch_styles.parent_rules import Owned
-from tp_plans.torch_styles.replicated import LocalReplicated, LocalSequenceParallel
+from tp_plans.torch_styles.activations import GatherSequenceImpl, PrepareModuleInputImpl
+from tp_plans.torch_styles.attention import ParallelAttentionImpl
+from tp_plans.torch_styles.base import LocalTensorStyle
+from tp_plans.torch_styles.embedding import ColwiseEmbeddingImpl, VocabParallelEmbeddingImpl
+from tp_plans.torch_styles.experts import AllReduceOutputImpl, ExpertsParallelImpl, ScaleInputImpl
+from tp_plans.torch_styles.gathered import GatheredParametersImpl
+from tp_plans.torch_styles.linear import ColwiseParallelImpl, MLAKVProjectionImpl, RowwiseParallelImpl
+from tp_plans.torch_styles.parent_rules import ParentRules
+from tp_plans.torch_styles.replicated import NoParallelImpl, SequenceParallelImpl
 
-_LOCAL: dict[type, type[LocalStyle]] = {
-    ColwiseParallel: LocalColwise,
-    RowwiseParallel: LocalRowwise,
-    MLAKVProjection: LocalLatent,
-    VocabParallelEmbedding: LocalEmbedding,
-    ColwiseEmbedding: LocalFeatures,
-    ExpertsParallel: LocalExperts,
-    ScaleInput: LocalDivided,
-    AllReduceOutput: LocalSum,
-    GatheredParameters: LocalGathered,
-    SequenceParallel: LocalSequenceParallel,
-    NoParallel: LocalReplicated,
-    PrepareModuleInput: PreparedInput,
-    ParallelAttention: LocalAttention,
+_IMPL: dict[type, type[LocalTensorStyle]] = {
+    ColwiseParallel: ColwiseParallelImpl,
+    RowwiseParallel: RowwiseParallelImpl,
+    MLAKVProjection: MLAKVProjectionImpl,
+    VocabParallelEmbedding: VocabParallelEmbeddingImpl,
+    ColwiseEmbedding: ColwiseEmbeddingImpl,
+    ExpertsParallel: ExpertsParallelImpl,
+    ScaleInput: ScaleInputImpl,
+    AllReduceOutput: AllReduceOutputImpl,
+    GatheredParameters: GatheredParametersImpl,
+    SequenceParallel: SequenceParallelImpl,
+    NoParallel: NoParallelImpl,
+    PrepareModuleInput: PrepareModuleInputImpl,
+    ParallelAttention: ParallelAttentionImpl,
 }
 
 
-def style_to_torch(style: Style | None, owned: Owned | None = None) -> ParallelStyle:
+def style_to_torch(style: Style | None, owned: ParentRules | None = None) -> ParallelStyle:
     """One rule as a ``ParallelStyle``, for modules whose parameters are on any device, meta included.
 
     Args:
         style: the module's own rule, or ``None``.
-        owned: the rules folded onto it.
+        owned: the rules that it carries for its parameters and children.
     """
-    owned = owned or Owned()
-    own = _local(style, owned.bare)
-    return OwnerStyle(own, owned.children) if owned.children else own
+    owned = owned or ParentRules()
+    own = _implementation(style, owned.parameter_rules)
+    return ParentStyle(own, owned.children) if owned.children else own
 
 
-def _local(style: Style | None, bare: Mapping[str, ParameterStyle]) -> LocalStyle:
+def _implementation(style: Style | None, parameter_rules: Mapping[str, ParameterStyle]) -> LocalTensorStyle:
     if isinstance(style, GatherSequence):
-        return LocalWhole(style, bare, _local(style.inner, bare))
-    return LocalStyle(None, bare) if style is None else _LOCAL[type(style)](style, bare)
+        return GatherSequenceImpl(style, parameter_rules, _implementation(style.inner, parameter_rules))
+    return LocalTensorStyle(None, parameter_rules) if style is None else _IMPL[type(style)](style, parameter_rules)
 
 
-class OwnerStyle(ParallelStyle):
+class ParentStyle(ParallelStyle):
     """A module's own style, after those of its children that take their numbers from it."""
 
-    def __init__(self, own: LocalStyle, children: dict[str, Style]) -> None:
+    def __init__(self, own: LocalTensorStyle, children: dict[str, Style]) -> None:
         super().__init__()
         self.own, self.children = own, children
         self._resolved: dict[Style, ParallelStyle] = {}
@@ -87,7 +87,7 @@ class OwnerStyle(ParallelStyle):
             if style is not None:
                 self._for(resolve_style(style, module))._apply(child, device_mesh)
         own = self.own
-        return own._apply(module, device_mesh) if own.style is not None or own.bare else module
+        return own._apply(module, device_mesh) if own.style is not None or own.parameter_rules else module
 
     def _for(self, style: Style) -> ParallelStyle:
         """One style object for equal numbers, so that equal blocks share their classes and compiled graphs."""

@@ -1,4 +1,4 @@
-"""Rules that torch cannot apply where they stand, folded onto the module above.
+"""Rules that torch cannot apply where they stand, group_by_parent onto the module above.
 
 ``parallelize_module`` hands a style one module and nothing else.  A rule for a bare parameter has no module of
 its own, and one whose numbers are attributes of the module above cannot find them; both go to that module.
@@ -16,26 +16,26 @@ from tp_plans.styles import ParameterStyle, Style
 
 
 @dataclass
-class Owned:
+class ParentRules:
     """The rules that a module carries for its parameters and children, by name or pattern of it."""
 
-    bare: dict[str, ParameterStyle] = field(default_factory=dict)
+    parameter_rules: dict[str, ParameterStyle] = field(default_factory=dict)
     children: dict[str, Style] = field(default_factory=dict)
 
     def key(self) -> Hashable:
         """What two modules with equal rules have in common."""
-        return frozenset(self.bare.items()), frozenset(self.children.items())
+        return frozenset(self.parameter_rules.items()), frozenset(self.children.items())
 
 
-def folded(rules: Mapping[str, Style]) -> dict[str, tuple[Style | None, Owned]]:
-    """The rules by module pattern, each with those folded onto it; a module without a rule of its own has ``None``.
+def group_by_parent(rules: Mapping[str, Style]) -> dict[str, tuple[Style | None, ParentRules]]:
+    """Return the rules by module pattern, each with those moved up to it; ``None`` for a module without a rule.
 
     Modules that carry others' rules come first, since a rule of theirs may change the numbers that those read.
 
     Raises:
         PlanError: such a rule stands for the model itself, which has nothing above.
     """
-    owned: dict[str, Owned] = defaultdict(Owned)
+    owned: dict[str, ParentRules] = defaultdict(ParentRules)
     own: dict[str, Style] = {}
     for pattern, style in rules.items():
         owner, _, name = pattern.rpartition(".")
@@ -50,4 +50,4 @@ def folded(rules: Mapping[str, Style]) -> dict[str, tuple[Style | None, Owned]]:
             owned[owner].children[name] = style
         else:
             own[pattern] = style
-    return {pattern: (own.get(pattern), owned.get(pattern, Owned())) for pattern in dict.fromkeys((*owned, *own))}
+    return {pattern: (own.get(pattern), owned.get(pattern, ParentRules())) for pattern in dict.fromkeys((*owned, *own))}

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
 from tp_plans._validate import is_integer
 from tp_plans.module_attrs import getattr_path
-
-_COUNT = re.compile(r"head|hidden|embed|dim|size|width|^h$|^n_")
-_NO_COUNT = re.compile(r"head_(dim|size)|per_head|group|idx|index|rotary|rope")
-
+from tp_plans.naming import COUNT, NO_COUNT
 
 #: What works on every feature by itself, and so on a rank's part of them as on all.
 _FEATURE_BY_FEATURE = {
@@ -22,10 +18,10 @@ _FEATURE_BY_FEATURE = {
 }
 
 
-def meets_features_together(module: Any, children: set[str]) -> str | None:
+def non_elementwise_op(module: Any, children: set[str]) -> str | None:
     """Something that a module's code reads and that may not work feature by feature; ``None`` where all does."""
     known = _FEATURE_BY_FEATURE | children | {name for name, value in vars(module).items() if is_plain(value)}
-    return next(iter(sorted(names_read(type(module)) - known)), None)
+    return next(iter(sorted(referenced_names(type(module)) - known)), None)
 
 
 def is_plain(value: object) -> bool:
@@ -42,7 +38,7 @@ def first_argument(module: Any) -> str:
 
 def counts_used(module: Any, values: set[int]) -> tuple[str, ...]:
     """The integer attributes with one of some values that a module's code reads, its config's too: counts of heads."""
-    read = names_read(type(module))
+    read = referenced_names(type(module))
     own = [name for name in vars(module) if name in read and _counts(name, getattr(module, name), values)]
     config = getattr(module, "config", None) if "config" in read else None
     shared = [
@@ -53,7 +49,7 @@ def counts_used(module: Any, values: set[int]) -> tuple[str, ...]:
     return (*own, *shared)
 
 
-def names_read(cls: type) -> set[str]:
+def referenced_names(cls: type) -> set[str]:
     """The names that the methods of a class read: of attributes, functions and modules."""
     return {name for code in _methods(cls) for name in _names(code)}
 
@@ -80,4 +76,4 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _counts(name: str, value: object, values: set[int]) -> bool:
     counted = is_integer(value, least=2) and value in values
-    return counted and bool(_COUNT.search(name)) and not _NO_COUNT.search(name)
+    return counted and bool(COUNT.search(name)) and not NO_COUNT.search(name)
