@@ -39,8 +39,8 @@ class SelectiveCheckpoint:
 
     Example:
         >>> from fsdp_runtime import SelectiveCheckpoint
-        >>> SelectiveCheckpoint(save=("aten.mm",)).overloads()
-        [<OpOverload(op='aten.mm', overload='default')>, <OpOverload(op='aten.mm', overload='out')>]
+        >>> SelectiveCheckpoint(save=("aten.mm",)).overloads()[0]
+        <OpOverload(op='aten.mm', overload='default')>
     """
 
     save: tuple[str, ...] = (
