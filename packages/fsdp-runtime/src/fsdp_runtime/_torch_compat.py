@@ -21,31 +21,31 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
-    """Several axes of a mesh as one, registered under ``name``; the same mesh again when called again.
+    """Flatten several axes of a mesh into one, registered under ``name``; a repeated call returns the same mesh.
 
     ``DeviceMesh._flatten`` has no public equivalent in torch 2.10 to 2.15; torch's own tutorials and torchtitan
-    use it (pytorch/pytorch#133838).
+    use it (pytorch/pytorch#133838, and #159013 on a public form).
     """
     sliced = mesh[axes] if len(axes) > 1 else mesh[axes[0]]
     return sliced._flatten(name)
 
 
 def join_axes(*meshes: DeviceMesh) -> DeviceMesh:
-    """Meshes of one root side by side, where at least one is a flattened axis.
+    """Concatenate meshes of one root, at least one of which is a flattened axis.
 
-    Slicing the root by the name of a flattened axis warns from torch 2.11 on, and nothing public takes its place in
-    2.10 to 2.15.
+    Slicing the root by the name of a flattened axis warns from torch 2.11 on (pytorch/pytorch#164993, #169381), and
+    2.10 to 2.15 have no public replacement.
     """
     return DeviceMesh._concatenate(list(meshes))
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``mesh`` was sliced from, or itself (torch 2.10 to 2.15: no public way to ask)."""
+    """Return the mesh that ``mesh`` was sliced from, or itself (not public in torch 2.10 to 2.15; no issue found)."""
     return mesh._get_root_mesh()
 
 
 def is_strided(placement: Placement) -> bool:
-    """Whether a placement is ``_StridedShard``, the one that FSDP2 gives to a dim that is split over ``tp`` already.
+    """Return True for ``_StridedShard``, FSDP2's placement of a dim that is already sharded over ``tp``.
 
     The class is private in torch 2.10 to 2.15, where parameters of TP x FSDP2 carry it.
     """
@@ -154,7 +154,7 @@ def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
     """The causal mask of the last ``queries`` of ``keys`` tokens, in the form that fast kernels need no memory for.
 
     torch 2.10 to 2.15 cannot make a ``CausalBias`` inside a dispatch mode, such as selective checkpointing, and
-    compiles it only with a graph break; there the mask is an ordinary one.
+    compiles it only with a graph break (no upstream issue found); there the mask is an ordinary one.
     """
     if torch.compiler.is_compiling():
         return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

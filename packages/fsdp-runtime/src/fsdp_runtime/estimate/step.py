@@ -74,7 +74,7 @@ def trace(model: nn.Module, mesh: DeviceMesh, step: Step, idle: frozenset[str] =
         recorder.adopt(inputs.values(), "inputs")
         if optimizer is not None:
             recorder.adopt(_state(optimizer), "optimizer_state")
-        forward = loss_named(step.logprobs, anatomy.head)
+        forward = loss_named(step.logprobs, anatomy.lm_head)
         with recorder.phase("forward"):
             finish = forward(model, inputs)
         with recorder.phase("loss"):
