@@ -23,7 +23,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_runtime import Estimate, MeshSpec, estimate
-from fsdp_runtime.estimate.report.format import readable_bytes, readable_count, readable_mesh
+from fsdp_runtime.estimate.report.format import format_bytes, format_count
+from fsdp_runtime.estimate.sweep_types import format_mesh
 
 PAGE = Path(__file__).parents[1] / "docs" / "published-setups.md"
 FOUND = PAGE.with_suffix(".json")
@@ -226,7 +227,7 @@ def main() -> int:
         for future in as_completed(running):
             setup, done = running[future], future.result()
             peak = done.memory.peak
-            print(f"{setup.name}: {readable_bytes(peak.total)} in {peak.phase}, {done.seconds:.0f} s", flush=True)
+            print(f"{setup.name}: {format_bytes(peak.total)} in {peak.phase}, {done.seconds:.0f} s", flush=True)
             _keep(setup, done)
     _rewrite(json.loads(FOUND.read_text()))
     return 0
@@ -238,7 +239,7 @@ def _keep(setup: Setup, done: Estimate) -> None:
     found[setup.name] = {
         "peak": done.memory.peak.total,
         "phase": done.memory.peak.phase,
-        "held": done.memory.held.total,
+        "resident": done.memory.resident.total,
         "flops_per_token": done.flops * done.settings.world_size / _tokens(setup),
     }
     FOUND.write_text(json.dumps(found, indent=1) + "\n")
@@ -276,7 +277,7 @@ def _linear(found: Found) -> list[str]:
     rows = []
     for setup in _those(found, LINEAR):
         peaks = [found[name]["peak"] for name in (setup.name.removesuffix("-linear"), setup.name)]
-        rows.append([*_described(setup), *map(readable_bytes, peaks), readable_bytes(peaks[0] - peaks[1])])
+        rows.append([*_described(setup), *map(format_bytes, peaks), format_bytes(peaks[0] - peaks[1])])
     return _markdown(header, rows)
 
 
@@ -286,9 +287,9 @@ def _llama_3(found: Found) -> list[str]:
     rows = []
     for setup in _those(found, LLAMA_3):
         done = found[setup.name]
-        work = [readable_count(done["flops_per_token"]), f"{done['flops_per_token'] * PRETRAINING_TOKENS:.2g}"]
+        work = [format_count(done["flops_per_token"]), f"{done['flops_per_token'] * PRETRAINING_TOKENS:.2g}"]
         _, *described = _described(setup)
-        rows.append([setup.differs, *described, readable_bytes(done["held"]), readable_bytes(done["peak"]), *work])
+        rows.append([setup.differs, *described, format_bytes(done["resident"]), format_bytes(done["peak"]), *work])
     return _markdown(header, rows)
 
 
@@ -299,7 +300,7 @@ def _those(found: Found, setups: Iterable[Setup]) -> list[Setup]:
 
 def _described(setup: Setup) -> list[str]:
     tokens = f"{setup.micro_batch} x {setup.seq_len:,}"
-    return [setup.size, readable_mesh(setup.mesh.sizes), tokens, setup.recomputes]
+    return [setup.size, format_mesh(setup.mesh.sizes), tokens, setup.recomputes]
 
 
 def _tokens(setup: Setup) -> int:

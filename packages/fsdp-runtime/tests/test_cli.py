@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from fsdp_runtime import Estimate, MeshSpec, ModelError, Sweep, cli
-from fsdp_runtime.estimate.candidates import Candidate, ranked
+from fsdp_runtime.estimate.candidates import rank_candidates
+from fsdp_runtime.estimate.sweep_types import Candidate
 from harness.estimates import GIB, made_estimate
 from harness.models import tiny_config
 from tp_plans import Plan, UnknownArchitectureError, plan_for
@@ -47,7 +48,7 @@ def _answer(monkeypatch: pytest.MonkeyPatch, estimate: Estimate | Exception) -> 
 
 def _sweep_of(*estimates: Estimate) -> Sweep:
     plain = Candidate(mesh=MeshSpec(dp_shard=8), sequence_parallel=False, activation_checkpointing="none")
-    return ranked(8, [plain.with_estimate(estimate, device_flops=None) for estimate in estimates])
+    return rank_candidates(8, [plain.with_estimate(estimate, device_flops=None) for estimate in estimates])
 
 
 def test_options_reach_the_dry_run_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +140,8 @@ def test_errors_are_one_message_and_no_traceback(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (ONE[:-2], "which mesh?"),
-        (MANY[:-2], "how many ranks?"),
+        (ONE[:-2], "no mesh was given"),
+        (MANY[:-2], "number of ranks is not known"),
         ([*ONE[:-1], "dp_shard=4,pp=2"], "an axis 'pp'"),
         ([*ONE, "--plan", "absent.json"], "absent.json"),
     ],
@@ -186,7 +187,7 @@ def test_a_tiny_model_is_swept_from_its_bare_config(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["candidates"]
-    assert [each["refusal"] for each in found] == ["", "", ""]
+    assert [each["error"] for each in found] == ["", "", ""]
     assert {(each["mesh"]["tp"], each["sequence_parallel"]) for each in found} == {(1, False), (2, False), (2, True)}
     assert all(each["estimate"]["fits"] and each["seconds_per_million_tokens"] > 0 for each in found)
     assert "3/3 " in done.stderr

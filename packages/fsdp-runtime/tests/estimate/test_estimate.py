@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -8,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime import Estimate, EstimateError, MeshError, estimate
+from fsdp_runtime import Estimate, EstimateError, MeshError, estimate, parallelism
+from fsdp_runtime.estimate import pipeline
 
 WIDTH, VOCABULARY, LENGTH = 16, 32, 8
 
@@ -92,10 +95,10 @@ def test_a_few_blocks_tell_what_all_of_them_do(model: Any, traced: Any, checkpoi
 def test_shards_gradients_and_moments_are_those_of_one_rank() -> None:
     found = run(optimizer="adamw")
     everything = (12 * 2 * WIDTH * WIDTH + 2 * VOCABULARY * WIDTH) * 2  # bytes in bf16
-    assert found.memory.held.parameters == everything // 4
+    assert found.memory.resident.parameters == everything // 4
     assert found.memory.after_backward.gradients == everything // 4
     steps = 4 * (12 * 2 + 2)
-    assert found.memory.held.optimizer_state == 2 * everything // 4 + steps
+    assert found.memory.resident.optimizer_state == 2 * everything // 4 + steps
 
 
 def test_every_unit_is_gathered_twice_but_the_last_and_the_root() -> None:
@@ -106,28 +109,28 @@ def test_every_unit_is_gathered_twice_but_the_last_and_the_root() -> None:
 def test_time_floors_follow_the_bandwidth_of_the_axis() -> None:
     found = run(mesh={"dp_replicate": 2, "dp_shard": 4}, bandwidth={"dp_shard": "1kB/s"})
     timed = {item.axis: item.seconds for item in found.traffic if item.kind == "all_gather"}
-    moved = {item.axis: item.moved for item in found.traffic if item.kind == "all_gather"}
+    moved = {item.axis: item.bytes_sent for item in found.traffic if item.kind == "all_gather"}
     assert timed == {"dp_shard": moved["dp_shard"] / 1000}
     assert {item.seconds for item in found.traffic if item.axis == "dp_replicate"} == {None}
 
 
 def test_master_weights_are_held_in_their_dtype_and_gathered_in_the_other() -> None:
     plain, master = run(), run(master_dtype="fp32")
-    assert master.memory.held.parameters == 2 * plain.memory.held.parameters
+    assert master.memory.resident.parameters == 2 * plain.memory.resident.parameters
     gathers = [sum(item.nbytes for item in e.traffic if item.kind == "all_gather") for e in (plain, master)]
     assert gathers[0] == gathers[1]
 
 
 def test_offload_moves_shards_to_the_host() -> None:
     on_host, on_device = run(offload=True), run()
-    assert on_host.memory.held.parameters == 0
-    assert on_host.memory.host.parameters == on_device.memory.held.parameters
+    assert on_host.memory.resident.parameters == 0
+    assert on_host.memory.host.parameters == on_device.memory.resident.parameters
     assert on_host.memory.peak.total < on_device.memory.peak.total
 
 
 def test_a_part_that_depends_on_values_is_named_and_the_rest_estimated() -> None:
     found = run(with_lookup)
-    (left_out,) = [item for item in found.assumed if not item.counted]
+    (left_out,) = [item for item in found.assumptions if not item.counted]
     assert "unique" in left_out.operator
     assert left_out.module == "blocks.*.mlp"
     assert found.flops > 0
@@ -145,6 +148,30 @@ def test_json_has_the_totals() -> None:
     told = json.loads(found.to_json())
     assert told["memory"]["peak"]["total"] == found.memory.peak.total
     assert told["settings"]["traced"] == [3, 4]
+
+
+@pytest.mark.parametrize(("exact", "copies"), [(False, 2), (True, 1)])
+def test_a_model_is_inspected_once_and_its_plan_resolved_and_checked_once(
+    monkeypatch: pytest.MonkeyPatch, exact: bool, copies: int
+) -> None:
+    calls: Counter[str] = Counter()
+
+    def count(module: ModuleType, name: str) -> None:
+        original = getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+    for name in ("inspect_model", "resolve_adapted_plan", "check_plan"):
+        count(parallelism, name)
+    count(pipeline, "trace_step")
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    run(mesh={"dp_shard": 2, "tp": 2}, plan=plan, exact=exact)
+    assert calls.pop("trace_step") == copies
+    assert set(calls.values()) == {1}
 
 
 def test_no_world_is_left_behind() -> None:

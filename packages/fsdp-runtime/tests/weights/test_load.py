@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import FSDPOptions, WeightsError, parallelize, unsharded
+from fsdp_runtime.model import state
 from fsdp_runtime.weights import load_weights
 from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_config, tiny_model
@@ -302,3 +303,12 @@ def test_tensors_that_the_model_lacks_are_told_once_or_refused(
     for message in two_ranks.run(_refusal, {"tp": 2}, tmp_path, strict=True):
         assert "MismatchError" in message
         assert "model.layers.7.stranger; pass strict=False" in message
+
+
+def test_a_load_reads_the_models_tensors_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walks = []
+    original = state._named_tensors
+    monkeypatch.setattr(state, "_named_tensors", lambda model: walks.append(model) or original(model))
+    path = _checkpoint(tmp_path)
+    load_weights(_on_meta("Qwen3ForCausalLM"), path)
+    assert len(walks) == 1
