@@ -1,4 +1,4 @@
-"""Dry runs of set-ups whose measured memory was published, beside what was published, for docs/published-setups.md.
+"""Compare dry runs with set-ups whose measured memory was published, for docs/published-setups.md.
 
 ``python tools/published_setups.py`` runs them all (some ten minutes on two cores), keeps what they found in
 docs/published-setups.json and rewrites the tables of the page from it; names of set-ups as arguments run only those.
@@ -51,8 +51,8 @@ class Setup:
         mesh: ranks; a pipeline's stages are counted into ``dp_shard``.
         seq_len: tokens of a sequence.
         micro_batch: sequences of a data-parallel rank.
-        recomputes: the mode of checkpointing, or ``"every second product"``.
-        loss: ``"logits"``, ``"linear"``, or ``"cross-entropy"`` on whole logits in float32.
+        recomputes: the mode of checkpointing, or ``"every second matmul"``.
+        loss: ``"logits"``, ``"linear"``, or ``"cross-entropy"`` on full logits in float32.
         published: GiB that the source measured, or ``None``.
         differs: what the source did otherwise.
     """
@@ -75,7 +75,7 @@ TORCHTITAN = (
         size="8B",
         mesh=MeshSpec(dp_shard=8),
         micro_batch=2,
-        recomputes="every second product",
+        recomputes="every second matmul",
         published=82.4,
         differs="-",
     ),
@@ -84,7 +84,7 @@ TORCHTITAN = (
         size="8B",
         mesh=MeshSpec(dp_shard=128),
         micro_batch=2,
-        recomputes="every second product",
+        recomputes="every second matmul",
         published=67.0,
         differs="-",
     ),
@@ -116,7 +116,7 @@ LINEAR = (
         size="8B",
         mesh=MeshSpec(dp_shard=8),
         micro_batch=2,
-        recomputes="every second product",
+        recomputes="every second matmul",
         loss="linear",
     ),
     Setup(name="8b-32k-linear", size="8B", mesh=MeshSpec(dp_shard=8), seq_len=32768, loss="linear"),
@@ -160,9 +160,9 @@ SETUPS = (*TORCHTITAN, *LINEAR, *LLAMA_3)
 
 def run(setup: Setup) -> Estimate:
     """The dry run of a set-up: parameters, gradients and AdamW's moments in float32, computation in bfloat16."""
-    every_second = setup.recomputes == "every second product"
+    every_second = setup.recomputes == "every second matmul"
     return estimate(
-        partial(llama, setup.size, every_second_product=every_second),
+        partial(llama, setup.size, every_second_matmul=every_second),
         setup.mesh,
         seq_len=setup.seq_len,
         micro_batch=setup.micro_batch,
@@ -170,22 +170,22 @@ def run(setup: Setup) -> Estimate:
         activation_checkpointing="none" if every_second else setup.recomputes,  # type: ignore[arg-type]
         dtype="bf16",
         master_dtype="fp32",
-        logprobs=whole_cross_entropy if setup.loss == "cross-entropy" else setup.loss,
+        logprobs=full_cross_entropy if setup.loss == "cross-entropy" else setup.loss,
     )
 
 
-def llama(size: str, *, every_second_product: bool) -> nn.Module:
+def llama(size: str, *, every_second_matmul: bool) -> nn.Module:
     """Llama 3 of a size, from a config that is nothing but numbers."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     model: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**COMMON, **LLAMA[size]))
-    if every_second_product:
+    if every_second_matmul:
         for block in model.model.layers:  # type: ignore[union-attr]
             block.__class__ = _recomputing(type(block))
     return model
 
 
-def whole_cross_entropy(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+def full_cross_entropy(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     """The loss as torchtitan had it: logits of all tokens in float32."""
     logits = model(**inputs).logits
     return cross_entropy(logits.flatten(0, 1).float(), inputs["input_ids"].flatten())
@@ -196,12 +196,12 @@ def _recomputing(block: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run_block = partial(block.forward, self)
-        return checkpoint(run_block, *args, use_reentrant=False, context_fn=_every_second_product, **kwargs)
+        return checkpoint(run_block, *args, use_reentrant=False, context_fn=_every_second_matmul, **kwargs)
 
     return type("EverySecondProduct", (block,), {"forward": forward})
 
 
-def _every_second_product() -> Any:
+def _every_second_matmul() -> Any:
     products = {"forward": 0, "recompute": 0}
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -262,7 +262,7 @@ def _rewrite(found: Found) -> None:
 
 
 def _torchtitan(found: Found) -> list[str]:
-    header = ["model", "mesh", "tokens a rank", "recomputes", "published", "dry run", "of it", "differs"]
+    header = ["model", "mesh", "tokens per rank", "recomputed", "published", "dry run", "ratio", "differences"]
     rows = []
     for setup in _those(found, TORCHTITAN):
         published = setup.published or 0.0
@@ -273,7 +273,7 @@ def _torchtitan(found: Found) -> list[str]:
 
 
 def _linear(found: Found) -> list[str]:
-    header = ["model", "mesh", "tokens a rank", "recomputes", "with logits", "`linear`", "saves"]
+    header = ["model", "mesh", "tokens per rank", "recomputed", "with logits", "`linear`", "saves"]
     rows = []
     for setup in _those(found, LINEAR):
         peaks = [found[name]["peak"] for name in (setup.name.removesuffix("-linear"), setup.name)]
@@ -282,7 +282,7 @@ def _linear(found: Found) -> list[str]:
 
 
 def _llama_3(found: Found) -> list[str]:
-    header = ["TP x CP x PP x DP", "mesh here", "tokens a rank", "recomputes", "between steps", "peak"]
+    header = ["TP x CP x PP x DP", "mesh of the dry run", "tokens per rank", "recomputed", "between steps", "peak"]
     header += ["FLOP / token", "x 15.6T"]
     rows = []
     for setup in _those(found, LLAMA_3):
