@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fsdp_runtime import parallelize
-from tp_plans import Replicated, plan_for
+from tp_plans import NoParallel, plan_for
 
 
 def unreduced_query_norm(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -18,7 +18,7 @@ def unreduced_query_norm(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     ``parallelize`` refuses such a plan, so torch applies it, unchecked.
     """
-    plan = plan_for(model).override({"model.layers.*.self_attn.q_norm": Replicated(gradient="full")})
+    plan = plan_for(model).override({"model.layers.*.self_attn.q_norm": NoParallel(gradient="full")})
     return parallelize_module(model, mesh["tp"], plan.to_torch())
 
 

@@ -36,10 +36,10 @@ def own_plan(*, sequence_parallel: bool) -> Plan:
     ours = {
         # The argument is called x here, and the code counts heads itself: a rank must see its own number.
         "decoder.layers.*.attn": ParallelAttention(
-            argument="x", counts=("heads", "kv_heads"), groups="groups", kv_heads="kv_heads"
+            argument="x", head_count_attrs=("heads", "kv_heads"), kv_groups_attr="groups", kv_heads_attr="kv_heads"
         ),
         # One value a token, from the stream as it comes, whole or cut on the sequence.
-        "value_head": RowwiseParallel(input=Replicate()),
+        "value_head": RowwiseParallel(input_layouts=Replicate()),
     }
     removed = {"decoder": None} if "decoder" in plan else {}  # our decoder takes token ids only
     return plan.override({**ours, **removed}).with_prefix("policy")

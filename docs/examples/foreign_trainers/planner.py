@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tp_plans import PlacedParameter, Plan, Shard, TpPlansError, check, explain
+from tp_plans import Plan, Shard, ShardedParameter, TpPlansError, check, explain
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def rank_sizes(plan: Plan, model: Tree, *, tp: int) -> list[int]:
     return [sum(bytes_on(rank, parameter) for parameter in placed) for rank in range(tp)]
 
 
-def bytes_on(rank: int, parameter: PlacedParameter) -> int:
+def bytes_on(rank: int, parameter: ShardedParameter) -> int:
     """What a rank holds of a parameter: the first ranks get chunks of equal size, the last one what is left."""
     if not isinstance(parameter.layout, Shard):
         return parameter.size

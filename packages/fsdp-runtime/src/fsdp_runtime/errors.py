@@ -1,4 +1,4 @@
-"""What can go wrong between a model and a running mesh, as types; each message names the numbers and the fix."""
+"""The errors of this package; each message has the numbers and the fix."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ class FsdpRuntimeError(Exception):
 
 
 class MeshError(FsdpRuntimeError, ValueError):
-    """A mesh cannot be built, or is not one that a model can use."""
+    """A mesh cannot be built, or a model cannot use it."""
 
 
 class ModelError(FsdpRuntimeError, ValueError):
-    """A model has no structure that the runtime can work with, or is in a state in which it must not."""
+    """A model has a structure or a state that an operation does not support."""
 
 
 class LayoutError(FsdpRuntimeError, ValueError):
-    """Inputs do not lie over the ranks as they must."""
+    """Inputs are not sharded over the ranks as required."""
 
 
 class OptionError(FsdpRuntimeError, ValueError):
-    """An option has a value that is not allowed, alone or beside another."""
+    """An option has a value that is not allowed, alone or together with another option."""
 
 
 class ReplicaError(FsdpRuntimeError, RuntimeError):
-    """Copies of a tensor on several ranks are no longer equal."""
+    """Replicas of a tensor on several ranks differ."""
 
 
 class GradientError(FsdpRuntimeError, RuntimeError):
@@ -32,39 +32,39 @@ class GradientError(FsdpRuntimeError, RuntimeError):
 
 
 class BackendError(FsdpRuntimeError, RuntimeError):
-    """Something that an option needs, a package or a kind of device, is not there."""
+    """A package or a kind of device that an option needs is not available."""
 
 
 class EstimateError(FsdpRuntimeError, RuntimeError):
-    """A dry run cannot be made of this model, here or at all."""
+    """A dry run of this model is not possible."""
 
 
 class OffloadError(FsdpRuntimeError, RuntimeError):
-    """Memory cannot be freed, or was not."""
+    """Memory was not freed, or cannot be."""
 
 
 class WeightsError(FsdpRuntimeError, RuntimeError):
-    """A checkpoint cannot be read into the model, or written from it."""
+    """A checkpoint cannot be loaded into the model, or saved from it."""
 
 
 class CheckpointError(WeightsError):
-    """Files of a checkpoint are missing, truncated, or not what they claim to be."""
+    """Files of a checkpoint are missing, truncated or damaged."""
 
 
 class MismatchError(WeightsError, ValueError):
-    """A checkpoint's tensors are not those of the model: missing, of another shape, or not to be converted."""
+    """A checkpoint's tensors do not match the model: missing, of another shape, or not convertible."""
 
 
 class ConversionError(WeightsError):
-    """Tensors cannot be fused, merged or cut between a checkpoint's form and the model's."""
+    """Tensors cannot be converted between a checkpoint's layout and the model's."""
 
 
 class MetaBufferError(WeightsError):
-    """A buffer on the meta device is in no checkpoint, and nothing in the model computes it again."""
+    """A buffer on the meta device is not in the checkpoint, and the model cannot recompute it."""
 
 
 class OtherRankError(WeightsError):
-    """This rank did its part, and another did not; the message is that rank's."""
+    """Another rank failed; the message is that rank's."""
 
 
 class LostRankError(FsdpRuntimeError, RuntimeError):

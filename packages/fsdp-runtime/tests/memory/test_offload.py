@@ -161,7 +161,7 @@ def test_memory_that_is_not_the_tensors_own_is_refused(tmp_path: Any) -> None:
 
 
 def test_an_unknown_part_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(OptionError, match="'momentum' is none of 'parameters', 'gradients', 'buffers', 'optimizer'"):
+    with pytest.raises(OptionError, match="'momentum' is not one of 'parameters', 'gradients', 'buffers', 'optimizer'"):
         offload(nn.Linear(2, 2), parts=("momentum",))  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="without an optimizer"):
         offload(nn.Linear(2, 2), parts=("optimizer",))

@@ -73,9 +73,7 @@ def _too_little() -> None:
 
 
 def test_a_bound_that_no_forward_could_keep_is_refused_with_what_it_takes(two_ranks: RankPool) -> None:
-    with pytest.raises(
-        RanksFailed, match=r"OptionError: max_bytes=1,000 is too little: the root and .* take [\d,]+ by"
-    ):
+    with pytest.raises(RanksFailed, match=r"OptionError: max_bytes=1,000 is too small: the root and .* take [\d,]+ by"):
         two_ranks.run(_too_little)
 
 

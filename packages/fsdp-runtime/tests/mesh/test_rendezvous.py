@@ -62,7 +62,7 @@ def test_the_first_host_of_slurms_short_lists(nodes: str, host: str) -> None:
     ("environment", "message"),
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "has RANK, WORLD_SIZE but not MASTER_ADDR, MASTER_PORT: start the job with"),
-        ({**TORCHRUN, "RANK": "five"}, "says RANK='five', which is no number"),
+        ({**TORCHRUN, "RANK": "five"}, "RANK='five' in the environment is not an integer"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, "without SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_ID, SLURM_STEP"),
         ({**SLURM, "SLURM_STEP_NODELIST": "node[a-b]"}, "set MASTER_ADDR"),
     ],

@@ -152,7 +152,7 @@ def _adopt(names: tuple[str, ...], shape: tuple[int, ...], **theirs: str) -> Non
 @pytest.mark.parametrize(
     ("names", "shape", "message"),
     [
-        (("fsdp",), (2,), r"of which fsdp bears none of the names.*adopt_mesh\(mesh, tp='fsdp'\)"),
+        (("fsdp",), (2,), r"and fsdp matches none of the arguments.*adopt_mesh\(mesh, tp='fsdp'\)"),
         (("tp", "dp_shard"), (1, 2), r"order tp, dp_shard; pass mesh\['dp_shard', 'tp'\]"),
     ],
 )

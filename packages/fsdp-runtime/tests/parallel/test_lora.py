@@ -20,7 +20,7 @@ from fsdp_runtime.training_state import load_training_state, save_training_state
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for, own_part
 from harness.ranks import RankPool
-from tp_plans import ColwiseParallel, Partial, PlanError, Replicated, RowwiseParallel, plan_for
+from tp_plans import ColwiseParallel, NoParallel, Partial, PlanError, RowwiseParallel, plan_for
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MESHES = ({"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2})
@@ -208,7 +208,7 @@ def test_kinds_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(OptionError, match=r"model\.layers\.0\.self_attn\.q_proj carries adapters that are merged, or"):
         adapted_plan(plan, _adapted(use_dora=True).get_base_model())
     model = _adapted(target_modules=["down_proj"]).get_base_model()
-    addends = plan.override({"model.layers.*.mlp.down_proj": RowwiseParallel(output=Partial())})
+    addends = plan.override({"model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=Partial())})
     with pytest.raises(PlanError, match="leave it out of the adapter's target modules"):
         adapted_plan(addends, model)
     merged = _adapted()
@@ -222,7 +222,7 @@ def test_kinds_that_cannot_be_split_are_refused() -> None:
 def test_one_rule_serves_all_blocks_where_all_carry_adapters() -> None:
     rules = adapted_plan(plan_for("Qwen3ForCausalLM"), _adapted(target_modules=["up_proj"]).get_base_model())
     assert rules["model.layers.*.mlp.up_proj.base_layer"] == ColwiseParallel()
-    assert rules["model.layers.*.mlp.up_proj.lora_A.*"] == Replicated()
+    assert rules["model.layers.*.mlp.up_proj.lora_A.*"] == NoParallel()
     assert "model.layers.*.mlp.up_proj" not in rules
     some = adapted_plan(
         plan_for("Qwen3ForCausalLM"),

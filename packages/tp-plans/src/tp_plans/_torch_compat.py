@@ -5,6 +5,7 @@ By attribute alone: torch is not imported, and a stand-in with the same attribut
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -22,3 +23,67 @@ def own_buffers(module: Any) -> dict[str, Any]:
     """A module's dict of its own buffers, for modules that are no ``nn.Module`` too."""
     found: dict[str, Any] = getattr(module, "_buffers", {})
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Workaround:
+    """Code that only some supported versions of torch need.
+
+    Args:
+        place: module and name under ``tp_plans.torch_styles``.
+        last: the last torch version that needs it; a test fails once no supported version does.
+        upstream: the issue or pull request, or that none was found.
+        reason: what goes wrong without it.
+    """
+
+    place: str
+    last: tuple[int, int]
+    upstream: str
+    reason: str
+
+
+#: Every place in the torch styles whose form depends on a version of torch.
+WORKAROUNDS = (
+    Workaround(
+        "gradients._UnevenView",
+        (2, 10),
+        "https://github.com/pytorch/pytorch/issues/107661",
+        "to_local gives a gradient the strides of one rank's shard, and accumulation falls back to a replicated copy",
+    ),
+    Workaround(
+        "gradients._DenseGradient",
+        (2, 11),
+        "https://github.com/pytorch/pytorch/issues/107661",
+        "an expanded gradient (a sum's) of an uneven shard is accumulated as a replicated copy",
+    ),
+    Workaround(
+        "gradients._detach",
+        (2, 10),
+        "no upstream issue found",
+        "where no gradient is recorded, a DTensor that requires one cannot be redistributed",
+    ),
+    Workaround(
+        "placement.placement",
+        (2, 10),
+        "https://github.com/pytorch/pytorch/issues/171274",
+        "the compiler cannot trace the class patterns of a match statement",
+    ),
+    Workaround(
+        "placement.plain_full_tensor",
+        (2, 11),
+        "no upstream issue found",
+        "gathering shards of unequal length leaves a view of padded rows",
+    ),
+    Workaround(
+        "linear.ColwiseParallelImpl",
+        (2, 10),
+        "https://github.com/pytorch/pytorch/pull/170147",
+        "redistributing partial sums to replicated does not sum the gradient on the way back",
+    ),
+    Workaround(
+        "row_all_to_all._all_to_all",
+        (2, 11),
+        "no upstream issue found; the same failure: https://github.com/deepspeedai/DeepSpeed/pull/8491",
+        "the compiler gives no gradient to an autograd function whose output a collective wrote in place",
+    ),
+)

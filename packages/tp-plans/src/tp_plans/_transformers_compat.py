@@ -16,3 +16,12 @@ def own_plan(owner: Any) -> Mapping[str, str] | None:
     """
     plan: Mapping[str, str] | None = getattr(owner, "_tp_plan", None)
     return plan
+
+
+def mark_expert_parallel(experts: Any) -> None:
+    """Tell transformers' batched and grouped experts to look for the index that stands for no expert of this rank.
+
+    Without the mark their kernels (5.23) leave the rows of such routes uninitialised.  No upstream issue found.
+    """
+    if hasattr(experts, "_is_expert_parallel"):
+        experts._is_expert_parallel = True

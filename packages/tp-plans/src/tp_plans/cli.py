@@ -15,15 +15,14 @@ from pathlib import Path
 from tp_plans.checks import check
 from tp_plans.errors import PlanError, TpPlansError
 from tp_plans.explanation import explain
-from tp_plans.families import Architecture
 from tp_plans.hugging_face import from_hugging_face
+from tp_plans.infer.suggest import suggest
 from tp_plans.meta_models import meta_model_from_config, meta_model_of_class
+from tp_plans.models import Architecture
 from tp_plans.plan import Plan
 from tp_plans.registry import architectures, plan_for
 from tp_plans.resolve import resolve_plan
-from tp_plans.suggestion import suggest
-from tp_plans.terminal import coloured, table
-from tp_plans.wording import brief
+from tp_plans.text import colorize, short_repr, table
 
 #: Exit codes: nothing found; something found (errors of a check, a difference); the command could not be carried out.
 OK, FOUND, FAILED = 0, 1, 2
@@ -123,16 +122,16 @@ def _as_data(entry: Architecture) -> dict[str, object]:
     return {
         "architecture": entry.class_name,
         "model_type": entry.model_type,
-        "largest_tp": entry.largest_tp,
+        "max_tp": entry.max_tp,
         "sequence_parallel": entry.sequence_parallel,
-        "experts": entry.experts,
+        "experts": entry.has_experts,
         "notes": entry.notes,
     }
 
 
 def _as_row(entry: Architecture) -> tuple[str, ...]:
-    tp = "yes" if entry.largest_tp is None else f"to {entry.largest_tp}"
-    sp, experts = ("yes" if flag else "no" for flag in (entry.sequence_parallel, entry.experts))
+    tp = "yes" if entry.max_tp is None else f"to {entry.max_tp}"
+    sp, experts = ("yes" if flag else "no" for flag in (entry.sequence_parallel, entry.has_experts))
     return entry.class_name, entry.model_type, tp, sp, experts, entry.notes
 
 
@@ -150,7 +149,7 @@ def _check(options: argparse.Namespace) -> int:
     report = check(_plan_of(model, options), model, tp=options.tp)
     kinds = [finding.severity for finding in report.findings]
     lines = str(report).splitlines()
-    _print_lines(coloured(kind, line) for kind, line in zip(kinds, lines, strict=False))
+    _print_lines(colorize(kind, line) for kind, line in zip(kinds, lines, strict=False))
     _print_lines(lines[len(kinds) :])
     return FOUND if report.errors else OK
 
@@ -161,7 +160,7 @@ def _explain(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(told.to_dict(), indent=2))
     else:
-        _print_lines(coloured("" if line.startswith(" ") else "head", line) for line in str(told).splitlines())
+        _print_lines(colorize("" if line.startswith(" ") else "head", line) for line in str(told).splitlines())
     return OK
 
 
@@ -171,7 +170,7 @@ def _suggest(options: argparse.Namespace) -> int:
         print(suggestion.plan.to_json())
     else:
         _print_plan(suggestion.plan)
-    for doubt in suggestion.unsure:
+    for doubt in suggestion.doubts:
         print(f"unsure: {doubt}", file=sys.stderr if options.json else sys.stdout)
     return OK
 
@@ -180,7 +179,7 @@ def _diff(options: argparse.Namespace) -> int:
     before = _plan(options.before, sequence_parallel=options.sequence_parallel)
     after = _plan(options.after, sequence_parallel=options.sequence_parallel)
     difference = before.diff(after)
-    _print_lines(coloured(line[0], line) for line in str(difference).splitlines())
+    _print_lines(colorize(line[0], line) for line in str(difference).splitlines())
     return FOUND if difference else OK
 
 
@@ -208,8 +207,8 @@ def _from_file(name: str) -> Plan:
 
 
 def _print_plan(plan: Plan) -> None:
-    print(coloured("head", repr(plan)))
-    _print_lines(table([[pattern or "(top)", brief(style)] for pattern, style in plan.items()], header=False))
+    print(colorize("head", repr(plan)))
+    _print_lines(table([[pattern or "(top)", short_repr(style)] for pattern, style in plan.items()], header=False))
 
 
 def _print_lines(lines: Iterable[str]) -> None:

@@ -33,7 +33,7 @@ class ModelConfigError(TpPlansError, ValueError):
     """No model can be built from a config."""
 
 
-class ModelError(TpPlansError, TypeError):
+class ModelError(TpPlansError, ValueError):
     """What was given as a model is none."""
 
 
@@ -45,7 +45,7 @@ class CheckFailedError(TpPlansError, ValueError):
     """A plan does not fit a model; the message lists every finding at once."""
 
 
-class LayoutError(TpPlansError, RuntimeError):
+class LayoutError(TpPlansError, ValueError):
     """A module was given a tensor in a layout under which it would train wrongly."""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tp_plans.errors import PlanError
 from tp_plans.layouts import Partial, Replicate
-from tp_plans.styles import ColwiseParallel, Replicated, RowwiseParallel, SequenceParallel, Style
+from tp_plans.styles import ColwiseParallel, NoParallel, RowwiseParallel, SequenceParallel, Style
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ def adapter_styles(style: Style, *, sequence_dim: int | None = None) -> AdapterS
     """The styles of the factors of an adapter beside a layer of this style.
 
     Args:
-        style: the layer's, with numbers in place of attributes of the parent (``tp_plans.attributes.resolved``).
+        style: the layer's, with numbers in place of attributes of the parent (``tp_plans.module_attrs.resolved``).
         sequence_dim: the dim on which the layer's input arrives cut, where no module above gathers it (the head
             under sequence parallelism).
 
@@ -41,14 +41,14 @@ def adapter_styles(style: Style, *, sequence_dim: int | None = None) -> AdapterS
     """
     match style:
         case ColwiseParallel():
-            a = Replicated() if sequence_dim is None else SequenceParallel(sequence_dim=sequence_dim)
+            a = NoParallel() if sequence_dim is None else SequenceParallel(sequence_dim=sequence_dim)
             return AdapterStyles(a=a, b=style)
-        case RowwiseParallel(output=output) if output != Partial():
+        case RowwiseParallel(output_layouts=output) if output != Partial():
             whole = output == Replicate()
-            return AdapterStyles(a=style, b=Replicated(gradient="full" if whole else "partial"))
-        case Replicated():
+            return AdapterStyles(a=style, b=NoParallel(gradient="full" if whole else "partial"))
+        case NoParallel():
             return AdapterStyles(a=style, b=style)
     raise PlanError(
         f"a layer that is {style} cannot carry a low-rank adapter: leave it out of the adapter's target modules, or "
-        "give it a rule ColwiseParallel, RowwiseParallel or Replicated"
+        "give it a rule ColwiseParallel, RowwiseParallel or NoParallel"
     )

@@ -31,7 +31,7 @@ def meta_model_from_config(source: str | Path) -> Any:
     names = getattr(config, "architectures", None) or []
     cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if cls is None and not names:
-        cls = _text_class(config)
+        cls = _causal_lm_class(config)
     if cls is None:
         told = f"its architectures are {', '.join(names)}" if names else "it names no architectures"
         raise UnknownArchitectureError(
@@ -57,7 +57,7 @@ def meta_model_of_class(name: str) -> Any:
     return _on_meta(cls, config_class(), name)
 
 
-def _text_class(config: Any) -> Any:
+def _causal_lm_class(config: Any) -> Any:
     """The class for text generation of a config that names no class, if there is one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 

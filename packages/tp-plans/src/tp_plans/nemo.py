@@ -1,14 +1,14 @@
 """The functions of NeMo RL's ``nemo_rl.models.dtensor.parallelize`` that make plans, by their names and signatures.
 
 A user changes one import line.  Every word of transformers' plans is known, what the shipped plans get wrong is
-corrected, and errors name the fix where the originals assert.
+with_overrides, and errors name the fix where the originals assert.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tp_plans.hugging_face import from_hugging_face, style_from_word
+from tp_plans.hugging_face import from_hugging_face, style_from_name
 from tp_plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -33,4 +33,4 @@ def translate_parallel_style(style: str) -> ParallelStyle:
     Raises:
         UnknownStyleError: the word is in no table.
     """
-    return Plan({"module": style_from_word(style)}).to_torch()["module"]
+    return Plan({"module": style_from_name(style)}).to_torch()["module"]

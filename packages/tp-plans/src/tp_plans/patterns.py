@@ -44,7 +44,7 @@ class Patterns:
         return [self._patterns[index] for index in sorted(index for node in reached for index in node.ends)]
 
 
-def every_block(path: str) -> str:
+def wildcard(path: str) -> str:
     """The pattern of a path for all blocks alike: every number in it as a star."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from tp_plans.arguments import require_plan
-from tp_plans.diff import PlanDiff, diff_plans
+from tp_plans._validate import is_integer
 from tp_plans.errors import PlanError, type_name
-from tp_plans.fields import is_integer
 from tp_plans.patterns import Patterns
 from tp_plans.styles import Style, style_from_dict, style_to_dict
 
@@ -19,6 +18,34 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _FIELDS = ("format", "name", "sequence_parallel", "rules")
+
+
+@dataclass(frozen=True)
+class RuleChange:
+    """One pattern on which two plans differ; ``None`` where a plan says nothing of it."""
+
+    pattern: str
+    before: Style | None
+    after: Style | None
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """The patterns on which two plans differ, in the order of the first, then of the second."""
+
+    changes: tuple[RuleChange, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for change in self.changes:
+            if change.before is not None:
+                lines.append(f"- {change.pattern}: {change.before}")
+            if change.after is not None:
+                lines.append(f"+ {change.pattern}: {change.after}")
+        return "\n".join(lines)
 
 
 class Plan(Mapping[str, Style]):
@@ -162,6 +189,42 @@ class Plan(Mapping[str, Style]):
 
     def _with(self, rules: Mapping[str, Style]) -> Plan:
         return Plan(rules, name=self.name, sequence_parallel=self.sequence_parallel)
+
+
+def diff_plans(before: Mapping[str, Style], after: Mapping[str, Style]) -> PlanDiff:
+    """The rules that ``after`` adds to, drops from or says otherwise than ``before``."""
+    patterns = dict.fromkeys([*before, *after])
+    pairs = (RuleChange(pattern, before.get(pattern), after.get(pattern)) for pattern in patterns)
+    return PlanDiff(tuple(change for change in pairs if change.before != change.after))
+
+
+def require_plan(value: object) -> Plan:
+    """The value, which is a plan.
+
+    Raises:
+        PlanError: it is something else.
+    """
+    if not isinstance(value, Plan):
+        raise PlanError(f"what is of type {type_name(value)} is no plan: make one with resolve_plan(plan, model)")
+    return value
+
+
+def styles_by_path(plan: Plan, model: Any) -> dict[str, ParallelStyle]:
+    """Return the torch styles of a plan for one model, keyed by module path (imports torch).
+
+    Unlike :meth:`Plan.to_torch`, which is keyed by pattern, this names each module that a rule matches, so that
+    ``parallelize_module`` warns of no layer that lacks what a pattern names.
+
+    Args:
+        plan: the plan.
+        model: the ``torch.nn.Module`` that it is for; the meta device is enough.
+
+    Returns:
+        ``{module path: ParallelStyle}``; rules of bare parameters are folded onto the module that owns them.
+    """
+    from tp_plans.torch_styles import styles_by_path as make
+
+    return make(plan, model)
 
 
 def _require_module_path(pattern: object) -> None:

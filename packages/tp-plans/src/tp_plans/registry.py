@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_plans.errors import PlanError, UnknownArchitectureError, type_name
-from tp_plans.families import ARCHITECTURES, Architecture
-from tp_plans.heads import TASK_HEADS, with_head
+from tp_plans.model_tree import ModelTree
+from tp_plans.models import ARCHITECTURES, Architecture
 from tp_plans.plan import Plan
-from tp_plans.without_sums import rowwise_free
+from tp_plans.task_heads import TASK_HEADS, with_task_head
+from tp_plans.without_rowwise import rowwise_free
 
 _BY_NAME: dict[str, Architecture] = {name: entry for entry in ARCHITECTURES for name in entry.names}
 _TASK = re.compile(r"(.+?)(For[A-Z]\w+)")
@@ -79,13 +80,13 @@ def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool =
             nearest known ones.  Or it is for a task of whose head nothing is known.
         CapabilityError: the architecture has no sequence-parallel form, or cannot be split over ``tp`` ranks.
     """
-    names = _names(target)
+    names = _names(target.model if isinstance(target, ModelTree) else target)
     entry = next((_BY_NAME[name] for name in names if name in _BY_NAME), None) or _of_same_model(names)
     if entry is None:
         raise _unknown(names, target)
     plan = entry.plan(sequence_parallel=sequence_parallel, tp=tp)
-    if hasattr(target, "named_modules") and not isinstance(target, type):
-        plan = entry.fitted(plan, target)
+    if isinstance(target, ModelTree) or (hasattr(target, "named_modules") and not isinstance(target, type)):
+        plan = entry.for_model(plan, ModelTree.of(target))
     if names.task is not None and not entry.class_name.endswith(names.task[1]):
         plan = _for_task(plan, entry, *names.task)
     return plan if rowwise else rowwise_free(plan)
@@ -103,9 +104,9 @@ def _for_task(plan: Plan, entry: Architecture, model: str, task: str) -> Plan:
     if task not in TASK_HEADS:
         raise UnknownArchitectureError(
             f"{model}{task} is {entry.class_name} with another head, of which no plan knows the names: give "
-            f"plan_for({entry.class_name!r}).override({{{entry.decoder.head!r}: None, HEAD: STYLE}})"
+            f"plan_for({entry.class_name!r}).override({{{entry.decoder.lm_head!r}: None, HEAD: STYLE}})"
         )
-    return with_head(plan, entry.decoder.head, task, name=f"{model}{task}")
+    return with_task_head(plan, entry.decoder.lm_head, task, name=f"{model}{task}")
 
 
 def _unknown(names: _Names, target: object) -> UnknownArchitectureError:

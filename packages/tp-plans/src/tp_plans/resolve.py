@@ -15,7 +15,7 @@ from tp_plans.errors import (
     UnknownArchitectureError,
     type_name,
 )
-from tp_plans.hugging_face import from_hugging_face, style_from_word
+from tp_plans.hugging_face import from_hugging_face, style_from_name
 from tp_plans.plan import Plan
 from tp_plans.registry import plan_for
 
@@ -116,7 +116,7 @@ def _from_value(value: object, *, name: str) -> Plan:
     if not value:
         raise CustomPlanError(f"{name} is an empty dict: it would split nothing")
     rules = {
-        pattern: style_from_word(style, where=pattern) if isinstance(style, str) else style
+        pattern: style_from_name(style, where=pattern) if isinstance(style, str) else style
         for pattern, style in value.items()
     }
     try:

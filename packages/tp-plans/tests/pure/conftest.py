@@ -1,4 +1,4 @@
-"""Lets test modules import ``stand_ins`` beside them, from wherever this folder is run."""
+"""Lets test modules import ``stub_modules`` beside them, from wherever this folder is run."""
 
 import sys
 from pathlib import Path

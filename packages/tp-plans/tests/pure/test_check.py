@@ -1,12 +1,12 @@
 import pytest
-from stand_ins import Embedding, Linear, Module, Norm, decoder
+from stub_modules import Embedding, Linear, Module, Norm, decoder
 
 from tp_plans import (
     CheckFailedError,
     ColwiseParallel,
+    NoParallel,
     Plan,
-    PrepareInput,
-    Replicated,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     VocabParallelEmbedding,
@@ -50,7 +50,7 @@ def test_a_pattern_that_matches_nothing_is_told_with_what_is_there():
 
 
 def test_a_pattern_with_a_wrong_beginning_is_answered_with_the_top_of_the_model():
-    finding = only(Plan({"decoder.layers.*.mlp": PrepareInput()}), decoder())
+    finding = only(Plan({"decoder.linears.*.mlp": PrepareModuleInput()}), decoder())
     assert "the model has model, lm_head" in finding.fix
 
 
@@ -60,7 +60,9 @@ def test_a_module_below_a_leaf_is_answered_with_no_submodules():
 
 
 def test_a_module_matched_twice_is_told_with_its_rules():
-    finding = only(LLAMA.override({"*": PrepareInput(), "lm_head": None, "model": PrepareInput()}), decoder())
+    finding = only(
+        LLAMA.override({"*": PrepareModuleInput(), "lm_head": None, "model": PrepareModuleInput()}), decoder()
+    )
     assert finding.where == "model"
     assert finding.message == "matched by 2 rules: *, model"
     assert finding.fix == "keep one of them"
@@ -76,7 +78,7 @@ def test_a_style_that_splits_matrices_needs_one(style):
     assert none.fix == "let the rule match a linear or embedding layer"
 
 
-@pytest.mark.parametrize("style", [SequenceParallel(), Replicated(), PrepareInput()])
+@pytest.mark.parametrize("style", [SequenceParallel(), NoParallel(), PrepareModuleInput()])
 def test_styles_that_split_no_weight_suit_any_module(style):
     assert findings(Plan({"box": style}), Module(box=Module())) == ()
 
@@ -129,13 +131,13 @@ def test_the_sizes_told_are_exactly_those_that_pass():
 
 
 def test_row_wise_units_are_counted_on_the_input():
-    finding = only(Plan({"o": RowwiseParallel(unit=16)}), Module(o=Linear(7, 48)))
+    finding = only(Plan({"o": RowwiseParallel(multiple_of=16)}), Module(o=Linear(7, 48)))
     assert "3 heads of 16 (48 features)" in finding.message
-    assert findings(Plan({"o": RowwiseParallel(unit=16)}), Module(o=Linear(7, 64))) == ()
+    assert findings(Plan({"o": RowwiseParallel(multiple_of=16)}), Module(o=Linear(7, 64))) == ()
 
 
 def test_features_that_are_no_multiple_of_the_unit_fit_no_tp():
-    finding = only(Plan({"q": ColwiseParallel(unit=16)}), Module(q=Linear(40, 8)))
+    finding = only(Plan({"q": ColwiseParallel(multiple_of=16)}), Module(q=Linear(40, 8)))
     assert finding.message == "40 features are no multiple of its unit of 16"
     assert "tp out of" not in finding.fix
 
@@ -145,7 +147,7 @@ def test_a_unit_that_the_parent_does_not_have_is_told(value):
     attributes = {} if value is None else {"head_dim": value}
     attention = type("Attention", (Module,), {})
     model = Module(attn=attention(attributes=attributes, q=Linear(32, 8)))
-    finding = only(Plan({"attn.q": ColwiseParallel(unit="head_dim")}), model)
+    finding = only(Plan({"attn.q": ColwiseParallel(multiple_of="head_dim")}), model)
     assert finding.where == "attn.q"
     assert "its unit is 'head_dim'" in finding.message
     assert "the Attention above it has no positive integer of that name" in finding.message
@@ -154,7 +156,7 @@ def test_a_unit_that_the_parent_does_not_have_is_told(value):
 
 def test_a_unit_is_asked_of_the_model_itself_for_a_layer_at_the_top():
     model = Module(attributes={"head_dim": 8}, q=Linear(24, 8))
-    finding = only(Plan({"q": ColwiseParallel(unit="head_dim")}), model)
+    finding = only(Plan({"q": ColwiseParallel(multiple_of="head_dim")}), model)
     assert "3 heads of 8" in finding.message
 
 
@@ -193,9 +195,9 @@ def test_everything_is_told_at_once():
     plan = LLAMA.override(
         {
             "model.layers.*.mlp.w1": ColwiseParallel(),
-            "model.nor?": Replicated(),
+            "model.nor?": NoParallel(),
             "model.layers.*.mlp": ColwiseParallel(),
-            "lm_head": Replicated(),
+            "lm_head": NoParallel(),
         }
     )
     model = decoder(heads=3, tied=True)

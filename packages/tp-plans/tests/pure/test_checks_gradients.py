@@ -1,12 +1,12 @@
 import pytest
-from stand_ins import Linear, Module, Norm, decoder, tensor
+from stub_modules import Linear, Module, Norm, decoder, tensor
 
 from tp_plans import (
-    BareParameter,
     ColwiseParallel,
+    NoParallel,
+    ParameterStyle,
     Plan,
     Replicate,
-    Replicated,
     RowwiseParallel,
     Shard,
     check,
@@ -33,22 +33,22 @@ def attention(*, width=4, hidden=40, **more):
 
 
 RULES = {
-    **{f"attn.{name}": ColwiseParallel(unit=4) for name in ("q", "k", "v")},
-    "attn.o": RowwiseParallel(unit=4),
+    **{f"attn.{name}": ColwiseParallel(multiple_of=4) for name in ("q", "k", "v")},
+    "attn.o": RowwiseParallel(multiple_of=4),
 }
 
 
-@pytest.mark.parametrize("rule", [None, Replicated()])
+@pytest.mark.parametrize("rule", [None, NoParallel()])
 def test_a_norm_over_one_head_must_be_marked(rule):
     rules = RULES if rule is None else {**RULES, "attn.q_norm": rule}
     found = only(rules, attention(q_norm=Norm(4)))
     assert (found.severity, found.where) == ("error", "attn.q_norm")
     assert "4 numbers for one head" in found.message
-    assert found.fix == "mark it Replicated(gradient='partial')"
+    assert found.fix == "mark it NoParallel(gradient='partial')"
 
 
 def test_a_marked_norm_is_no_finding():
-    rules = {**RULES, "attn.q_norm": Replicated(gradient="partial")}
+    rules = {**RULES, "attn.q_norm": NoParallel(gradient="partial")}
     assert findings(rules, attention(q_norm=Norm(4))) == []
 
 
@@ -68,11 +68,11 @@ def test_a_norm_over_all_features_cannot_see_them():
 
 
 def test_a_norm_over_features_that_are_gathered_is_no_finding():
-    rules = {**RULES, "attn.q": ColwiseParallel(output=Replicate(), unit=4)}
+    rules = {**RULES, "attn.q": ColwiseParallel(output_layouts=Replicate(), multiple_of=4)}
     del rules["attn.k"], rules["attn.v"]
     model = attention(q_norm=Norm(32))
     model.children["attn"].children = {n: c for n, c in model.children["attn"].children.items() if n not in "kv"}
-    rules["attn.o"] = RowwiseParallel(input=Replicate(), unit=4)
+    rules["attn.o"] = RowwiseParallel(input_layouts=Replicate(), multiple_of=4)
     assert findings(rules, model) == []
 
 
@@ -92,26 +92,26 @@ def test_a_number_for_each_head_needs_a_rule():
     found = only(RULES, model)
     assert (found.severity, found.where) == ("error", "attn.sinks")
     assert found.message == "8 numbers, one a head, of which each rank has its own"
-    assert findings({**RULES, "attn.sinks": BareParameter()}, model) == []
+    assert findings({**RULES, "attn.sinks": ParameterStyle()}, model) == []
 
 
 def test_an_activations_scalar_is_a_warning():
     model = attention(act=Module(parameters={"alpha": tensor(1)}))
     found = only(RULES, model)
     assert (found.severity, found.where) == ("warning", "attn.act.alpha")
-    marked = BareParameter(layout=Replicate(), gradient="partial")
+    marked = ParameterStyle(layout=Replicate(), gradient="partial")
     assert findings({**RULES, "attn.act.alpha": marked}, model) == []
 
 
 def test_a_scalar_elsewhere_is_no_finding():
     model = Module(scale=Module(parameters={"s": tensor(1)}), **attention().children)
-    assert findings({**RULES, "attn.q": ColwiseParallel(unit=4, output=Shard(-1))}, model) == []
+    assert findings({**RULES, "attn.q": ColwiseParallel(multiple_of=4, output_layouts=Shard(-1))}, model) == []
 
 
 @pytest.mark.parametrize(("name", "severities"), [("q_norm", ["warning"]), ("q_a_layernorm", [])])
 def test_a_norm_as_wide_as_a_head_and_as_the_input_is_judged_by_its_name(name, severities):
     model = Module(attn=Module(q_b=Linear(16, 8), o=Linear(8, 16), **{name: Norm(8)}))
-    rules = {"attn.q_b": ColwiseParallel(unit=8), "attn.o": RowwiseParallel(unit=8)}
+    rules = {"attn.q_b": ColwiseParallel(multiple_of=8), "attn.o": RowwiseParallel(multiple_of=8)}
     assert [found.severity for found in findings(rules, model)] == severities
 
 

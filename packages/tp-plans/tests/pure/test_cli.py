@@ -27,7 +27,7 @@ def test_list_is_filtered_by_name_type_or_notes(capsys: pytest.CaptureFixture[st
     row, *others = json.loads(capsys.readouterr().out)
     assert all("vision" in "".join(map(str, each.values())).lower() for each in (row, *others))
     assert len(others) + 1 < len(architectures())
-    assert set(row) == {"architecture", "model_type", "largest_tp", "sequence_parallel", "experts", "notes"}
+    assert set(row) == {"architecture", "model_type", "max_tp", "sequence_parallel", "experts", "notes"}
 
 
 def test_list_tells_what_an_architecture_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,11 +91,14 @@ def test_a_failed_command_says_why_and_exits_with_2(
     [
         (b"{", "not JSON"),
         (b"[]", "an object with an object 'rules'"),
-        (b'{"format": 1, "rules": {"a/b": {"style": "Replicated"}}}', "'a/b' is not a module path"),
-        (b'{"format": 1, "rules": {"a": {"style": "Replicated"}, "a": {"style": "Replicated"}}}', "duplicate key 'a'"),
+        (b'{"format": 1, "rules": {"a/b": {"style": "NoParallel"}}}', "'a/b' is not a module path"),
+        (b'{"format": 1, "rules": {"a": {"style": "NoParallel"}, "a": {"style": "NoParallel"}}}', "duplicate key 'a'"),
         (b'{"format": 1, "rules": {"a": {"style": "Colwise"}}}', "'Colwise' is not a style"),
         (b'{"format": 1, "rules": {"a": {"style": "SequenceParallel", "sequence_dim": "x"}}}', "sequence_dim is 'x'"),
-        (b'{"format": 1, "rules": {"a": {"style": "RowwiseParallel", "input": "shard(0)"}}}', "write Shard(-1)"),
+        (
+            b'{"format": 1, "rules": {"a": {"style": "RowwiseParallel", "input_layouts": "shard(0)"}}}',
+            "write Shard(-1)",
+        ),
         (b"\xff\xfe\x00", "cannot read the plan"),
     ],
 )

@@ -1,34 +1,34 @@
 """What is added to a plan by the structure of the tree, and what is left alone."""
 
 import pytest
-from stand_ins import Module as Node
-from stand_ins import Norm, tensor
+from stub_modules import Module as Node
+from stub_modules import Norm, tensor
 
 from tp_plans import (
-    BareParameter,
     ColwiseParallel,
     ExpertsParallel,
     GatheredParameters,
-    LatentProjection,
+    MLAKVProjection,
+    NoParallel,
     ParallelAttention,
+    ParameterStyle,
     Plan,
     Replicate,
-    Replicated,
     RowwiseParallel,
     Shard,
     VocabParallelEmbedding,
 )
-from tp_plans.completion import completed
+from tp_plans.infer.complete import complete_plan
 
 HIDDEN, HEADS, HEAD, INNER, VOCAB = 32, 4, 16, 96, 50
-COLUMN, ROW, PARTIAL = ColwiseParallel(), RowwiseParallel(), Replicated(gradient="partial")
-HEADS_COLUMN, HEADS_ROW = ColwiseParallel(unit="head_dim"), RowwiseParallel(unit="head_dim")
-GATHERED_COLUMN = ColwiseParallel(output=Replicate())
+COLUMN, ROW, PARTIAL = ColwiseParallel(), RowwiseParallel(), NoParallel(gradient="partial")
+HEADS_COLUMN, HEADS_ROW = ColwiseParallel(multiple_of="head_dim"), RowwiseParallel(multiple_of="head_dim")
+GATHERED_COLUMN = ColwiseParallel(output_layouts=Replicate())
 BLOCK = "model.layers.*."
 
 
 class Linear(Node):
-    """What counts as torch's linear layer does so by its class's name."""
+    """A linear layer: of that name, with the forward of its base."""
 
     def __init__(self, out, inner, *, bias=False):
         super().__init__(parameters={"weight": tensor(out, inner), "bias": tensor(out) if bias else None})
@@ -36,7 +36,10 @@ class Linear(Node):
 
 
 class Router(Linear):
-    """A relative of it, which might compute something else."""
+    """A subclass that computes something else."""
+
+    def forward(self, hidden):
+        return hidden.softmax(-1)
 
 
 class Convolution(Node):
@@ -62,7 +65,7 @@ def blocks_of(make, number=2):
 def added(tree, rules=None, *, root="model"):
     """The rules that completion adds or changes."""
     plan = Plan(rules or {})
-    return {pattern: style for pattern, style in completed(plan, dict(tree.named_modules()), root=root).items()
+    return {pattern: style for pattern, style in complete_plan(plan, tree, root=root).items()
             if plan.get(pattern) != style}  # fmt: skip
 
 
@@ -79,7 +82,7 @@ def attention(*, kv_heads=4, head=HEAD, attributes=None, **more):
 
 def heads(prefix, *, shared=False):
     """The rules of an attention layer in heads."""
-    keys_values = ColwiseParallel(unit="head_dim", shared=shared)
+    keys_values = ColwiseParallel(multiple_of="head_dim", replicate_kv_heads=shared)
     return {
         f"{prefix}q_proj": HEADS_COLUMN,
         f"{prefix}k_proj": keys_values,
@@ -132,17 +135,19 @@ def test_fewer_key_value_heads_than_ranks_are_shared_and_the_layer_knows_its_gro
 
     assert added(blocks_of(block)) == {
         **heads(f"{BLOCK}attn.", shared=True),
-        f"{BLOCK}attn": ParallelAttention(kv_heads="num_key_value_heads"),
+        f"{BLOCK}attn": ParallelAttention(kv_heads_attr="num_key_value_heads"),
     }
 
 
 def test_heads_are_shared_where_the_plan_splits_already_and_its_rule_for_the_layer_is_kept():
-    own = ParallelAttention(layout=None, counts=("num_heads",))
+    own = ParallelAttention(layout=None, head_count_attrs=("num_heads",))
     rules = {f"{BLOCK}attn.{name}_proj": COLUMN for name in "qkv"} | {f"{BLOCK}attn.o_proj": ROW, f"{BLOCK}attn": own}
     tree = blocks_of(lambda: Node(attn=attention(attributes={"num_key_value_heads": 4})))
     assert added(tree, rules) == {
         **heads(f"{BLOCK}attn.", shared=True),
-        f"{BLOCK}attn": ParallelAttention(layout=None, counts=("num_heads",), kv_heads="num_key_value_heads"),
+        f"{BLOCK}attn": ParallelAttention(
+            layout=None, head_count_attrs=("num_heads",), kv_heads_attr="num_key_value_heads"
+        ),
     }
 
 
@@ -152,7 +157,7 @@ def test_layers_whose_heads_differ_in_size_get_rules_of_their_own():
 
     tree = model(block(16), Node(attn=attention(attributes={"head_dim": None})))
     rules = {f"{BLOCK}attn.{name}_proj": COLUMN for name in "qkv"} | {f"{BLOCK}attn.o_proj": ROW}
-    plan = completed(Plan(rules), dict(tree.named_modules()), root="model")
+    plan = complete_plan(Plan(rules), tree, root="model")
     assert {name: plan[f"model.layers.{name}.attn.q_proj"] for name in (0, 1)} == {0: HEADS_COLUMN, 1: COLUMN}
     assert {name: plan[f"model.layers.{name}.attn.o_proj"] for name in (0, 1)} == {0: HEADS_ROW, 1: ROW}
     assert f"{BLOCK}attn.q_proj" not in plan
@@ -171,10 +176,10 @@ def latent(**more):
 
 
 LATENT_RULES = {
-    f"{BLOCK}attn.q_proj": ColwiseParallel(unit=24),
-    f"{BLOCK}attn.kv_a_proj_with_mqa": LatentProjection(),
-    f"{BLOCK}attn.kv_b_proj": ColwiseParallel(unit=32),
-    f"{BLOCK}attn.o_proj": RowwiseParallel(unit=16),
+    f"{BLOCK}attn.q_proj": ColwiseParallel(multiple_of=24),
+    f"{BLOCK}attn.kv_a_proj_with_mqa": MLAKVProjection(),
+    f"{BLOCK}attn.kv_b_proj": ColwiseParallel(multiple_of=32),
+    f"{BLOCK}attn.o_proj": RowwiseParallel(multiple_of=16),
 }
 
 
@@ -195,7 +200,7 @@ def test_latent_attention_with_compressed_queries_is_split_behind_them():
 
 def test_latent_attention_with_a_part_unknown_is_left():
     rules = added(blocks_of(lambda: Node(attn=latent(indexer=Node(wq=Linear(64, 24))))))
-    assert not any(isinstance(style, (LatentProjection, RowwiseParallel)) for style in rules.values())
+    assert not any(isinstance(style, (MLAKVProjection, RowwiseParallel)) for style in rules.values())
 
 
 @pytest.mark.parametrize(
@@ -213,7 +218,7 @@ def test_gate_and_up_in_one_weight_are_two_pieces():
     def block():
         return Node(mlp=Node(gate_up_proj=Linear(2 * INNER, HIDDEN), down_proj=Linear(HIDDEN, INNER)))
 
-    fused = ColwiseParallel(pieces=(1, 1))
+    fused = ColwiseParallel(fused_sizes=(1, 1))
     assert added(blocks_of(block)) == {f"{BLOCK}mlp.gate_up_proj": fused, f"{BLOCK}mlp.down_proj": ROW}
 
 
@@ -245,7 +250,7 @@ def test_blocks_that_are_not_alike_get_concrete_rules():
 
 
 def test_where_the_plan_speaks_nothing_is_added():
-    rules = {f"{BLOCK}mlp.fc1": GATHERED_COLUMN, f"{BLOCK}attn.q_proj": Replicated()}
+    rules = {f"{BLOCK}mlp.fc1": GATHERED_COLUMN, f"{BLOCK}attn.q_proj": NoParallel()}
     tree = blocks_of(lambda: Node(attn=attention(), mlp=Node(fc1=Linear(INNER, HIDDEN), fc2=Linear(HIDDEN, INNER))))
     found = added(tree, rules)
     assert rules.keys().isdisjoint(found)
@@ -276,10 +281,10 @@ def test_leftovers_are_stored_split_when_they_are_large():
         )
 
     assert added(blocks_of(block)) == {
-        f"{BLOCK}mixer.wide": BareParameter(layout=Shard(1), gathered=True),
-        f"{BLOCK}mixer.state": BareParameter(gathered=True),
+        f"{BLOCK}mixer.wide": ParameterStyle(layout=Shard(1), gathered=True),
+        f"{BLOCK}mixer.state": ParameterStyle(gathered=True),
         f"{BLOCK}mixer.project": GATHERED_COLUMN,
-        f"{BLOCK}mixer.route.weight": BareParameter(gathered=True),
+        f"{BLOCK}mixer.route.weight": ParameterStyle(gathered=True),
     }
 
 
@@ -336,6 +341,5 @@ def test_completing_twice_adds_nothing():
             mixer=Node(parameters={"state": tensor(64, 32)}, project=Linear(64, HIDDEN)),
         )
     )
-    modules = dict(tree.named_modules())
-    once = completed(Plan({}), modules, root="model")
-    assert completed(once, modules, root="model") == once
+    once = complete_plan(Plan({}), tree, root="model")
+    assert complete_plan(once, tree, root="model") == once

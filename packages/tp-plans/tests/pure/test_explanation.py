@@ -2,21 +2,21 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from stand_ins import Embedding, Linear, Module, Norm, decoder, tensor
+from stub_modules import Embedding, Linear, Module, Norm, decoder, tensor
 
 from tp_plans import (
-    BareParameter,
+    AllReduceOutput,
     CheckFailedError,
     ColwiseParallel,
     ExpertsParallel,
-    LatentProjection,
+    GatherSequence,
+    MLAKVProjection,
+    NoParallel,
+    ParameterStyle,
     Plan,
     Replicate,
-    Replicated,
     RowwiseParallel,
     Shard,
-    SumOutput,
-    WholeSequence,
     explain,
     plan_for,
 )
@@ -82,26 +82,30 @@ def test_parameters_without_a_rule_come_last_and_count_as_whole():
 def test_rows_that_other_ranks_store_are_fetched_and_their_gradients_returned():
     config = SimpleNamespace(q=4, kv=1)
     model = Module(attn=Module(attributes={"config": config}, qkv=Linear(48, 16), o=Linear(16, 32)))
-    fused = {"attn.qkv": ColwiseParallel(unit=8, pieces=("config.q", "config.kv", "config.kv"), shared=True)}
+    fused = {
+        "attn.qkv": ColwiseParallel(
+            multiple_of=8, fused_sizes=("config.q", "config.kv", "config.kv"), replicate_kv_heads=True
+        )
+    }
     assert {c for c in sent(fused, model) if c[2] == "all_to_all"} == {
         ("attn.qkv", "forward", "all_to_all", 1),
         ("attn.qkv", "backward", "all_to_all", 1),
     }
-    assert not any(kind == "all_to_all" for _, _, kind, _ in sent({"attn.qkv": ColwiseParallel(unit=8)}, model))
+    assert not any(kind == "all_to_all" for _, _, kind, _ in sent({"attn.qkv": ColwiseParallel(multiple_of=8)}, model))
 
 
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
-        ({"x": SumOutput()}, {("x", "forward", "all_reduce", 1), ("x", "backward", "all_reduce", 1)}),
-        ({"x.s": BareParameter()}, set()),
-        ({"x.s": BareParameter(gathered=True)}, {("x.s", "forward", "all_gather", 1)}),
+        ({"x": AllReduceOutput()}, {("x", "forward", "all_reduce", 1), ("x", "backward", "all_reduce", 1)}),
+        ({"x.s": ParameterStyle()}, set()),
+        ({"x.s": ParameterStyle(gathered=True)}, {("x.s", "forward", "all_gather", 1)}),
         (
-            {"x.s": BareParameter(gathered=True, gradient="partial")},
+            {"x.s": ParameterStyle(gathered=True, gradient="partial")},
             {("x.s", "forward", "all_gather", 1), ("x.s", "backward", "reduce_scatter", 1)},
         ),
-        ({"x": Replicated(gradient="partial")}, {("x", "backward", "all_reduce", 1)}),
-        ({"x": Replicated()}, set()),
+        ({"x": NoParallel(gradient="partial")}, {("x", "backward", "all_reduce", 1)}),
+        ({"x": NoParallel()}, set()),
         (
             {"x": ExpertsParallel()},
             {("x", "forward", "all_reduce", 1), ("x", "backward", "all_reduce", 1)},
@@ -113,14 +117,14 @@ def test_other_styles_send_what_their_docstrings_say(rules, expected):
 
 
 def test_a_latent_projection_gathers_its_features_and_sums_two_gradients():
-    told = explain(Plan({"kv_a": LatentProjection(rotary=8)}), Module(kv_a=Linear(24, 32)), tp=2)
+    told = explain(Plan({"kv_a": MLAKVProjection(rope_dim=8)}), Module(kv_a=Linear(24, 32)), tp=2)
     assert told.collectives("forward") == {"all_gather": 1}
     assert told.collectives("backward") == {"all_reduce": 2}
 
 
 def test_inside_a_module_that_gathers_the_sequence_layers_find_it_whole():
     model = Module(e=Embedding(9, 8), moe=Module(up=Linear(16, 8), down=Linear(8, 16)))
-    rules = {"moe": WholeSequence(), "moe.up": ColwiseParallel(), "moe.down": RowwiseParallel()}
+    rules = {"moe": GatherSequence(), "moe.up": ColwiseParallel(), "moe.down": RowwiseParallel()}
     assert sent(rules, model, sequence_parallel=True) == {
         ("moe", "forward", "all_gather", 1),
         ("moe", "backward", "all_gather", 1),
@@ -139,7 +143,7 @@ def test_the_explanation_is_json_and_its_text_tells_the_totals_first():
     assert first.endswith("split")
     assert others[:2] == ["  forward: 5 all_reduce", "  backward: 5 all_reduce"]
     assert "  weight [96, 32] -> [48, 32], shard(0) (x 2)" in others
-    assert "model.layers.*.self_attn.q_proj: ColwiseParallel(unit=head_dim), 2 places" in others
+    assert "model.layers.*.self_attn.q_proj: ColwiseParallel(multiple_of=head_dim), 2 places" in others
 
 
 def test_a_size_that_is_none_is_refused():
@@ -148,4 +152,4 @@ def test_a_size_that_is_none_is_refused():
 
 
 def test_norms_that_keep_their_gradient_send_nothing():
-    assert sent({"n": Replicated()}, Module(n=Norm(8))) == set()
+    assert sent({"n": NoParallel()}, Module(n=Norm(8))) == set()

@@ -4,22 +4,22 @@ from typing import ClassVar
 import pytest
 
 from tp_plans import (
-    BareParameter,
     CapabilityError,
     ColwiseParallel,
     ExpertsParallel,
+    NoParallel,
+    ParameterStyle,
     PlanError,
     Replicate,
-    Replicated,
     RowwiseParallel,
     Shard,
     UnknownStyleError,
     VocabParallelEmbedding,
     from_hugging_face,
 )
-from tp_plans.hugging_face import IDLE_WORDS, STYLE_WORDS
+from tp_plans.hugging_face import IGNORED_STYLES, STYLE_BY_NAME
 
-HEADS_COLUMN, HEADS_ROW = ColwiseParallel(unit="head_dim"), RowwiseParallel(unit="head_dim")
+HEADS_COLUMN, HEADS_ROW = ColwiseParallel(multiple_of="head_dim"), RowwiseParallel(multiple_of="head_dim")
 INNER_WORDS = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
@@ -96,7 +96,7 @@ def test_class_plan_and_inner_plan_are_merged_and_translated():
         "model.embed_tokens": VocabParallelEmbedding(),
         "model.layers.*.self_attn.q_proj": HEADS_COLUMN,
         "model.layers.*.self_attn.o_proj": HEADS_ROW,
-        "model.layers.*.self_attn.q_norm": Replicated(gradient="partial"),
+        "model.layers.*.self_attn.q_norm": NoParallel(gradient="partial"),
         "model.layers.*.mlp.up_proj": ColwiseParallel(),
     }
     assert plan.name == "hf:TinyForCausalLM"
@@ -119,7 +119,7 @@ def test_the_plan_of_an_instance_counts_over_the_class_and_the_config():
     model = causal()
     model._tp_plan = {"model.layers.*.mlp.up_proj": "replicate"}
     plan = from_hugging_face(model)
-    assert plan["model.layers.*.mlp.up_proj"] == Replicated()
+    assert plan["model.layers.*.mlp.up_proj"] == NoParallel()
     assert plan["lm_head"] == ColwiseParallel(use_local_output=False)
 
 
@@ -131,19 +131,21 @@ def test_a_head_keeps_its_logits_cut_on_the_vocabulary(word):
 
 def test_gathering_elsewhere_than_at_the_head_stays():
     words = {**INNER_WORDS, "layers.*.mlp.up_proj": "colwise_gather_output"}
-    assert from_hugging_face(causal(words=words))["model.layers.*.mlp.up_proj"] == ColwiseParallel(output=Replicate())
+    assert from_hugging_face(causal(words=words))["model.layers.*.mlp.up_proj"] == ColwiseParallel(
+        output_layouts=Replicate()
+    )
 
 
 def test_what_is_gathered_need_not_be_split_in_whole_heads():
     words = {"layers.*.self_attn.q_proj": "colwise_rep", "layers.*.self_attn.o_proj": "rowwise_rep"}
     plan = from_hugging_face(causal(words=words))
-    assert plan["model.layers.*.self_attn.q_proj"] == ColwiseParallel(output=Replicate())
-    assert plan["model.layers.*.self_attn.o_proj"] == RowwiseParallel(input=Replicate())
+    assert plan["model.layers.*.self_attn.q_proj"] == ColwiseParallel(output_layouts=Replicate())
+    assert plan["model.layers.*.self_attn.o_proj"] == RowwiseParallel(input_layouts=Replicate())
 
 
 def test_an_embedding_in_the_plan_keeps_its_word():
     plan = from_hugging_face(causal(words={**INNER_WORDS, "embed_tokens": "replicate"}))
-    assert plan["model.embed_tokens"] == Replicated()
+    assert plan["model.embed_tokens"] == NoParallel()
 
 
 def test_an_embedding_tied_to_a_head_that_stays_whole_stays_whole():
@@ -184,7 +186,7 @@ def test_an_unknown_word_names_its_pattern_and_the_known_words():
         from_hugging_face(causal(words={"layers.*.mlp.up_proj": "colwise_quantum"}))
     message = str(caught.value)
     assert "unknown style word 'colwise_quantum' for 'model.layers.*.mlp.up_proj'" in message
-    assert all(word in message for word in STYLE_WORDS)
+    assert all(word in message for word in STYLE_BY_NAME)
 
 
 def with_experts(words):
@@ -209,8 +211,8 @@ def added(words):
 
 def test_a_word_for_a_bare_parameter_is_read_by_its_ndim():
     rules = added({"layers.*.self_attn.sinks": "colwise", "layers.*.mlp.experts.down_proj": "rowwise"})
-    assert rules["self_attn.sinks"] == BareParameter()
-    assert rules["mlp.experts.down_proj"] == BareParameter(layout=Shard(2))
+    assert rules["self_attn.sinks"] == ParameterStyle()
+    assert rules["mlp.experts.down_proj"] == ParameterStyle(layout=Shard(2))
 
 
 @pytest.mark.parametrize("word", ["moe_tp_experts", "ep_dispatch_experts"])
@@ -225,10 +227,10 @@ def test_parameters_under_an_idle_word_keep_their_rules():
     words = {"layers.*.mlp.experts.gate_up_proj": "local_colwise", "layers.*.mlp.experts": "gather"}
     rules = added(words)
     assert "mlp.experts" not in rules
-    assert rules["mlp.experts.gate_up_proj"] == BareParameter(layout=Shard(1))
+    assert rules["mlp.experts.gate_up_proj"] == ParameterStyle(layout=Shard(1))
 
 
-@pytest.mark.parametrize("word", IDLE_WORDS)
+@pytest.mark.parametrize("word", IGNORED_STYLES)
 def test_an_idle_word_leaves_no_rule(word):
     assert dict(from_hugging_face(causal(words={**INNER_WORDS, "layers.*.mlp": word}))) == dict(
         from_hugging_face(causal())
@@ -260,7 +262,7 @@ def test_a_correction_is_made_wherever_its_class_sits_and_only_there():
     for block in model.children["model"].children["layers"].children.values():
         block.children["mlp"].children["act_fn"] = XIELUActivation()
     plan = from_hugging_face(model)
-    assert plan["model.layers.*.mlp.act_fn"] == Replicated(gradient="partial")
+    assert plan["model.layers.*.mlp.act_fn"] == NoParallel(gradient="partial")
     assert len(plan) == len(from_hugging_face(causal())) + 1
 
 
@@ -275,7 +277,7 @@ def test_a_correction_may_take_a_rule_away_and_needs_none_to_take():
             block.children["mlp"].children["experts"].__class__ = LongcatFlashExperts
         return from_hugging_face(model)
 
-    stored = BareParameter(gathered=True)
+    stored = ParameterStyle(gathered=True)
     for words in ({"layers.*.mlp.experts": "moe_tp_experts"}, {}):
         plan = corrected_plan(words)
         assert "model.layers.*.mlp.experts" not in plan

@@ -6,10 +6,10 @@ import pytest
 
 from tp_plans import (
     ColwiseParallel,
+    NoParallel,
     Partial,
     PlanError,
     Replicate,
-    Replicated,
     RowwiseParallel,
     SequenceParallel,
     Shard,
@@ -18,10 +18,12 @@ from tp_plans import (
 from tp_plans.lora import adapter_styles
 
 
-@pytest.mark.parametrize("style", [ColwiseParallel(), ColwiseParallel(unit=16, pieces=(4, 2, 2), shared=True)])
+@pytest.mark.parametrize(
+    "style", [ColwiseParallel(), ColwiseParallel(multiple_of=16, fused_sizes=(4, 2, 2), replicate_kv_heads=True)]
+)
 def test_beside_a_column_wise_layer_b_is_split_as_the_layer_is(style: ColwiseParallel) -> None:
     found = adapter_styles(style)
-    assert found.a == Replicated()
+    assert found.a == NoParallel()
     assert found.b == style
 
 
@@ -33,13 +35,13 @@ def test_an_input_that_arrives_cut_stays_cut_until_it_is_as_narrow_as_the_rank()
 
 @pytest.mark.parametrize(("output", "gradient"), [(Replicate(), "full"), (Shard(1), "partial")])
 def test_beside_a_row_wise_layer_b_follows_the_sum(output: Replicate | Shard, gradient: str) -> None:
-    style = RowwiseParallel(output=output, unit=8)
+    style = RowwiseParallel(output_layouts=output, multiple_of=8)
     found = adapter_styles(style)
     assert found.a == style
-    assert found.b == Replicated(gradient=gradient)  # type: ignore[arg-type]
+    assert found.b == NoParallel(gradient=gradient)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("style", [VocabParallelEmbedding(), RowwiseParallel(output=Partial())])
+@pytest.mark.parametrize("style", [VocabParallelEmbedding(), RowwiseParallel(output_layouts=Partial())])
 def test_layers_that_cannot_carry_one_are_refused_with_advice(style: VocabParallelEmbedding | RowwiseParallel) -> None:
     with pytest.raises(PlanError, match="leave it out of the adapter's target modules"):
         adapter_styles(style)

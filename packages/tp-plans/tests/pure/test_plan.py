@@ -8,28 +8,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_plans import (
-    BareParameter,
+    AllReduceOutput,
+    ColwiseEmbedding,
     ColwiseParallel,
-    DividedInput,
     ExpertsParallel,
-    FeatureParallelEmbedding,
     GatheredParameters,
-    LatentProjection,
+    GatherSequence,
+    MLAKVProjection,
+    NoParallel,
     ParallelAttention,
+    ParameterStyle,
     Partial,
     Plan,
     PlanError,
-    PrepareInput,
+    PrepareModuleInput,
     Replicate,
-    Replicated,
     RowwiseParallel,
+    ScaleInput,
     SequenceParallel,
     Shard,
     Style,
-    SumOutput,
     UnknownStyleError,
     VocabParallelEmbedding,
-    WholeSequence,
 )
 
 on_any_machine = settings(deadline=None)  # a busy one exceeds hypothesis's 200 ms at times
@@ -45,36 +45,36 @@ behind_doors = st.one_of(
         layout=st.one_of(st.none(), cuts),
         argument=arguments,
         position=positions,
-        counts=names,
-        groups=st.sampled_from(["groups", "config.groups"]),
+        head_count_attrs=names,
+        kv_groups_attr=st.sampled_from(["kv_groups_attr", "config.groups"]),
     ),
     st.builds(GatheredParameters, names=names),
-    st.builds(ExpertsParallel, output=cuts, skips_absent=st.booleans()),
-    st.builds(SumOutput, output=cuts),
+    st.builds(ExpertsParallel, output_layouts=cuts, skips_sentinel_index=st.booleans()),
+    st.builds(AllReduceOutput, output_layouts=cuts),
 )
 styles = st.one_of(
-    st.builds(ColwiseParallel, output=cuts, use_local_output=st.booleans(), unit=units),
-    st.builds(ColwiseParallel, unit=units, pieces=pieces, shared=st.booleans()),
-    st.builds(RowwiseParallel, output=cuts, unit=units, pieces=pieces),
-    st.builds(LatentProjection, rotary=units),
-    st.builds(FeatureParallelEmbedding, output=cuts, use_local_output=st.booleans()),
-    st.builds(DividedInput),
-    st.builds(BareParameter, layout=shards, gathered=st.booleans()),
-    st.builds(BareParameter, layout=st.just(Replicate()), gradient=st.sampled_from(["full", "partial"])),
-    st.builds(WholeSequence, sequence_dim=st.integers(0, 3), around=st.one_of(st.none(), behind_doors)),
+    st.builds(ColwiseParallel, output_layouts=cuts, use_local_output=st.booleans(), multiple_of=units),
+    st.builds(ColwiseParallel, multiple_of=units, fused_sizes=pieces, replicate_kv_heads=st.booleans()),
+    st.builds(RowwiseParallel, output_layouts=cuts, multiple_of=units, fused_sizes=pieces),
+    st.builds(MLAKVProjection, rope_dim=units),
+    st.builds(ColwiseEmbedding, output_layouts=cuts, use_local_output=st.booleans()),
+    st.builds(ScaleInput),
+    st.builds(ParameterStyle, layout=shards, gathered=st.booleans()),
+    st.builds(ParameterStyle, layout=st.just(Replicate()), gradient=st.sampled_from(["full", "partial"])),
+    st.builds(GatherSequence, sequence_dim=st.integers(0, 3), inner=st.one_of(st.none(), behind_doors)),
     behind_doors,
     st.builds(
         RowwiseParallel,
-        input=st.sampled_from([Shard(-1), Replicate()]),
-        output=st.one_of(cuts, st.just(Partial())),
+        input_layouts=st.sampled_from([Shard(-1), Replicate()]),
+        output_layouts=st.one_of(cuts, st.just(Partial())),
         use_local_output=st.booleans(),
-        unit=units,
+        multiple_of=units,
     ),
-    st.builds(VocabParallelEmbedding, output=cuts, use_local_output=st.booleans()),
+    st.builds(VocabParallelEmbedding, output_layouts=cuts, use_local_output=st.booleans()),
     st.builds(SequenceParallel, sequence_dim=st.integers(-3, 3)),
-    st.builds(Replicated, gradient=st.sampled_from(["full", "partial"])),
+    st.builds(NoParallel, gradient=st.sampled_from(["full", "partial"])),
     st.builds(
-        PrepareInput,
+        PrepareModuleInput,
         layout=cuts,
         argument=arguments,
         position=positions,
@@ -161,8 +161,8 @@ def test_plans_that_say_the_same_are_equal_whatever_their_name_and_order():
 
 
 def test_override_replaces_adds_and_removes_in_a_new_plan():
-    changed = MLP.override({"layers.*.mlp.up": Replicated(), "layers.*.mlp.down": None, "head": UP})
-    assert dict(changed) == {"layers.*.mlp.up": Replicated(), "head": UP}
+    changed = MLP.override({"layers.*.mlp.up": NoParallel(), "layers.*.mlp.down": None, "head": UP})
+    assert dict(changed) == {"layers.*.mlp.up": NoParallel(), "head": UP}
     assert (changed.name, changed.sequence_parallel) == ("mlp", True)
     assert dict(MLP) == {"layers.*.mlp.up": UP, "layers.*.mlp.down": DOWN}
 
@@ -264,13 +264,13 @@ def test_a_rule_that_holds_itself_is_refused():
 
 
 def document(**changes):
-    data = {"format": 1, "name": "x", "sequence_parallel": False, "rules": {"a": {"style": "Replicated"}}}
+    data = {"format": 1, "name": "x", "sequence_parallel": False, "rules": {"a": {"style": "NoParallel"}}}
     return json.dumps({**data, **changes})
 
 
 def test_the_smallest_document_is_format_and_rules():
-    plan = Plan.from_json('{"format": 1, "rules": {"a": {"style": "Replicated"}}}')
-    assert plan == Plan({"a": Replicated()})
+    plan = Plan.from_json('{"format": 1, "rules": {"a": {"style": "NoParallel"}}}')
+    assert plan == Plan({"a": NoParallel()})
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,10 @@ def test_the_smallest_document_is_format_and_rules():
         ({"format": 1}, "not JSON: .* of type dict"),
         (b"\xff", "not JSON: 'utf-8' codec"),
         (document(format=1)[:-1] + ', "name": ' + "9" * 5000 + "}", "not JSON: .*4300"),
-        (document(rules={"a": {"style": "ColwiseParallel", "output": f"shard({'9' * 5000})"}}), "is not a layout"),
+        (
+            document(rules={"a": {"style": "ColwiseParallel", "output_layouts": f"shard({'9' * 5000})"}}),
+            "is not a layout",
+        ),
         (document(format=True), "plan format True"),
         ("[" * 100_000, "not JSON"),
         ("[]", "an object with an object 'rules'"),
@@ -298,10 +301,16 @@ def test_the_smallest_document_is_format_and_rules():
         (document(sequence_paralel=True), "no field sequence_paralel: its fields are"),
         (document(rules={"a": "colwise"}), "the rule for 'a' is 'colwise': write an object"),
         (document(rules={"a": None}), "the rule for 'a' is None: write an object"),
-        (document(rules={"a b": {"style": "Replicated"}}), "'a b' is not a module path"),
-        (document(rules={"a": {"style": "Replicated", "x": 1}}), "'a': Replicated has no field x"),
-        (document(rules={"a": {"style": "ColwiseParallel", "output": "shard"}}), "'a': 'shard' is not a layout"),
-        (document(rules={"a": {"style": "ColwiseParallel", "unit": 0}}), r"'a': ColwiseParallel\.unit is 0"),
+        (document(rules={"a b": {"style": "NoParallel"}}), "'a b' is not a module path"),
+        (document(rules={"a": {"style": "NoParallel", "x": 1}}), "'a': NoParallel has no field x"),
+        (
+            document(rules={"a": {"style": "ColwiseParallel", "output_layouts": "shard"}}),
+            "'a': 'shard' is not a layout",
+        ),
+        (
+            document(rules={"a": {"style": "ColwiseParallel", "multiple_of": 0}}),
+            r"'a': ColwiseParallel\.multiple_of is 0",
+        ),
         ('{"format": 1, "rules": {"a": {"style": "X"}, "a": {"style": "X"}}}', "duplicate key 'a'"),
         ('{"format": 1, "format": 1, "rules": {}}', "duplicate key 'format'"),
         ('{"format": 1, "rules": {"a": {"style": "X", "style": "Y"}}}', "duplicate key 'style'"),

@@ -6,12 +6,12 @@ import pytest
 from tp_plans import (
     Architecture,
     CapabilityError,
-    Decoder,
-    Mixer,
+    DecoderSpec,
     Plan,
     PlanError,
     Replicate,
     RowwiseParallel,
+    SublayerSpec,
     UnknownArchitectureError,
     architectures,
     plan_for,
@@ -144,7 +144,7 @@ def test_a_class_for_another_task_gets_the_plan_with_that_tasks_head(name, seque
     causal = plan_for("Qwen3ForCausalLM", sequence_parallel=sequence_parallel)
     for target in classifier_targets(name):
         plan = plan_for(target, sequence_parallel=sequence_parallel)
-        assert plan == causal.override({"lm_head": None, "score": RowwiseParallel(input=Replicate())})
+        assert plan == causal.override({"lm_head": None, "score": RowwiseParallel(input_layouts=Replicate())})
         assert plan.name == name
 
 
@@ -180,7 +180,7 @@ def test_the_variant_without_row_wise_layers_is_asked_for_by_name():
 )
 def test_what_an_architecture_cannot_do_is_refused_and_not_ignored(asked, message):
     llama = next(entry for entry in ENTRIES if entry.class_name == "LlamaForCausalLM")
-    limited = replace(llama, sequence_parallel=False, largest_tp=2, notes="scans the sequence")
+    limited = replace(llama, sequence_parallel=False, max_tp=2, notes="scans the sequence")
     with pytest.raises(CapabilityError) as caught:
         limited.plan(**asked)
     assert str(caught.value).startswith(message)
@@ -190,7 +190,7 @@ def test_what_an_architecture_cannot_do_is_refused_and_not_ignored(asked, messag
 BIRCH = Architecture(
     class_name="BirchForCausalLM",
     model_type="birch",
-    decoder=Decoder(mixers=(Mixer(path="ff", columns=("up",), row="down"),), norms=("norm",)),
+    decoder=DecoderSpec(sublayers=(SublayerSpec(path="ff", colwise=("up",), rowwise="down"),), norms=("norm",)),
     aliases=("silver_birch",),
 )
 

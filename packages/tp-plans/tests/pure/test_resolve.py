@@ -81,11 +81,13 @@ def test_a_plan_stays_as_it_is():
 
 
 def test_a_dict_of_styles_or_words_is_a_plan():
-    plan = resolve_plan({"up": "colwise", "down": "rowwise_split_input", "x": ColwiseParallel(unit=4)}, Unknown())
+    plan = resolve_plan(
+        {"up": "colwise", "down": "rowwise_split_input", "x": ColwiseParallel(multiple_of=4)}, Unknown()
+    )
     assert dict(plan) == {
         "up": ColwiseParallel(),
-        "down": RowwiseParallel(input=Replicate()),
-        "x": ColwiseParallel(unit=4),
+        "down": RowwiseParallel(input_layouts=Replicate()),
+        "x": ColwiseParallel(multiple_of=4),
     }
 
 

@@ -1,32 +1,32 @@
 """The sequence-parallel form of a plan, derived from the tree: the stream between sub-layers, and the doors to them."""
 
 import pytest
-from stand_ins import Linear, Module, Norm, tensor
+from stub_modules import Linear, Module, Norm, tensor
 
 from tp_plans import (
+    AllReduceOutput,
     ColwiseParallel,
     ExpertsParallel,
     GatheredParameters,
-    LatentProjection,
+    GatherSequence,
+    MLAKVProjection,
+    NoParallel,
     ParallelAttention,
     Partial,
     Plan,
     PlanError,
-    PrepareInput,
+    PrepareModuleInput,
     Replicate,
-    Replicated,
     RowwiseParallel,
     SequenceParallel,
     Shard,
-    SumOutput,
     VocabParallelEmbedding,
-    WholeSequence,
 )
-from tp_plans.sequence_parallel import with_sequence_parallelism
+from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 
 HIDDEN = 8
-COLUMN, ROW, NORM, DOOR = ColwiseParallel(), RowwiseParallel(), SequenceParallel(), WholeSequence()
-SCATTERED = RowwiseParallel(output=Shard(1), use_local_output=False)
+COLUMN, ROW, NORM, DOOR = ColwiseParallel(), RowwiseParallel(), SequenceParallel(), GatherSequence()
+SCATTERED = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
 BLOCK = "model.layers.*"
 
 
@@ -56,14 +56,14 @@ def model(make_block=None, *, blocks=2, beside=None, **more):
 TABLE = VocabParallelEmbedding()
 MLP = {f"{BLOCK}.mlp.up": COLUMN, f"{BLOCK}.mlp.down": ROW}
 HEAD = {"lm_head": ColwiseParallel(use_local_output=False)}
-AROUND = {"model": PrepareInput(layout=Shard(1), argument="inputs_embeds", position=None), "model.norm": NORM}
-SCATTERED_TABLE = {"model.embed": VocabParallelEmbedding(output=Shard(1), use_local_output=False)}
-IN_MLP = {f"{BLOCK}.mlp": PrepareInput(), f"{BLOCK}.mlp.up": COLUMN, f"{BLOCK}.mlp.down": SCATTERED}
+AROUND = {"model": PrepareModuleInput(layout=Shard(1), argument="inputs_embeds", position=None), "model.norm": NORM}
+SCATTERED_TABLE = {"model.embed": VocabParallelEmbedding(output_layouts=Shard(1), use_local_output=False)}
+IN_MLP = {f"{BLOCK}.mlp": PrepareModuleInput(), f"{BLOCK}.mlp.up": COLUMN, f"{BLOCK}.mlp.down": SCATTERED}
 
 
 def derived(tree, rules=None, *, embedding="model.embed"):
     plan = Plan({"model.embed": TABLE, **MLP, **HEAD} if rules is None else rules, name="tiny")
-    return with_sequence_parallelism(plan, dict(tree.named_modules()), embedding=embedding)
+    return with_sequence_parallelism(plan, tree, embedding=embedding)
 
 
 def test_norms_work_on_the_stream_and_sub_layers_gather_once_and_scatter():
@@ -75,20 +75,22 @@ def test_norms_work_on_the_stream_and_sub_layers_gather_once_and_scatter():
 
 def test_an_attention_layer_keeps_its_counts_and_gathers():
     rules = {
-        f"{BLOCK}.mlp": ParallelAttention(layout=None, counts=("num_heads",), argument="x"),
+        f"{BLOCK}.mlp": ParallelAttention(layout=None, head_count_attrs=("num_heads",), argument="x"),
         **MLP,
     }
-    assert derived(model(), rules)[f"{BLOCK}.mlp"] == ParallelAttention(counts=("num_heads",), argument="x")
+    assert derived(model(), rules)[f"{BLOCK}.mlp"] == ParallelAttention(head_count_attrs=("num_heads",), argument="x")
 
 
 def test_what_is_known_of_a_sub_layers_input_is_kept():
-    rules = {**MLP, f"{BLOCK}.mlp": PrepareInput(argument="x", position=1)}
-    assert derived(model(), rules)[f"{BLOCK}.mlp"] == PrepareInput(argument="x", position=1)
+    rules = {**MLP, f"{BLOCK}.mlp": PrepareModuleInput(argument="x", position=1)}
+    assert derived(model(), rules)[f"{BLOCK}.mlp"] == PrepareModuleInput(argument="x", position=1)
 
 
 def test_a_row_wise_layer_keeps_its_unit_and_pieces():
-    rules = {**MLP, f"{BLOCK}.mlp.down": RowwiseParallel(unit="head_dim", pieces=(1, 3))}
-    wanted = RowwiseParallel(output=Shard(1), use_local_output=False, unit="head_dim", pieces=(1, 3))
+    rules = {**MLP, f"{BLOCK}.mlp.down": RowwiseParallel(multiple_of="head_dim", fused_sizes=(1, 3))}
+    wanted = RowwiseParallel(
+        output_layouts=Shard(1), use_local_output=False, multiple_of="head_dim", fused_sizes=(1, 3)
+    )
     assert derived(model(), rules)[f"{BLOCK}.mlp.down"] == wanted
 
 
@@ -97,26 +99,26 @@ def test_norms_of_latents_work_inside():
         attention = mlp(kv_a=Linear(10, HIDDEN), kv_a_layernorm=Norm(8))
         return Module(norm=Norm(HIDDEN), mlp=attention)
 
-    rules = {**MLP, f"{BLOCK}.mlp.kv_a": LatentProjection(rotary=2)}
+    rules = {**MLP, f"{BLOCK}.mlp.kv_a": MLAKVProjection(rope_dim=2)}
     plan = derived(model(block), rules)
-    assert (plan[f"{BLOCK}.mlp"], plan[f"{BLOCK}.mlp.down"]) == (PrepareInput(), SCATTERED)
+    assert (plan[f"{BLOCK}.mlp"], plan[f"{BLOCK}.mlp.down"]) == (PrepareModuleInput(), SCATTERED)
     assert f"{BLOCK}.mlp.kv_a_layernorm" not in plan
 
 
 @pytest.mark.parametrize(
     ("change", "own"),
     [
-        ({f"{BLOCK}.mlp.down": RowwiseParallel(input=Replicate())}, None),
-        ({f"{BLOCK}.mlp.down": RowwiseParallel(output=Partial())}, None),
-        ({f"{BLOCK}.mlp.up": ColwiseParallel(output=Replicate())}, None),
+        ({f"{BLOCK}.mlp.down": RowwiseParallel(input_layouts=Replicate())}, None),
+        ({f"{BLOCK}.mlp.down": RowwiseParallel(output_layouts=Partial())}, None),
+        ({f"{BLOCK}.mlp.up": ColwiseParallel(output_layouts=Replicate())}, None),
         ({f"{BLOCK}.mlp": GatheredParameters(names=("up.weight",))}, GatheredParameters(names=("up.weight",))),
-        ({f"{BLOCK}.mlp": SumOutput()}, SumOutput()),
+        ({f"{BLOCK}.mlp": AllReduceOutput()}, AllReduceOutput()),
     ],
 )
 def test_a_sub_layer_of_other_mechanics_has_a_door_with_its_rule_behind_it(change, own):
     rules = {**MLP, **change}
     plan = derived(model(), rules)
-    assert plan[f"{BLOCK}.mlp"] == WholeSequence(around=own)
+    assert plan[f"{BLOCK}.mlp"] == GatherSequence(inner=own)
     assert {name: plan[name] for name in rules if name != f"{BLOCK}.mlp"} == {
         name: style for name, style in rules.items() if name != f"{BLOCK}.mlp"
     }
@@ -143,14 +145,14 @@ def test_a_recurrence_has_a_door_and_its_neighbours_do_without():
     plan = derived(model(lambda: Module(norm=Norm(HIDDEN), mixer=Recurrence(), mlp=mlp())), MLP)
     assert plan[f"{BLOCK}.mixer"] == DOOR
     assert plan[f"{BLOCK}.norm"] == NORM
-    assert plan[f"{BLOCK}.mlp"] == PrepareInput()
+    assert plan[f"{BLOCK}.mlp"] == PrepareModuleInput()
 
 
 def test_layers_that_differ_get_rules_of_their_own():
     tree = model()
     tree.children["model"].children["layers"].children["1"].children["mlp"] = Recurrence()
     plan = derived(tree, {"model.layers.0.mlp.up": COLUMN, "model.layers.0.mlp.down": ROW})
-    assert plan["model.layers.0.mlp"] == PrepareInput()
+    assert plan["model.layers.0.mlp"] == PrepareModuleInput()
     assert plan["model.layers.1.mlp"] == DOOR
     assert plan[f"{BLOCK}.norm"] == NORM
 
@@ -195,8 +197,8 @@ def test_one_odd_block_puts_the_doors_at_all_blocks():
 
 
 def test_a_rule_that_has_no_place_behind_a_door_is_refused():
-    with pytest.raises(PlanError, match=r"layers\.0\.mlp is Replicated, .*stream is cut.*plan yourself"):
-        derived(model(), {f"{BLOCK}.mlp": Replicated()})
+    with pytest.raises(PlanError, match=r"layers\.0\.mlp is NoParallel, .*sharded on the sequence.*plan yourself"):
+        derived(model(), {f"{BLOCK}.mlp": NoParallel()})
 
 
 def test_an_embedding_that_the_model_above_writes_into_stays_whole():
@@ -205,12 +207,12 @@ def test_an_embedding_that_the_model_above_writes_into_stays_whole():
     rules = {f"outer.{name}": style for name, style in {"model.embed": TABLE, **MLP}.items()}
     plan = derived(tree, rules, embedding="outer.model.embed")
     assert plan["outer.model.embed"] == TABLE
-    assert plan["outer.model"] == PrepareInput(layout=Shard(1), argument="inputs_embeds", position=None)
+    assert plan["outer.model"] == PrepareModuleInput(layout=Shard(1), argument="inputs_embeds", position=None)
 
 
 def test_an_embedding_of_another_style_stays_as_it_is():
-    plan = derived(model(), {"model.embed": Replicated(), **MLP})
-    assert plan["model.embed"] == Replicated()
+    plan = derived(model(), {"model.embed": NoParallel(), **MLP})
+    assert plan["model.embed"] == NoParallel()
     assert plan["model"].layout == Shard(1)
 
 
@@ -222,12 +224,12 @@ def test_a_norm_before_the_blocks_is_taken_where_there_is_none_behind_them():
 
 @pytest.mark.parametrize("empty", [{"blocks": 0}, {"make_block": lambda: Norm(HIDDEN)}])
 def test_without_blocks_beside_the_embedding_there_is_no_such_form(empty):
-    with pytest.raises(PlanError, match=r"no blocks are found beside model\.embed: a list of modules under model"):
+    with pytest.raises(PlanError, match=r"no blocks are found next to model\.embed: a list of modules under model"):
         derived(model(**empty))
 
 
 def test_deriving_changes_nothing_in_the_plan_that_it_is_derived_from():
     rules = {"model.embed": TABLE, **MLP, **HEAD}
     plan = Plan(rules)
-    with_sequence_parallelism(plan, dict(model().named_modules()), embedding="model.embed")
+    with_sequence_parallelism(plan, model(), embedding="model.embed")
     assert dict(plan) == rules

@@ -5,14 +5,14 @@ from typing import get_args
 import pytest
 
 from tp_plans import (
-    BareParameter,
     ColwiseParallel,
+    NoParallel,
     ParallelAttention,
+    ParameterStyle,
     Partial,
     PlanError,
-    PrepareInput,
+    PrepareModuleInput,
     Replicate,
-    Replicated,
     RowwiseParallel,
     SequenceParallel,
     Shard,
@@ -33,37 +33,45 @@ def test_a_style_of_defaults_is_only_its_name_in_json(cls):
 @pytest.mark.parametrize(
     ("style", "data"),
     [
-        (ColwiseParallel(output=Replicate()), {"style": "ColwiseParallel", "output": "replicate"}),
-        (ColwiseParallel(unit="head_dim"), {"style": "ColwiseParallel", "unit": "head_dim"}),
+        (ColwiseParallel(output_layouts=Replicate()), {"style": "ColwiseParallel", "output_layouts": "replicate"}),
+        (ColwiseParallel(multiple_of="head_dim"), {"style": "ColwiseParallel", "multiple_of": "head_dim"}),
         (
-            RowwiseParallel(input=Replicate(), output=Shard(1), use_local_output=False, unit=4),
+            RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False, multiple_of=4),
             {
                 "style": "RowwiseParallel",
-                "input": "replicate",
-                "output": "shard(1)",
+                "input_layouts": "replicate",
+                "output_layouts": "shard(1)",
                 "use_local_output": False,
-                "unit": 4,
+                "multiple_of": 4,
             },
         ),
-        (RowwiseParallel(output=Partial()), {"style": "RowwiseParallel", "output": "partial"}),
-        (VocabParallelEmbedding(output=Shard(1)), {"style": "VocabParallelEmbedding", "output": "shard(1)"}),
+        (RowwiseParallel(output_layouts=Partial()), {"style": "RowwiseParallel", "output_layouts": "partial"}),
+        (
+            VocabParallelEmbedding(output_layouts=Shard(1)),
+            {"style": "VocabParallelEmbedding", "output_layouts": "shard(1)"},
+        ),
         (SequenceParallel(sequence_dim=0), {"style": "SequenceParallel", "sequence_dim": 0}),
-        (Replicated(gradient="partial"), {"style": "Replicated", "gradient": "partial"}),
+        (NoParallel(gradient="partial"), {"style": "NoParallel", "gradient": "partial"}),
         (
-            PrepareInput(layout=Shard(1), argument="inputs_embeds", position=None),
-            {"style": "PrepareInput", "layout": "shard(1)", "argument": "inputs_embeds", "position": None},
+            PrepareModuleInput(layout=Shard(1), argument="inputs_embeds", position=None),
+            {"style": "PrepareModuleInput", "layout": "shard(1)", "argument": "inputs_embeds", "position": None},
         ),
         (
-            ColwiseParallel(unit="head_dim", pieces=("num_heads", 2, 2), shared=True),
-            {"style": "ColwiseParallel", "unit": "head_dim", "pieces": ["num_heads", 2, 2], "shared": True},
+            ColwiseParallel(multiple_of="head_dim", fused_sizes=("num_heads", 2, 2), replicate_kv_heads=True),
+            {
+                "style": "ColwiseParallel",
+                "multiple_of": "head_dim",
+                "fused_sizes": ["num_heads", 2, 2],
+                "replicate_kv_heads": True,
+            },
         ),
         (
-            ParallelAttention(counts=("num_heads", "config.num_attention_heads")),
-            {"style": "ParallelAttention", "counts": ["num_heads", "config.num_attention_heads"]},
+            ParallelAttention(head_count_attrs=("num_heads", "config.num_attention_heads")),
+            {"style": "ParallelAttention", "head_count_attrs": ["num_heads", "config.num_attention_heads"]},
         ),
         (
-            BareParameter(layout=Replicate(), gradient="partial"),
-            {"style": "BareParameter", "layout": "replicate", "gradient": "partial"},
+            ParameterStyle(layout=Replicate(), gradient="partial"),
+            {"style": "ParameterStyle", "layout": "replicate", "gradient": "partial"},
         ),
     ],
 )
@@ -73,9 +81,9 @@ def test_json_form_says_what_differs_from_the_defaults(style, data):
 
 
 def test_reading_leaves_the_data_as_it_was():
-    data = {"style": "ColwiseParallel", "output": "replicate"}
+    data = {"style": "ColwiseParallel", "output_layouts": "replicate"}
     style_from_dict(data)
-    assert data == {"style": "ColwiseParallel", "output": "replicate"}
+    assert data == {"style": "ColwiseParallel", "output_layouts": "replicate"}
 
 
 @pytest.mark.parametrize("name", ["colwise", "Colwise", "", None, 3, ["ColwiseParallel"]])
@@ -88,49 +96,49 @@ def test_an_unknown_style_is_named_together_with_those_known(name):
 
 def test_data_without_a_style_is_refused():
     with pytest.raises(UnknownStyleError, match="None is not a style"):
-        style_from_dict({"output": "replicate"})
+        style_from_dict({"output_layouts": "replicate"})
 
 
 def test_an_unknown_field_is_named_together_with_those_known():
-    with pytest.raises(PlanError, match=r"Replicated has no field grad, out: its fields are gradient"):
-        style_from_dict({"style": "Replicated", "grad": "full", "out": 1})
+    with pytest.raises(PlanError, match=r"NoParallel has no field grad, out: its fields are gradient"):
+        style_from_dict({"style": "NoParallel", "grad": "full", "out": 1})
 
 
 @pytest.mark.parametrize(
     ("style", "field", "value"),
     [
-        (ColwiseParallel, "output", 3),
-        (ColwiseParallel, "output", None),
-        (ColwiseParallel, "output", Partial()),
+        (ColwiseParallel, "output_layouts", 3),
+        (ColwiseParallel, "output_layouts", None),
+        (ColwiseParallel, "output_layouts", Partial()),
         (ColwiseParallel, "use_local_output", "false"),
         (ColwiseParallel, "use_local_output", 1),
-        (ColwiseParallel, "unit", 0),
-        (ColwiseParallel, "unit", -2),
-        (ColwiseParallel, "unit", 1.5),
-        (ColwiseParallel, "unit", True),
-        (ColwiseParallel, "unit", None),
-        (ColwiseParallel, "unit", ""),
-        (ColwiseParallel, "unit", "16"),
-        (ColwiseParallel, "unit", "head dim"),
-        (RowwiseParallel, "input", 1),
-        (RowwiseParallel, "input", Shard(1)),
-        (RowwiseParallel, "input", Partial()),
-        (RowwiseParallel, "output", 0),
-        (RowwiseParallel, "unit", []),
-        (VocabParallelEmbedding, "output", True),
+        (ColwiseParallel, "multiple_of", 0),
+        (ColwiseParallel, "multiple_of", -2),
+        (ColwiseParallel, "multiple_of", 1.5),
+        (ColwiseParallel, "multiple_of", True),
+        (ColwiseParallel, "multiple_of", None),
+        (ColwiseParallel, "multiple_of", ""),
+        (ColwiseParallel, "multiple_of", "16"),
+        (ColwiseParallel, "multiple_of", "head dim"),
+        (RowwiseParallel, "input_layouts", 1),
+        (RowwiseParallel, "input_layouts", Shard(1)),
+        (RowwiseParallel, "input_layouts", Partial()),
+        (RowwiseParallel, "output_layouts", 0),
+        (RowwiseParallel, "multiple_of", []),
+        (VocabParallelEmbedding, "output_layouts", True),
         (VocabParallelEmbedding, "use_local_output", None),
         (SequenceParallel, "sequence_dim", "1"),
         (SequenceParallel, "sequence_dim", False),
-        (Replicated, "gradient", "whole"),
-        (Replicated, "gradient", None),
-        (Replicated, "gradient", ["full"]),
-        (PrepareInput, "layout", 1),
-        (PrepareInput, "layout", Partial()),
-        (PrepareInput, "argument", None),
-        (PrepareInput, "argument", ""),
-        (PrepareInput, "position", "0"),
-        (PrepareInput, "position", -1),
-        (PrepareInput, "position", True),
+        (NoParallel, "gradient", "whole"),
+        (NoParallel, "gradient", None),
+        (NoParallel, "gradient", ["full"]),
+        (PrepareModuleInput, "layout", 1),
+        (PrepareModuleInput, "layout", Partial()),
+        (PrepareModuleInput, "argument", None),
+        (PrepareModuleInput, "argument", ""),
+        (PrepareModuleInput, "position", "0"),
+        (PrepareModuleInput, "position", -1),
+        (PrepareModuleInput, "position", True),
     ],
 )
 def test_a_field_of_the_wrong_kind_is_refused_by_name_with_what_would_do(style, field, value):
@@ -143,17 +151,17 @@ def test_a_field_of_the_wrong_kind_is_refused_by_name_with_what_would_do(style, 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"style": "ColwiseParallel", "output": 3}, r"ColwiseParallel\.output is 3"),
-        ({"style": "ColwiseParallel", "output": "shard"}, "'shard' is not a layout"),
-        ({"style": "ColwiseParallel", "unit": [2]}, r"ColwiseParallel\.unit is \[2\]"),
-        ({"style": "PrepareInput", "layout": None}, r"PrepareInput\.layout is None"),
-        ({"style": "ColwiseParallel", "pieces": [1]}, r"two or more"),
-        ({"style": "ColwiseParallel", "pieces": [1, 1], "output": "replicate"}, r"not gathered"),
-        ({"style": "ColwiseParallel", "shared": True, "use_local_output": False}, r"use_local_output"),
-        ({"style": "RowwiseParallel", "pieces": [1, 1], "input": "replicate"}, r"arrives split"),
-        ({"style": "BareParameter", "layout": "replicate", "gathered": True}, r"whole already"),
-        ({"style": "BareParameter", "gradient": "partial"}, r"this rank's alone"),
-        ({"style": "ParallelAttention", "counts": ["num heads"]}, r"attributes' names"),
+        ({"style": "ColwiseParallel", "output_layouts": 3}, r"ColwiseParallel\.output_layouts is 3"),
+        ({"style": "ColwiseParallel", "output_layouts": "shard"}, "'shard' is not a layout"),
+        ({"style": "ColwiseParallel", "multiple_of": [2]}, r"ColwiseParallel\.multiple_of is \[2\]"),
+        ({"style": "PrepareModuleInput", "layout": None}, r"PrepareModuleInput\.layout is None"),
+        ({"style": "ColwiseParallel", "fused_sizes": [1]}, r"two or more"),
+        ({"style": "ColwiseParallel", "fused_sizes": [1, 1], "output_layouts": "replicate"}, r"not gathered"),
+        ({"style": "ColwiseParallel", "replicate_kv_heads": True, "use_local_output": False}, r"use_local_output"),
+        ({"style": "RowwiseParallel", "fused_sizes": [1, 1], "input_layouts": "replicate"}, r"arrives split"),
+        ({"style": "ParameterStyle", "layout": "replicate", "gathered": True}, r"whole already"),
+        ({"style": "ParameterStyle", "gradient": "partial"}, r"this rank's alone"),
+        ({"style": "ParallelAttention", "head_count_attrs": ["num heads"]}, r"attributes' names"),
     ],
 )
 def test_wrong_values_in_json_are_refused_too(data, message):
@@ -162,15 +170,15 @@ def test_wrong_values_in_json_are_refused_too(data, message):
 
 
 def test_data_that_holds_itself_is_refused():
-    data = {"style": "WholeSequence"}
-    data["around"] = data
-    with pytest.raises(PlanError, match=r"WholeSequence\.around has an 'around' of its own: write a style"):
+    data = {"style": "GatherSequence"}
+    data["inner"] = data
+    with pytest.raises(PlanError, match=r"GatherSequence\.inner has an 'inner' of its own: write a style"):
         style_from_dict(data)
 
 
 def test_replacing_a_field_checks_it_again():
-    with pytest.raises(PlanError, match="unit"):
-        dataclasses.replace(ColwiseParallel(), unit=0)
+    with pytest.raises(PlanError, match="multiple_of"):
+        dataclasses.replace(ColwiseParallel(), multiple_of=0)
 
 
 @pytest.mark.parametrize("cls", STYLES)

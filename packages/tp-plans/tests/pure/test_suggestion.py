@@ -1,15 +1,15 @@
 import pytest
-from stand_ins import Embedding, Linear, Module, Norm, decoder, tensor
+from stub_modules import Embedding, Linear, Module, Norm, decoder, tensor
 
 from tp_plans import (
     ColwiseParallel,
     ExpertsParallel,
     GatheredParameters,
+    NoParallel,
     ParallelAttention,
     PlanError,
-    PrepareInput,
+    PrepareModuleInput,
     Replicate,
-    Replicated,
     RowwiseParallel,
     VocabParallelEmbedding,
     check,
@@ -52,10 +52,10 @@ def block(mix=None, ff=None, **more):
 
 
 def doubts(suggestion, where):
-    return [doubt.what for doubt in suggestion.unsure if doubt.where == where]
+    return [doubt.what for doubt in suggestion.doubts if doubt.where == where]
 
 
-GATHERED = (ColwiseParallel(output=Replicate()), RowwiseParallel(input=Replicate()))
+GATHERED = (ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate()))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -67,19 +67,19 @@ def test_parts_of_unfamiliar_names_are_found_by_place_and_shape():
     found = suggest(model())
     assert dict(found.plan) == {
         "trunk.table": VocabParallelEmbedding(),
-        "trunk.stack.*.pre": Replicated(),
-        "trunk.stack.*.mix": PrepareInput(argument="tokens"),
-        **{f"trunk.stack.*.mix.{name}": ColwiseParallel(unit="head_dim") for name in ("alpha", "beta", "gamma")},
-        "trunk.stack.*.mix.proj": RowwiseParallel(unit="head_dim"),
-        "trunk.stack.*.ff": PrepareInput(argument="tokens"),
+        "trunk.stack.*.pre": NoParallel(),
+        "trunk.stack.*.mix": PrepareModuleInput(argument="tokens"),
+        **{f"trunk.stack.*.mix.{name}": ColwiseParallel(multiple_of="head_dim") for name in ("alpha", "beta", "gamma")},
+        "trunk.stack.*.mix.proj": RowwiseParallel(multiple_of="head_dim"),
+        "trunk.stack.*.ff": PrepareModuleInput(argument="tokens"),
         "trunk.stack.*.ff.gate": ColwiseParallel(),
         "trunk.stack.*.ff.up": ColwiseParallel(),
         "trunk.stack.*.ff.back": RowwiseParallel(),
-        "trunk.last": Replicated(),
+        "trunk.last": NoParallel(),
         "logits": ColwiseParallel(use_local_output=False),
     }
     assert check(found.plan, model(), tp=2).errors == ()
-    assert [doubt.where for doubt in found.unsure] == ["trunk.stack.*.mix.proj"]
+    assert [doubt.where for doubt in found.doubts] == ["trunk.stack.*.mix.proj"]
     assert "taken for the layer that writes to the stream" in str(found)
 
 
@@ -106,7 +106,7 @@ def test_attention_that_is_not_understood_is_gathered_with_the_reason(mix, reaso
 
 def test_norms_over_one_head_are_marked():
     found = suggest(model(block(mix=Attention(q_norm=Norm(8)))))
-    assert found.plan["trunk.stack.*.mix.q_norm"] == Replicated(gradient="partial")
+    assert found.plan["trunk.stack.*.mix.q_norm"] == NoParallel(gradient="partial")
 
 
 def test_attention_that_is_split_in_some_blocks_only_is_gathered_in_all():
@@ -126,7 +126,7 @@ def test_counts_that_the_code_reads_are_told_and_given():
     mix = Counting(attributes={"head_dim": 8, "heads_here": 4, "num_heads": 4, "config": config})
     found = suggest(model(block(mix=mix)))
     counts = ("heads_here", "config.num_kv_heads")
-    assert found.plan["trunk.stack.*.mix"] == ParallelAttention(argument="x", counts=counts)
+    assert found.plan["trunk.stack.*.mix"] == ParallelAttention(argument="x", head_count_attrs=counts)
     assert "heads_here, config.num_kv_heads taken for" in doubts(found, "trunk.stack.*.mix")[0]
 
 
@@ -149,10 +149,10 @@ class Fused(Module):
 def test_fused_queries_keys_and_values_are_pieces_and_a_doubt():
     found = suggest(model(block(mix=Fused("qkv", num_heads=4, num_kv_heads=2))))
     pieces = ("num_heads", "num_kv_heads", "num_kv_heads")
-    assert found.plan["trunk.stack.*.mix.qkv"] == ColwiseParallel(unit="head_dim", pieces=pieces)
+    assert found.plan["trunk.stack.*.mix.qkv"] == ColwiseParallel(multiple_of="head_dim", fused_sizes=pieces)
     assert "one after another" in doubts(found, "trunk.stack.*.mix.qkv")[0]
     numbers = suggest(model(block(mix=Fused("qkv"))))
-    assert numbers.plan["trunk.stack.*.mix.qkv"].pieces == (4, 2, 2)
+    assert numbers.plan["trunk.stack.*.mix.qkv"].fused_sizes == (4, 2, 2)
 
 
 def test_a_projection_that_keeps_heads_together_is_gathered():
@@ -162,7 +162,7 @@ def test_a_projection_that_keeps_heads_together_is_gathered():
 
 def test_gate_and_up_in_one_are_two_pieces():
     found = suggest(model(block(ff=Module(both=Linear(192, 32), back=Linear(32, 96)))))
-    assert found.plan["trunk.stack.*.ff.both"] == ColwiseParallel(pieces=(1, 1))
+    assert found.plan["trunk.stack.*.ff.both"] == ColwiseParallel(fused_sizes=(1, 1))
     assert "if they alternate" in doubts(found, "trunk.stack.*.ff.both")[0]
 
 
@@ -181,7 +181,7 @@ def test_a_feed_forward_whose_code_may_meet_all_features_is_gathered():
 def test_stacked_experts_are_dealt_and_what_is_inside_is_theirs():
     stack = Module(parameters={"up": tensor(4, 48, 32), "down": tensor(4, 32, 48)})
     found = suggest(model(block(ff=Module(router=Linear(4, 32), experts=stack))))
-    assert found.plan["trunk.stack.*.ff.experts"] == ExpertsParallel(skips_absent=False)
+    assert found.plan["trunk.stack.*.ff.experts"] == ExpertsParallel(skips_sentinel_index=False)
     assert "trunk.stack.*.ff.router" not in found.plan
     assert "this Linear stays whole" in doubts(found, "trunk.stack.*.ff.router")[0]
 
@@ -198,10 +198,10 @@ def test_blocks_that_differ_have_rules_of_their_own():
     blocks = (block(), block(ff=fused), block(mix=Attention(attributes={"head_size": 8})))
     found = suggest(model(*blocks))
     assert check(found.plan, model(*blocks), tp=2).errors == ()
-    assert found.plan["trunk.stack.*.ff.both"] == ColwiseParallel(pieces=(1, 1))
+    assert found.plan["trunk.stack.*.ff.both"] == ColwiseParallel(fused_sizes=(1, 1))
     assert found.plan["trunk.stack.*.ff.back"] == RowwiseParallel()
-    assert found.plan["trunk.stack.0.mix.alpha"] == ColwiseParallel(unit="head_dim")
-    assert found.plan["trunk.stack.2.mix.alpha"] == ColwiseParallel(unit="head_size")
+    assert found.plan["trunk.stack.0.mix.alpha"] == ColwiseParallel(multiple_of="head_dim")
+    assert found.plan["trunk.stack.2.mix.alpha"] == ColwiseParallel(multiple_of="head_size")
 
 
 class NormedHead(Module):
@@ -218,7 +218,7 @@ class NormedHead(Module):
 def test_a_head_that_is_none_stays_whole(head, told):
     found = suggest(model(logits=head))
     assert "logits" not in found.plan
-    assert any(told in str(doubt) for doubt in found.unsure)
+    assert any(told in str(doubt) for doubt in found.doubts)
 
 
 def test_an_embedding_with_something_inside_stays_whole():
@@ -226,7 +226,7 @@ def test_an_embedding_with_something_inside_stays_whole():
     whole.children["trunk"].children["table"].children["scale"] = Norm(32)
     found = suggest(whole)
     assert "trunk.table" not in found.plan
-    assert "the embedding stays whole" in doubts(found, "trunk.table")[0]
+    assert "the embedding stays replicated" in doubts(found, "trunk.table")[0]
 
 
 def test_a_tower_beside_the_language_model_is_left_alone():

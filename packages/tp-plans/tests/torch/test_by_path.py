@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from harness.layers import gradient_faults, parallelized, tp_mesh
 from harness.models import jitter
 from harness.ranks import RanksFailed
-from tp_plans import BareParameter, ColwiseParallel, ParallelAttention, Plan, RowwiseParallel
+from tp_plans import ColwiseParallel, ParallelAttention, ParameterStyle, Plan, RowwiseParallel
 from tp_plans.torch_styles import styles_by_path, to_torch
 
 HIDDEN, INNER = 6, 8
@@ -39,9 +39,9 @@ def model():
 
 
 RULES = {
-    "*.gate_up": ColwiseParallel(pieces=("number", 1)),
+    "*.gate_up": ColwiseParallel(fused_sizes=("number", 1)),
     "*.down": RowwiseParallel(),
-    "*.factor": BareParameter(),
+    "*.factor": ParameterStyle(),
     "0.last": ColwiseParallel(use_local_output=False),
 }
 
@@ -74,7 +74,7 @@ def test_styles_by_path_and_by_pattern_both_give_the_whole_model(two_ranks, appl
 
 
 #: Two rules of the first block that stand at different patterns.
-APART = RULES | {"0": ParallelAttention(layout=None, counts=("number",))}
+APART = RULES | {"0": ParallelAttention(layout=None, head_count_attrs=("number",))}
 
 
 def test_rules_of_one_module_at_different_patterns_are_told_apart_by_path(two_ranks):
@@ -99,7 +99,9 @@ def test_torch_has_nothing_to_warn_of_by_path(two_ranks):
 
 
 def test_equal_rules_share_one_style():
-    styles = to_torch(Plan({"a.up": ColwiseParallel(), "b.up": ColwiseParallel(), "c.up": ColwiseParallel(unit=2)}))
+    styles = to_torch(
+        Plan({"a.up": ColwiseParallel(), "b.up": ColwiseParallel(), "c.up": ColwiseParallel(multiple_of=2)})
+    )
     assert styles["a.up"] is styles["b.up"] is not styles["c.up"]
     by_paths = styles_by_path(Plan(RULES), model())
     assert by_paths["0.down"] is by_paths["1.down"]

@@ -113,7 +113,7 @@ def test_a_missing_file_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_difference_from_the_shipped_plan_is_told_rule_by_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "hf:Qwen3ForCausalLM", "Qwen3ForCausalLM"]) == 1
-    assert "+ model.norm: Replicated(gradient='full')" in capsys.readouterr().out.splitlines()
+    assert "+ model.norm: NoParallel(gradient='full')" in capsys.readouterr().out.splitlines()
     assert main(["diff", "hf:Qwen3ForCausalLM", "hf:Qwen3ForCausalLM"]) == 0
 
 

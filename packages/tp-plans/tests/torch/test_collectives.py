@@ -9,15 +9,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from harness.layers import parallelized
-from tp_plans import ColwiseParallel, Decoder, Mixer, Replicate, Replicated, decoder_plan
+from tp_plans import ColwiseParallel, DecoderSpec, NoParallel, Replicate, SublayerSpec, decoder_plan
 
 HIDDEN, HEADS = 16, 4
-NAMES = Decoder(
+NAMES = DecoderSpec(
     root="model",
     norms=("input_norm", "mlp_norm"),
-    mixers=(
-        Mixer(path="attn", columns=("q", "k", "v"), row="o", unit="head_dim"),
-        Mixer(path="mlp", columns=("gate", "up"), row="down"),
+    sublayers=(
+        SublayerSpec(path="attn", colwise=("q", "k", "v"), rowwise="o", multiple_of="head_dim"),
+        SublayerSpec(path="mlp", colwise=("gate", "up"), rowwise="down"),
     ),
 )
 
@@ -127,9 +127,9 @@ def inference_collectives(rules):
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
-        ({"0": Replicated(), "1": ColwiseParallel()}, {}),
-        ({"0": Replicated(gradient="partial"), "1": ColwiseParallel()}, {}),
-        ({"0": Replicated(), "1": ColwiseParallel(output=Replicate())}, {"all_gather_into_tensor": 1}),
+        ({"0": NoParallel(), "1": ColwiseParallel()}, {}),
+        ({"0": NoParallel(gradient="partial"), "1": ColwiseParallel()}, {}),
+        ({"0": NoParallel(), "1": ColwiseParallel(output_layouts=Replicate())}, {"all_gather_into_tensor": 1}),
     ],
 )
 def test_nothing_is_sent_that_the_layouts_do_not_ask_for(two_ranks, rules, expected):

@@ -7,11 +7,11 @@ from torch.distributed.tensor import DTensor
 
 from harness.layers import faults, parallelized
 from harness.ranks import RanksFailed
-from tp_plans import FeatureParallelEmbedding, Replicate, Shard, VocabParallelEmbedding
+from tp_plans import ColwiseEmbedding, Replicate, Shard, VocabParallelEmbedding
 
 VOCAB, WIDTH = 131, 6
 FIRST_OF_RANK_1 = 66
-DEFAULT, FEATURES = VocabParallelEmbedding(), FeatureParallelEmbedding()
+DEFAULT, FEATURES = VocabParallelEmbedding(), ColwiseEmbedding()
 
 
 def ids_of(kind, shape=(3, 5)):
@@ -27,7 +27,7 @@ def embedding_faults(*, kind="all", shape=(3, 5), padding_idx=None, style=DEFAUL
         lambda: nn.Embedding(VOCAB, WIDTH, padding_idx=padding_idx),
         {"": style},
         ids,
-        leaves=style.output,
+        leaves=style.output_layouts,
         leaves_plain=style.use_local_output,
         **how,
     )
@@ -43,7 +43,7 @@ def test_ids_of_any_rank_and_shape_are_looked_up(two_ranks, kind, shape):
 @pytest.mark.parametrize("output", [Replicate(), Shard(1), Shard(-1)])
 @pytest.mark.parametrize("length", [1, 5])
 def test_the_output_lies_as_asked(two_ranks, output, use_local_output, length):
-    style = VocabParallelEmbedding(output=output, use_local_output=use_local_output)
+    style = VocabParallelEmbedding(output_layouts=output, use_local_output=use_local_output)
     assert two_ranks.run(embedding_faults, shape=(3, length), style=style) == [[], []]
 
 
@@ -122,7 +122,7 @@ def feature_faults(*, shape=(3, 5), style=FEATURES, width=7, padding_idx=None, *
         lambda: nn.Embedding(VOCAB, width, padding_idx=padding_idx),
         {"": style},
         ids_of("all", shape),
-        leaves=style.output,
+        leaves=style.output_layouts,
         leaves_plain=style.use_local_output,
         **how,
     )
@@ -132,7 +132,7 @@ def feature_faults(*, shape=(3, 5), style=FEATURES, width=7, padding_idx=None, *
 @pytest.mark.parametrize("output", [Replicate(), Shard(1), Shard(-1)])
 @pytest.mark.parametrize("width", [6, 7])
 def test_a_table_split_on_its_features_gives_what_is_asked(two_ranks, width, output, use_local_output):
-    style = FeatureParallelEmbedding(output=output, use_local_output=use_local_output)
+    style = ColwiseEmbedding(output_layouts=output, use_local_output=use_local_output)
     assert two_ranks.run(feature_faults, width=width, style=style) == [[], []]
 
 

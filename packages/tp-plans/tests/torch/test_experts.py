@@ -6,7 +6,7 @@ from torch import nn
 
 from harness.layers import faults, parallelized
 from harness.ranks import RanksFailed
-from tp_plans import BareParameter, DividedInput, ExpertsParallel, Replicate, Shard, SumOutput
+from tp_plans import AllReduceOutput, ExpertsParallel, ParameterStyle, Replicate, ScaleInput, Shard
 
 HIDDEN, INNER, TOP = 6, 5, 2
 
@@ -128,7 +128,7 @@ def mixture_faults(kind, number, style, only=None, keywords=False, rules=None):
 )
 @pytest.mark.parametrize("number", [4, 5])
 def test_a_mixture_equals_the_whole_one(two_ranks, kind, skips, number, keywords):
-    style = ExpertsParallel(skips_absent=skips)
+    style = ExpertsParallel(skips_sentinel_index=skips)
     assert two_ranks.run(mixture_faults, kind, number, style, None, keywords) == [[], []]
 
 
@@ -139,13 +139,13 @@ def test_ranks_hold_any_number_of_experts_even_none(four_ranks, number):
 
 @pytest.mark.parametrize(("kind", "skips"), [(Experts, True), (Gathering, False)])
 def test_a_rank_to_which_no_token_comes_has_zero_gradients_and_stays_in_backward(four_ranks, kind, skips):
-    style = ExpertsParallel(skips_absent=skips)
+    style = ExpertsParallel(skips_sentinel_index=skips)
     assert four_ranks.run(mixture_faults, kind, 8, style, TOP) == [[]] * 4
 
 
 def run_every_route():
     torch.manual_seed(0)
-    mixture = parallelized(Mixture(Gathering(6)).double(), {"experts": ExpertsParallel(skips_absent=False)})
+    mixture = parallelized(Mixture(Gathering(6)).double(), {"experts": ExpertsParallel(skips_sentinel_index=False)})
     mixture(activation(2, 5, HIDDEN))
 
 
@@ -157,7 +157,7 @@ def test_experts_that_run_every_route_need_one_on_every_rank(four_ranks):
 
 
 def test_what_every_rank_would_add_counts_once(two_ranks):
-    rules = {"experts.identity": DividedInput()}
+    rules = {"experts.identity": ScaleInput()}
     assert two_ranks.run(mixture_faults, WithIdentity, 4, ExpertsParallel(), None, False, rules) == [[], []]
 
 
@@ -190,13 +190,15 @@ def stream_faults(kind, style):
             return self.experts(tokens) if kind is Dense else self.experts(tokens, index, weights)
 
     tokens = activation(20 if kind is Dense else 5, HIDDEN)
-    return faults(Fixed, {"experts": style}, tokens, leaves=style.output, leaves_plain=style.output == Replicate())
+    return faults(
+        Fixed, {"experts": style}, tokens, leaves=style.output_layouts, leaves_plain=style.output_layouts == Replicate()
+    )
 
 
 @pytest.mark.parametrize("kind", [Experts, Dense])
 @pytest.mark.parametrize("output", [Replicate(), Shard(0), Shard(-1)])
 def test_the_output_lies_as_asked(two_ranks, kind, output):
-    assert two_ranks.run(stream_faults, kind, ExpertsParallel(output=output)) == [[], []]
+    assert two_ranks.run(stream_faults, kind, ExpertsParallel(output_layouts=output)) == [[], []]
 
 
 def counts_after():
@@ -232,13 +234,13 @@ class Addend(nn.Module):
         return (hidden_states @ self.up.t()).tanh() @ self.down.t()
 
 
-SPLIT = {"up": BareParameter(), "down": BareParameter(layout=Shard(1))}
+SPLIT = {"up": ParameterStyle(), "down": ParameterStyle(layout=Shard(1))}
 
 
 def sum_faults(output, arrives):
     plain = arrives == Replicate()
     how = {"arrives": arrives, "plain": plain, "leaves": output, "leaves_plain": output == Replicate()}
-    return faults(Addend, {"": SumOutput(output=output), **SPLIT}, activation(2, 5, HIDDEN), **how)
+    return faults(Addend, {"": AllReduceOutput(output_layouts=output), **SPLIT}, activation(2, 5, HIDDEN), **how)
 
 
 @pytest.mark.parametrize("arrives", [Replicate(), Shard(1)])
@@ -248,7 +250,7 @@ def test_addends_are_summed_and_so_are_the_gradients_of_the_input(two_ranks, out
 
 
 def silent_step():
-    module = parallelized(Addend(silent=1).double(), {"": SumOutput(), **SPLIT})
+    module = parallelized(Addend(silent=1).double(), {"": AllReduceOutput(), **SPLIT})
     value = activation(2, 5, HIDDEN).requires_grad_()
     module(value).sum().backward()
     return value.grad is not None

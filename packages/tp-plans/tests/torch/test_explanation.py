@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
 from harness.parity import mesh_for
 from tp_plans import (
-    BareParameter,
     ColwiseParallel,
+    ParameterStyle,
     Plan,
-    PrepareInput,
+    PrepareModuleInput,
     Replicate,
     RowwiseParallel,
     SequenceParallel,
@@ -129,11 +129,11 @@ class Model(nn.Module):
 def rules(stream):
     cut = stream != Replicate()
     return {
-        "embed": VocabParallelEmbedding(output=stream, use_local_output=not cut),
-        **({"norm": SequenceParallel(), "mlp": PrepareInput(argument="hidden")} if cut else {}),
-        "mlp.gate_up": ColwiseParallel(pieces=(1, 1)),
+        "embed": VocabParallelEmbedding(output_layouts=stream, use_local_output=not cut),
+        **({"norm": SequenceParallel(), "mlp": PrepareModuleInput(argument="hidden")} if cut else {}),
+        "mlp.gate_up": ColwiseParallel(fused_sizes=(1, 1)),
         "mlp.down": RowwiseParallel(),
-        "mlp.scale": BareParameter(gathered=True),
+        "mlp.scale": ParameterStyle(gathered=True),
     }
 
 

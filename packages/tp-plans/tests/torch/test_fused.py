@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard as Cut
 
 from harness.layers import faults, parallelized
 from harness.ranks import RanksFailed
-from tp_plans import ColwiseParallel, ParallelAttention, PrepareInput, RowwiseParallel, Shard
+from tp_plans import ColwiseParallel, ParallelAttention, PrepareModuleInput, RowwiseParallel, Shard
 
 HIDDEN, HEADS, HEAD_DIM, INNER = 12, 8, 4, 27
 
@@ -48,14 +48,16 @@ class Attention(nn.Module):
 
 
 def attention_rules(*, fused):
-    counts = ParallelAttention(counts=("num_heads", "config.num_key_value_heads", "config.num_attention_heads"))
+    counts = ParallelAttention(
+        head_count_attrs=("num_heads", "config.num_key_value_heads", "config.num_attention_heads")
+    )
     heads = ("config.num_attention_heads", "config.num_key_value_heads", "config.num_key_value_heads")
     if fused:
-        columns = {"qkv_proj": ColwiseParallel(unit="head_dim", pieces=heads, shared=True)}
+        columns = {"qkv_proj": ColwiseParallel(multiple_of="head_dim", fused_sizes=heads, replicate_kv_heads=True)}
     else:
-        keys_values = ColwiseParallel(unit="head_dim", shared=True)
-        columns = {"q_proj": ColwiseParallel(unit="head_dim"), "k_proj": keys_values, "v_proj": keys_values}
-    return {"": counts, **columns, "o_proj": RowwiseParallel(unit="head_dim")}
+        keys_values = ColwiseParallel(multiple_of="head_dim", replicate_kv_heads=True)
+        columns = {"q_proj": ColwiseParallel(multiple_of="head_dim"), "k_proj": keys_values, "v_proj": keys_values}
+    return {"": counts, **columns, "o_proj": RowwiseParallel(multiple_of="head_dim")}
 
 
 def attention_faults(kv_heads, fused, bias):
@@ -112,10 +114,10 @@ class GatedMLP(nn.Module):
 
 
 def gated_faults(length, bias, sequence_parallel):
-    stream = {"output": Shard(1), "use_local_output": False} if sequence_parallel else {}
+    stream = {"output_layouts": Shard(1), "use_local_output": False} if sequence_parallel else {}
     rules = {
-        "": PrepareInput(),
-        "gate_up_proj": ColwiseParallel(pieces=(1, 1)),
+        "": PrepareModuleInput(),
+        "gate_up_proj": ColwiseParallel(fused_sizes=(1, 1)),
         "down_proj": RowwiseParallel(**stream),
     }
     how = {"arrives": Shard(1), "plain": False, "leaves": Shard(1), "leaves_plain": False} if sequence_parallel else {}
@@ -143,7 +145,7 @@ class Packed(nn.Module):
 
 
 def packed_faults(narrow, pieces):
-    down = RowwiseParallel(pieces=pieces)
+    down = RowwiseParallel(fused_sizes=pieces)
     rules = {"left": ColwiseParallel(), "right": ColwiseParallel(), "down": down}
     return faults(lambda: Packed(narrow), rules, activation(2, 5, HIDDEN))
 
@@ -156,7 +158,7 @@ def test_an_input_of_several_pieces_meets_its_own_columns(two_ranks, narrow, pie
 
 
 def single_faults():
-    style = ColwiseParallel(pieces=(1, 1))
+    style = ColwiseParallel(fused_sizes=(1, 1))
     reference = nn.Linear(HIDDEN, 8).double()
     own = parallelized(reference, {"": style})(activation(3, HIDDEN))
     rank = torch.distributed.get_rank()
@@ -177,7 +179,7 @@ def test_a_model_that_is_one_fused_layer_is_split_when_its_numbers_are_given(two
 def undealt():
     parallelized(Attention(4, fused=False), attention_rules(fused=False) | {"": ParallelAttention()})
     module = nn.ModuleDict({"k": nn.Linear(HIDDEN, 6)})
-    parallelized(module, {"k": ColwiseParallel(unit=2, pieces=(1, 2))})["k"](torch.ones(2, HIDDEN))
+    parallelized(module, {"k": ColwiseParallel(multiple_of=2, fused_sizes=(1, 2))})["k"](torch.ones(2, HIDDEN))
 
 
 def test_units_that_cannot_be_dealt_are_refused_with_the_legal_numbers(two_ranks):
@@ -186,7 +188,7 @@ def test_units_that_cannot_be_dealt_are_refused_with_the_legal_numbers(two_ranks
 
 
 def unnamed():
-    parallelized(Attention(4, fused=True), {"qkv_proj": ColwiseParallel(pieces=("n_heads", 1, 1))})
+    parallelized(Attention(4, fused=True), {"qkv_proj": ColwiseParallel(fused_sizes=("n_heads", 1, 1))})
 
 
 def test_a_number_that_the_parent_lacks_is_refused_when_the_plan_is_applied(two_ranks):

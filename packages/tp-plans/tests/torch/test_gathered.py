@@ -47,7 +47,7 @@ def test_a_weight_that_another_module_reads_is_whole_there(two_ranks, bias):
 
 
 def beside_faults():
-    rules = {"": GatheredParameters(names=NAMES[:1]), "in_proj": ColwiseParallel(output=Replicate())}
+    rules = {"": GatheredParameters(names=NAMES[:1]), "in_proj": ColwiseParallel(output_layouts=Replicate())}
     return faults(Kernel, rules, activation(2, 5, HIDDEN))
 
 
@@ -104,7 +104,7 @@ class Body(nn.Module):
         return self.text["embed"](ids) + self.text["embed"].weight[3]
 
 
-TIED = {"body": GatheredParameters(names=("text.embed.weight",)), "head": ColwiseParallel(output=Replicate())}
+TIED = {"body": GatheredParameters(names=("text.embed.weight",)), "head": ColwiseParallel(output_layouts=Replicate())}
 
 
 def tied_faults(first):
@@ -118,7 +118,7 @@ def test_a_tied_weight_stays_one_whichever_rule_comes_first(two_ranks, first):
 
 
 def untied():
-    parallelized(Tied(), TIED | {"head": RowwiseParallel(input=Replicate())})
+    parallelized(Tied(), TIED | {"head": RowwiseParallel(input_layouts=Replicate())})
 
 
 def test_a_tie_that_the_plan_would_break_is_refused(two_ranks):
@@ -128,7 +128,7 @@ def test_a_tie_that_the_plan_would_break_is_refused(two_ranks):
 
 def kept_faults():
     """The head keeps its own lookup; the table is gathered for its body only."""
-    rules = {"text.embed": VocabParallelEmbedding(), "head": ColwiseParallel(output=Replicate())}
+    rules = {"text.embed": VocabParallelEmbedding(), "head": ColwiseParallel(output_layouts=Replicate())}
     return faults(Plain, rules, torch.tensor([[0, 5, 10], [3, 3, 9]]))
 
 

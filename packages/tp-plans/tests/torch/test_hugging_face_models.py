@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from harness.models import ARCHITECTURES, tiny_config, tiny_model
 from harness.parity import GRADIENT_BOUND, Case, assert_parity, compare
 from tp_plans import ColwiseParallel, Plan, VocabParallelEmbedding, check, from_hugging_face, plan_for
-from tp_plans.hugging_face import STYLE_WORDS, style_from_word
+from tp_plans.hugging_face import STYLE_BY_NAME, style_from_name
 
 RELEASE = tuple(map(int, re.findall(r"\d+", version("transformers"))[:2]))
 EVERY = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -93,7 +93,7 @@ def test_the_words_of_the_four_architectures_are_all_translated():
     for architecture in ARCHITECTURES:
         config = meta_model(architecture).config.get_text_config()
         for word in (config.base_model_tp_plan or {}).values():
-            assert style_from_word(word) is STYLE_WORDS[word]
+            assert style_from_name(word) is STYLE_BY_NAME[word]
 
 
 def test_heads_that_do_not_divide_are_told_before_anything_changes():

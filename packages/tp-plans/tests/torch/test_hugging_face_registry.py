@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from tp_plans import UnknownStyleError
-from tp_plans.hugging_face import IDLE_WORDS, STYLE_WORDS, parameter_style_from_word
+from tp_plans.hugging_face import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name
 
 #: Who fills the registry, which is empty before they are imported; not every release has both.
 FILLED_BY = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")
@@ -24,10 +24,10 @@ def registered():
 
 
 def is_known(word):
-    if word in STYLE_WORDS or word in IDLE_WORDS:
+    if word in STYLE_BY_NAME or word in IGNORED_STYLES:
         return True
     try:
-        return parameter_style_from_word(word, 3) is not None
+        return parameter_style_from_name(word, 3) is not None
     except UnknownStyleError:
         return False
 

@@ -7,16 +7,16 @@ from torch import nn
 from harness.layers import parallelized
 from harness.ranks import RanksFailed
 from tp_plans import (
-    BareParameter,
+    ColwiseEmbedding,
     ColwiseParallel,
-    FeatureParallelEmbedding,
+    GatherSequence,
     LayoutError,
-    PrepareInput,
+    ParameterStyle,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     Shard,
     VocabParallelEmbedding,
-    WholeSequence,
 )
 
 
@@ -41,15 +41,18 @@ def refused(rules):
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"table": VocabParallelEmbedding(output=Shard(3))}, "[2, 3, 8] has no dim 3 to be cut on, it has dims 0 to 2"),
-        ({"table": VocabParallelEmbedding(output=Shard(-9))}, "[2, 3, 8] has no dim -9"),
-        ({"table": FeatureParallelEmbedding(output=Shard(5))}, "[2, 3, 8] has no dim 5"),
+        (
+            {"table": VocabParallelEmbedding(output_layouts=Shard(3))},
+            "[2, 3, 8] has no dim 3 to be cut on, it has dims 0 to 2",
+        ),
+        ({"table": VocabParallelEmbedding(output_layouts=Shard(-9))}, "[2, 3, 8] has no dim -9"),
+        ({"table": ColwiseEmbedding(output_layouts=Shard(5))}, "[2, 3, 8] has no dim 5"),
         ({"norm": SequenceParallel(sequence_dim=5)}, "[2, 3, 8] has no dim 5"),
-        ({"norm": WholeSequence(sequence_dim=4)}, "[2, 3, 8] has no dim 4"),
-        ({"up": ColwiseParallel(), "down": RowwiseParallel(output=Shard(7))}, "[2, 3, 8] has no dim 7"),
-        ({"up": ColwiseParallel(output=Shard(9))}, "[2, 3, 16] has no dim 9"),
-        ({"up": PrepareInput(layout=Shard(6))}, "[2, 3, 8] has no dim 6"),
-        ({"up.bias": BareParameter(layout=Shard(1))}, "[16] has no dim 1"),
+        ({"norm": GatherSequence(sequence_dim=4)}, "[2, 3, 8] has no dim 4"),
+        ({"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(7))}, "[2, 3, 8] has no dim 7"),
+        ({"up": ColwiseParallel(output_layouts=Shard(9))}, "[2, 3, 16] has no dim 9"),
+        ({"up": PrepareModuleInput(layout=Shard(6))}, "[2, 3, 8] has no dim 6"),
+        ({"up.bias": ParameterStyle(layout=Shard(1))}, "[16] has no dim 1"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

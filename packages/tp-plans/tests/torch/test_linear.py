@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from harness.layers import faults
-from tp_plans import ColwiseParallel, Partial, PrepareInput, Replicate, RowwiseParallel, Shard
+from tp_plans import ColwiseParallel, Partial, PrepareModuleInput, Replicate, RowwiseParallel, Shard
 
 INNER, OUTER = 9, 97
 DIM = {"replicate": Replicate(), "sequence": Shard(1), "features": Shard(-1), "partial": Partial()}
@@ -24,7 +24,7 @@ def activation(*shape):
 def column_faults(length, bias, arrives, plain, output, use_local_output):
     return faults(
         layer(INNER, OUTER, bias),
-        {"": ColwiseParallel(output=DIM[output], use_local_output=use_local_output)},
+        {"": ColwiseParallel(output_layouts=DIM[output], use_local_output=use_local_output)},
         activation(3, length, INNER),
         arrives=DIM[arrives],
         plain=plain,
@@ -37,7 +37,7 @@ def row_faults(length, bias, arrives, plain, output, use_local_output):
     reads = Shard(-1) if arrives == "features" else Replicate()
     return faults(
         layer(OUTER, INNER, bias),
-        {"": RowwiseParallel(input=reads, output=DIM[output], use_local_output=use_local_output)},
+        {"": RowwiseParallel(input_layouts=reads, output_layouts=DIM[output], use_local_output=use_local_output)},
         activation(3, length, OUTER),
         arrives=DIM[arrives],
         plain=plain,
@@ -91,7 +91,9 @@ def shaped_faults(style, keyword, *shape):
     return faults(layer(shape[-1], 6, True), {"": style}, activation(*shape), keyword=keyword)
 
 
-@pytest.mark.parametrize("style", [ColwiseParallel(output=Replicate()), RowwiseParallel(input=Replicate())])
+@pytest.mark.parametrize(
+    "style", [ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())]
+)
 @pytest.mark.parametrize("keyword", [None, "input"])
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (2, 1, 3, 8)])
 def test_inputs_have_any_number_of_dims_and_may_come_by_keyword(two_ranks, style, keyword, shape):
@@ -113,10 +115,10 @@ def mlp_faults(prepare, sequence_parallel, keyword, length):
     rules = {
         "gate": ColwiseParallel(),
         "up": ColwiseParallel(),
-        "down": RowwiseParallel(output=stream, use_local_output=not sequence_parallel),
+        "down": RowwiseParallel(output_layouts=stream, use_local_output=not sequence_parallel),
     }
     if prepare:
-        rules[""] = PrepareInput()
+        rules[""] = PrepareModuleInput()
     return faults(
         GatedMLP,
         rules,

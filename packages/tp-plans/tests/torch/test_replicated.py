@@ -6,7 +6,7 @@ from torch import nn
 
 from harness.layers import arriving, faults, parallelized
 from harness.ranks import RanksFailed
-from tp_plans import Partial, Replicate, Replicated, SequenceParallel, Shard
+from tp_plans import NoParallel, Partial, Replicate, SequenceParallel, Shard
 
 WIDTH = 6
 
@@ -27,12 +27,12 @@ def stream_faults(style, length, **how):
 def test_a_replicated_norm_on_a_whole_activation_is_right(two_ranks, keyword):
     for plain in (True, False):
         how = {"plain": plain, "leaves_plain": plain, "keyword": keyword}
-        assert two_ranks.run(stream_faults, Replicated(), 5, **how) == [[], []]
+        assert two_ranks.run(stream_faults, NoParallel(), 5, **how) == [[], []]
 
 
 def head_faults(**how):
     """A norm over each head's features, on this rank's heads: what q and k norms are."""
-    return faults(norm, {"": Replicated(gradient="partial")}, activation(3, 5, 7, WIDTH), **how)
+    return faults(norm, {"": NoParallel(gradient="partial")}, activation(3, 5, 7, WIDTH), **how)
 
 
 def test_a_norm_over_heads_sums_its_gradient(two_ranks):
@@ -44,7 +44,7 @@ def test_a_norm_over_heads_sums_its_gradient(two_ranks):
 def projection_faults(gradient, **how):
     """A layer whose output has another size than its input."""
     return faults(
-        lambda: nn.Linear(WIDTH, 11), {"": Replicated(gradient=gradient)}, activation(3, 5, WIDTH), plain=False, **how
+        lambda: nn.Linear(WIDTH, 11), {"": NoParallel(gradient=gradient)}, activation(3, 5, WIDTH), plain=False, **how
     )
 
 
@@ -61,15 +61,15 @@ def apply(build, style, layout):
 @pytest.mark.parametrize(
     ("gradient", "layout", "fix"),
     [
-        ("full", Shard(1), "use Replicated(gradient='partial')"),
-        ("partial", Replicate(), "use Replicated(gradient='full')"),
+        ("full", Shard(1), "use NoParallel(gradient='partial')"),
+        ("partial", Replicate(), "use NoParallel(gradient='full')"),
         ("full", Partial(), "give it the summed activation"),
         ("partial", Partial(), "give it the summed activation"),
     ],
 )
 def test_an_activation_under_which_the_gradient_would_be_wrong_is_refused(two_ranks, gradient, layout, fix):
     with pytest.raises(RanksFailed) as caught:
-        two_ranks.run(apply, norm, Replicated(gradient=gradient), layout)
+        two_ranks.run(apply, norm, NoParallel(gradient=gradient), layout)
     assert {error.type_name for error in caught.value.errors.values()} == {"LayoutError"}
     assert len(caught.value.errors) == 2
     assert fix in caught.value.errors[0].message
@@ -89,7 +89,7 @@ class SumTokens(nn.Module):
 
 def test_an_output_without_the_cut_dim_is_refused(two_ranks):
     with pytest.raises(RanksFailed) as caught:
-        two_ranks.run(apply, summing, Replicated(gradient="partial"), Shard(1))
+        two_ranks.run(apply, summing, NoParallel(gradient="partial"), Shard(1))
     assert {error.type_name for error in caught.value.errors.values()} == {"LayoutError"}
 
 

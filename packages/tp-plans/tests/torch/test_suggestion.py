@@ -11,13 +11,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from harness.models import ARCHITECTURES, tiny_model
 from harness.parity import Case, assert_parity, compare, mesh_for
-from tp_plans import PrepareInput, plan_for, suggest
+from tp_plans import PrepareModuleInput, plan_for, suggest
 
 
 def with_any_argument(plan):
     """How a sub-layer's author called its first argument does not matter to who passes it by position."""
     return {
-        pattern: replace(style, argument="hidden_states") if isinstance(style, PrepareInput) else style
+        pattern: replace(style, argument="hidden_states") if isinstance(style, PrepareModuleInput) else style
         for pattern, style in plan.items()
     }
 
@@ -116,7 +116,7 @@ def test_a_model_of_unknown_names_and_code_trains_as_one_process(two_ranks):
     torch.manual_seed(0)
     suggestion = suggest(Unknown())
     assert "tower.*.mix" in suggestion.plan
-    assert any("softmax" in doubt.what for doubt in suggestion.unsure)
+    assert any("softmax" in doubt.what for doubt in suggestion.doubts)
     for error, split in two_ranks.run(errors_of_an_unknown_model):
         assert error < 1e-12
         assert split >= 2 + 2 * 6  # table, head, and in each block four matrices and the biases of three

@@ -14,12 +14,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from harness.layers import faults, gradient_faults, parallelized
 from harness.models import jitter
 from tp_plans import (
-    BareParameter,
+    ColwiseEmbedding,
     ColwiseParallel,
     ExpertsParallel,
-    FeatureParallelEmbedding,
     GatheredParameters,
     ParallelAttention,
+    ParameterStyle,
     Plan,
     Replicate,
     RowwiseParallel,
@@ -96,14 +96,14 @@ class Block(nn.Module):
 
 
 RULES = {
-    "*.attn": ParallelAttention(layout=None, counts=("num_heads",)),
-    "*.attn.qkv": ColwiseParallel(unit="head_dim", pieces=("num_heads", 1, 1), shared=True),
-    "*.attn.factor": BareParameter(),
-    "*.attn.o": RowwiseParallel(unit="head_dim"),
-    "*.mlp.gate_up": ColwiseParallel(pieces=(1, 1)),
+    "*.attn": ParallelAttention(layout=None, head_count_attrs=("num_heads",)),
+    "*.attn.qkv": ColwiseParallel(multiple_of="head_dim", fused_sizes=("num_heads", 1, 1), replicate_kv_heads=True),
+    "*.attn.factor": ParameterStyle(),
+    "*.attn.o": RowwiseParallel(multiple_of="head_dim"),
+    "*.mlp.gate_up": ColwiseParallel(fused_sizes=(1, 1)),
     "*.mlp.down": RowwiseParallel(),
-    "*.mlp.scale": BareParameter(gathered=True),
-    "*.moe.experts": ExpertsParallel(skips_absent=False),
+    "*.mlp.scale": ParameterStyle(gathered=True),
+    "*.moe.experts": ExpertsParallel(skips_sentinel_index=False),
     "*.moe": GatheredParameters(names=("router.weight",)),
 }
 
@@ -206,7 +206,7 @@ class InPlace(nn.Module):
 def in_place_faults(kind):
     rules = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if kind == "gathered":
-        rules = {"up": ColwiseParallel(output=Replicate()), "down": RowwiseParallel(input=Replicate())}
+        rules = {"up": ColwiseParallel(output_layouts=Replicate()), "down": RowwiseParallel(input_layouts=Replicate())}
     return faults(lambda: InPlace(kind), rules, batch(2, 5, HIDDEN))
 
 
@@ -231,8 +231,8 @@ class Embedded(nn.Module):
 
 
 TIED = {
-    "vocabulary": {"embed": VocabParallelEmbedding(), "head": ColwiseParallel(output=Replicate())},
-    "features": {"embed": FeatureParallelEmbedding(), "head": RowwiseParallel(input=Replicate())},
+    "vocabulary": {"embed": VocabParallelEmbedding(), "head": ColwiseParallel(output_layouts=Replicate())},
+    "features": {"embed": ColwiseEmbedding(), "head": RowwiseParallel(input_layouts=Replicate())},
 }
 
 

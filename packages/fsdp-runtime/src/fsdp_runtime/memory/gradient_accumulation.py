@@ -1,4 +1,4 @@
-"""Gradients over several micro-batches, with the communication of one."""
+"""Gradient accumulation: gradients of several micro-batches with the communication of one."""
 
 from __future__ import annotations
 
@@ -15,21 +15,36 @@ from fsdp_runtime.runtime_state import reshards_after_forward, runtime_state
 def no_sync(
     model: nn.Module, *, reduce_scatter: bool = False, reshard_after_backward: bool = True
 ) -> Iterator[nn.Module]:
-    """Add up gradients on this rank inside the ``with``; the first backward after it reduces the sum.
+    """Accumulate gradients on this rank inside the ``with``; the first backward after it reduces their sum.
 
-    So every micro-batch but the last runs its backward inside, and the last one outside.  Gradients are summed: with
-    ``n`` micro-batches, divide each loss by ``n`` for the gradient of their mean.  What layers split over ``tp``
-    exchange is part of their own backward and stays.
+    Run the backward of every micro-batch except the last inside the ``with``.  Gradients are summed: with ``n``
+    micro-batches, divide each loss by ``n`` for the gradient of their mean.  Collectives of tensor parallelism belong
+    to each layer's backward and are not deferred.
 
     Args:
-        model: a model that FSDP2 wraps; a plain one is left alone.
-        reduce_scatter: with ``dp_replicate``, still scatter gradients to the shards each time, and leave out
-            only the all-reduce between replicas: more communication, and gradients take the room of shards.
-        reshard_after_backward: ``False`` keeps parameters gathered, so that the next micro-batch need not gather
+        model: a model that FSDP2 wraps; a plain one does not change.
+        reduce_scatter: with ``dp_replicate``, still reduce-scatter gradients to the shards in every backward and skip
+            only the all-reduce between replicas: more communication, and gradients take the memory of shards.
+        reshard_after_backward: ``False`` keeps parameters gathered, so that the next micro-batch does not gather
             them: least communication, most memory.
 
     Yields:
-        The same model.  Nested use leaves the outer one in force.
+        The same model.  Inside an outer ``no_sync`` of the model nothing changes.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime import no_sync
+        >>> model = nn.Linear(4, 1)
+        >>> batches = torch.ones(3, 2, 4)
+        >>> for index, batch in enumerate(batches):
+        ...     if index < len(batches) - 1:
+        ...         with no_sync(model):
+        ...             (model(batch).mean() / len(batches)).backward()
+        ...     else:
+        ...         (model(batch).mean() / len(batches)).backward()
+        >>> model.weight.grad
+        tensor([[1., 1., 1., 1.]])
     """
     units = [
         (module, reshards_after_forward(module, is_root=module is model))

@@ -1,4 +1,4 @@
-"""Holding gathered parameters over several forward calls, as log-prob inference wants."""
+"""Keep parameters gathered over several forward calls, for log-prob inference."""
 
 from __future__ import annotations
 
@@ -20,22 +20,35 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.Module]:
-    """Keep the FSDP2 parameters of ``model`` gathered inside the ``with``: no gather per call.
+    """Keep the FSDP2 parameters of ``model`` gathered inside the ``with``: no all-gather per call.
 
-    Parameters come in the dtype that mixed precision computes in; those split over ``tp`` stay split.  On exit, after
-    an error too, they are sharded again and each unit reshards after forward as before.  Nested use inside the same
-    model leaves the outer one in force.  Does nothing for a model that FSDP2 does not wrap.
+    Gathered parameters have the compute dtype of mixed precision and stay sharded over ``tp``.  On exit, also after an
+    error, they are sharded again and each FSDP module reshards after forward as before.  Inside an outer ``unsharded``
+    of the same model nothing changes, nor for a model that FSDP2 does not wrap.
 
     Args:
         model: a model, or some blocks of one.
-        max_bytes: hold no more than this at once.  As many units as fit are held, the others gathered by each call as
-            ever and freed after it; the largest of those counts, since it comes on top.
+        max_bytes: bound on the gathered bytes at any time.  As many FSDP modules as fit are kept gathered; the others
+            are gathered by each call and freed after it, and the largest of them counts towards the bound.
+
+    Yields:
+        The same model.
 
     Raises:
-        OptionError: ``max_bytes`` is less than what the root and one block take.
+        OptionError: ``max_bytes`` is less than the bytes of the root and one block.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime import unsharded
+        >>> model = nn.Linear(2, 2)
+        >>> with torch.no_grad(), unsharded(model):  # wrapped by FSDP2: one all-gather for all calls
+        ...     outputs = [model(batch) for batch in torch.ones(3, 1, 2)]
+        >>> len(outputs)
+        3
     """
     units = [
-        _Unit(module, gathered_bytes(module), reshards_after_forward(module, is_root=module is model))
+        _FSDPModule(module, gathered_bytes(module), reshards_after_forward(module, is_root=module is model))
         for module in model.modules()
         if isinstance(module, FSDPModule) and runtime_state(module).unsharded is None
     ]
@@ -58,30 +71,30 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
 
 
 def is_held(module: nn.Module) -> bool:
-    """Whether ``unsharded`` keeps a unit gathered at the moment."""
+    """Return True while ``unsharded`` keeps a module gathered."""
     return runtime_state(module).unsharded is True
 
 
 @dataclass(frozen=True, eq=False)
-class _Unit:
+class _FSDPModule:
     module: Any
     nbytes: int
     reshards: bool
 
 
-def _that_fit(units: list[_Unit], max_bytes: int) -> list[_Unit]:
-    """The first units that fit beside the largest of the rest."""
+def _that_fit(units: list[_FSDPModule], max_bytes: int) -> list[_FSDPModule]:
+    """Return the first modules that fit together with the largest of the rest."""
     held = list(units)
     while (needed := _needed(held, units)) > max_bytes:
         if len(held) <= 1:  # the root is gathered over every block's forward
             raise OptionError(
-                f"max_bytes={max_bytes:,} is too little: the root and the largest block take {needed:,} bytes gathered"
+                f"max_bytes={max_bytes:,} is too small: the root and the largest block take {needed:,} bytes gathered"
             )
         held.pop()
     if len(held) < len(units):
-        logger.info("unsharded: %d of %d units are held within %d bytes", len(held), len(units), max_bytes)
+        logger.info("unsharded: %d of %d FSDP modules stay gathered within %d bytes", len(held), len(units), max_bytes)
     return held
 
 
-def _needed(held: list[_Unit], units: list[_Unit]) -> int:
+def _needed(held: list[_FSDPModule], units: list[_FSDPModule]) -> int:
     return sum(unit.nbytes for unit in held) + max((unit.nbytes for unit in units if unit not in held), default=0)

@@ -1,4 +1,4 @@
-"""Who this process is among the others, as torchrun or Slurm says in the environment."""
+"""Rank, world size and rendezvous of this process, from the environment of torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch.distributed as dist
 
 from fsdp_runtime.errors import MeshError
 
-#: Slurm gives no port; jobs on one node get different ones out of this range, from their ids.
+#: Slurm does not provide a port; the job id selects one of this range, so jobs on one node get different ones.
 _FIRST_PORT, _PORTS = 20000, 10000
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One process of a job.
+    """The place of one process in a job.
 
     Args:
-        rank: its place among all processes.
-        world_size: how many there are.
-        local_rank: its place among those of its machine, which is also its device.
-        init_method: where ``torch.distributed`` meets the others; ``None`` for a process that is alone.
+        rank: index among all processes.
+        world_size: number of processes.
+        local_rank: index among the processes of its machine, and of its device.
+        init_method: rendezvous URL for ``init_process_group``; ``None`` for a single process.
     """
 
     rank: int = 0
@@ -35,13 +35,21 @@ class RankInfo:
 
 
 def rank_info_from_env(environment: Mapping[str, str] | None = None) -> RankInfo:
-    """What torchrun's variables say, else those of a Slurm step (``srun``), else one process alone.
+    """Read torchrun's variables, else those of a Slurm step (``srun``), else return a single process.
 
     Args:
-        environment: by default this process's.
+        environment: environment variables, by default those of this process.
+
+    Returns:
+        Rank, world size, local rank and rendezvous URL.
 
     Raises:
-        MeshError: some of the variables are there and others are missing, or one is no number.
+        MeshError: some of the variables are missing, or one is not an integer.
+
+    Example:
+        >>> from fsdp_runtime import rank_info_from_env
+        >>> rank_info_from_env({})
+        RankInfo(rank=0, world_size=1, local_rank=None, init_method=None)
     """
     environment = os.environ if environment is None else environment
     if "RANK" in environment or "WORLD_SIZE" in environment:
@@ -52,20 +60,20 @@ def rank_info_from_env(environment: Mapping[str, str] | None = None) -> RankInfo
     return RankInfo()
 
 
-def start_distributed(launch: RankInfo, device_type: str) -> None:
+def start_distributed(info: RankInfo, device_type: str) -> None:
     """Start ``torch.distributed`` with a backend for the device and one for the CPU.
 
-    Gloo serves CPU tensors beside an accelerator's backend: offloaded gradients have a norm too.
+    Gloo is added to an accelerator's backend for CPU tensors, such as offloaded gradients.
     """
     backend = "gloo"
     if device_type != "cpu":
-        if launch.local_rank is not None:
-            torch.accelerator.set_device_index(launch.local_rank)
+        if info.local_rank is not None:
+            torch.accelerator.set_device_index(info.local_rank)
         backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
-    meeting: dict[str, Any] = {"init_method": launch.init_method}
-    if launch.init_method is None:
-        meeting = {"store": dist.HashStore()}  # type: ignore[attr-defined]
-    dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, **meeting)
+    rendezvous: dict[str, Any] = {"init_method": info.init_method}
+    if info.init_method is None:
+        rendezvous = {"store": dist.HashStore()}  # type: ignore[attr-defined]
+    dist.init_process_group(backend, rank=info.rank, world_size=info.world_size, **rendezvous)
 
 
 def _by_torchrun(environment: Mapping[str, str]) -> RankInfo:
@@ -96,13 +104,13 @@ def _by_slurm(environment: Mapping[str, str]) -> RankInfo:
 
 
 def first_host(nodes: str) -> str:
-    """The first name in Slurm's short form of a list: ``node007`` of ``node[007-012,020],login1``."""
+    """Return the first host of a Slurm node list: ``node007`` of ``node[007-012,020],login1``."""
     name, bracket, rest = nodes.partition("[")
     if not bracket or "," in name:
         return name.split(",")[0]
     first = re.match(r"\d+", rest)
     if first is None:
-        raise MeshError(f"the list of nodes {nodes!r} is not one of Slurm's: set MASTER_ADDR to the host of rank 0")
+        raise MeshError(f"{nodes!r} is not a Slurm node list: set MASTER_ADDR to the host of rank 0")
     return name + first[0] + rest.partition("]")[2].partition(",")[0]
 
 
@@ -110,4 +118,4 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(environment[name])
     except ValueError:
-        raise MeshError(f"the environment says {name}={environment[name]!r}, which is no number") from None
+        raise MeshError(f"{name}={environment[name]!r} in the environment is not an integer") from None

@@ -1,4 +1,4 @@
-"""Device meshes with the axes that training uses, each present even at size 1."""
+"""Device meshes with the axes of training, each present also at size 1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_runtime._torch_compat import flatten_axes
 from fsdp_runtime.errors import MeshError
 from fsdp_runtime.mesh.rendezvous import rank_info_from_env, start_distributed
 
-#: Flattened axes: all that divide the batch, all that shard parameters, all that split tokens.
+#: Flattened axes: those that shard the batch, those that shard parameters, those that shard tokens.
 FLATTENED: dict[str, tuple[str, ...]] = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("dp_shard", "cp"),
@@ -23,13 +23,24 @@ FLATTENED: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSpec:
-    """The sizes of a mesh's axes, slowest-varying rank first; at most one may be -1 and is inferred.
+    """The sizes of a mesh's axes, slowest-varying rank first; one of them may be -1 and is inferred.
 
     Args:
-        dp_replicate: replicas of the sharded parameters (HSDP).
-        dp_shard: ranks that parameters, gradients and optimizer state are sharded over (FSDP).
-        cp: ranks that a sequence is split over in attention.
-        tp: ranks that layers are split over; neighbours, so that they share the fastest links.
+        dp_replicate: number of replicas of the sharded parameters (HSDP).
+        dp_shard: number of ranks that parameters, gradients and optimizer state are sharded over (FSDP2).
+        cp: number of ranks that a sequence is sharded over (context parallelism).
+        tp: number of ranks that layers are sharded over (tensor parallelism); neighbouring ranks, which share the
+            fastest links.
+
+    Raises:
+        MeshError: a size is not a positive integer or -1, or more than one is -1.
+
+    Example:
+        >>> from fsdp_runtime import MeshSpec
+        >>> MeshSpec(dp_shard=-1, tp=2).resolve(world_size=8)
+        MeshSpec(dp_replicate=1, dp_shard=4, cp=1, tp=2)
+        >>> MeshSpec().build(device_type="cpu").mesh_dim_names
+        ('dp_replicate', 'dp_shard', 'cp', 'tp')
     """
 
     dp_replicate: int = 1
@@ -46,44 +57,50 @@ class MeshSpec:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name to size, in mesh order."""
+        """Sizes by axis name, in mesh order."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def resolve(self, world_size: int) -> MeshSpec:
-        """The spec with every size known, filling ``world_size`` ranks exactly.
+        """Return the spec with every size known and a product of ``world_size``.
+
+        Args:
+            world_size: number of ranks.
 
         Raises:
-            MeshError: the sizes do not fill the world; the message has the numbers and sizes that would.
+            MeshError: the sizes do not fill the world; the message has sizes that do.
         """
         known = math.prod(size for size in self.sizes.values() if size != -1)
         inferred = [axis for axis, size in self.sizes.items() if size == -1]
         if world_size % known or (known != world_size and not inferred):
-            told = " x ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size != 1) or "all sizes 1"
+            sizes = " x ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size != 1) or "all sizes 1"
             advice = (
-                f"set one axis to -1, as dp_shard=-1, or start {known} ranks"
+                f"set one axis to -1, such as dp_shard=-1, or start {known} ranks"
                 if not inferred
                 else f"the other sizes must divide {world_size}, and {known} does not"
             )
-            raise MeshError(f"{told} does not fill the world of {world_size} ranks: {advice}")
+            raise MeshError(f"{sizes} does not fill the world of {world_size} ranks: {advice}")
         return replace(self, **dict.fromkeys(inferred, world_size // known))
 
     def build(self, *, device_type: str | None = None) -> DeviceMesh:
-        """The ``DeviceMesh`` with all four axes, and flattened ``dp``, ``dp_shard_cp`` and ``dp_cp`` (see ``submesh``).
+        """Build the ``DeviceMesh`` with all four axes and flattened ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
-        Starts ``torch.distributed`` where it is not running yet: from torchrun's or Slurm's environment, or as a
-        world of one process where there is neither.
+        Starts ``torch.distributed`` if it is not running: from torchrun's or Slurm's environment, or as a world of one
+        process without either.
 
         Args:
             device_type: ``"cuda"``, ``"cpu"``, …; by default the accelerator of this machine, else the CPU.
 
+        Returns:
+            The mesh; get flattened axes with :func:`submesh`.
+
         Raises:
-            MeshError: the sizes do not fill the world, or the environment says only half of what is needed.
+            MeshError: the sizes do not fill the world, or environment variables are missing.
         """
         device_type = device_type or default_device_type()
-        launch = None if dist.is_initialized() else rank_info_from_env()
-        spec = self.resolve(launch.world_size if launch else dist.get_world_size())  # before any group is made
-        if launch is not None:
-            start_distributed(launch, device_type)
+        info = None if dist.is_initialized() else rank_info_from_env()
+        spec = self.resolve(info.world_size if info else dist.get_world_size())  # before any group is made
+        if info is not None:
+            start_distributed(info, device_type)
         mesh = init_device_mesh(device_type, tuple(spec.sizes.values()), mesh_dim_names=tuple(spec.sizes))
         for name in FLATTENED:
             submesh(mesh, name)
@@ -91,7 +108,7 @@ class MeshSpec:
 
 
 def default_device_type() -> str:
-    """This machine's accelerator, else ``"cpu"``."""
+    """Return the type of this machine's accelerator, or ``"cpu"``."""
     # Builds for CUDA name it as their accelerator on machines without a GPU too.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
@@ -105,47 +122,56 @@ def adopt_mesh(
     cp: str = "cp",
     tp: str = "tp",
 ) -> DeviceMesh:
-    """Someone else's mesh under this package's names, over the same process groups.
+    """Return an existing mesh under this package's axis names, over the same process groups.
 
     Args:
-        mesh: a mesh with named axes, any subset of the four, in any order.
-        dp_replicate: the name that the mesh gives to its axis of replicas, if it has one.
-        dp_shard: its name for the axis that shards parameters; one that was flattened out of ``dp_shard`` and ``cp``
-            will do, since ``cp`` is then 1 in what is returned.
+        mesh: a mesh with named axes, any subset of the four, in the order of ``MeshSpec``.
+        dp_replicate: the mesh's name for the axis of replicas.
+        dp_shard: its name for the axis that shards parameters; an axis flattened from ``dp_shard`` and ``cp`` is
+            accepted, and ``cp`` is then 1 in the result.
         cp: its name for the context-parallel axis.
         tp: its name for the tensor-parallel axis.
 
     Returns:
-        A mesh with all four axes, those that were missing of size 1.
+        A mesh with all four axes; missing ones have size 1.
 
     Raises:
-        MeshError: the mesh has axes that no argument names, or lists its axes in another order than this package.
+        MeshError: the mesh has an axis that no argument names, its axes are in another order, or this rank is not part
+            of it.
+
+    Example:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from fsdp_runtime import MeshSpec, adopt_mesh
+        >>> _ = MeshSpec().build(device_type="cpu")  # starts torch.distributed
+        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("fsdp", "model"))
+        >>> adopt_mesh(mesh, dp_shard="fsdp", tp="model").mesh_dim_names
+        ('dp_replicate', 'dp_shard', 'cp', 'tp')
     """
-    theirs = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     names = mesh.mesh_dim_names or ()
-    if unknown := [name for name in names if name not in theirs.values()]:
-        told = ", ".join(f"{ours}={name!r}" for ours, name in theirs.items())
+    if unknown := [name for name in names if name not in given.values()]:
+        arguments = ", ".join(f"{axis}={name!r}" for axis, name in given.items())
         raise MeshError(
-            f"the mesh has axes {', '.join(names)}, of which {', '.join(unknown)} bears none of the names given "
-            f"({told}): say which is which, as adopt_mesh(mesh, tp={unknown[0]!r}), or pass a slice of the mesh"
+            f"the mesh has axes {', '.join(names)}, and {', '.join(unknown)} matches none of the arguments "
+            f"({arguments}): name each axis, as in adopt_mesh(mesh, tp={unknown[0]!r}), or pass a slice of the mesh"
         )
     if not names:
         raise MeshError(f"the mesh {tuple(mesh.shape)} has no axis names: build it with mesh_dim_names=(...)")
-    order = [name for name in theirs.values() if name in names]
+    order = [name for name in given.values() if name in names]
     if order != list(names):
         raise MeshError(f"the axes are in the order {', '.join(names)}; pass mesh[{', '.join(map(repr, order))}]")
     if mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not one of the ranks {mesh.mesh.flatten().tolist()} of the mesh")
-    sizes = [mesh.size(names.index(name)) if name in names else 1 for name in theirs.values()]
-    alone = None
+    sizes = [mesh.size(names.index(name)) if name in names else 1 for name in given.values()]
+    single = None
     if 1 in sizes:
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    groups = [mesh.get_group(name) if name in names else alone for name in theirs.values()]
+        single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    groups = [mesh.get_group(name) if name in names else single for name in given.values()]
     adopted = DeviceMesh.from_group(
-        groups,  # type: ignore[arg-type]  # no axis is left without a group
+        groups,  # type: ignore[arg-type]  # every axis has a group
         mesh.device_type,
         mesh=mesh.mesh.view(sizes),
-        mesh_dim_names=tuple(theirs),
+        mesh_dim_names=tuple(given),
     )
     for name in FLATTENED:
         submesh(adopted, name)
@@ -153,13 +179,24 @@ def adopt_mesh(
 
 
 def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """One axis of a mesh, be it one of its own or a flattened one (``dp``, ``dp_shard_cp``, ``dp_cp``).
+    """Return one axis of a mesh: one of its own or a flattened one (``dp``, ``dp_shard_cp``, ``dp_cp``).
 
-    Unlike ``mesh[axis]``, this serves flattened axes without the warning that torch gives from 2.11 on.  A mesh that
-    lacks some of the axes that are flattened gives those that it has.
+    Unlike ``mesh[axis]``, this returns flattened axes without the warning of torch 2.11 and later.
+
+    Args:
+        mesh: a mesh with axes named as in ``MeshSpec``; of a flattened axis, the parts that it has are used.
+        axis: the axis name.
+
+    Returns:
+        A mesh with one axis.
 
     Raises:
-        MeshError: the mesh has no such axis, nor any that it is flattened from.
+        MeshError: the mesh has neither the axis nor a part of it.
+
+    Example:
+        >>> from fsdp_runtime import MeshSpec, submesh
+        >>> submesh(MeshSpec().build(device_type="cpu"), "dp").size()
+        1
     """
     names = mesh.mesh_dim_names or ()
     if axis in names:
@@ -174,17 +211,21 @@ def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:
-    """The size of one of the mesh's own axes, 1 where it has none of that name."""
+    """Return the size of an axis, 1 if the mesh does not have it."""
     return mesh[axis].size() if axis in (mesh.mesh_dim_names or ()) else 1
 
 
 def require_axes(mesh: DeviceMesh) -> None:
-    """Raise :class:`MeshError` unless the mesh's axes are named as this package names them."""
+    """Check the axis names of a mesh.
+
+    Raises:
+        MeshError: an axis has another name than those of :class:`MeshSpec`, or none.
+    """
     names = mesh.mesh_dim_names or ()
     known = [field.name for field in fields(MeshSpec)]
     if not names or (unknown := [name for name in names if name not in known]):
-        told = f"axes {', '.join(unknown)}" if names else "unnamed axes"
+        found = f"axes {', '.join(unknown)}" if names else "unnamed axes"
         raise MeshError(
-            f"the mesh has {told}; name them out of {', '.join(known)}, build it with MeshSpec(...), or rename them "
+            f"the mesh has {found}; name them out of {', '.join(known)}, build it with MeshSpec(...), or rename them "
             "with adopt_mesh(...)"
         )

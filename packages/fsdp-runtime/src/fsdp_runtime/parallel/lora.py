@@ -1,4 +1,4 @@
-"""Low-rank adapters (peft) on a split model: their rules, and saving them alone."""
+"""Low-rank adapters (peft) on a sharded model: their styles, and saving an adapter alone."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
 from fsdp_runtime.sharded.fsync import move_into_place
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
-from tp_plans import Plan, Style, resolve_plan
-from tp_plans.attributes import resolved
-from tp_plans.lora import adapter_styles
-from tp_plans.styles import ParallelAttention, PrepareInput, WholeSequence
+from tp_plans import (
+    GatherSequence,
+    ParallelAttention,
+    Plan,
+    PrepareModuleInput,
+    Style,
+    adapter_styles,
+    resolve_plan,
+    resolve_style,
+)
 
 _FILE = "adapter_model.safetensors"
-#: Rules that bring the input of all layers below a module together.
-_GATHERING = (PrepareInput, ParallelAttention, WholeSequence)
+#: Styles that gather the input of all layers below a module.
+_GATHERING = (PrepareModuleInput, ParallelAttention, GatherSequence)
 
 
 def resolve_adapted_plan(plan: object, model: nn.Module, *, sequence_parallel: bool) -> Plan:
-    """As ``tp_plans.resolve_plan``, also for a ``PeftModel``: the plan is then its base model's, with the adapters'.
+    """Resolve a plan as ``tp_plans.resolve_plan`` does; for a ``PeftModel``, add styles for its adapters.
 
     Raises:
-        OptionError: a layer carries adapters that cannot be split.
-        tp_plans.TpPlansError: no plan is known, or a layer's style leaves no room for adapters.
+        OptionError: a layer has adapters that cannot be sharded.
+        tp_plans.TpPlansError: no plan is known, or a layer's style does not support adapters.
     """
     if not is_peft_model(model):
         return resolve_plan(plan, model, sequence_parallel=sequence_parallel)
@@ -40,15 +46,15 @@ def resolve_adapted_plan(plan: object, model: nn.Module, *, sequence_parallel: b
 
 
 def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
-    """A plan for a model of which some layers carry low-rank adapters.
+    """Add styles for low-rank adapters to a plan.
 
     Args:
-        plan: the plan of the model as it was before.
-        model: the model inside the ``PeftModel``, before anything is split.
+        plan: the plan of the base model.
+        model: the model inside the ``PeftModel``, before it is sharded.
 
     Raises:
-        OptionError: a layer with a rule carries adapters of another kind than plain LoRA.
-        tp_plans.PlanError: a layer's style leaves no room for adapters.
+        OptionError: a layer of the plan has adapters other than plain LoRA.
+        tp_plans.PlanError: a layer's style does not support adapters.
     """
     layers = {layer.path: layer for layer in lora_layers(model)}
     paths: dict[str, list[str]] = {}
@@ -60,7 +66,7 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
         carrying = [path for path in paths.get(pattern, ()) if path in layers]
         if odd := [path for path in carrying if not layers[path].plain]:
             raise OptionError(
-                f"{odd[0]} carries adapters that are merged, or no plain LoRA on a linear layer (DoRA, a bias, an "
+                f"{odd[0]} carries adapters that are merged, or not plain LoRA on a linear layer (DoRA, a bias, an "
                 "embedding): unmerge them, or leave it out of target_modules"
             )
         styles = {path: _adapted(style, path, plan, model) for path in carrying}
@@ -75,19 +81,30 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
 
 
 def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter: str = "default") -> None:
-    """Save one adapter of a ``PeftModel`` as peft does, which ``PeftModel.from_pretrained`` loads.
+    """Save one adapter of a ``PeftModel`` in peft's format, for ``PeftModel.from_pretrained``.
 
-    Collective as ``save_weights``.  The weights take the place of older ones by one rename.
+    Collective: call it on every rank of the model.  One rename replaces an older file.
 
     Args:
-        model: the ``PeftModel``, plain, split over ``tp``, sharded by FSDP2, or both.
-        directory: made if it is not there.
+        model: the ``PeftModel``, plain, sharded over ``tp``, by FSDP2, or both.
+        directory: the directory to write, created if it does not exist.
         adapter: the adapter's name.
 
     Raises:
         OptionError: the model has no such adapter.
         OSError: on the first rank, when it cannot write.
         OtherRankError: on the other ranks.
+
+    Example:
+        >>> import peft
+        >>> from torch import nn
+        >>> from fsdp_runtime import save_adapter
+        >>> base = nn.Sequential(nn.Linear(4, 4))
+        >>> model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"]))
+        >>> save_adapter(model, "adapter")
+        >>> from pathlib import Path
+        >>> sorted(path.name for path in Path("adapter").iterdir())
+        ['adapter_config.json', 'adapter_model.safetensors']
     """
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(entries)
@@ -112,12 +129,12 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
 
 
 def _adapted(style: Style, path: str, plan: Plan, model: nn.Module) -> dict[str, Style]:
-    """The styles of an adapted layer's parts, by their names in it."""
+    """Return the styles of an adapted layer's parts, by their names in the layer."""
     parent = path.rpartition(".")[0]
-    layer = resolved(style, model.get_submodule(parent))
+    layer = resolve_style(style, model.get_submodule(parent))
     above = [above for depth in range(path.count(".") + 1) for above in plan.match(".".join(path.split(".")[:depth]))]
-    arrives_cut = plan.sequence_parallel and not any(isinstance(plan[pattern], _GATHERING) for pattern in above)
-    factors = adapter_styles(layer, sequence_dim=1 if arrives_cut else None)
+    sharded_input = plan.sequence_parallel and not any(isinstance(plan[pattern], _GATHERING) for pattern in above)
+    factors = adapter_styles(layer, sequence_dim=1 if sharded_input else None)
     return {"base_layer": layer, "lora_A.*": factors.a, "lora_B.*": factors.b}
 
 
@@ -126,7 +143,7 @@ def _below(path: str, styles: Mapping[str, Style]) -> dict[str, Style]:
 
 
 def _adapter_tensors(model: Any, entries: Sequence[StateEntry], adapter: str) -> Mapping[str, Any]:
-    """An adapter's tensors by the names that peft gives them on disk."""
+    """Return an adapter's tensors by their names in peft's files."""
     if not is_peft_model(model) or adapter not in model.peft_config:
         raise OptionError(f"{type(model).__name__} has no adapter {adapter!r}: pass the PeftModel and one of its names")
     found = {}

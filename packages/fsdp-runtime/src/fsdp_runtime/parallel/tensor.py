@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fsdp_runtime.errors import OptionError
-from tp_plans import ColwiseParallel, Plan, Replicate, Style, check
-from tp_plans.torch_styles import styles_by_path
+from tp_plans import ColwiseParallel, Plan, Replicate, Style, check, styles_by_path
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
@@ -36,7 +35,7 @@ def with_logits(plan: Plan, logits: Logits) -> Plan:
     if logits == "sharded":
         return plan
     heads: dict[str, Style | None] = {
-        pattern: replace(style, output=Replicate(), use_local_output=True)
+        pattern: replace(style, output_layouts=Replicate(), use_local_output=True)
         for pattern, style in plan.items()
         if isinstance(style, ColwiseParallel) and not style.use_local_output
     }

@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tp_plans.arguments import require_model
-from tp_plans.checks.chains import unmet
-from tp_plans.checks.findings import Finding, once_a_rule
-from tp_plans.checks.gradients import unmarked
-from tp_plans.checks.patterns import matched_twice, owners_written_otherwise, unmatched
-from tp_plans.checks.report import Report
-from tp_plans.checks.sizes import cuts_of, uncounted
-from tp_plans.checks.suited import unsuited
-from tp_plans.checks.ties import untied
-from tp_plans.checks.tree import tree_of
-from tp_plans.checks.whole import left_whole
-from tp_plans.checks.words import plan_from_words
-from tp_plans.fields import is_integer
+from tp_plans._validate import is_integer
+from tp_plans.checks.divisibility import check_kv_sharing, divisibility_constraints
+from tp_plans.checks.findings import Finding, deduplicate_by_rule
+from tp_plans.checks.gradients import check_partial_gradients
+from tp_plans.checks.interfaces import check_interfaces
+from tp_plans.checks.parse import parse_plan
+from tp_plans.checks.patterns import check_matches, check_parent_patterns, check_single_match
+from tp_plans.checks.replicated import check_replicated
+from tp_plans.checks.report import CheckReport
+from tp_plans.checks.style_fit import check_style_fit
+from tp_plans.checks.tied_weights import check_tied_weights
+from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
+from tp_plans.planned_tree import PlannedTree
 
-__all__ = ["Finding", "Report", "check"]
+__all__ = ["CheckReport", "Finding", "check"]
 
 
-def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> Report:
+def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> CheckReport:
     """Check a plan against a model without touching either.
 
     Args:
@@ -46,24 +46,26 @@ def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> Report:
         PlanError: ``plan`` is neither a plan nor a dict.
         ModelError: ``model`` is no model.
     """
-    plan, unread = (plan, []) if isinstance(plan, Plan) else plan_from_words(plan)
-    require_model(model)
+    plan, unread = (plan, []) if isinstance(plan, Plan) else parse_plan(plan)
+    tree = ModelTree.of(model)
     if not is_integer(tp, least=1):
-        return Report(plan, tp, (*unread, Finding("error", "", f"tp is {tp!r}", "give the axis's size, 1 or more")))
-    tree = tree_of(plan, model)
-    cuts, missing = cuts_of(tree)
+        return CheckReport(
+            plan, tp, (*unread, Finding("error", "", f"tp is {tp!r}", "give the axis's size, 1 or more"))
+        )
+    planned = PlannedTree(tree, plan)
+    cuts, missing = divisibility_constraints(planned)
     findings = [
         *unread,
-        *unmatched(tree),
-        *matched_twice(tree),
-        *owners_written_otherwise(tree),
-        *unsuited(tree),
+        *check_matches(planned),
+        *check_single_match(planned),
+        *check_parent_patterns(planned),
+        *check_style_fit(planned),
         *missing,
-        *uncounted(tree, tp),
+        *check_kv_sharing(planned, tp),
         *(cut.finding(tp) for cut in cuts if not cut.fits(tp)),
-        *unmet(tree),
-        *unmarked(tree),
-        *untied(tree),
-        *(left_whole(tree) if tp > 1 else ()),
+        *check_interfaces(planned),
+        *check_partial_gradients(planned),
+        *check_tied_weights(planned),
+        *(check_replicated(planned) if tp > 1 else ()),
     ]
-    return Report(plan, tp, tuple(once_a_rule(findings, tree.rules)), tuple(cuts))
+    return CheckReport(plan, tp, tuple(deduplicate_by_rule(findings, planned.rules)), tuple(cuts))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tp_plans.patterns import every_block
+from tp_plans.patterns import wildcard
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Finding:
         return f"{self.severity}: {self.where or '(top)'}: {self.message}; {self.fix}"
 
 
-def once_a_rule(findings: Iterable[Finding], rules: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
+def deduplicate_by_rule(findings: Iterable[Finding], rules: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
     """Findings that differ only in the module, of which one rule matches many, as one finding on the rule."""
     groups: dict[tuple[str, Finding], list[Finding]] = defaultdict(list)
     for finding in dict.fromkeys(findings):
-        rule = next(iter(rules.get(finding.where, ())), every_block(finding.where))
+        rule = next(iter(rules.get(finding.where, ())), wildcard(finding.where))
         groups[rule, replace(finding, where="")].append(finding)
     for (rule, _), group in groups.items():
         first = group[0]

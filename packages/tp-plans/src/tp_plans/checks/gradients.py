@@ -2,90 +2,91 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
 
-from tp_plans.checks.chains import gives_split_features
 from tp_plans.checks.findings import Finding
-from tp_plans.checks.tree import Tree, parent
-from tp_plans.styles import ColwiseParallel, Replicated
+from tp_plans.model_tree import parent
+from tp_plans.naming import HEAD_NORM, leaf
+from tp_plans.planned_tree import PlannedTree
+from tp_plans.styles import ColwiseParallel, NoParallel
 
-_HEAD_NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?norm")
-_MARK = "mark it Replicated(gradient='partial')"
+_MARK = "mark it NoParallel(gradient='partial')"
 
 
-def unmarked(tree: Tree) -> Iterator[Finding]:
+def check_partial_gradients(planned: PlannedTree) -> Iterator[Finding]:
     """Norms, scalars and per-head numbers beside column-wise layers, that no rule speaks of."""
     split: dict[str, list[str]] = defaultdict(list)
-    for path, style in tree.styled():
-        if gives_split_features(style) and tree.weight(path) is not None:
+    for path, _ in planned.styled_modules():
+        if planned.outputs_local_shard(path) and planned.tree.weight(path) is not None:
             split[parent(path)].append(path)
     for above, layers in split.items():
-        widths = _Widths(above, layers, tree)
-        for path in (above, *_below(above, tree)):
-            if path == above or _sees_what_comes(path, tree):
-                for name, parameter in tree.own_parameters(path).items():
+        widths = _ActivationWidths(above, layers, planned)
+        for path in (above, *_below(above, planned)):
+            if path == above or _sees_what_comes(path, planned):
+                for name, parameter in planned.tree.own_parameters(path).items():
                     place = f"{path}.{name}"
-                    if tree.style(place) is None and parameter.ndim <= 1:
+                    if planned.style(place) is None and parameter.ndim <= 1:
                         yield from widths.finding(path, place, prod(parameter.shape), is_norm=path != above)
 
 
-def _below(path: str, tree: Tree) -> Iterator[str]:
+def _below(path: str, planned: PlannedTree) -> Iterator[str]:
     """The modules inside, but for what stands among layers of its own."""
-    for child in tree.children[path]:
+    for child in planned.children[path]:
         yield child
-        if not any(tree.weight(inner) is not None for inner in tree.children[child]):
-            yield from _below(child, tree)
+        if not any(planned.tree.weight(inner) is not None for inner in planned.children[child]):
+            yield from _below(child, planned)
 
 
-def _sees_what_comes(path: str, tree: Tree) -> bool:
+def _sees_what_comes(path: str, planned: PlannedTree) -> bool:
     """Whether a module computes on activations as they come, with parameters that are whole on every rank."""
-    style = tree.style(path)
-    whole = style is None or (isinstance(style, Replicated) and style.gradient == "full")
-    return whole and all(parameter.ndim <= 1 for parameter in tree.own_parameters(path).values())
+    style = planned.style(path)
+    whole = style is None or (isinstance(style, NoParallel) and style.gradient == "full")
+    return whole and all(parameter.ndim <= 1 for parameter in planned.tree.own_parameters(path).values())
 
 
-class _Widths:
+class _ActivationWidths:
     """How wide the activations are that the layers of one module hand on, split or whole."""
 
-    def __init__(self, above: str, layers: list[str], tree: Tree) -> None:
+    def __init__(self, above: str, layers: list[str], planned: PlannedTree) -> None:
         self.layer = layers[0]
-        units = {path: _unit(path, tree) for path in layers}
-        outputs = {path: tree.parameters[f"{path}.weight"].shape[0] for path in layers}
+        units = {path: _unit(path, planned) for path in layers}
+        outputs = {path: planned.parameters[f"{path}.weight"].shape[0] for path in layers}
         self.heads = {unit for unit in units.values() if unit > 1}
         self.counts = {outputs[path] // unit for path, unit in units.items() if unit > 1}
         self.full = set(outputs.values())
-        whole = [path for path in tree.children[above] if path not in layers and tree.weight(path) is not None]
-        inputs = {tree.parameters[f"{path}.weight"].shape[1] for path in layers}
-        self.ambiguous = inputs | {tree.parameters[f"{path}.weight"].shape[0] for path in whole}
+        whole = [
+            path for path in planned.children[above] if path not in layers and planned.tree.weight(path) is not None
+        ]
+        inputs = {planned.parameters[f"{path}.weight"].shape[1] for path in layers}
+        self.ambiguous = inputs | {planned.parameters[f"{path}.weight"].shape[0] for path in whole}
 
     def finding(self, path: str, place: str, size: int, *, is_norm: bool) -> Iterator[Finding]:
         """What is to be said of a parameter of so many numbers."""
         if is_norm and size in self.heads:
-            if size in self.ambiguous and not _HEAD_NORM.match(path.rpartition(".")[2]):
+            if size in self.ambiguous and not HEAD_NORM.match(leaf(path)):
                 return  # between the two projections of a low-rank query, say
             what = f"{size} numbers for one head, of which each rank has its own: the gradient would be a part"
-            yield self._told(path, what, _MARK, size)
+            yield self._finding(path, what, _MARK, size)
         elif is_norm and size in self.full:
             what = f"{size} numbers for all features of {self.layer}, of which each rank has its part"
-            yield self._told(path, what, f"gather them with output=Replicate(), or {_MARK}", size)
+            yield self._finding(path, what, f"gather them with output=Replicate(), or {_MARK}", size)
         elif not is_norm and size in self.counts and size > 1:
             what = f"{size} numbers, one a head, of which each rank has its own"
-            yield self._told(place, what, "give it a rule: BareParameter()", size)
+            yield self._finding(place, what, "give it a rule: ParameterStyle()", size)
         elif size == 1:
             what = f"a number that may meet the split features of {self.layer}: its gradient would be a part"
             yield Finding(
-                "warning", place, what, "if so, give it a rule: BareParameter(layout=Replicate(), gradient='partial')"
+                "warning", place, what, "if so, give it a rule: ParameterStyle(layout=Replicate(), gradient='partial')"
             )
 
-    def _told(self, where: str, what: str, fix: str, size: int) -> Finding:
+    def _finding(self, where: str, what: str, fix: str, size: int) -> Finding:
         if size in self.ambiguous:
             return Finding("warning", where, f"{what}, if it comes after {self.layer}", f"if so, {fix}")
         return Finding("error", where, what, fix)
 
 
-def _unit(path: str, tree: Tree) -> int:
-    style = tree.style(path)
-    return (tree.number(path, style.unit) or 1) if isinstance(style, ColwiseParallel) else 1
+def _unit(path: str, planned: PlannedTree) -> int:
+    style = planned.style(path)
+    return (planned.number(path, style.multiple_of) or 1) if isinstance(style, ColwiseParallel) else 1

@@ -5,50 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tp_plans.checks.findings import Finding
-from tp_plans.checks.tree import Tree, parent
+from tp_plans.model_tree import parent
 from tp_plans.patterns import Patterns
-from tp_plans.styles import BareParameter
+from tp_plans.planned_tree import PlannedTree
+from tp_plans.styles import ParameterStyle
 
 
-def unmatched(tree: Tree) -> Iterator[Finding]:
+def check_matches(planned: PlannedTree) -> Iterator[Finding]:
     """Patterns that stand for nothing in the model."""
-    used = {pattern for patterns in tree.rules.values() for pattern in patterns}
-    for pattern, style in tree.plan.items():
+    used = {pattern for patterns in planned.rules.values() for pattern in patterns}
+    for pattern, style in planned.plan.items():
         if pattern not in used:
-            kind = "parameter" if isinstance(style, BareParameter) else "module"
+            kind = "parameter" if isinstance(style, ParameterStyle) else "module"
             fix = f"correct it, or remove it with override({{{pattern!r}: None}})"
             what = f"the pattern matches no {kind}"
-            yield Finding("error", pattern, what, f"{_nearest_existing(pattern, kind, tree)}; {fix}")
+            yield Finding("error", pattern, what, f"{_nearest_existing(pattern, kind, planned)}; {fix}")
 
 
-def _nearest_existing(pattern: str, kind: str, tree: Tree) -> str:
+def _nearest_existing(pattern: str, kind: str, planned: PlannedTree) -> str:
     """Which leading part of a pattern still matches, and what is there."""
     parts = pattern.split(".")
     for length in range(len(parts) - 1, -1, -1):
         beginning = Patterns([".".join(parts[:length])])
-        owner = next((path for path in tree.modules if beginning.match(path)), None)
+        owner = next((path for path in planned.modules if beginning.match(path)), None)
         if owner is not None:
             start = f"{owner}." if owner else ""
-            below = tree.modules if kind == "module" or length < len(parts) - 1 else tree.parameters
+            below = planned.modules if kind == "module" or length < len(parts) - 1 else planned.parameters
             children = [path[len(start) :] for path in below if path.startswith(start) and path != owner]
             names = [child for child in children if "." not in child]
-            none = "no submodules" if below is tree.modules else "no parameters of its own"
+            none = "no submodules" if below is planned.modules else "no parameters of its own"
             return f"{owner or 'the model'} has {', '.join(names) or none}"
     return "the model is empty"
 
 
-def matched_twice(tree: Tree) -> Iterator[Finding]:
+def check_single_match(planned: PlannedTree) -> Iterator[Finding]:
     """Modules and parameters that several rules stand for."""
-    for path, patterns in tree.rules.items():
+    for path, patterns in planned.rules.items():
         if len(patterns) > 1:
             yield Finding("error", path, f"matched by {len(patterns)} rules: {', '.join(patterns)}", "keep one of them")
 
 
-def owners_written_otherwise(tree: Tree) -> Iterator[Finding]:
+def check_parent_patterns(planned: PlannedTree) -> Iterator[Finding]:
     """Rules of bare parameters that cannot be folded onto their owner's, since that has another pattern."""
-    for path in tree.parameters:
-        for pattern in tree.rules[path][:1]:
-            owner = tree.rules[parent(path)]
+    for path in planned.parameters:
+        for pattern in planned.rules[path][:1]:
+            owner = planned.rules[parent(path)]
             if owner and owner[0] != parent(pattern):
                 what = f"its rule begins {parent(pattern)!r}, but that of the module it belongs to is {owner[0]!r}"
                 name = path.rpartition(".")[2]

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tp_plans.checks.divisibility import Constraint, valid_tp_sizes
 from tp_plans.checks.findings import Finding
-from tp_plans.checks.sizes import Cut, legal_sizes
 from tp_plans.errors import CheckFailedError
 from tp_plans.plan import Plan
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """All findings of one check.
 
     Args:
         plan: the plan.
         tp: the size of the axis that was asked for.
         findings: what was found.
-        cuts: what the plan deals over the axis.
+        constraints: what the plan shards over the axis.
     """
 
     plan: Plan
     tp: int
     findings: tuple[Finding, ...]
-    cuts: tuple[Cut, ...] = ()
+    constraints: tuple[Constraint, ...] = ()
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -34,7 +34,7 @@ class Report:
     @property
     def legal_tp(self) -> tuple[int, ...]:
         """The sizes of the axis, to 1024, over which everything in the plan can be dealt."""
-        return legal_sizes(self.cuts)
+        return valid_tp_sizes(self.constraints)
 
     def raise_on_error(self) -> None:
         """Raise :class:`CheckFailedError` listing every error, if there is one."""

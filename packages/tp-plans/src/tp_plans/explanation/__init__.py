@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from tp_plans.arguments import require_model, require_plan, require_size
-from tp_plans.checks.tree import tree_of
+from tp_plans._validate import require_size
 from tp_plans.errors import CheckFailedError
-from tp_plans.explanation.collectives import Collective, collectives_of
-from tp_plans.explanation.placements import PlacedParameter, placed
-from tp_plans.explanation.told import Explanation, RuleExplanation
-from tp_plans.plan import Plan
-from tp_plans.styles import BareParameter
+from tp_plans.explanation.collectives import CollectiveSummary, collectives_of
+from tp_plans.explanation.placements import ShardedParameter, sharded_parameters
+from tp_plans.explanation.types import Explanation, RuleExplanation
+from tp_plans.model_tree import ModelTree
+from tp_plans.plan import Plan, require_plan
+from tp_plans.planned_tree import PlannedTree
+from tp_plans.styles import ParameterStyle
 
-__all__ = ["Collective", "Explanation", "PlacedParameter", "RuleExplanation", "explain"]
+__all__ = ["CollectiveSummary", "Explanation", "RuleExplanation", "ShardedParameter", "explain"]
 
 
 def explain(plan: Plan, model: Any, *, tp: int) -> Explanation:
@@ -35,22 +36,24 @@ def explain(plan: Plan, model: Any, *, tp: int) -> Explanation:
         ModelError: ``model`` is no model.
     """
     require_plan(plan)
-    require_model(model)
+    tree = ModelTree.of(model)
     require_size(tp, CheckFailedError)
-    tree = tree_of(plan, model)
+    planned = PlannedTree(tree, plan)
     rules = []
     for pattern, style in plan.items():
-        found = tree.parameters if isinstance(style, BareParameter) else tree.modules
-        places = tuple(path for path in found if tree.rules[path][:1] == [pattern])
+        found = planned.parameters if isinstance(style, ParameterStyle) else planned.modules
+        places = tuple(path for path in found if planned.rules[path][:1] == [pattern])
         rules.append(
             RuleExplanation(
                 pattern=pattern,
                 style=style,
                 places=places,
-                parameters=tuple(each for path in places for each in placed(path, tree, tp)),
-                collectives=collectives_of(places, style, tree, tp),
+                parameters=tuple(each for path in places for each in sharded_parameters(path, planned, tp)),
+                collectives=collectives_of(places, style, planned, tp),
             )
         )
     ruled = {parameter.path for rule in rules for parameter in rule.parameters}
-    rest = (each for path in tree.modules for each in placed(path, tree, tp) if each.path not in ruled)
+    rest = (
+        each for path in planned.modules for each in sharded_parameters(path, planned, tp) if each.path not in ruled
+    )
     return Explanation(plan, tp, tuple(rules), tuple(rest))

@@ -11,37 +11,38 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tp_plans.attributes import number
-from tp_plans.checks.tree import Tree, ancestors, join, parent
 from tp_plans.layouts import Layout, Partial, Replicate, Shard
-from tp_plans.rows import stored_rows, used_rows
+from tp_plans.model_tree import ancestors, join, parent
+from tp_plans.module_attrs import resolve_int
+from tp_plans.planned_tree import PlannedTree
+from tp_plans.row_ranges import compute_ranges, shard_ranges
 from tp_plans.styles import (
-    BareParameter,
+    AllReduceOutput,
+    ColwiseEmbedding,
     ColwiseParallel,
     ExpertsParallel,
-    FeatureParallelEmbedding,
     GatheredParameters,
-    LatentProjection,
+    GatherSequence,
+    MLAKVProjection,
+    NoParallel,
     ParallelAttention,
-    PrepareInput,
-    Replicated,
+    ParameterStyle,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     Style,
-    SumOutput,
     VocabParallelEmbedding,
-    WholeSequence,
 )
 
 Kind = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 When = Literal["forward", "backward"]
 
-_PREPARED = "prepared"  # a whole DTensor, whose gradient is summed where it was prepared
-_Arrival = Layout | Literal["prepared"]
+_GATHERED_ABOVE = "prepared"  # a whole DTensor, whose gradient is summed where it was prepared
+_InputLayout = Layout | Literal["prepared"]
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveSummary:
     """How often the ranks talk in one way.
 
     Args:
@@ -60,99 +61,106 @@ class Collective:
         return f"{self.when}: {self.kind} x {self.count} ({self.what})"
 
 
-_Sent = tuple[Kind, When, str]
+_Comm = tuple[Kind, When, str]
 
 
-def collectives_of(places: Sequence[str], style: Style, tree: Tree, tp: int) -> tuple[Collective, ...]:
+def collectives_of(places: Sequence[str], style: Style, planned: PlannedTree, tp: int) -> tuple[CollectiveSummary, ...]:
     """The collectives that a rule causes at all its places together; none on a single rank."""
     if tp == 1:
         return ()
-    counts = Counter(sent for path in places for sent in _sent(path, style, tree, tp))
-    return tuple(Collective(kind, when, count, what) for (kind, when, what), count in counts.items())
+    counts = Counter(sent for path in places for sent in _comms(path, style, planned, tp))
+    return tuple(CollectiveSummary(kind, when, count, what) for (kind, when, what), count in counts.items())
 
 
-def _sent(path: str, style: Style, tree: Tree, tp: int) -> Iterator[_Sent]:
+def _comms(path: str, style: Style, planned: PlannedTree, tp: int) -> Iterator[_Comm]:
     match style:
         case ColwiseParallel():
-            yield from _column(path, style, tree, tp)
-        case LatentProjection():
-            yield from _read(_arrival(path, tree))
+            yield from _column(path, style, planned, tp)
+        case MLAKVProjection():
+            yield from _gather_input(_input_layout(path, planned))
             yield "all_gather", "forward", "features"
             yield "all_reduce", "backward", "gradient of the rotary key"
         case RowwiseParallel():
-            yield from _row(path, style, tree, tp)
+            yield from _row(path, style, planned, tp)
         case VocabParallelEmbedding():
-            yield from _summed(style.output)
-        case FeatureParallelEmbedding(output=Replicate()) | FeatureParallelEmbedding(output=Shard(dim=1)):
-            yield from _from_features(style.output)
+            yield from _reduce_output(style.output_layouts)
+        case ColwiseEmbedding(output_layouts=Replicate()) | ColwiseEmbedding(output_layouts=Shard(dim=1)):
+            yield from _redistribute_features(style.output_layouts)
         case ExpertsParallel():
-            yield from _summed(style.output)
+            yield from _reduce_output(style.output_layouts)
             yield "all_reduce", "backward", "gradient of the tokens"
             yield "all_reduce", "backward", "gradient of the routing weights"
-        case SumOutput():
-            yield from _summed(style.output)
+        case AllReduceOutput():
+            yield from _reduce_output(style.output_layouts)
             yield "all_reduce", "backward", "gradient of the input"
-        case SequenceParallel() | Replicated(gradient="partial"):
-            for name in tree.own_parameters(path):
+        case SequenceParallel() | NoParallel(gradient="partial"):
+            for name in planned.tree.own_parameters(path):
                 yield "all_reduce", "backward", f"gradient of {name}"
         case GatheredParameters(names=names):
             for name in names:
-                if join(path, name) in tree.parameters:
+                if join(path, name) in planned.parameters:
                     yield "all_gather", "forward", name
-        case BareParameter():
-            yield from _bare(path.rpartition(".")[2], style)
-        case PrepareInput() | ParallelAttention():
-            yield from _prepared(path, style, tree)
-        case WholeSequence(around=around):
-            if tree.plan.sequence_parallel:
+        case ParameterStyle():
+            yield from _parameter(path.rpartition(".")[2], style)
+        case PrepareModuleInput() | ParallelAttention():
+            yield from _prepare_input(path, style, planned)
+        case GatherSequence(inner=around):
+            if planned.plan.sequence_parallel:
                 yield "all_gather", "forward", "the sequence"
                 yield "all_gather", "backward", "gradient of the sequence"
             if around is not None:
-                yield from _sent(path, around, tree, tp)
+                yield from _comms(path, around, planned, tp)
 
 
-def _column(path: str, style: ColwiseParallel, tree: Tree, tp: int) -> Iterator[_Sent]:
-    yield from _read(Shard(-1) if style.input == Shard(-1) else _arrival(path, tree))
-    yield from _exchanged(path, style, tree, tp)
-    yield from _from_features(style.output)
+def _column(path: str, style: ColwiseParallel, planned: PlannedTree, tp: int) -> Iterator[_Comm]:
+    yield from _gather_input(Shard(-1) if style.input_layouts == Shard(-1) else _input_layout(path, planned))
+    yield from _row_exchange(path, style, planned, tp)
+    yield from _redistribute_features(style.output_layouts)
 
 
-def _row(path: str, style: RowwiseParallel, tree: Tree, tp: int) -> Iterator[_Sent]:
-    if style.input == Replicate():
-        if _arrival(path, tree) == Shard(1):
+def _row(path: str, style: RowwiseParallel, planned: PlannedTree, tp: int) -> Iterator[_Comm]:
+    if style.input_layouts == Replicate():
+        if _input_layout(path, planned) == Shard(1):
             yield "all_to_all", "forward", "input"
             yield "all_to_all", "backward", "gradient of the input"
         else:
             yield "all_gather", "backward", "gradient of the input"
-    yield from _exchanged(path, style, tree, tp)
-    yield from _summed(style.output)
+    yield from _row_exchange(path, style, planned, tp)
+    yield from _reduce_output(style.output_layouts)
 
 
-def _arrival(path: str, tree: Tree) -> _Arrival:
+def _input_layout(path: str, planned: PlannedTree) -> _InputLayout:
     """How the input of a layer lies."""
-    stream: Layout = Shard(1) if tree.plan.sequence_parallel else Replicate()
-    if not _reads_stream(path, tree):
+    stream: Layout = Shard(1) if planned.plan.sequence_parallel else Replicate()
+    if not _reads_stream(path, planned):
         return Replicate()
     for above in ancestors(path):
-        match tree.own_style(above):
-            case PrepareInput(layout=Replicate()) | ParallelAttention(layout=Replicate()):
-                return _PREPARED  # type: ignore[return-value]
-        if isinstance(tree.style(above), WholeSequence):
+        match planned.own_style(above):
+            case PrepareModuleInput(layout=Replicate()) | ParallelAttention(layout=Replicate()):
+                return _GATHERED_ABOVE  # type: ignore[return-value]
+        if isinstance(planned.style(above), GatherSequence):
             return Replicate()
     return stream
 
 
-def _reads_stream(path: str, tree: Tree) -> bool:
-    weight = tree.weight(path)
-    width = next((w.shape[1] for p, s in tree.styled() if _is_table(s) and (w := tree.weight(p)) is not None), None)
+def _reads_stream(path: str, planned: PlannedTree) -> bool:
+    weight = planned.tree.weight(path)
+    width = next(
+        (
+            w.shape[1]
+            for p, s in planned.styled_modules()
+            if _is_embedding(s) and (w := planned.tree.weight(p)) is not None
+        ),
+        None,
+    )
     return weight is None or width is None or weight.shape[1] == width
 
 
-def _is_table(style: Style) -> bool:
-    return isinstance(style, (VocabParallelEmbedding, FeatureParallelEmbedding))
+def _is_embedding(style: Style) -> bool:
+    return isinstance(style, (VocabParallelEmbedding, ColwiseEmbedding))
 
 
-def _read(arrives: _Arrival) -> Iterator[_Sent]:
+def _gather_input(arrives: _InputLayout) -> Iterator[_Comm]:
     """Gathering an input, and reducing its gradient, of which every rank computes a part."""
     if isinstance(arrives, Shard):
         yield "all_gather", "forward", "input"
@@ -161,7 +169,7 @@ def _read(arrives: _Arrival) -> Iterator[_Sent]:
         yield "all_reduce", "backward", "gradient of the input"
 
 
-def _summed(output: Layout) -> Iterator[_Sent]:
+def _reduce_output(output: Layout) -> Iterator[_Comm]:
     """Adding up the ranks' outputs."""
     if isinstance(output, Replicate):
         yield "all_reduce", "forward", "output"
@@ -170,7 +178,7 @@ def _summed(output: Layout) -> Iterator[_Sent]:
         yield "all_gather", "backward", "gradient of the output"
 
 
-def _from_features(output: Layout) -> Iterator[_Sent]:
+def _redistribute_features(output: Layout) -> Iterator[_Comm]:
     """Bringing an output that is split on its features to another layout."""
     if isinstance(output, Replicate):
         yield "all_gather", "forward", "output"
@@ -179,39 +187,41 @@ def _from_features(output: Layout) -> Iterator[_Sent]:
         yield "all_to_all", "backward", "gradient of the output"
 
 
-def _bare(name: str, style: BareParameter) -> Iterator[_Sent]:
+def _parameter(name: str, style: ParameterStyle) -> Iterator[_Comm]:
     if style.gathered:
         yield "all_gather", "forward", name
     if style.gradient == "partial":
         yield ("reduce_scatter" if style.gathered else "all_reduce"), "backward", f"gradient of {name}"
 
 
-def _prepared(path: str, style: PrepareInput | ParallelAttention, tree: Tree) -> Iterator[_Sent]:
-    arrives = Replicate() if isinstance(tree.style(path), WholeSequence) else _arrival(path, tree)
-    if style.layout == Replicate() and arrives != _PREPARED:
-        yield from _read(arrives)
-    elif isinstance(style.layout, Shard) and _is_whole_at_first(tree):
+def _prepare_input(path: str, style: PrepareModuleInput | ParallelAttention, planned: PlannedTree) -> Iterator[_Comm]:
+    arrives = Replicate() if isinstance(planned.style(path), GatherSequence) else _input_layout(path, planned)
+    if style.layout == Replicate() and arrives != _GATHERED_ABOVE:
+        yield from _gather_input(arrives)
+    elif isinstance(style.layout, Shard) and _embeds_before_root(planned):
         yield "all_gather", "backward", "gradient of the input"
 
 
-def _is_whole_at_first(tree: Tree) -> bool:
+def _embeds_before_root(planned: PlannedTree) -> bool:
     """Whether embeddings are looked up whole, and cut where the language model begins."""
-    return any(isinstance(s, VocabParallelEmbedding) and s.output == Replicate() for s in tree.plan.values())
+    return any(isinstance(s, VocabParallelEmbedding) and s.output_layouts == Replicate() for s in planned.plan.values())
 
 
-def _exchanged(path: str, style: ColwiseParallel | RowwiseParallel, tree: Tree, tp: int) -> Iterator[_Sent]:
+def _row_exchange(
+    path: str, style: ColwiseParallel | RowwiseParallel, planned: PlannedTree, tp: int
+) -> Iterator[_Comm]:
     """Fetching rows of a weight that other ranks store, and returning their gradients."""
-    if not style.pieces and not (isinstance(style, ColwiseParallel) and style.shared):
+    if not style.fused_sizes and not (isinstance(style, ColwiseParallel) and style.replicate_kv_heads):
         return
-    above = tree.modules[parent(path)]
-    unit, pieces = number(above, style.unit), [number(above, piece) for piece in style.pieces]
+    above = planned.modules[parent(path)]
+    unit, pieces = resolve_int(above, style.multiple_of), [resolve_int(above, piece) for piece in style.fused_sizes]
     dim = 0 if isinstance(style, ColwiseParallel) else 1
-    shared = isinstance(style, ColwiseParallel) and style.shared
-    for name, parameter in tree.own_parameters(path).items():
+    shared = isinstance(style, ColwiseParallel) and style.replicate_kv_heads
+    for name, parameter in planned.tree.own_parameters(path).items():
         if parameter.ndim > dim:
             size = parameter.shape[dim]
-            used = used_rows(size, tp, unit=unit, pieces=pieces, shared=shared)
+            used = compute_ranges(size, tp, unit=unit, pieces=pieces, shared=shared)
             rows = [[row for part in rank for row in part] for rank in used]
-            if rows != [list(stored) for stored in stored_rows(size, tp)]:
+            if rows != [list(stored) for stored in shard_ranges(size, tp)]:
                 yield "all_to_all", "forward", f"rows of {name}"
                 yield "all_to_all", "backward", f"gradient of rows of {name}"

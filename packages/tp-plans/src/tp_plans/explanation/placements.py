@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tp_plans.checks.tree import Tree, join
-from tp_plans.checks.whole import size_of
+from tp_plans.checks.replicated import size_of
 from tp_plans.layouts import Layout, Replicate, Shard
-from tp_plans.rows import stored_rows
+from tp_plans.model_tree import join
+from tp_plans.planned_tree import PlannedTree
+from tp_plans.row_ranges import shard_ranges
 from tp_plans.styles import GatheredParameters
 
 
 @dataclass(frozen=True)
-class PlacedParameter:
+class ShardedParameter:
     """One parameter of a model.
 
     Args:
@@ -36,25 +37,25 @@ class PlacedParameter:
         return self.path.rpartition(".")[2]
 
 
-def placed(path: str, tree: Tree, tp: int) -> Iterator[PlacedParameter]:
+def sharded_parameters(path: str, planned: PlannedTree, tp: int) -> Iterator[ShardedParameter]:
     """A parameter, or those of a module that have no rule of their own."""
-    if path in tree.parameters:
-        yield _placed(path, tree, tp)
+    if path in planned.parameters:
+        yield _sharded(path, planned, tp)
         return
-    style = tree.own_style(path)
+    style = planned.own_style(path)
     below = style.names if isinstance(style, GatheredParameters) else ()
-    for name in dict.fromkeys((*tree.own_parameters(path), *below)):
+    for name in dict.fromkeys((*planned.tree.own_parameters(path), *below)):
         parameter = join(path, name)
-        if parameter in tree.parameters and not tree.rules[parameter]:
-            yield _placed(parameter, tree, tp)
+        if parameter in planned.parameters and not planned.rules[parameter]:
+            yield _sharded(parameter, planned, tp)
 
 
-def _placed(path: str, tree: Tree, tp: int) -> PlacedParameter:
-    parameter, layout = tree.parameters[path], tree.layout(path)
+def _sharded(path: str, planned: PlannedTree, tp: int) -> ShardedParameter:
+    parameter, layout = planned.parameters[path], planned.layout(path)
     shape = tuple(map(int, parameter.shape))
     local = list(shape)
     if isinstance(layout, Shard) and -len(shape) <= layout.dim < len(shape):
-        local[layout.dim] = len(stored_rows(shape[layout.dim], tp)[0])
+        local[layout.dim] = len(shard_ranges(shape[layout.dim], tp)[0])
     elif layout is not None and not isinstance(layout, Shard):
         layout = Replicate()
-    return PlacedParameter(path, shape, tuple(local), layout, size_of(parameter))
+    return ShardedParameter(path, shape, tuple(local), layout, size_of(parameter))

@@ -2,7 +2,7 @@
 
 Styles are frozen data.  Each is right by itself: an activation that arrives as a plain tensor is read in the
 style's ``input`` layout, one that arrives as a DTensor says itself how it lies and is redistributed as needed.
-So a plan stays correct when a rule that merely saves communication (``PrepareInput``) is left out.
+So a plan stays correct when a rule that merely saves communication (``PrepareModuleInput``) is left out.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Any, get_args
 
 from tp_plans.errors import PlanError, UnknownStyleError
 from tp_plans.layouts import Layout, Partial, Replicate, Shard, layout_from_str
-from tp_plans.styles.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
-from tp_plans.styles.experts import DividedInput, ExpertsParallel, SumOutput
-from tp_plans.styles.linear import ColwiseParallel, LatentProjection, RowwiseParallel
-from tp_plans.styles.stream import ParallelAttention, PrepareInput, WholeSequence
-from tp_plans.styles.whole import BareParameter, GatheredParameters, Replicated, SequenceParallel
+from tp_plans.styles.activations import GatherSequence, ParallelAttention, PrepareModuleInput
+from tp_plans.styles.embedding import ColwiseEmbedding, VocabParallelEmbedding
+from tp_plans.styles.experts import AllReduceOutput, ExpertsParallel, ScaleInput
+from tp_plans.styles.linear import ColwiseParallel, MLAKVProjection, RowwiseParallel
+from tp_plans.styles.replicated import GatheredParameters, NoParallel, ParameterStyle, SequenceParallel
 
 __all__ = [
-    "BareParameter",
+    "AllReduceOutput",
+    "ColwiseEmbedding",
     "ColwiseParallel",
-    "DividedInput",
     "ExpertsParallel",
-    "FeatureParallelEmbedding",
+    "GatherSequence",
     "GatheredParameters",
-    "LatentProjection",
+    "MLAKVProjection",
+    "NoParallel",
     "ParallelAttention",
-    "PrepareInput",
-    "Replicated",
+    "ParameterStyle",
+    "PrepareModuleInput",
     "RowwiseParallel",
+    "ScaleInput",
     "SequenceParallel",
     "Style",
-    "SumOutput",
     "VocabParallelEmbedding",
-    "WholeSequence",
     "parameter_layout",
     "style_from_dict",
     "style_to_dict",
@@ -44,40 +44,40 @@ __all__ = [
 Style = (
     ColwiseParallel
     | RowwiseParallel
-    | LatentProjection
+    | MLAKVProjection
     | VocabParallelEmbedding
-    | FeatureParallelEmbedding
+    | ColwiseEmbedding
     | ExpertsParallel
-    | DividedInput
-    | SumOutput
-    | BareParameter
+    | ScaleInput
+    | AllReduceOutput
+    | ParameterStyle
     | GatheredParameters
     | SequenceParallel
-    | Replicated
-    | PrepareInput
+    | NoParallel
+    | PrepareModuleInput
     | ParallelAttention
-    | WholeSequence
+    | GatherSequence
 )
 
 _STYLES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Style)}
-_LAYOUT_FIELDS = ("input", "output", "layout")
-_TUPLE_FIELDS = ("pieces", "counts", "names")
+_LAYOUT_FIELDS = ("input_layouts", "output_layouts", "layout")
+_TUPLE_FIELDS = ("fused_sizes", "head_count_attrs", "names")
 
 
 def parameter_layout(style: Style | None, ndim: int) -> Layout | None:
     """How a style lays its module's parameter of ``ndim`` dims over the axis; ``None`` where it leaves it alone."""
     match style:
-        case WholeSequence(around=around):
-            return parameter_layout(around, ndim)
-        case None | PrepareInput() | ParallelAttention():
+        case GatherSequence(inner=inner):
+            return parameter_layout(inner, ndim)
+        case None | PrepareModuleInput() | ParallelAttention():
             return None
-        case GatheredParameters() | SumOutput() | DividedInput():
+        case GatheredParameters() | AllReduceOutput() | ScaleInput():
             return None
-        case ColwiseParallel() | LatentProjection() | VocabParallelEmbedding() | ExpertsParallel():
+        case ColwiseParallel() | MLAKVProjection() | VocabParallelEmbedding() | ExpertsParallel():
             return Shard(0)
-        case RowwiseParallel() | FeatureParallelEmbedding():
+        case RowwiseParallel() | ColwiseEmbedding():
             return Shard(1) if ndim > 1 else Replicate()
-        case BareParameter(layout=layout):
+        case ParameterStyle(layout=layout):
             return layout
         case _:
             return Replicate()
@@ -122,8 +122,8 @@ def style_from_dict(data: Mapping[str, Any]) -> Style:
     for field in _TUPLE_FIELDS:
         if isinstance(fields.get(field), list):
             fields[field] = tuple(fields[field])
-    if isinstance(around := fields.get("around"), Mapping):
-        if "around" in around:  # nothing that may stand there has one, and data could go on for ever
-            raise PlanError(f"{name}.around has an 'around' of its own: write a style that stands for itself")
-        fields["around"] = style_from_dict(around)
+    if isinstance(inner := fields.get("inner"), Mapping):
+        if "inner" in inner:  # nothing that may stand there has one, and data could go on for ever
+            raise PlanError(f"{name}.inner has an 'inner' of its own: write a style that stands for itself")
+        fields["inner"] = style_from_dict(inner)
     return cls(**fields)  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tp_plans.fields import (
+from tp_plans._validate import (
     require_flag,
     require_layout,
 )
@@ -19,30 +19,30 @@ class VocabParallelEmbedding:
     rank's gradient is its own slice of the table.  Source: Megatron-LM (arXiv:1909.08053), section 3.
 
     Args:
-        output: layout of the output: ``Replicate()``, or ``Shard(dim)`` to reduce-scatter onto a dim.
+        output_layouts: layout of the output: ``Replicate()``, or ``Shard(dim)`` to reduce-scatter onto a dim.
         use_local_output: hand on this rank's plain tensor rather than a DTensor.
     """
 
-    output: Layout = Replicate()
+    output_layouts: Layout = Replicate()
     use_local_output: bool = True
 
     def __post_init__(self) -> None:
-        require_layout(self, "output")
+        require_layout(self, "output_layouts")
         require_flag(self, "use_local_output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureParallelEmbedding:
+class ColwiseEmbedding:
     """An embedding table split on its features: ``[entries, hidden]`` becomes ``[entries, hidden / tp]``.
 
     Args:
-        output: layout of the output: ``Replicate()`` to gather the features, or ``Shard(-1)``.
+        output_layouts: layout of the output: ``Replicate()`` to gather the features, or ``Shard(-1)``.
         use_local_output: hand on this rank's plain tensor rather than a DTensor.
     """
 
-    output: Layout = Replicate()
+    output_layouts: Layout = Replicate()
     use_local_output: bool = True
 
     def __post_init__(self) -> None:
-        require_layout(self, "output")
+        require_layout(self, "output_layouts")
         require_flag(self, "use_local_output")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tp_plans.fields import (
+from tp_plans._validate import (
     require_flag,
     require_layout,
 )
@@ -23,35 +23,35 @@ class ExpertsParallel:
     ``hidden_states`` alone, they are ``[experts * tokens, hidden]``, every expert's in turn (Llama 4).
 
     Args:
-        output: layout of the output: ``Replicate()``, or ``Shard(dim)`` to reduce-scatter onto a dim.
-        skips_absent: whether the forward passes over that index.  Where it does not, routes to other ranks'
+        output_layouts: layout of the output: ``Replicate()``, or ``Shard(dim)`` to reduce-scatter onto a dim.
+        skips_sentinel_index: whether the forward passes over that index.  Where it does not, routes to other ranks'
             experts run on one of this rank's with weight zero: right, and work for nothing.
     """
 
-    output: Layout = Replicate()
-    skips_absent: bool = True
+    output_layouts: Layout = Replicate()
+    skips_sentinel_index: bool = True
 
     def __post_init__(self) -> None:
-        require_layout(self, "output")
-        require_flag(self, "skips_absent")
+        require_layout(self, "output_layouts")
+        require_flag(self, "skips_sentinel_index")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DividedInput:
+class ScaleInput:
     """A module without parameters inside split experts, whose output every rank would add: input over ``tp``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SumOutput:
+class AllReduceOutput:
     """A module whose output is this rank's addend, since what it holds is split: the ranks' outputs are summed.
 
     The gradients of its input are addends too, and are summed.
 
     Args:
-        output: layout of the output: ``Replicate()``, or ``Shard(dim)`` to reduce-scatter onto a dim.
+        output_layouts: layout of the output: ``Replicate()``, or ``Shard(dim)`` to reduce-scatter onto a dim.
     """
 
-    output: Layout = Replicate()
+    output_layouts: Layout = Replicate()
 
     def __post_init__(self) -> None:
-        require_layout(self, "output")
+        require_layout(self, "output_layouts")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tp_plans.fields import (
+from tp_plans._validate import (
     require,
     require_flag,
+    require_fused_sizes,
     require_layout,
-    require_pieces,
-    require_unit,
+    require_multiple_of,
 )
 from tp_plans.layouts import Layout, Partial, Replicate, Shard
 
@@ -21,35 +21,37 @@ class ColwiseParallel:
     The input is gathered where it is not whole; its gradient is summed over the axis.
 
     Args:
-        input: how a plain input tensor is read: ``Replicate()``, or ``Shard(-1)`` for this rank's features.
-        output: layout of the output: ``Shard(-1)``, or ``Replicate()`` to gather the features.
+        input_layouts: how a plain input tensor is read: ``Replicate()``, or ``Shard(-1)`` for this rank's features.
+        output_layouts: layout of the output: ``Shard(-1)``, or ``Replicate()`` to gather the features.
         use_local_output: hand on this rank's plain tensor rather than a DTensor.
-        unit: the features are split in whole multiples of this many: a number, or the name of an integer
+        multiple_of: the features are split in whole multiples of this many: a number, or the name of an integer
             attribute of the parent module, as ``"head_dim"`` for a query projection.
-        pieces: where the weight is several matrices one after another (a fused ``qkv_proj`` or
+        fused_sizes: where the weight is several matrices one after another (a fused ``qkv_proj`` or
             ``gate_up_proj``), how large they are beside one another, as numbers or attributes of the parent:
             ``(1, 1)`` for gate and up.  Each is split by itself, so that a rank gets its part of every one.
-        shared: where the axis is larger than the number of units (key/value heads), the ranks that need the same
-            unit share it: each computes with it, and their gradients are summed.
+        replicate_kv_heads: where the axis is larger than the number of key/value heads, the ranks that need the same
+            head share it: each computes with it, and their gradients are summed.
     """
 
-    input: Layout = Replicate()
-    output: Layout = Shard(-1)
+    input_layouts: Layout = Replicate()
+    output_layouts: Layout = Shard(-1)
     use_local_output: bool = True
-    unit: int | str = 1
-    pieces: tuple[int | str, ...] = ()
-    shared: bool = False
+    multiple_of: int | str = 1
+    fused_sizes: tuple[int | str, ...] = ()
+    replicate_kv_heads: bool = False
 
     def __post_init__(self) -> None:
-        require(self, "input", self.input in (Replicate(), Shard(-1)), "Replicate() or Shard(-1)")
-        require_layout(self, "output")
+        require(self, "input_layouts", self.input_layouts in (Replicate(), Shard(-1)), "Replicate() or Shard(-1)")
+        require_layout(self, "output_layouts")
         require_flag(self, "use_local_output")
-        require_unit(self, "unit")
-        require_pieces(self, "pieces")
-        require_flag(self, "shared")
-        whole = self.output == Replicate() and (self.pieces or self.shared)
-        require(self, "output", not whole, "Shard(-1): features of several pieces, or shared ones, are not gathered")
-        hidden = not self.use_local_output and (self.pieces or self.shared)
+        require_multiple_of(self, "multiple_of")
+        require_fused_sizes(self, "fused_sizes")
+        require_flag(self, "replicate_kv_heads")
+        whole = self.output_layouts == Replicate() and (self.fused_sizes or self.replicate_kv_heads)
+        require(
+            self, "output_layouts", not whole, "Shard(-1): features of several pieces, or shared ones, are not gathered"
+        )
+        hidden = not self.use_local_output and (self.fused_sizes or self.replicate_kv_heads)
         require(self, "use_local_output", not hidden, "True: no DTensor layout describes such features")
 
 
@@ -60,33 +62,33 @@ class RowwiseParallel:
     The ranks' partial outputs are summed.  A bias stays whole and is added once.
 
     Args:
-        input: how a plain input tensor is read: ``Shard(-1)``, or ``Replicate()`` to cut it first.
-        output: layout of the output: ``Replicate()``, ``Shard(dim)`` to reduce-scatter onto a dim, or
+        input_layouts: how a plain input tensor is read: ``Shard(-1)``, or ``Replicate()`` to cut it first.
+        output_layouts: layout of the output: ``Replicate()``, ``Shard(dim)`` to reduce-scatter onto a dim, or
             ``Partial()`` to leave the sum to whoever adds more to it.
         use_local_output: hand on this rank's plain tensor rather than a DTensor.
-        unit: the features are split in whole multiples of this many, as in ``ColwiseParallel``.
-        pieces: where the input is several vectors one after another, as in ``ColwiseParallel``.
+        multiple_of: the features are split in whole multiples of this many, as in ``ColwiseParallel``.
+        fused_sizes: where the input is several vectors one after another, as in ``ColwiseParallel``.
     """
 
-    input: Layout = Shard(-1)
-    output: Layout = Replicate()
+    input_layouts: Layout = Shard(-1)
+    output_layouts: Layout = Replicate()
     use_local_output: bool = True
-    unit: int | str = 1
-    pieces: tuple[int | str, ...] = ()
+    multiple_of: int | str = 1
+    fused_sizes: tuple[int | str, ...] = ()
 
     def __post_init__(self) -> None:
         # A plain tensor tells nothing of the other ranks' sizes, so a cut of any other dim could not be read.
-        require(self, "input", self.input in (Shard(-1), Replicate()), "Shard(-1) or Replicate()")
-        require_layout(self, "output", Replicate, Shard, Partial)
+        require(self, "input_layouts", self.input_layouts in (Shard(-1), Replicate()), "Shard(-1) or Replicate()")
+        require_layout(self, "output_layouts", Replicate, Shard, Partial)
         require_flag(self, "use_local_output")
-        require_unit(self, "unit")
-        require_pieces(self, "pieces")
-        whole = self.input == Replicate() and self.pieces
-        require(self, "input", not whole, "Shard(-1): an input of several pieces arrives split")
+        require_multiple_of(self, "multiple_of")
+        require_fused_sizes(self, "fused_sizes")
+        whole = self.input_layouts == Replicate() and self.fused_sizes
+        require(self, "input_layouts", not whole, "Shard(-1): an input of several pieces arrives split")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentProjection:
+class MLAKVProjection:
     """The projection of multi-head latent attention to the compressed keys and values (``kv_a_proj_with_mqa``).
 
     The weight's rows are split and the output is gathered.  Its last features, the rotary key that all heads
@@ -94,10 +96,10 @@ class LatentProjection:
     go through a column-wise layer, which sums.  Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 
     Args:
-        rotary: how many features the shared rotary key has: a number, or the name of an attribute of the parent.
+        rope_dim: how many features the shared rotary key has: a number, or the name of an attribute of the parent.
     """
 
-    rotary: int | str = "qk_rope_head_dim"
+    rope_dim: int | str = "qk_rope_head_dim"
 
     def __post_init__(self) -> None:
-        require_unit(self, "rotary")
+        require_multiple_of(self, "rope_dim")

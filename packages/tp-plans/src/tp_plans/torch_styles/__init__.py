@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tp_plans.matches import parameters_of
-from tp_plans.plan import Plan
+from tp_plans.model_tree import ModelTree
 from tp_plans.styles import Style
-from tp_plans.torch_styles.fold import folded
-from tp_plans.torch_styles.owner import style_to_torch
+from tp_plans.torch_styles.build import style_to_torch
+from tp_plans.torch_styles.parent_rules import group_by_parent
+
+if TYPE_CHECKING:
+    from tp_plans.plan import Plan
 
 __all__ = ["styles_by_path", "to_torch"]
 
@@ -23,7 +25,7 @@ def to_torch(plan: Mapping[str, Style]) -> dict[str, ParallelStyle]:
     """
     made: dict[Hashable, ParallelStyle] = {}
     styles: dict[str, ParallelStyle] = {}
-    for pattern, (style, owned) in folded(plan).items():
+    for pattern, (style, owned) in group_by_parent(plan).items():
         key = (style, owned.key())
         if key not in made:
             made[key] = style_to_torch(style, owned)
@@ -37,6 +39,6 @@ def styles_by_path(plan: Plan, model: Any) -> dict[str, ParallelStyle]:
     torch warns of every layer that lacks what a pattern names, as layers of another kind do; and rules for one
     module that stand at different patterns are told apart from rules for different modules.
     """
-    modules = dict(model.named_modules())
-    places = (*modules, *parameters_of(modules))
+    tree = ModelTree.of(model)
+    places = (*tree.modules, *tree.parameters)
     return to_torch({path: plan[matched[0]] for path in places if (matched := plan.match(path))})

@@ -12,11 +12,11 @@ from tp_plans import layouts
 from tp_plans._torch_compat import own_parameters
 from tp_plans.errors import PlanError
 from tp_plans.styles import GatheredParameters
-from tp_plans.torch_styles.gradients import whole_view
-from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, distributed_once
+from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, distribute_tied
+from tp_plans.torch_styles.gradients import full_view
 
 
-class LocalGathered(LocalStyle):
+class GatheredParametersImpl(LocalTensorStyle):
     """``GatheredParameters``: the gathered tensors take the parameters' places."""
 
     style: GatheredParameters
@@ -25,17 +25,19 @@ class LocalGathered(LocalStyle):
         for owner, name in self._places(module):
             parameter = own_parameters(owner)[name]
             if parameter is not None and not isinstance(parameter.data, DTensor):
-                sharded = distributed_once(parameter, mesh, layouts.Shard(0), self.src_data_rank)
+                sharded = distribute_tied(parameter, mesh, layouts.Shard(0), self.src_data_rank)
                 owner.register_parameter(name, sharded)
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
-        return whole_view(parameter) if name in self.style.names else super().local_parameter(name, parameter)
+        return full_view(parameter) if name in self.style.names else super().local_parameter(name, parameter)
 
-    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+    def pre_forward(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
+    ) -> tuple[Args, Kwargs]:
         for owner, name in self._places(module):
             parameter = own_parameters(owner)[name]
             if isinstance(parameter, DTensor):
-                call.borrow(owner, name, parameter, whole_view(parameter))
+                context.swap_in(owner, name, parameter, full_view(parameter))
         return args, kwargs
 
     def _places(self, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -10,28 +10,38 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from tp_plans.styles import ParameterStyle
+
 
 def local_view(parameter: DTensor) -> Tensor:
     """This rank's plain part of a parameter, whose gradient lies as the parameter does."""
-    if _uneven(parameter) and parameter.requires_grad and torch.is_grad_enabled():
+    if _is_uneven(parameter) and parameter.requires_grad and torch.is_grad_enabled():
         return cast(Tensor, _UnevenView.apply(parameter))  # type: ignore[no-untyped-call]
     return parameter.to_local()
 
 
-def whole_view(parameter: DTensor, *, partial: bool = False) -> Tensor:
+def full_view(parameter: DTensor, *, partial: bool = False) -> Tensor:
     """The whole of a split parameter as a plain tensor; each rank keeps its part of the gradient.
 
     Args:
         parameter: split over a one-axis mesh.
         partial: whether what a rank computes is a part of the gradient, and the ranks' are to be summed.
     """
-    source = parameter if torch.is_grad_enabled() else _detached(parameter)
+    source = parameter if torch.is_grad_enabled() else _detach(parameter)
     whole = source.redistribute(placements=[Replicate()])
     plain = whole.to_local(grad_placements=[Partial() if partial else Replicate()])
-    return cast(Tensor, _DenseGradient.apply(plain)) if _uneven(parameter) else plain  # type: ignore[no-untyped-call]
+    return cast(Tensor, _DenseGradient.apply(plain)) if _is_uneven(parameter) else plain  # type: ignore[no-untyped-call]
 
 
-def _detached(parameter: DTensor) -> DTensor:
+def parameter_view(rule: ParameterStyle, parameter: DTensor) -> Tensor:
+    """This rank's part, or the whole, of a bare parameter; its gradient lies as the parameter does."""
+    partial = rule.gradient == "partial"
+    if rule.gathered:
+        return full_view(parameter, partial=partial)
+    return summed_gradient(parameter) if partial else local_view(parameter)
+
+
+def _detach(parameter: DTensor) -> DTensor:
     """The same part without a gradient: where none is recorded torch 2.10 cannot redistribute what requires one.
 
     Nor can it detach a DTensor in inference mode.
@@ -41,7 +51,7 @@ def _detached(parameter: DTensor) -> DTensor:
     return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
-def _uneven(parameter: DTensor) -> bool:
+def _is_uneven(parameter: DTensor) -> bool:
     """Whether the ranks' parts differ in size."""
     (cut,) = parameter.placements
     return isinstance(cut, Shard) and parameter.shape[cut.dim] % parameter.device_mesh.size() > 0
@@ -103,12 +113,12 @@ class _SumGradient(torch.autograd.Function):
         return partial.full_tensor(), None
 
 
-def plain_output(tensor: DTensor) -> Tensor:
+def to_local_writable(tensor: DTensor) -> Tensor:
     """This rank's part as a plain tensor of its own, which model code may change in place: no view, as ``to_local``."""
-    return cast(Tensor, _Plain.apply(tensor))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _ToLocalWritable.apply(tensor))  # type: ignore[no-untyped-call]
 
 
-class _Plain(torch.autograd.Function):
+class _ToLocalWritable(torch.autograd.Function):
     """The local tensor forward; its gradient lies as the DTensor did."""
 
     @staticmethod
@@ -124,15 +134,15 @@ class _Plain(torch.autograd.Function):
         )
 
 
-def depending(output: Tensor, on: Iterable[object]) -> Tensor:
+def attach_zero_grads(output: Tensor, on: Iterable[object]) -> Tensor:
     """The output as if computed from tensors that it does not depend on: their gradients are zeros, not absent."""
     tensors = [value for value in on if isinstance(value, Tensor) and value.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return output
-    return cast(Tensor, _Depending.apply(output, *tensors))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _AttachZeroGrads.apply(output, *tensors))  # type: ignore[no-untyped-call]
 
 
-class _Depending(torch.autograd.Function):
+class _AttachZeroGrads(torch.autograd.Function):
     """Identity in the output forward; zeros backward."""
 
     @staticmethod

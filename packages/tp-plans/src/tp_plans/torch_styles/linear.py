@@ -11,23 +11,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from tp_plans import layouts
-from tp_plans.attributes import number
-from tp_plans.rows import used_rows
-from tp_plans.styles import BareParameter, ColwiseParallel, LatentProjection, RowwiseParallel
-from tp_plans.torch_styles.exchange import RowExchange
-from tp_plans.torch_styles.gradients import local_view, plain_output, summed_gradient, with_summed_gradient
-from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
-from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
-from tp_plans.torch_styles.reduce import handed_on, reduced
+from tp_plans.module_attrs import resolve_int
+from tp_plans.row_ranges import compute_ranges
+from tp_plans.styles import ColwiseParallel, MLAKVProjection, ParameterStyle, RowwiseParallel
+from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, first_argument
+from tp_plans.torch_styles.gradients import local_view, summed_gradient, to_local_writable, with_summed_gradient
+from tp_plans.torch_styles.placement import as_dtensor, redistribute, reduce_output, to_output, wrap
+from tp_plans.torch_styles.row_all_to_all import RowExchange
 
 
-class LocalColwise(LocalStyle):
+class ColwiseParallelImpl(LocalTensorStyle):
     """``ColwiseParallel``: gathers the input, computes this rank's features."""
 
     style: ColwiseParallel
 
-    def __init__(self, style: ColwiseParallel, bare: Mapping[str, BareParameter] | None = None) -> None:
-        super().__init__(style, bare)
+    def __init__(self, style: ColwiseParallel, parameter_rules: Mapping[str, ParameterStyle] | None = None) -> None:
+        super().__init__(style, parameter_rules)
         self._exchanges: dict[int, RowExchange] = {}
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -38,9 +37,11 @@ class LocalColwise(LocalStyle):
         exchange = self._exchanges.get(parameter.shape[0])
         return own if exchange is None else exchange(own, parameter.device_mesh)
 
-    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+    def pre_forward(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
+    ) -> tuple[Args, Kwargs]:
         def whole(tensor: Tensor) -> Tensor:
-            arrived = self._read(tensor, call)
+            arrived = self._read(tensor, context)
             gathered = redistribute(arrived, layouts.Replicate())
             # Each rank's features give a part of the input's gradient.  It is summed where the input came from,
             # except that torch 2.10 sums nothing on the way back to addends.
@@ -50,28 +51,28 @@ class LocalColwise(LocalStyle):
 
         return first_argument(args, kwargs, whole)
 
-    def _read(self, tensor: Tensor, call: Call) -> DTensor:
-        if isinstance(tensor, DTensor) or self.style.input == layouts.Replicate():
-            return as_dtensor(tensor, call.mesh, layouts.Replicate())
-        features = call.parameters["weight"].shape[1]
-        return wrap(tensor, call.mesh, layouts.Shard(tensor.ndim - 1), size=features)
+    def _read(self, tensor: Tensor, context: ForwardContext) -> DTensor:
+        if isinstance(tensor, DTensor) or self.style.input_layouts == layouts.Replicate():
+            return as_dtensor(tensor, context.mesh, layouts.Replicate())
+        features = context.parameters["weight"].shape[1]
+        return wrap(tensor, context.mesh, layouts.Shard(tensor.ndim - 1), size=features)
 
-    def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
+    def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         style = self.style
-        if style.use_local_output and style.output == layouts.Shard(-1):
+        if style.use_local_output and style.output_layouts == layouts.Shard(-1):
             return output
-        features = call.parameters["weight"].shape[0]
-        sharded = wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=features)
-        return handed_on(redistribute(sharded, style.output), use_local_output=style.use_local_output)
+        features = context.parameters["weight"].shape[0]
+        sharded = wrap(output, context.mesh, layouts.Shard(output.ndim - 1), size=features)
+        return to_output(redistribute(sharded, style.output_layouts), use_local_output=style.use_local_output)
 
 
-class LocalRowwise(LocalStyle):
+class RowwiseParallelImpl(LocalTensorStyle):
     """``RowwiseParallel``: computes this rank's addend of the output, sums over the ranks."""
 
     style: RowwiseParallel
 
-    def __init__(self, style: RowwiseParallel, bare: Mapping[str, BareParameter] | None = None) -> None:
-        super().__init__(style, bare)
+    def __init__(self, style: RowwiseParallel, parameter_rules: Mapping[str, ParameterStyle] | None = None) -> None:
+        super().__init__(style, parameter_rules)
         self._exchanges: dict[int, RowExchange] = {}
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -85,23 +86,27 @@ class LocalRowwise(LocalStyle):
         is_first = parameter.device_mesh.get_local_rank() == 0
         return cast(Tensor, _OnFirstRank.apply(parameter.to_local(), is_first))  # type: ignore[no-untyped-call]
 
-    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+    def pre_forward(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
+    ) -> tuple[Args, Kwargs]:
         def own_features(tensor: Tensor) -> Tensor:
             features = layouts.Shard(tensor.ndim - 1)
-            if not isinstance(tensor, DTensor) and isinstance(self.style.input, layouts.Shard):
+            if not isinstance(tensor, DTensor) and isinstance(self.style.input_layouts, layouts.Shard):
                 return tensor
-            return redistribute(as_dtensor(tensor, call.mesh, self.style.input), features).to_local()
+            return redistribute(as_dtensor(tensor, context.mesh, self.style.input_layouts), features).to_local()
 
         return first_argument(args, kwargs, own_features)
 
-    def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
-        return reduced(output, call.mesh, self.style.output, use_local_output=self.style.use_local_output)
+    def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
+        return reduce_output(
+            output, context.mesh, self.style.output_layouts, use_local_output=self.style.use_local_output
+        )
 
 
-class LocalLatent(LocalColwise):
-    """``LatentProjection``: gathers the features; sums the gradients of the rotary key that all heads share."""
+class MLAKVProjectionImpl(ColwiseParallelImpl):
+    """``MLAKVProjection``: gathers the features; sums the gradients of the rotary key that all heads share."""
 
-    style: LatentProjection  # type: ignore[assignment]
+    style: MLAKVProjection  # type: ignore[assignment]
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Its rows are used where they are stored."""
@@ -109,28 +114,28 @@ class LocalLatent(LocalColwise):
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return local_view(parameter)
 
-    def _read(self, tensor: Tensor, call: Call) -> DTensor:
-        return as_dtensor(tensor, call.mesh, layouts.Replicate())
+    def _read(self, tensor: Tensor, context: ForwardContext) -> DTensor:
+        return as_dtensor(tensor, context.mesh, layouts.Replicate())
 
-    def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
-        rotary = number(module, self.style.rotary)
-        own = wrap(output, call.mesh, layouts.Shard(output.ndim - 1), size=call.parameters["weight"].shape[0])
-        whole = plain_output(redistribute(own, layouts.Replicate()))
+    def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
+        rotary = resolve_int(module, self.style.rope_dim)
+        own = wrap(output, context.mesh, layouts.Shard(output.ndim - 1), size=context.parameters["weight"].shape[0])
+        whole = to_local_writable(redistribute(own, layouts.Replicate()))
         compressed, shared_key = whole[..., :-rotary], whole[..., -rotary:]
-        return torch.cat([compressed, with_summed_gradient(shared_key, call.mesh)], dim=-1)
+        return torch.cat([compressed, with_summed_gradient(shared_key, context.mesh)], dim=-1)
 
 
 def _exchanges(
     style: ColwiseParallel | RowwiseParallel, module: nn.Module, mesh: DeviceMesh, *, dim: int
 ) -> dict[int, RowExchange]:
     """What brings a weight's rows (``dim`` 0) or columns to the ranks that use them, by size, where other ranks do."""
-    shared = isinstance(style, ColwiseParallel) and style.shared
-    if not (style.pieces or shared):
+    shared = isinstance(style, ColwiseParallel) and style.replicate_kv_heads
+    if not (style.fused_sizes or shared):
         return {}
     size = cast(Tensor, module.weight).shape[dim]
-    pieces, unit = cast("tuple[int, ...]", style.pieces), cast(int, style.unit)
+    pieces, unit = cast("tuple[int, ...]", style.fused_sizes), cast(int, style.multiple_of)
     exchange = RowExchange(
-        size, used_rows(size, mesh.size(), unit=unit, pieces=pieces, shared=shared), mesh.get_local_rank()
+        size, compute_ranges(size, mesh.size(), unit=unit, pieces=pieces, shared=shared), mesh.get_local_rank()
     )
     return {size: exchange} if exchange.needed else {}
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from tp_plans import layouts
 from tp_plans.errors import LayoutError
 from tp_plans.layouts import Layout
+from tp_plans.torch_styles.gradients import to_local_writable
 
 
 def placement(layout: Layout) -> Placement:
@@ -83,7 +84,7 @@ def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
     return tensor.redistribute(placements=[wanted])
 
 
-def plain_whole(value: Any, mesh: DeviceMesh) -> Any:
+def plain_full_tensor(value: Any, mesh: DeviceMesh) -> Any:
     """The whole of a DTensor as a plain tensor, contiguous as model code expects its input; anything else as it is.
 
     Until torch 2.12 parts of unequal length leave a view of padded rows.
@@ -91,3 +92,14 @@ def plain_whole(value: Any, mesh: DeviceMesh) -> Any:
     if not isinstance(value, DTensor):
         return value
     return redistribute(as_dtensor(value, mesh, layouts.Replicate()), layouts.Replicate()).to_local().contiguous()
+
+
+def reduce_output(addend: Tensor, mesh: DeviceMesh, layout: Layout, *, use_local_output: bool) -> Tensor:
+    """The ranks' sum in ``layout``, as a plain tensor or a DTensor."""
+    lying = redistribute(as_dtensor(addend, mesh, layouts.Partial()), layout)
+    return to_output(lying, use_local_output=use_local_output)
+
+
+def to_output(output: DTensor, *, use_local_output: bool) -> Tensor:
+    """An output as the style says: this rank's plain tensor, or the DTensor."""
+    return to_local_writable(output) if use_local_output else output

@@ -9,45 +9,47 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tp_plans import layouts
 from tp_plans.errors import LayoutError
-from tp_plans.styles import Replicated, SequenceParallel
+from tp_plans.styles import NoParallel, SequenceParallel
+from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, first_argument
 from tp_plans.torch_styles.gradients import summed_gradient
-from tp_plans.torch_styles.local import Args, Call, Kwargs, LocalStyle, first_argument
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
 
 
-class LocalReplicated(LocalStyle):
-    """``Replicated``: computes on the activation as it comes, and hands on a DTensor where one came."""
+class NoParallelImpl(LocalTensorStyle):
+    """``NoParallel``: computes on the activation as it comes, and hands on a DTensor where one came."""
 
-    style: Replicated
+    style: NoParallel
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return summed_gradient(parameter) if self.style.gradient == "partial" else parameter.to_local()
 
-    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+    def pre_forward(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
+    ) -> tuple[Args, Kwargs]:
         def local(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):
                 return tensor
-            self._require_matching(module, as_dtensor(tensor, call.mesh, layouts.Replicate()))
-            call.memory["arrived"] = tensor
+            self._require_matching(module, as_dtensor(tensor, context.mesh, layouts.Replicate()))
+            context.saved["arrived"] = tensor
             return tensor.to_local()
 
         return first_argument(args, kwargs, local)
 
-    def leave(self, module: nn.Module, output: Any, call: Call) -> Any:
-        arrived: DTensor | None = call.memory.get("arrived")
+    def post_forward(self, module: nn.Module, output: Any, context: ForwardContext) -> Any:
+        arrived: DTensor | None = context.saved.get("arrived")
         if arrived is None or not isinstance(output, Tensor):
             return output
         (cut,) = arrived.placements
         if not isinstance(cut, Shard):
-            return as_dtensor(output, call.mesh, layouts.Replicate())
+            return as_dtensor(output, context.mesh, layouts.Replicate())
         own = arrived.to_local().shape[cut.dim]
         if cut.dim >= output.ndim or output.shape[cut.dim] != own:
             raise LayoutError(
                 f"{type(module).__name__} got a DTensor cut on dim {cut.dim}, {own} of it here, and gave "
-                f"{list(output.shape)}, where that dim cannot be found again: Replicated is for modules that keep "
+                f"{list(output.shape)}, where that dim cannot be found again: NoParallel is for modules that keep "
                 "it; hand it a plain tensor"
             )
-        return wrap(output, call.mesh, layouts.Shard(cut.dim), size=arrived.shape[cut.dim])
+        return wrap(output, context.mesh, layouts.Shard(cut.dim), size=arrived.shape[cut.dim])
 
     def _require_matching(self, module: nn.Module, tensor: DTensor) -> None:
         """A whole activation gives a full gradient, a cut one a partial gradient; addends give neither."""
@@ -58,15 +60,15 @@ class LocalReplicated(LocalStyle):
         if arrived.is_partial():
             fix = "give it the summed activation"
         else:
-            fix = f"use Replicated(gradient={'partial' if arrived.is_shard() else 'full'!r})"
+            fix = f"use NoParallel(gradient={'partial' if arrived.is_shard() else 'full'!r})"
             fix += ", or SequenceParallel() for a norm on the sequence-parallel stream" * arrived.is_shard()
         raise LayoutError(
-            f"{type(module).__name__} is Replicated(gradient={self.style.gradient!r}) but its input is a DTensor "
+            f"{type(module).__name__} is NoParallel(gradient={self.style.gradient!r}) but its input is a DTensor "
             f"that lies as {arrived}, so its gradient would be wrong: {fix}"
         )
 
 
-class LocalSequenceParallel(LocalStyle):
+class SequenceParallelImpl(LocalTensorStyle):
     """``SequenceParallel``: computes on this rank's part of the sequence."""
 
     style: SequenceParallel
@@ -74,15 +76,17 @@ class LocalSequenceParallel(LocalStyle):
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return summed_gradient(parameter)
 
-    def enter(self, module: nn.Module, args: Args, kwargs: Kwargs, call: Call) -> tuple[Args, Kwargs]:
+    def pre_forward(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
+    ) -> tuple[Args, Kwargs]:
         sequence = layouts.Shard(self.style.sequence_dim)
 
         def own_tokens(tensor: Tensor) -> Tensor:
-            stream = redistribute(as_dtensor(tensor, call.mesh, layouts.Replicate()), sequence)
-            call.memory["length"] = stream.shape[sequence.dim]
+            stream = redistribute(as_dtensor(tensor, context.mesh, layouts.Replicate()), sequence)
+            context.saved["length"] = stream.shape[sequence.dim]
             return stream.to_local()
 
         return first_argument(args, kwargs, own_tokens)
 
-    def leave(self, module: nn.Module, output: Tensor, call: Call) -> Tensor:
-        return wrap(output, call.mesh, layouts.Shard(self.style.sequence_dim), size=call.memory["length"])
+    def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
+        return wrap(output, context.mesh, layouts.Shard(self.style.sequence_dim), size=context.saved["length"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from fsdp_runtime.estimate.report.sections import Section
-from tp_plans.terminal import coloured
+from tp_plans.text import colorize
 
 #: Keys of the terminal colours by the status of a section.
 _COLOURS = {"good": "+", "bad": "error", "": "head"}
@@ -19,7 +19,7 @@ def text_lines(sections: Iterable[Section]) -> Iterator[str]:
         if section.rows:
             yield from _table(section)
         else:
-            yield coloured(_COLOURS[section.status], section.heading)
+            yield colorize(_COLOURS[section.status], section.heading)
         yield from (f"  {line}" for line in section.lines)
 
 
@@ -37,6 +37,6 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
 
 def _table(section: Section) -> Iterator[str]:
     header, *lines = aligned(section.rows, left=section.left)
-    yield coloured("head", section.heading)
-    yield f"  {coloured('head', header)}"
+    yield colorize("head", section.heading)
+    yield f"  {colorize('head', header)}"
     yield from (f"  {line}" for line in lines)

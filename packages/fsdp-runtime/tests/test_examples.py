@@ -1,0 +1,61 @@
+"""Every public function and class has an example in its docstring, and the examples run as they are written."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from typing import Any
+
+import pytest
+
+import fsdp_runtime
+
+#: Results of functions, whose examples are those of the functions.
+RESULTS = {
+    "AttentionHeads",
+    "Estimate",
+    "LoadReport",
+    "ModelStructure",
+    "OffloadReport",
+    "Parallelism",
+    "ParallelismReport",
+    "RankInfo",
+    "RankMonitor",
+    "Sweep",
+    "TrainingState",
+    "WeightInfo",
+}
+
+
+def _needs_example(name: str) -> bool:
+    value = getattr(fsdp_runtime, name)
+    is_error = inspect.isclass(value) and issubclass(value, BaseException)
+    return callable(value) and not is_error and name not in RESULTS
+
+
+NAMES = [name for name in fsdp_runtime.__all__ if _needs_example(name)]
+
+
+def _examples(value: Any) -> list[doctest.DocTest]:
+    """The examples of a function, or of a class and its methods."""
+    if inspect.isclass(value):
+        module = inspect.getmodule(value)
+        found = doctest.DocTestFinder(exclude_empty=True).find(value, module=module, globs={})
+    else:  # a context manager's docstring is that of the function inside
+        test = doctest.DocTestParser().get_doctest(inspect.getdoc(value) or "", {}, value.__name__, None, 0)
+        found = [test]
+    return [test for test in found if test.examples]
+
+
+def test_every_public_function_and_class_has_an_example() -> None:
+    assert [name for name in NAMES if not _examples(getattr(fsdp_runtime, name))] == []
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if _examples(getattr(fsdp_runtime, name))])
+def test_examples_print_what_they_say(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    report: list[str] = []
+    for test in _examples(getattr(fsdp_runtime, name)):
+        runner.run(test, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)

@@ -1,0 +1,118 @@
+"""Every public name, imported from its home; ``tp_plans`` itself imports this at the first use of one."""
+
+from __future__ import annotations
+
+from tp_plans.batch_multiples import BatchDivisibility, batch_divisibility
+from tp_plans.checks import CheckReport, Finding, check
+from tp_plans.errors import (
+    AlreadyParallelizedError,
+    CapabilityError,
+    CheckFailedError,
+    CustomPlanError,
+    LayoutError,
+    ModelConfigError,
+    ModelError,
+    PlanError,
+    TpPlansError,
+    UnknownArchitectureError,
+    UnknownStyleError,
+)
+from tp_plans.explanation import CollectiveSummary, Explanation, RuleExplanation, ShardedParameter, explain
+from tp_plans.hugging_face import from_hugging_face
+from tp_plans.infer.suggest import Doubt, Suggestion, suggest
+from tp_plans.layouts import Layout, Partial, Replicate, Shard
+from tp_plans.lora import AdapterStyles, adapter_styles
+from tp_plans.model_tree import ModelTree
+from tp_plans.models import Architecture
+from tp_plans.models.spec import DecoderSpec, ExpertsSpec, FusedLinear, ReplicatedSublayer, SublayerSpec, decoder_plan
+from tp_plans.module_attrs import resolve_style
+from tp_plans.plan import Plan, PlanDiff, RuleChange, styles_by_path
+from tp_plans.registry import architectures, plan_for, register
+from tp_plans.resolve import resolve_plan
+from tp_plans.styles import (
+    AllReduceOutput,
+    ColwiseEmbedding,
+    ColwiseParallel,
+    ExpertsParallel,
+    GatheredParameters,
+    GatherSequence,
+    MLAKVProjection,
+    NoParallel,
+    ParallelAttention,
+    ParameterStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    ScaleInput,
+    SequenceParallel,
+    Style,
+    VocabParallelEmbedding,
+)
+from tp_plans.without_rowwise import rowwise_free
+
+__all__ = [
+    "AdapterStyles",
+    "AllReduceOutput",
+    "AlreadyParallelizedError",
+    "Architecture",
+    "BatchDivisibility",
+    "CapabilityError",
+    "CheckFailedError",
+    "CheckReport",
+    "CollectiveSummary",
+    "ColwiseEmbedding",
+    "ColwiseParallel",
+    "CustomPlanError",
+    "DecoderSpec",
+    "Doubt",
+    "ExpertsParallel",
+    "ExpertsSpec",
+    "Explanation",
+    "Finding",
+    "FusedLinear",
+    "GatherSequence",
+    "GatheredParameters",
+    "Layout",
+    "LayoutError",
+    "MLAKVProjection",
+    "ModelConfigError",
+    "ModelError",
+    "ModelTree",
+    "NoParallel",
+    "ParallelAttention",
+    "ParameterStyle",
+    "Partial",
+    "Plan",
+    "PlanDiff",
+    "PlanError",
+    "PrepareModuleInput",
+    "Replicate",
+    "ReplicatedSublayer",
+    "RowwiseParallel",
+    "RuleChange",
+    "RuleExplanation",
+    "ScaleInput",
+    "SequenceParallel",
+    "Shard",
+    "ShardedParameter",
+    "Style",
+    "SublayerSpec",
+    "Suggestion",
+    "TpPlansError",
+    "UnknownArchitectureError",
+    "UnknownStyleError",
+    "VocabParallelEmbedding",
+    "adapter_styles",
+    "architectures",
+    "batch_divisibility",
+    "check",
+    "decoder_plan",
+    "explain",
+    "from_hugging_face",
+    "plan_for",
+    "register",
+    "resolve_plan",
+    "resolve_style",
+    "rowwise_free",
+    "styles_by_path",
+    "suggest",
+]

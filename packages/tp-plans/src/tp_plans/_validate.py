@@ -1,0 +1,80 @@
+"""What the fields of a style may hold: a wrong value is refused when the style is made, not when it is used."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+from tp_plans.errors import ModelError, PlanError
+from tp_plans.layouts import Replicate, Shard
+
+
+def require(style: Any, field: str, allowed: bool, wanted: str) -> None:
+    """Raise :class:`PlanError` unless ``allowed``, saying what the field holds and what is wanted of it."""
+    if not allowed:
+        raise PlanError(f"{type(style).__name__}.{field} is {getattr(style, field)!r}: write {wanted}")
+
+
+def require_layout(style: Any, field: str, *kinds: type) -> None:
+    """Raise unless a field holds a layout of one of ``kinds``, by default one that a whole tensor can be brought to."""
+    kinds = kinds or (Replicate, Shard)
+    written = [f"{kind.__name__}({'dim' if kind is Shard else ''})" for kind in kinds]
+    require(style, field, isinstance(getattr(style, field), kinds), " or ".join(written))
+
+
+def require_flag(style: Any, field: str) -> None:
+    """Raise unless a field holds a boolean."""
+    require(style, field, isinstance(getattr(style, field), bool), "True or False")
+
+
+def require_multiple_of(style: Any, field: str) -> None:
+    """Raise unless a field holds a number of features, or the name of an attribute that does."""
+    value = getattr(style, field)
+    wanted = "1 or more features, or the name of an attribute of the parent module, as 'head_dim'"
+    require(style, field, _is_number_or_attribute(value), wanted)
+
+
+def require_fused_sizes(style: Any, field: str) -> None:
+    """Raise unless a field holds sizes beside one another: none, or two and more."""
+    value = getattr(style, field)
+    sizes = isinstance(value, tuple) and len(value) != 1 and all(map(_is_number_or_attribute, value))
+    require(style, field, sizes, "a tuple of two or more numbers or attributes' names, as (1, 1)")
+
+
+def require_attributes(style: Any, field: str) -> None:
+    """Raise unless a field holds attributes' names."""
+    value = getattr(style, field)
+    named = isinstance(value, tuple) and all(map(is_attribute, value))
+    require(style, field, named, "a tuple of attributes' names, as ('num_heads', 'config.num_heads')")
+
+
+def is_integer(value: object, *, least: int | None = None) -> TypeGuard[int]:
+    """Whether a value is an integer (a boolean is none), not below ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def is_attribute(value: object) -> bool:
+    """Whether a value names an attribute, or an attribute's attribute, as ``"config.num_attention_heads"``."""
+    return isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
+
+
+def _is_number_or_attribute(value: object) -> bool:
+    return is_integer(value, least=1) or is_attribute(value)
+
+
+def is_name(value: object) -> bool:
+    """Whether a value can be the name of an argument or attribute."""
+    return isinstance(value, str) and value.isidentifier()
+
+
+def require_model(value: Any) -> None:
+    """Raise :class:`ModelError` unless a value answers as a ``torch.nn.Module`` does."""
+    if isinstance(value, type) or not hasattr(value, "named_modules"):
+        raise ModelError(
+            f"{value!r} is no model: give a torch.nn.Module, of any library; one built on the meta device is enough"
+        )
+
+
+def require_size(tp: object, error: type[Exception] = PlanError) -> None:
+    """Raise ``error`` unless ``tp`` is the size of an axis."""
+    if not is_integer(tp, least=1):
+        raise error(f"tp is {tp!r}: give the axis's size, 1 or more")

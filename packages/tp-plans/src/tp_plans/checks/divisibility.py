@@ -1,0 +1,213 @@
+"""What a plan deals over the axis, and whether every rank gets its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tp_plans._validate import is_integer
+from tp_plans.checks.findings import Finding
+from tp_plans.layouts import Shard
+from tp_plans.model_tree import join, parent
+from tp_plans.module_attrs import getattr_path
+from tp_plans.planned_tree import PlannedTree
+from tp_plans.styles import (
+    ColwiseEmbedding,
+    ColwiseParallel,
+    ExpertsParallel,
+    MLAKVProjection,
+    ParallelAttention,
+    ParameterStyle,
+    RowwiseParallel,
+    VocabParallelEmbedding,
+)
+
+#: The largest axis that is tried where nothing in a plan bounds it.
+MAX_TP = 1024
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """Something that the ranks get parts of.
+
+    Args:
+        where: the module, parameter or attribute.
+        size: how many there are.
+        noun: of what.
+        unit: how many stay together.
+        even: whether every rank must get as many as the others.
+        shared: whether, where there are fewer units than ranks, several may have the same.
+    """
+
+    where: str
+    size: int
+    noun: str = "features"
+    unit: int = 1
+    even: bool = False
+    shared: bool = False
+
+    def fits(self, tp: int) -> bool:
+        """Whether every rank of an axis gets its part."""
+        units = self.size // self.unit
+        if self.even:
+            return units % tp == 0 or (self.shared and tp % units == 0)
+        return -(-self.size // tp) * (tp - 1) < self.size
+
+    def finding(self, tp: int) -> Finding:
+        """What is wrong with it at a size that does not fit."""
+        if not self.even:
+            chunk = -(-self.size // tp)
+            what = f"{self.size} {self.noun} in chunks of {chunk} leave a rank of tp={tp} empty"
+            return Finding("error", self.where, what, "use a smaller tp")
+        units = self.size // self.unit
+        heads = f"{units} heads of {self.unit} ({self.size} {self.noun})" if self.unit > 1 else f"{units} {self.noun}"
+        legal = ", ".join(str(n) for n in range(1, units + 1) if units % n == 0)
+        more = f", or a multiple of {units}" * self.shared
+        return Finding("error", self.where, f"{heads} cannot be split over tp={tp}", f"use a tp out of {legal}{more}")
+
+
+def valid_tp_sizes(cuts: Sequence[Constraint]) -> tuple[int, ...]:
+    """The sizes of the axis, to :data:`MAX_TP`, over which all of them can be dealt; none where nothing is."""
+    distinct = {(cut.size, cut.unit, cut.even, cut.shared): cut for cut in cuts}.values()
+    bounds = [cut.size // cut.unit if cut.even else cut.size for cut in distinct if not cut.shared]
+    largest = min([MAX_TP, *bounds]) if distinct else 0
+    return tuple(tp for tp in range(1, largest + 1) if all(cut.fits(tp) for cut in distinct))
+
+
+def divisibility_constraints(planned: PlannedTree) -> tuple[list[Constraint], list[Finding]]:
+    """Everything that the plan deals over the axis, and the numbers that it asks for and the model does not have."""
+    cuts: list[Constraint] = []
+    findings: list[Finding] = []
+    for path in planned.styles:
+        for found in _constraints(path, planned):
+            (cuts if isinstance(found, Constraint) else findings).append(found)  # type: ignore[arg-type]
+    return cuts, findings
+
+
+def _constraints(path: str, planned: PlannedTree) -> Iterator[Constraint | Finding]:
+    match planned.own_style(path):
+        case ColwiseParallel(multiple_of=unit, fused_sizes=pieces, replicate_kv_heads=shared) if (
+            weight := planned.tree.weight(path)
+        ) is not None:
+            yield from _weight_constraints(path, weight.shape[0], unit, pieces, planned, shared=shared)
+        case RowwiseParallel(multiple_of=unit, fused_sizes=pieces) if (weight := planned.tree.weight(path)) is not None:
+            yield from _weight_constraints(path, weight.shape[1], unit, pieces, planned)
+        case MLAKVProjection(rope_dim=rotary) if (weight := planned.tree.weight(path)) is not None:
+            yield from _mla_constraints(path, weight.shape[0], rotary, planned)
+        case VocabParallelEmbedding() if (weight := planned.tree.weight(path)) is not None:
+            yield Constraint(path, weight.shape[0], "entries")
+        case ColwiseEmbedding() if (weight := planned.tree.weight(path)) is not None:
+            yield Constraint(path, weight.shape[1])
+        case ExpertsParallel():
+            yield from (
+                Constraint(path, each.shape[0], "experts") for each in _any_parameter(planned, path) if each.ndim
+            )
+        case ParameterStyle(layout=Shard(dim=dim)) if (
+            -planned.parameters[path].ndim <= dim < planned.parameters[path].ndim
+        ):
+            yield Constraint(path, planned.parameters[path].shape[dim], "entries")
+        case ParallelAttention() as style:
+            yield from _count_constraints(path, style, planned)
+
+
+def _any_parameter(planned: PlannedTree, path: str) -> list[Any]:
+    """One of a module's parameters, if it has any."""
+    return list(planned.tree.own_parameters(path).values())[:1]
+
+
+def _weight_constraints(
+    path: str, size: int, unit: int | str, pieces: tuple[int | str, ...], planned: PlannedTree, *, shared: bool = False
+) -> Iterator[Constraint | Finding]:
+    width = planned.number(path, unit)
+    proportions = [planned.number(path, piece) for piece in pieces] or [1]
+    missing = [name for name, found in zip((unit, *pieces), (width, *proportions), strict=False) if found is None]
+    if missing:
+        yield from (
+            _missing_attribute(path, name, "unit" if name == unit else "piece", planned)
+            for name in dict.fromkeys(missing)
+        )
+        return
+    known = [piece for piece in proportions if piece is not None]
+    if size % sum(known):
+        told = f"({', '.join(map(str, pieces))}) = {tuple(known)}"
+        what = f"{size} features are no multiple of {sum(known)}, the sum of its pieces {told}"
+        yield Finding("error", path, what, "correct the pieces of the rule")
+        return
+    for piece in known:
+        features = size // sum(known) * piece
+        which = f" of the {size}" * (len(known) > 1)
+        if width is not None and features % width:
+            what = f"{features} features{which} are no multiple of its unit of {width}"
+            yield Finding("error", path, what, f"correct the unit {unit!r} of the rule")
+        else:
+            yield Constraint(path, features, f"features{which}", width or 1, even=unit != 1 or shared, shared=shared)
+
+
+def _mla_constraints(path: str, size: int, rotary: int | str, planned: PlannedTree) -> Iterator[Constraint | Finding]:
+    width = planned.number(path, rotary)
+    if width is None:
+        yield _missing_attribute(path, rotary, "rotary key", planned)
+    elif width >= size:
+        what = f"its rotary key takes {width} of {size} features, which leaves none for the compressed keys and values"
+        yield Finding("error", path, what, f"correct the rotary key {rotary!r} of the rule")
+    else:
+        yield Constraint(path, size)
+
+
+def _missing_attribute(path: str, name: int | str, what: str, planned: PlannedTree) -> Finding:
+    owner = type(planned.modules[parent(path)]).__name__
+    message = f"its {what} is {name!r}, but the {owner} above it has no positive integer of that name"
+    return Finding("error", path, message, f"give the {what} as a number")
+
+
+def _count_constraints(path: str, style: ParallelAttention, planned: PlannedTree) -> Iterator[Constraint | Finding]:
+    module = planned.modules[path]
+    for name in style.head_count_attrs:
+        count = getattr_path(module, name)
+        if count is None:
+            continue
+        if is_integer(count, least=1):
+            shared = "kv" in name or "key_value" in name
+            yield Constraint(path, count, f"of {name}", even=True, shared=shared and _replicates_kv(path, planned))
+        else:
+            what = f"its count {name!r} is {count!r}, no positive integer"
+            yield Finding("error", join(path, name), what, "leave it out of the rule's counts")
+
+
+def check_kv_sharing(planned: PlannedTree, tp: int) -> Iterator[Finding]:
+    """Attention layers whose ranks share key/value heads, without the number that says how many there are."""
+    for path in planned.styles:
+        style = planned.own_style(path)
+        if not isinstance(style, ParallelAttention) or not is_integer(
+            getattr_path(planned.modules[path], style.kv_groups_attr)
+        ):
+            continue
+        if getattr_path(planned.modules[path], style.kv_heads_attr) is None and any(
+            _has_fewer_heads(p, planned, tp) for p in _replicated_kv(path, planned)
+        ):
+            what = (
+                f"ranks of tp={tp} would share key/value heads, and its {style.kv_groups_attr!r} can only be adapted "
+                f"with {style.kv_heads_attr!r}, which {type(planned.modules[path]).__name__} does not have"
+            )
+            yield Finding("error", path, what, "give the config that field, or the rule's kv_heads another attribute")
+
+
+def _has_fewer_heads(path: str, planned: PlannedTree, tp: int) -> bool:
+    """Whether a projection has fewer heads than there are ranks."""
+    style, weight = planned.style(path), planned.tree.weight(path)
+    unit = planned.number(path, style.multiple_of) if isinstance(style, ColwiseParallel) else None
+    return weight is not None and unit is not None and int(weight.shape[0]) // unit < tp
+
+
+def _replicates_kv(path: str, planned: PlannedTree) -> bool:
+    """Whether a projection of an attention layer lets ranks share its heads."""
+    return any(_replicated_kv(path, planned))
+
+
+def _replicated_kv(path: str, planned: PlannedTree) -> Iterator[str]:
+    """The projections of an attention layer that let ranks share their heads."""
+    for child in planned.children[path]:
+        style = planned.style(child)
+        if isinstance(style, ColwiseParallel) and style.replicate_kv_heads:
+            yield child

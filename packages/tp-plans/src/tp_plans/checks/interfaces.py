@@ -1,0 +1,107 @@
+"""Whether what one layer hands on is what the next one reads, as far as neighbours in the model tell.
+
+Plain tensors do not say how they lie: a row-wise layer reads its input as this rank's features, a norm on the
+sequence-parallel stream as the whole sequence.  Between DTensors nothing can go wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tp_plans.checks.findings import Finding
+from tp_plans.layouts import Replicate, Shard
+from tp_plans.model_tree import ancestors, parent
+from tp_plans.planned_tree import PlannedTree
+from tp_plans.styles import (
+    ColwiseParallel,
+    NoParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    Style,
+    VocabParallelEmbedding,
+)
+
+
+def reads_split_features(style: Style | None) -> bool:
+    """Whether a layer reads a plain input as this rank's features."""
+    return isinstance(style, (RowwiseParallel, ColwiseParallel)) and style.input_layouts == Shard(-1)
+
+
+def check_interfaces(planned: PlannedTree) -> Iterator[Finding]:
+    """Layers whose input or output is read otherwise than it lies."""
+    matrices = [(path, style) for path, style in planned.styled_modules() if planned.tree.weight(path) is not None]
+    giving = [path for path, _ in matrices if planned.outputs_local_shard(path)]
+    reading = [path for path, style in matrices if reads_split_features(style)]
+    yield from _missing_gather(giving, reading, planned)
+    yield from _missing_shard(giving, reading, planned)
+    yield from _implicit_shard(planned)
+
+
+def _missing_gather(giving: list[str], reading: list[str], planned: PlannedTree) -> Iterator[Finding]:
+    """Split features that nothing in the same block reads as such."""
+    readers = {scope for path in reading for scope in _scopes(path)}
+    for path in giving:
+        above = parent(path)
+        if above in readers:
+            continue
+        out = planned.parameters[f"{path}.weight"]
+        neighbour = next(
+            (each for each in planned.children[above] if _reads_features(each, out.shape[0], planned)), None
+        )
+        if neighbour is not None:
+            same = out.shape[1] == out.shape[0]
+            what = f"it hands on this rank's part of {out.shape[0]} features, and {neighbour} beside it reads them all"
+            perhaps = " if it comes after it" * same
+            yield Finding("warning" if same else "error", path, what + perhaps, f"make {neighbour} RowwiseParallel()")
+        elif not any(scope in readers for scope in _scopes(path)):
+            what = f"it hands on this rank's part of {out.shape[0]} features as a plain tensor, and no row-wise layer"
+            fix = "gather them with output=Replicate(), or hand them on as a DTensor with use_local_output=False"
+            yield Finding("warning", path, f"{what} nearby reads it", fix)
+
+
+def _reads_features(path: str, features: int, planned: PlannedTree) -> bool:
+    """Whether a layer that the plan leaves whole reads so many features."""
+    weight, style = planned.tree.weight(path), planned.style(path)
+    return weight is not None and (style is None or isinstance(style, NoParallel)) and weight.shape[1] == features
+
+
+def _missing_shard(giving: list[str], reading: list[str], planned: PlannedTree) -> Iterator[Finding]:
+    """Row-wise layers that find no split features."""
+    givers = {scope for path in giving for scope in _scopes(path)}
+    for path in reading:
+        above = parent(path)
+        if above in givers:
+            continue
+        gathered = [child for child in planned.children[above] if _gathers_output(planned.style(child))]
+        if gathered:
+            what = f"it reads its input as split features, and {', '.join(gathered)} beside it hand on whole ones"
+            yield Finding("error", path, what, "use input=Replicate(), or let them keep Shard(-1)")
+        elif not any(scope in givers for scope in _scopes(path)):
+            what = "it reads its input as split features, and no column-wise layer nearby hands on such"
+            yield Finding("warning", path, what, "use input=Replicate() if its input is whole")
+
+
+def _gathers_output(style: Style | None) -> bool:
+    return isinstance(style, ColwiseParallel) and style.output_layouts == Replicate()
+
+
+def _scopes(path: str) -> Iterator[str]:
+    """The modules above a layer, up to the block that it belongs to; the nearest only, outside of blocks."""
+    inside = list(ancestors(path))
+    block = next((index for index, each in reversed(list(enumerate(inside))) if _is_numbered(each)), 0)
+    yield from inside[: block + 1]
+
+
+def _is_numbered(path: str) -> bool:
+    return path.rpartition(".")[2].isdigit()
+
+
+def _implicit_shard(planned: PlannedTree) -> Iterator[Finding]:
+    """Plain parts of the sequence, which norms on the sequence-parallel stream would cut once more."""
+    norms = any(isinstance(style, SequenceParallel) for style in planned.plan.values())
+    for path, style in planned.styled_modules() if norms else ():
+        if isinstance(style, (RowwiseParallel, VocabParallelEmbedding)) and style.use_local_output:
+            cut = style.output_layouts
+            if isinstance(cut, Shard) and cut.dim >= 0:
+                what = f"it hands on its part of dim {cut.dim} as a plain tensor, which SequenceParallel norms read"
+                yield Finding("error", path, f"{what} as the whole and cut again", "use use_local_output=False")

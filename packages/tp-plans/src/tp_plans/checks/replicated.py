@@ -1,0 +1,68 @@
+"""How much of a model a plan leaves whole on every rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from tp_plans.checks.findings import Finding
+from tp_plans.layouts import Shard
+from tp_plans.model_tree import ancestors, parent
+from tp_plans.patterns import wildcard
+from tp_plans.planned_tree import PlannedTree
+from tp_plans.text import format_bytes
+
+#: The share of a model's bytes from which on something left whole is told.
+MIN_SHARE = 0.01
+
+
+def check_replicated(planned: PlannedTree) -> Iterator[Finding]:
+    """What stays whole on every rank, by the largest parts of the model that the plan splits nothing of."""
+    sizes = {path: size_of(parameter) for path, parameter in _one_path_each(planned).items()}
+    split = {path for path in sizes if isinstance(planned.layout(path), Shard)}
+    reached = {above for path in split for above in ancestors(path)}
+    groups: dict[str, list[str]] = defaultdict(list)
+    for path in sizes:
+        if path not in split:
+            groups[wildcard(_highest_unsplit(path, reached))].append(path)
+    total = sum(sizes.values())
+    for where, paths in sorted(groups.items(), key=lambda group: -sum(sizes[path] for path in group[1])):
+        size = sum(sizes[path] for path in paths)
+        if size >= MIN_SHARE * total:
+            largest = max(paths, key=lambda path: sizes[path])
+            shape = list(planned.parameters[largest].shape)
+            what = f"{format_bytes(size)}, {size / total:.1%} of the model, stay whole on every rank"
+            count = f"{len(paths)} parameter{'s' * (len(paths) > 1)}, largest {largest} {shape}"
+            yield Finding("warning", where, f"{what} ({count})", _advice(paths, planned))
+
+
+def size_of(parameter: Any) -> int:
+    """The bytes of a parameter; its elements where it does not tell."""
+    size = getattr(parameter, "nbytes", None)
+    return size if isinstance(size, int) else prod(parameter.shape)
+
+
+def _one_path_each(planned: PlannedTree) -> dict[str, Any]:
+    """Every parameter by one of its paths, a split one where ties differ."""
+    by_identity: dict[int, str] = {}
+    for path, parameter in planned.parameters.items():
+        if id(parameter) not in by_identity or isinstance(planned.layout(path), Shard):
+            by_identity[id(parameter)] = path
+    return {path: planned.parameters[path] for path in by_identity.values()}
+
+
+def _highest_unsplit(path: str, reached: set[str]) -> str:
+    """The highest module above a parameter of which nothing is split, or the parameter itself."""
+    highest = path
+    for above in ancestors(path):
+        if above in reached:
+            break
+        highest = above
+    return highest
+
+
+def _advice(paths: list[str], planned: PlannedTree) -> str:
+    ruled = any(planned.style(path) or planned.style(parent(path)) for path in paths)
+    return "its rule says so: accept it, or split it" if ruled else "no rule splits it: add one, or accept it"

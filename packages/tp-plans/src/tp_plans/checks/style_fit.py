@@ -1,0 +1,102 @@
+"""Whether a style suits the module or parameter that its rule leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tp_plans._torch_compat import own_parameters
+from tp_plans.checks.findings import Finding
+from tp_plans.layouts import Shard
+from tp_plans.model_tree import join
+from tp_plans.planned_tree import PlannedTree
+from tp_plans.styles import (
+    ColwiseEmbedding,
+    ColwiseParallel,
+    ExpertsParallel,
+    GatheredParameters,
+    MLAKVProjection,
+    ParameterStyle,
+    RowwiseParallel,
+    ScaleInput,
+    VocabParallelEmbedding,
+)
+
+_OF_MATRICES = (ColwiseParallel, RowwiseParallel, MLAKVProjection, VocabParallelEmbedding, ColwiseEmbedding)
+
+#: Options of ``nn.Embedding`` that need the ids or features that other ranks hold.
+_WHOLE_TABLE_OPTIONS = {
+    "max_norm": "renormalises rows in place, on one rank only",
+    "scale_grad_by_freq": "counts ids, of which each rank sees its own only",
+    "sparse": "gives sparse gradients, which DTensor does not lay out",
+}
+
+
+def check_style_fit(planned: PlannedTree) -> Iterator[Finding]:
+    """Modules and parameters that their style cannot split."""
+    for path, _ in planned.styled_modules():
+        style = planned.own_style(path)
+        if isinstance(style, _OF_MATRICES):
+            yield from _matrix(path, type(style).__name__, planned)
+        if isinstance(style, (VocabParallelEmbedding, ColwiseEmbedding)):
+            yield from _table_options(path, planned)
+        elif isinstance(style, ExpertsParallel):
+            yield from _expert_stack(path, planned)
+        elif isinstance(style, ScaleInput) and (names := planned.tree.own_parameters(path)):
+            what = f"ScaleInput is for a module without parameters, and this one has {', '.join(names)}"
+            yield Finding("error", path, what, "let the rule match what only passes tokens on, or use AllReduceOutput")
+        elif isinstance(style, GatheredParameters):
+            yield from _gathered_names(path, style.names, planned)
+    for path, parameter in planned.parameters.items():
+        rule = planned.style(path)
+        if isinstance(rule, ParameterStyle) and isinstance(rule.layout, Shard):
+            dim, ndim = rule.layout.dim, parameter.ndim
+            if not -ndim <= dim < ndim:
+                what = f"a parameter of shape {list(parameter.shape)} has no dim {dim} to be cut on"
+                fix = "use a dim that it has" if ndim else "a single number cannot be cut: use layout=Replicate()"
+                yield Finding("error", path, what, fix)
+
+
+def _matrix(path: str, style: str, planned: PlannedTree) -> Iterator[Finding]:
+    module = planned.modules[path]
+    kind, weight = type(module).__name__, own_parameters(module).get("weight")
+    if planned.tree.weight(path) is None:
+        shape = "no weight" if weight is None else f"a weight of shape {list(weight.shape)}"
+        needs = f"{kind} has {shape}, and {style} splits a matrix"
+        yield Finding("error", path, needs, "let the rule match a linear or embedding layer")
+    elif (
+        weight is not None
+        and getattr(module, "nf", None) == weight.shape[1]
+        and getattr(module, "nx", None) == weight.shape[0]
+    ):
+        what = f"{kind} keeps its weight transposed, [in, out] = {list(weight.shape)}, and {style} reads [out, in]"
+        yield Finding("error", path, what, "replace it with nn.Linear before the plan is applied, or leave it whole")
+
+
+def _table_options(path: str, planned: PlannedTree) -> Iterator[Finding]:
+    counts_everything = isinstance(planned.style(path), ColwiseEmbedding)
+    for option, effect in _WHOLE_TABLE_OPTIONS.items():
+        if option == "scale_grad_by_freq" and counts_everything:
+            continue
+        if getattr(planned.modules[path], option, None) not in (None, False):
+            yield Finding("error", path, f"{option} {effect}", f"build the embedding without {option}")
+
+
+def _gathered_names(path: str, names: tuple[str, ...], planned: PlannedTree) -> Iterator[Finding]:
+    missing = [name for name in names if join(path, name) not in planned.parameters]
+    if missing:
+        what = f"{type(planned.modules[path]).__name__} has no parameter {', '.join(missing)} to gather"
+        yield Finding("error", path, what, "name the parameters below it, as 'out_proj.weight'")
+
+
+def _expert_stack(path: str, planned: PlannedTree) -> Iterator[Finding]:
+    parameters = planned.tree.own_parameters(path)
+    kind = type(planned.modules[path]).__name__
+    if not parameters:
+        what = f"{kind} has no parameters of its own, and ExpertsParallel deals out those stacked as [experts, ...]"
+        yield Finding("error", path, what, "write rules for the experts' own layers")
+    elif len({tuple(parameter.shape[:1]) for parameter in parameters.values()}) > 1 or not all(
+        parameter.ndim for parameter in parameters.values()
+    ):
+        shapes = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in parameters.items())
+        what = f"its parameters do not all have the experts as their first dim: {shapes}"
+        yield Finding("error", path, what, "let the rule match a module that holds stacked experts only")

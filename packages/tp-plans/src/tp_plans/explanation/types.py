@@ -1,0 +1,138 @@
+"""An explanation, as data and as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tp_plans.explanation.collectives import CollectiveSummary
+from tp_plans.explanation.placements import ShardedParameter
+from tp_plans.layouts import Shard
+from tp_plans.patterns import wildcard
+from tp_plans.plan import Plan
+from tp_plans.styles import Style, style_to_dict
+from tp_plans.text import format_bytes, short_repr
+
+
+@dataclass(frozen=True)
+class RuleExplanation:
+    """What one rule does.
+
+    Args:
+        pattern: the rule's pattern.
+        style: its style.
+        places: the modules that it matches, or the parameters for a bare parameter's rule.
+        parameters: their parameters.
+        collectives: what is sent on their account.
+    """
+
+    pattern: str
+    style: Style
+    places: tuple[str, ...]
+    parameters: tuple[ShardedParameter, ...]
+    collectives: tuple[CollectiveSummary, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a plan does to a model.
+
+    Args:
+        plan: the plan.
+        tp: the size of the axis.
+        rules: rule by rule.
+        rest: the parameters without a rule, whole on every rank.
+    """
+
+    plan: Plan
+    tp: int
+    rules: tuple[RuleExplanation, ...]
+    rest: tuple[ShardedParameter, ...]
+
+    @property
+    def parameters(self) -> tuple[ShardedParameter, ...]:
+        """All parameters; tied ones at each of their places."""
+        return (*(parameter for rule in self.rules for parameter in rule.parameters), *self.rest)
+
+    @property
+    def sharded_share(self) -> float:
+        """The share of the parameters' bytes that is split over the axis."""
+        total = sum(parameter.size for parameter in self.parameters)
+        split = sum(parameter.size for parameter in self.parameters if isinstance(parameter.layout, Shard))
+        return split / total if total else 0.0
+
+    def collectives(self, when: str) -> dict[str, int]:
+        """How many collectives of each kind a ``"forward"`` or ``"backward"`` pass takes."""
+        counts: Counter[str] = Counter()
+        for rule in self.rules:
+            for collective in rule.collectives:
+                if collective.when == when:
+                    counts[collective.kind] += collective.count
+        return dict(sorted(counts.items()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as JSON-ready data."""
+        return {
+            "plan": self.plan.name,
+            "tp": self.tp,
+            "sequence_parallel": self.plan.sequence_parallel,
+            "sharded_share": self.sharded_share,
+            "collectives": {when: self.collectives(when) for when in ("forward", "backward")},
+            "rules": [_rule_to_dict(rule) for rule in self.rules],
+            "rest": [_parameter_to_dict(parameter) for parameter in self.rest],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        total = sum(parameter.size for parameter in self.parameters)
+        yield f"{self.plan!r} over tp={self.tp}: {self.sharded_share:.1%} of {format_bytes(total)} split"
+        for when in ("forward", "backward"):
+            counts = ", ".join(f"{count} {kind}" for kind, count in self.collectives(when).items())
+            yield f"  {when}: {counts or 'nothing is sent'}"
+        for rule in self.rules:
+            count = f"{len(rule.places)} place{'s' * (len(rule.places) != 1)}"
+            yield f"{rule.pattern or '(top)'}: {short_repr(rule.style)}, {count}"
+            yield from (f"  {line}" for line in _grouped(rule.parameters))
+            yield from (f"  {collective}" for collective in rule.collectives)
+        if self.rest:
+            yield "without a rule, whole on every rank"
+            yield from (f"  {line}" for line in _grouped(self.rest, full=True))
+
+
+def _grouped(parameters: Sequence[ShardedParameter], *, full: bool = False) -> Iterator[str]:
+    """A line for the parameters that are alike but for their block."""
+    counts: Counter[str] = Counter()
+    for parameter in parameters:
+        name = wildcard(parameter.path) if full else parameter.name
+        shape = f"{list(parameter.shape)}"
+        if parameter.local_shape != parameter.shape:
+            shape += f" -> {list(parameter.local_shape)}"
+        counts[f"{name} {shape}{'' if parameter.layout is None else f', {parameter.layout}'}"] += 1
+    for line, count in counts.items():
+        yield line + f" (x {count})" * (count > 1)
+
+
+def _rule_to_dict(rule: RuleExplanation) -> dict[str, Any]:
+    return {
+        "pattern": rule.pattern,
+        "rule": style_to_dict(rule.style),
+        "places": list(rule.places),
+        "parameters": [_parameter_to_dict(parameter) for parameter in rule.parameters],
+        "collectives": [
+            {"kind": each.kind, "when": each.when, "count": each.count, "what": each.what} for each in rule.collectives
+        ],
+    }
+
+
+def _parameter_to_dict(parameter: ShardedParameter) -> dict[str, Any]:
+    return {
+        "path": parameter.path,
+        "shape": list(parameter.shape),
+        "local_shape": list(parameter.local_shape),
+        "layout": None if parameter.layout is None else str(parameter.layout),
+        "bytes": parameter.size,
+    }

@@ -1,0 +1,72 @@
+"""Where a plan of transformers' is wrong, or says too little: by the class of the module, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tp_plans.layouts import Replicate, Shard
+from tp_plans.model_tree import ModelTree
+from tp_plans.patterns import wildcard
+from tp_plans.plan import Plan
+from tp_plans.styles import (
+    ColwiseParallel,
+    ExpertsParallel,
+    GatheredParameters,
+    NoParallel,
+    ParameterStyle,
+    RowwiseParallel,
+    Style,
+    VocabParallelEmbedding,
+)
+
+_WHOLE_COLUMN = ColwiseParallel(output_layouts=Replicate())
+_STORED = ParameterStyle(gathered=True)
+
+#: Rules below a module of a class, ``""`` for itself; ``None`` takes one away.
+OVERRIDES: dict[str, dict[str, Style | None]] = {
+    # Learned scalars of the activation: each rank sees its own columns only (Apertus).
+    "XIELUActivation": {"": NoParallel(gradient="partial")},
+    # The sparsity threshold is a mean and deviation over all columns.
+    "Gemma3nTextMLP": {
+        "gate_proj": _WHOLE_COLUMN,
+        "up_proj": _WHOLE_COLUMN,
+        "down_proj": RowwiseParallel(input_layouts=Replicate()),
+    },
+    # The mask is one of every key/value head, computed from the values of all of them.
+    "DogeAttention": {
+        "A": ParameterStyle(),
+        "dt_proj": RowwiseParallel(output_layouts=Shard(-1)),
+        "q_norm": NoParallel(gradient="partial"),
+        "k_norm": NoParallel(gradient="partial"),
+    },
+    # Indices beyond the routed experts stand for identities, so none is left to stand for another rank's expert.
+    "LongcatFlashExperts": {"": None, "identity_expert": None, "gate_up_proj": _STORED, "down_proj": _STORED},
+    # Kept whole for the norm inside it, whose gradient can be summed instead.
+    "Inkling2TextModel": {"embed_tokens": VocabParallelEmbedding()},
+    # Its eager forward runs every index that a token has.
+    "NemotronHExperts": {"": ExpertsParallel(skips_sentinel_index=False)},
+    # The table is indexed for the padding token outside its own forward.
+    "Gemma4Model": {
+        "": GatheredParameters(names=("language_model.embed_tokens.weight",)),
+        "language_model.embed_tokens": None,
+    },
+}
+
+#: Inner models between whose blocks the stream cannot be cut, with the reason.
+NO_SEQUENCE_PARALLELISM: dict[str, str] = {
+    "Gemma3nTextModel": "its blocks pass on several streams, stacked before the batch",
+    "HrmTextModel": "its blocks sit in two stacks that run in turns and add learned states to the stream",
+    "Inkling2TextModel": "its blocks read the outputs of all blocks before, collected outside of them",
+}
+
+
+def with_overrides(plan: Plan, tree: ModelTree) -> Plan:
+    """The plan with the corrections for the classes that the model has."""
+    changes = dict(_changes(tree))
+    return plan.override({pattern: style for pattern, style in changes.items() if style is not None or pattern in plan})
+
+
+def _changes(tree: ModelTree) -> Iterator[tuple[str, Style | None]]:
+    for path, module in tree.modules.items():
+        for name, style in OVERRIDES.get(type(module).__name__, {}).items():
+            yield wildcard(".".join(part for part in (path, name) if part)), style

@@ -1,0 +1,106 @@
+"""transformers' style words, 4.57 to 5.23, as data.
+
+A word says what a module is meant to do; whether it does so on local tensors or DTensors, and who sums
+(``local_rowwise`` under ``gather``), was said differently from release to release.  Styles here are each right
+alone, so the words that only divide such labour among modules need no rule of their own.
+"""
+
+from __future__ import annotations
+
+from tp_plans.errors import UnknownStyleError
+from tp_plans.layouts import Replicate, Shard
+from tp_plans.styles import (
+    AllReduceOutput,
+    ColwiseEmbedding,
+    ColwiseParallel,
+    ExpertsParallel,
+    MLAKVProjection,
+    NoParallel,
+    ParallelAttention,
+    ParameterStyle,
+    RowwiseParallel,
+    ScaleInput,
+    SequenceParallel,
+    Style,
+    VocabParallelEmbedding,
+)
+
+#: Words of module rules, with the releases whose registry has them.
+STYLE_BY_NAME: dict[str, Style] = {
+    "colwise": ColwiseParallel(),  # 4.57 on
+    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),  # 4.57 to 5.0, and 5.20 on
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),  # 5.5 on
+    "local_colwise": ColwiseParallel(),  # 4.57 to 5.0
+    "packed_colwise": ColwiseParallel(fused_sizes=(1, 1)),  # 5.5 on: gate and up, one after the other
+    "rowwise": RowwiseParallel(),  # 4.57 on
+    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),  # 4.57 to 5.0, and 5.20 on
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),  # 5.5 on
+    "local_rowwise": RowwiseParallel(),  # 4.57 to 5.0
+    "packed_rowwise": RowwiseParallel(fused_sizes=(1, 1)),  # 5.5 on
+    "local_packed_rowwise": RowwiseParallel(fused_sizes=(1, 1)),  # 4.57 to 5.0
+    "embedding_rowwise": VocabParallelEmbedding(),  # 5.5 on
+    "embedding_colwise": ColwiseEmbedding(),  # 5.5 on
+    "mla_kv_a_proj": MLAKVProjection(),  # 5.5 on
+    "sequence_parallel": SequenceParallel(),  # 4.57 on
+    "replicate": NoParallel(),  # 4.57 to 5.0, and 5.23
+    "replicated_with_grad_allreduce": NoParallel(gradient="partial"),  # 5.5 on
+    "ep_router": NoParallel(),  # 4.57 to 5.20: routes of other ranks are masked where the experts run
+    "megamoe_router": NoParallel(),  # 5.12 to 5.20
+    "moe_tp_experts": ExpertsParallel(),  # 5.5 on
+    "ep_dispatch_experts": ExpertsParallel(),  # 5.20 on
+    "megamoe_experts": ExpertsParallel(),  # 5.12 to 5.20
+    "moe_identity_expert": ScaleInput(),  # 5.5 on
+    "all_reduce": AllReduceOutput(),  # 5.12 on
+    "local_params": ParallelAttention(layout=None),  # 5.23: an attention layer with a split parameter of its own
+}
+
+#: Words that ask for nothing where every style is right alone, with the reason.
+IGNORED_STYLES: dict[str, str] = {
+    "gather": "sums what local_rowwise layers inside leave as addends; ours are summed where they arise",  # to 5.0
+    "local": "keeps a module's tensors plain; ours are plain during every forward",  # 4.57 to 5.0
+}
+
+_COLUMN_WORDS = {"colwise", "local_colwise", "colwise_rep", "colwise_gather_output"}
+_ROW_WORDS = {"rowwise", "local_rowwise", "rowwise_rep", "rowwise_split_input"}
+_PACKED_WORDS = {"packed_colwise": -2, "packed_rowwise": -1, "local_packed_rowwise": -1}
+_EXPERT_WORD = "grouped_gemm"  # 5.0 on: stacked experts, in the plans for expert parallelism
+
+
+def style_from_name(word: str, *, where: str = "") -> Style:
+    """The style that a word of transformers' plans means for a module.
+
+    Raises:
+        UnknownStyleError: the word is in no table.
+    """
+    try:
+        return STYLE_BY_NAME[word]
+    except (KeyError, TypeError):
+        raise _unknown(word, where) from None
+
+
+def parameter_style_from_name(word: str, ndim: int, *, where: str = "") -> ParameterStyle:
+    """The rule that a word means for a bare parameter of ``ndim`` dims, ``[..., out, in]``.
+
+    Raises:
+        UnknownStyleError: the word is in no table, or not for parameters.
+    """
+    if word in _COLUMN_WORDS:
+        return ParameterStyle(layout=Shard(max(0, ndim - 2)))
+    if word in _ROW_WORDS:
+        return ParameterStyle(layout=Shard(ndim - 1) if ndim > 1 else Replicate())
+    if word in _PACKED_WORDS:  # no layout of torch's describes its parts: it is stored split and used whole
+        return ParameterStyle(layout=Shard(max(0, ndim + _PACKED_WORDS[word])), gathered=True)
+    if word == _EXPERT_WORD:
+        return ParameterStyle(layout=Shard(0))
+    if word in ("replicate", "replicated_with_grad_allreduce"):
+        return ParameterStyle(layout=Replicate(), gradient="full" if word == "replicate" else "partial")
+    raise _unknown(word, where)
+
+
+def _unknown(word: object, where: str) -> UnknownStyleError:
+    place = f" for {where!r}" if where else ""
+    return UnknownStyleError(
+        f"unknown style word {word!r}{place}: known are {', '.join(sorted(STYLE_BY_NAME))}, and {_EXPERT_WORD} for "
+        f"parameters; leave {' and '.join(sorted(IGNORED_STYLES))} out, which ask for nothing here. "
+        "Or give a plan of your own in which this rule is a style of tp_plans, as ColwiseParallel()."
+    )

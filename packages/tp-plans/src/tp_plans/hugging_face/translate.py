@@ -1,0 +1,108 @@
+"""The translation of the plans that transformers ships with its models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tp_plans.errors import CapabilityError, PlanError
+from tp_plans.hugging_face.overrides import NO_SEQUENCE_PARALLELISM, with_overrides
+from tp_plans.hugging_face.style_names import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name, style_from_name
+from tp_plans.hugging_face.tp_plan import shipped_plan
+from tp_plans.infer.complete import complete_plan
+from tp_plans.infer.sequence_parallel import with_sequence_parallelism
+from tp_plans.model_tree import ModelTree, parent
+from tp_plans.plan import Plan
+from tp_plans.styles import ColwiseParallel, ExpertsParallel, RowwiseParallel, Style, VocabParallelEmbedding
+
+#: The words that a linear output head may carry; all become logits sharded on the vocabulary.
+_HEAD_WORDS = {"colwise", "colwise_rep", "colwise_gather_output"}
+
+
+def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
+    """The tensor-parallel plan that transformers ships for a model, merged from all its levels, translated, completed.
+
+    Beyond translation, the head keeps its logits sharded on the vocabulary, attention is split in whole heads, and
+    what the shipped plan leaves whole is split where that is certain to be right (``tp_plans.infer.complete``).  Rules
+    for what this model does not have, as the experts of a config without any, are left out.
+
+    Args:
+        model: a ``transformers`` model; the meta device is enough.
+        sequence_parallel: give the plan's sequence-parallel form (arXiv:2205.05198).
+
+    Raises:
+        PlanError: the model ships no plan, or is no model.
+        UnknownStyleError: it uses a style word that has no translation.
+        CapabilityError: sequence parallelism is asked of a model that has no such form.
+    """
+    if not isinstance(model, ModelTree) and (isinstance(model, type) or not hasattr(model, "named_modules")):
+        raise PlanError(
+            f"from_hugging_face needs a model, since its plan comes from every inner model and config; {model!r} is "
+            "none (build it on the meta device, or use tp_plans.plan_for)"
+        )
+    tree = ModelTree.of(model)
+    words = shipped_plan(tree)
+    name = type(tree.model).__name__
+    if not words:
+        raise PlanError(
+            f"{name} ships no tensor-parallel plan (no _tp_plan, no base_model_tp_plan): "
+            "use tp_plans.plan_for or give a plan of your own"
+        )
+    rules = dict(_translated(words, tree))
+    if not rules:
+        raise PlanError(
+            f"{name} ships a plan of which nothing matches its modules ({', '.join(words)}): "
+            "use tp_plans.plan_for or give a plan of your own"
+        )
+    head, embedding = tree.declared("get_output_embeddings"), tree.declared("get_input_embeddings")
+    if head is not None and (words.get(head) in _HEAD_WORDS or (head not in rules and tree.is_linear(head))):
+        rules[head] = ColwiseParallel(use_local_output=False)
+    if embedding is not None and embedding not in rules and _may_split(embedding, head, rules, tree):
+        rules[embedding] = VocabParallelEmbedding()
+    root = "" if embedding is None else parent(embedding)
+    plan = complete_plan(with_overrides(Plan(rules, name=f"hf:{name}"), tree), tree, root=root)
+    if not sequence_parallel:
+        return plan
+    if (reason := _no_sequence_parallelism(tree)) is not None:
+        raise CapabilityError(f"{name} has no sequence-parallel form: {reason}; pass sequence_parallel=False")
+    if embedding is None:
+        raise PlanError(f"{name} does not tell its token embedding: sequence parallelism cannot be derived for it")
+    return with_sequence_parallelism(plan, tree, embedding=embedding)
+
+
+def _no_sequence_parallelism(tree: ModelTree) -> str | None:
+    """Return the reason why a model's activations cannot be sharded on the sequence, if there is one."""
+    names = (type(module).__name__ for module in tree.modules.values())
+    return next((NO_SEQUENCE_PARALLELISM[name] for name in names if name in NO_SEQUENCE_PARALLELISM), None)
+
+
+def _translated(words: Mapping[str, str], tree: ModelTree) -> Iterator[tuple[str, Style]]:
+    """The rules that match something; those of parameters inside split experts are the experts' own."""
+    experts = [p for p, word in words.items() if isinstance(STYLE_BY_NAME.get(word), ExpertsParallel)]
+    matched_modules, matched_parameters = tree.match(words)
+    for pattern, word in words.items():
+        if word in IGNORED_STYLES:
+            continue
+        if paths := matched_modules.get(pattern):
+            modules = [tree.modules[path] for path in paths]
+            yield pattern, _for_module(style_from_name(word, where=pattern), modules)
+        elif parameters := matched_parameters.get(pattern):
+            if not any(pattern.startswith(f"{owner}.") for owner in experts):
+                ndim = tree.parameters[parameters[0]].ndim
+                yield pattern, parameter_style_from_name(word, ndim, where=pattern)
+        else:
+            style_from_name(word, where=pattern)  # an unknown style name is an error even where nothing has it
+
+
+def _for_module(style: Style, modules: list[Any]) -> Style:
+    """The style as the kind of module wants it: until 5.0, an embedding's table was split by ``rowwise``."""
+    if isinstance(style, RowwiseParallel) and all(hasattr(module, "num_embeddings") for module in modules):
+        return VocabParallelEmbedding()
+    return style
+
+
+def _may_split(embedding: str, head: str | None, rules: Mapping[str, Style], tree: ModelTree) -> bool:
+    """Return whether the embedding may be sharded: not where it is tied to a head that stays replicated."""
+    if head is None or head in rules:
+        return True
+    return getattr(tree.modules[head], "weight", None) is not tree.modules[embedding].weight

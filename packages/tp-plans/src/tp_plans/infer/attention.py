@@ -1,0 +1,90 @@
+"""Attention split in whole heads, and key/value heads replicated on the ranks that need them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tp_plans._validate import is_integer
+from tp_plans.layouts import Layout, Shard
+from tp_plans.model_tree import join, parent
+from tp_plans.module_attrs import getattr_path
+from tp_plans.naming import HEAD_DIM, HEAD_NORMS, KEY, KV_HEAD_COUNTS, MLA_HEADS, MLA_ROPE_DIM, QKV, QUERY, VALUE
+from tp_plans.planned_tree import PlannedTree, merge_per_block
+from tp_plans.styles import ColwiseParallel, ParallelAttention, ParameterStyle, RowwiseParallel, Style
+
+#: The attributes that give the number of key/value heads.
+_KV_HEADS = (KV_HEAD_COUNTS[0], f"config.{KV_HEAD_COUNTS[0]}")
+
+
+def split_in_heads(planned: PlannedTree, root: str) -> Mapping[str, Style | None]:
+    """Return the rules of layers whose features are heads, with the size of a head; one a path where sizes differ."""
+    sized: dict[str, dict[str, Style]] = defaultdict(dict)
+    for path, style in planned.styled_modules():
+        if _may_hold_heads(path, style, planned) and isinstance(style, (ColwiseParallel, RowwiseParallel)):
+            head = _head_features(path, style, planned)
+            sized[planned.rules[path][0]][path] = style if head is None else replace(style, multiple_of=head)
+    rules: dict[str, Style | None] = {}
+    for rule, places in sized.items():
+        rules |= {rule: None, **places} if len(set(places.values())) > 1 else {rule: next(iter(places.values()))}
+    return rules
+
+
+def _may_hold_heads(path: str, style: Style, planned: PlannedTree) -> bool:
+    """Return whether a layer's ranks may have to hold whole heads: not where features are gathered or split here."""
+    if isinstance(style, RowwiseParallel):
+        return style.input_layouts == Shard(-1) and style.multiple_of == 1
+    return isinstance(style, ColwiseParallel) and planned.outputs_local_shard(path) and style.multiple_of == 1
+
+
+def _head_features(path: str, style: ColwiseParallel | RowwiseParallel, planned: PlannedTree) -> int | str | None:
+    above = planned.modules.get(parent(path))
+    features = planned.tree.size(path, 1 if isinstance(style, RowwiseParallel) else 0)
+    heads = getattr(above, MLA_HEADS, None)
+    if is_integer(getattr(above, MLA_ROPE_DIM, None)) and is_integer(heads, least=1) and features is not None:
+        return features // heads if features % heads == 0 else None  # queries, keys with values, outputs differ in size
+    head_dim = getattr(above, HEAD_DIM, None)
+    if not is_integer(head_dim, least=1) or (features is not None and features % head_dim):
+        return None
+    return HEAD_DIM
+
+
+def with_replicated_kv_heads(planned: PlannedTree, root: str) -> Mapping[str, Style]:
+    """Return rules that let the axis be larger than the number of key/value heads, and set the groups."""
+    changed: dict[str, Style] = {}
+    attention: list[tuple[str, Style]] = []
+    for path, module in planned.within(root):
+        kv_heads = next((name for name in _KV_HEADS if is_integer(getattr_path(module, name), least=1)), None)
+        if kv_heads is None or not set(QKV) <= set(planned.split_children(path)):
+            continue
+        own = planned.style(path)
+        if own is not None and not isinstance(own, ParallelAttention):
+            continue
+        for rule in (planned.rule(join(path, name)) for name in (KEY, VALUE)):
+            if rule is not None and isinstance(style := planned.plan[rule], ColwiseParallel) and style.multiple_of != 1:
+                changed[rule] = replace(style, replicate_kv_heads=True)
+        prepared = own if isinstance(own, ParallelAttention) else ParallelAttention(layout=_layout(path, planned))
+        attention.append((path, replace(prepared, kv_heads_attr=kv_heads)))
+    return {**changed, **merge_per_block(attention, planned.tree)}
+
+
+def per_head_norms(planned: PlannedTree, root: str) -> Mapping[str, Style]:
+    """Return rules for norms that have a row for each head, sharded as the heads are."""
+    rows: list[tuple[str, Style]] = []
+    for path, module in planned.within(root):
+        if QUERY not in planned.split_children(path):
+            continue
+        for norm in (join(path, name) for name in HEAD_NORMS):
+            width = planned.tree.size(norm, 1)
+            if width is not None and width == getattr(module, HEAD_DIM, None) and planned.style(norm) is None:
+                rows.append((f"{norm}.weight", ParameterStyle()))
+    return merge_per_block(rows, planned.tree)
+
+
+def _layout(path: str, planned: PlannedTree) -> Layout | None:
+    """Gather the input once for all projections, where nothing else in the layer could read it."""
+    if planned.tree.own_parameters(path):  # of which its own code may use some on the input
+        return None
+    names = planned.tree.children_with_parameters(path)
+    return ParallelAttention().layout if all(planned.style(join(path, name)) for name in names) else None

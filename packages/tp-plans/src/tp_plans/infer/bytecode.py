@@ -1,0 +1,79 @@
+"""What a module's forward says of itself, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from tp_plans._validate import is_integer
+from tp_plans.module_attrs import getattr_path
+from tp_plans.naming import COUNT, NO_COUNT
+
+#: What works on every feature by itself, and so on a rank's part of them as on all.
+_FEATURE_BY_FEATURE = {
+    *("chunk", "split", "unbind", "clamp", "mul", "add", "pow", "square", "exp", "sqrt", "abs", "neg"),
+    *("relu", "relu2", "gelu", "silu", "swish", "sigmoid", "tanh", "softplus", "dropout"),
+    *("torch", "nn", "functional", "F", "training", "p", "float", "to", "dtype", "type", "type_as", "min", "max"),
+}
+
+
+def non_elementwise_op(module: Any, children: set[str]) -> str | None:
+    """Something that a module's code reads and that may not work feature by feature; ``None`` where all does."""
+    known = _FEATURE_BY_FEATURE | children | {name for name, value in vars(module).items() if is_plain(value)}
+    return next(iter(sorted(referenced_names(type(module)) - known)), None)
+
+
+def is_plain(value: object) -> bool:
+    """Whether an attribute is a number or word, which computes nothing."""
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def first_argument(module: Any) -> str:
+    """The name of the first argument of a module's forward."""
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)
+    names = code.co_varnames[1 : code.co_argcount] if code is not None else ()
+    return names[0] if names else "hidden_states"
+
+
+def counts_used(module: Any, values: set[int]) -> tuple[str, ...]:
+    """The integer attributes with one of some values that a module's code reads, its config's too: counts of heads."""
+    read = referenced_names(type(module))
+    own = [name for name in vars(module) if name in read and _counts(name, getattr(module, name), values)]
+    config = getattr(module, "config", None) if "config" in read else None
+    shared = [
+        f"config.{name}"
+        for name in sorted(read - set(own))
+        if config is not None and _counts(name, getattr_path(config, name), values)
+    ]
+    return (*own, *shared)
+
+
+def referenced_names(cls: type) -> set[str]:
+    """The names that the methods of a class read: of attributes, functions and modules."""
+    return {name for code in _methods(cls) for name in _names(code)}
+
+
+def _methods(cls: type) -> Iterator[CodeType]:
+    """The code of a class's methods, its own and inherited, but for those of every module."""
+    for base in cls.__mro__:
+        if base.__name__ == "Module":
+            return
+        for name, method in vars(base).items():
+            while hasattr(method, "__wrapped__"):
+                method = method.__wrapped__
+            code = getattr(method, "__code__", None)
+            if name != "__init__" and isinstance(code, CodeType):
+                yield code
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _counts(name: str, value: object, values: set[int]) -> bool:
+    counted = is_integer(value, least=2) and value in values
+    return counted and bool(COUNT.search(name)) and not NO_COUNT.search(name)

@@ -1,0 +1,222 @@
+"""From what is known of a sub-layer to rules for it: split inside where that is certain, gathered where not.
+
+A layer that is handed whole features and hands on whole features is right wherever it stands, whatever the code
+around it does with them.  So nothing proposed here trains wrongly: what is not understood costs gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tp_plans._validate import is_integer
+from tp_plans.infer.bytecode import counts_used, first_argument, non_elementwise_op, referenced_names
+from tp_plans.infer.sublayers import Sublayer, rules_for
+from tp_plans.layouts import Replicate
+from tp_plans.model_tree import ModelTree
+from tp_plans.module_attrs import getattr_path
+from tp_plans.naming import HEAD_COUNTS, HEAD_DIMS, KV_HEAD_COUNTS, KV_PROJECTION, leaf
+from tp_plans.styles import (
+    ColwiseParallel,
+    GatheredParameters,
+    ParallelAttention,
+    PrepareModuleInput,
+    RowwiseParallel,
+    Style,
+)
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Something that a suggestion is unsure of: where, and what to look at."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+Proposal = tuple[dict[str, Style], list[Doubt]]
+
+
+def propose(sub: Sublayer, tree: ModelTree) -> Proposal:
+    """Rules for one sub-layer, by paths, and what is uncertain about them."""
+    doubts = []
+    if sub.guessed_by_name:
+        doubts.append(Doubt(sub.output_proj, "taken for the layer that writes to the stream: shapes do not tell"))
+    if "weight" in referenced_names(type(tree.modules[sub.path])):
+        names = tuple(f"{leaf(layer)}.weight" for layer in (*sub.input_projs, *sub.other_linears, sub.output_proj))
+        what = "its code reads weights itself, so they are stored split and gathered for it: right, and no faster"
+        return {sub.path: GatheredParameters(names=names)}, [Doubt(sub.path, what)]
+    reason = _not_understood(sub, tree)
+    if reason is None:
+        is_attention = sub.is_named_attention or _counts_heads(tree.modules[sub.path])
+        rules, more = (_attention if is_attention else _mlp)(sub, tree)
+        if rules:
+            return rules, [*doubts, *more]
+        reason = more[0].what
+    what = f"{reason}, so its layers are split and their features gathered: right, but with more to send"
+    return gathered_rules(sub), [*doubts, Doubt(sub.path, what)]
+
+
+def _counts_heads(module: Any) -> bool:
+    return any(is_integer(getattr(module, name, None), least=1) for name in (*HEAD_DIMS, *HEAD_COUNTS))
+
+
+def gathered_rules(sub: Sublayer) -> dict[str, Style]:
+    """Rules that are right whatever the code around the layers does with their features."""
+    columns: dict[str, Style] = dict.fromkeys(
+        (*sub.input_projs, *sub.other_linears), ColwiseParallel(output_layouts=Replicate())
+    )
+    return {**columns, sub.output_proj: RowwiseParallel(input_layouts=Replicate())}
+
+
+def _not_understood(sub: Sublayer, tree: ModelTree) -> str | None:
+    """What else is in a sub-layer that might meet its split features."""
+    if sub.other_linears:
+        return f"{', '.join(map(leaf, sub.other_linears))} neither read the stream nor write to it"
+    if own := tree.own_parameters(sub.path):
+        return f"it has parameters of its own ({', '.join(own)})"
+    known = {*sub.input_projs, sub.output_proj}
+    unknown = [
+        path
+        for path in tree.below(sub.path)
+        if path not in known and tree.own_parameters(path) and not _is_vector(path, tree)
+    ]
+    if unknown:
+        return f"nothing is known of {leaf(unknown[0])}"
+    return None
+
+
+def _is_vector(path: str, tree: ModelTree) -> bool:
+    return all(len(parameter.shape) == 1 for parameter in tree.own_parameters(path).values())
+
+
+def _mlp(sub: Sublayer, tree: ModelTree) -> Proposal:
+    widths = [tree.shape(reader)[0] for reader in sub.input_projs]
+    if vectors := list(_other_parameters(sub, tree)):
+        return {}, [Doubt(sub.path, f"{leaf(vectors[0])} may meet all features at once")]
+    children = set(map(leaf, tree.children[sub.path]))
+    if unknown := non_elementwise_op(tree.modules[sub.path], children):
+        return {}, [Doubt(sub.path, f"its code uses {unknown}, which may meet all features at once")]
+    is_fused = widths == [2 * sub.inner_dim]
+    if not is_fused and (set(widths) != {sub.inner_dim} or len(widths) > 2):
+        told = ", ".join(map(str, widths))
+        return {}, [Doubt(sub.path, f"layers of {told} features come before one that reads {sub.inner_dim}")]
+    rules = {sub.path: _input_style(sub, tree), **rules_for(replace(sub, fused_sizes=(1, 1) if is_fused else ()))}
+    doubts = [
+        Doubt(sub.input_projs[0], "taken for gate and up one after another; if they alternate, gather its output")
+    ]
+    return rules, doubts if is_fused else []
+
+
+def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
+    head = _head(sub, tree)
+    if head is None:
+        return {}, [Doubt(sub.path, "the size of its heads is not found")]
+    unit, size = head
+    widths = {reader: tree.shape(reader)[0] for reader in sub.input_projs}
+    fused_sizes = _fused_sizes(sub, tree, size, widths)
+    if fused_sizes is None:
+        given = ", ".join(map(str, widths.values()))
+        return {}, [
+            Doubt(sub.path, f"layers of {given} features, in heads of {size}, are not queries, keys and values")
+        ]
+    norms = tuple(_other_parameters(sub, tree))
+    if other := next((path for path in norms if not tree.is_scale(path, size)), None):
+        return {}, [Doubt(sub.path, f"{leaf(other)} is not over one head")]
+    split = rules_for(replace(sub, head_norms=norms, fused_sizes=fused_sizes), multiple_of=unit)
+    counts = counts_used(tree.modules[sub.path], _per_rank_sizes(sub, widths, size))
+    replicated = _replicated_kv(sub, tree, split)
+    rules: dict[str, Style] = {
+        sub.path: _input_style(sub, tree, counts, has_groups=bool(replicated)),
+        **split,
+        **replicated,
+    }
+    doubts = [Doubt(sub.path, f"{', '.join(counts)} taken for what its ranks have parts of")] if counts else []
+    if len(sub.input_projs) == 1:
+        doubts.append(
+            Doubt(sub.input_projs[0], "taken for queries, keys and values one after another; gather it if not")
+        )
+    return rules, doubts
+
+
+def _fused_sizes(sub: Sublayer, tree: ModelTree, size: int, widths: Mapping[str, int]) -> tuple[int | str, ...] | None:
+    """The sizes of fused queries, keys and values; none where these are separate, ``None`` where it is neither."""
+    if any(width % size for width in (*widths.values(), sub.inner_dim)):
+        return None
+    if len(widths) == 1:
+        return _sizes_of_one(sub, tree, size, *widths.values())
+    narrow = [width for width in widths.values() if width != sub.inner_dim]
+    if len(widths) < 3 or len(narrow) not in (0, 2) or len(set(narrow)) > 1 or max(widths.values()) > sub.inner_dim:
+        return None
+    return ()
+
+
+def _replicated_kv(sub: Sublayer, tree: ModelTree, rules: Mapping[str, Style]) -> dict[str, Style]:
+    """The rules of keys and values whose heads ranks may share, where the module tells how they are grouped."""
+    module = tree.modules[sub.path]
+    attention = ParallelAttention()
+    for name in (attention.kv_groups_attr, attention.kv_heads_attr):
+        if not is_integer(getattr_path(module, name), least=1):
+            return {}
+    return {
+        path: replace(style, replicate_kv_heads=True)
+        for path, style in rules.items()
+        if isinstance(style, ColwiseParallel) and KV_PROJECTION.fullmatch(leaf(path)) and not style.fused_sizes
+    }
+
+
+def _sizes_of_one(sub: Sublayer, tree: ModelTree, size: int, width: int) -> tuple[int | str, ...] | None:
+    kv, rest = divmod(width - sub.inner_dim, 2)
+    if kv <= 0 or rest or kv % size or sub.is_interleaved:
+        return None
+    heads, kv_heads = sub.inner_dim // size, kv // size
+    if heads == kv_heads:
+        return (1, 1, 1)
+    module = tree.modules[sub.path]
+    return (_named(module, HEAD_COUNTS, heads), *(_named(module, KV_HEAD_COUNTS, kv_heads),) * 2)
+
+
+def _named(module: Any, names: tuple[str, ...], value: int) -> int | str:
+    """The attribute of a module or its config that holds a number, or the number."""
+    paths = (path for name in names for path in (name, f"config.{name}"))
+    return next((path for path in paths if getattr_path(module, path) == value), value)
+
+
+def _head(sub: Sublayer, tree: ModelTree) -> tuple[int | str, int] | None:
+    """The size of a head, as a rule's unit and as a number."""
+    module = tree.modules[sub.path]
+    for name in HEAD_DIMS:
+        for path in (name, f"config.{name}"):
+            size = getattr_path(module, path)
+            if is_integer(size, least=1) and sub.inner_dim % size == 0:
+                return (path if "." not in path else size), size
+    counts = (getattr_path(module, path) for name in HEAD_COUNTS for path in (name, f"config.{name}"))
+    heads = next((count for count in counts if is_integer(count, least=1) and sub.inner_dim % count == 0), None)
+    return None if heads is None else (sub.inner_dim // heads, sub.inner_dim // heads)
+
+
+def _per_rank_sizes(sub: Sublayer, widths: Mapping[str, int], size: int) -> set[int]:
+    """Numbers of what ranks get parts of: features and heads of queries, and of keys and values."""
+    fused = [(width - sub.inner_dim) // 2 for width in widths.values() if width > sub.inner_dim]
+    features = {sub.inner_dim, *fused, *(width for width in widths.values() if width < sub.inner_dim)}
+    return features | {width // size for width in features}
+
+
+def _other_parameters(sub: Sublayer, tree: ModelTree) -> Iterator[str]:
+    known = {*sub.input_projs, sub.output_proj}
+    for path in tree.below(sub.path):
+        if path not in known and tree.own_parameters(path):
+            yield path
+
+
+def _input_style(
+    sub: Sublayer, tree: ModelTree, counts: tuple[str, ...] = (), *, has_groups: bool = False
+) -> PrepareModuleInput | ParallelAttention:
+    argument = first_argument(tree.modules[sub.path])
+    if counts or has_groups:
+        return ParallelAttention(argument=argument, head_count_attrs=counts)
+    return PrepareModuleInput(argument=argument)

@@ -1,0 +1,169 @@
+"""Derive the sequence-parallel form of a tensor-parallel plan from the model's tree.
+
+Between sub-layers the activations are sharded on the sequence (arXiv:2205.05198): norms compute on this rank's tokens,
+a sub-layer gathers its input once, and its row-wise layer reduce-scatters its output.  A sub-layer that needs the full
+sequence for another reason (a recurrence, a router with its experts) gets a ``GatherSequence`` rule.  Where a block
+computes with several residual streams, or with parameters of its own, the rule is the block's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from tp_plans.errors import PlanError
+from tp_plans.layouts import Replicate, Shard
+from tp_plans.model_tree import ModelTree, join, parent
+from tp_plans.models.spec import SEQUENCE_DIM
+from tp_plans.naming import MLA_NORMS, leaf
+from tp_plans.plan import Plan
+from tp_plans.planned_tree import PlannedTree, merge_per_block
+from tp_plans.styles import (
+    AllReduceOutput,
+    ExpertsParallel,
+    GatheredParameters,
+    GatherSequence,
+    ParallelAttention,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    Style,
+    VocabParallelEmbedding,
+)
+
+_STREAM = Shard(SEQUENCE_DIM)
+
+#: The styles of a module's own that may be the inner one of a ``GatherSequence``.
+_WRAPPABLE_STYLES = (ParallelAttention, GatheredParameters, ExpertsParallel, AllReduceOutput)
+
+
+def with_sequence_parallelism(plan: Plan, model: Any, *, embedding: str) -> Plan:
+    """Return the sequence-parallel form of a plan.
+
+    Args:
+        plan: a tensor-parallel plan.
+        model: the model that it is for, or its :class:`~tp_plans.model_tree.ModelTree`.
+        embedding: the path of the token embedding; the blocks are its siblings.
+
+    Raises:
+        PlanError: no blocks are found next to the embedding.
+    """
+    root = parent(embedding)
+    planned = PlannedTree(ModelTree.of(model), plan)
+    blocks = list(_blocks(root, planned.tree))
+    if not blocks:
+        raise PlanError(
+            f"no blocks are found next to {embedding or 'the embedding'}: a list of modules under "
+            f"{root or 'the model'} is looked for; write the sequence-parallel plan yourself"
+        )
+    block_rules = {path: _block_rules(path, planned) for path in blocks}
+    per_sublayer = all(rules is not None for rules in block_rules.values())
+    rules = dict(planned.styles) | _rules_outside_blocks(root, embedding, planned, per_sublayer=per_sublayer)
+    for path, inside in block_rules.items():
+        rules |= inside if per_sublayer and inside is not None else {path: _gather_rule(path, planned)}
+    return Plan(merge_per_block(rules.items(), planned.tree), name=plan.name, sequence_parallel=True)
+
+
+def _blocks(root: str, tree: ModelTree) -> Iterator[str]:
+    """The members of the lists of modules directly below the root that hold more than one layer each."""
+    for container in tree.children[root]:
+        if tree.is_numbered(container) and all(
+            len(tree.children_with_parameters(path)) > 1 for path in tree.children[container]
+        ):
+            yield from tree.children[container]
+
+
+def _rules_outside_blocks(root: str, embedding: str, planned: PlannedTree, *, per_sublayer: bool) -> dict[str, Style]:
+    """Rules for the beginning and the end of the residual stream."""
+    after = _after_blocks(root, planned.tree)
+    norm = next((path for path in after if planned.tree.is_norm(path)), None)
+    rules: dict[str, Style] = {path: _gather_rule(path, planned) for path in after if _has_streams(path, planned.tree)}
+    if norm is not None:
+        rules[norm] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
+    if not per_sublayer or not root or planned.style(root) is not None:
+        return rules
+    rules[root] = PrepareModuleInput(layout=_STREAM, argument="inputs_embeds", position=None)
+    is_split = isinstance(planned.style(embedding), VocabParallelEmbedding)
+    if is_split and not _embeddings_merged_above(root, planned.tree):
+        rules[embedding] = VocabParallelEmbedding(output_layouts=_STREAM, use_local_output=False)
+    return rules
+
+
+def _after_blocks(root: str, tree: ModelTree) -> list[str]:
+    """The siblings of the blocks, those after them first."""
+    siblings = tree.children[root]
+    first = next((place for place, path in enumerate(siblings) if tree.is_numbered(path)), 0)
+    return [*siblings[first + 1 :], *siblings[:first]]
+
+
+def _embeddings_merged_above(root: str, tree: ModelTree) -> bool:
+    """Return whether the module above the language model has other parts, which write into its token embeddings."""
+    above = parent(root)
+    return bool(above) and tree.children_with_parameters(above) != {leaf(root)}
+
+
+def _block_rules(path: str, planned: PlannedTree) -> dict[str, Style] | None:
+    """Rules inside one block; ``None`` where the sequence has to be gathered for the block as a whole."""
+    tree = planned.tree
+    if planned.style(path) is not None or tree.own_parameters(path) or tree.has_buffers(path):
+        return None
+    rules: dict[str, Style] = {}
+    for child in (join(path, name) for name in sorted(tree.children_with_parameters(path))):
+        own = planned.style(child)
+        if tree.is_norm(child):
+            rules[child] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
+        elif (row := _only_rowwise(child, planned)) is not None:
+            prepared = own if isinstance(own, (ParallelAttention, PrepareModuleInput)) else PrepareModuleInput()
+            rules[child] = replace(prepared, layout=Replicate())
+            rules[row] = replace(_rowwise(row, planned), output_layouts=_STREAM, use_local_output=False)
+        elif not tree.children_with_parameters(child) or isinstance(own, ExpertsParallel) or tree.is_numbered(child):
+            return None  # the block's own code feeds it
+        elif _has_streams(child, tree):
+            return None
+        else:
+            rules[child] = _gather_rule(child, planned)
+    return rules
+
+
+def _only_rowwise(path: str, planned: PlannedTree) -> str | None:
+    """The row-wise layer whose output is the sub-layer's, where everything in it takes its input in any layout."""
+    own, tree = planned.style(path), planned.tree
+    if not (own is None or isinstance(own, (PrepareModuleInput, ParallelAttention))):
+        return None
+    if any(planned.style(join(path, name)) is None for name in tree.own_parameters(path)):
+        return None
+    names = tree.children_with_parameters(path)
+    rows = [name for name in names if isinstance(planned.style(join(path, name)), RowwiseParallel)]
+    known = all(planned.style(join(path, name)) is not None or name in MLA_NORMS for name in names)
+    if len(rows) != 1 or not known or not planned.split_children(path):
+        return None
+    row = join(path, rows[0])
+    style = _rowwise(row, planned)
+    return row if style.output_layouts == Replicate() and style.input_layouts == Shard(-1) else None
+
+
+def _rowwise(path: str, planned: PlannedTree) -> RowwiseParallel:
+    style = planned.style(path)
+    if not isinstance(style, RowwiseParallel):
+        raise PlanError(f"{path} is {style}, not RowwiseParallel")
+    return style
+
+
+def _gather_rule(path: str, planned: PlannedTree) -> GatherSequence:
+    """The rule that gathers the sequence for a sub-layer or block, with its own rule inside."""
+    own = planned.style(path)
+    if own is None or isinstance(own, (PrepareModuleInput, GatherSequence)):
+        return GatherSequence(sequence_dim=SEQUENCE_DIM)
+    if isinstance(own, _WRAPPABLE_STYLES):
+        return GatherSequence(sequence_dim=SEQUENCE_DIM, inner=own)
+    raise PlanError(
+        f"{path} is {type(own).__name__}, and sits where the activations are sharded on the sequence: sequence "
+        "parallelism cannot be derived for it; write the sequence-parallel plan yourself"
+    )
+
+
+def _has_streams(path: str, tree: ModelTree) -> bool:
+    """Return whether a module joins or splits several residual streams (hyper-connections, arXiv:2409.19606)."""
+    name = f"{path} {type(tree.modules[path]).__name__}".lower()
+    return "hyper" in name and leaf(path) in tree.children_with_parameters(parent(path))

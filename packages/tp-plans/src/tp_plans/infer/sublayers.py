@@ -1,0 +1,200 @@
+"""The sub-layers of a block, recognised by the names of their layers or by their shapes, and the rules for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tp_plans._validate import is_integer
+from tp_plans.model_tree import ModelTree, join
+from tp_plans.naming import (
+    ATTENTION_GATES,
+    ATTENTION_MODULE,
+    ATTENTION_OUTPUTS,
+    HEAD_DIM,
+    HEAD_NORMS,
+    INTERLEAVED_QKV,
+    MLA_HEADS,
+    MLA_KV_DOWN,
+    MLA_KV_UP,
+    MLA_LAYERS,
+    MLA_OUTPUT,
+    MLA_QUERIES,
+    MLA_ROPE_DIM,
+    MLPS,
+    OUTPUT_PROJECTION,
+    QKV,
+    QUERY,
+    QUERY_PROJECTION,
+    leaf,
+)
+from tp_plans.planned_tree import PlannedTree, merge_per_block
+from tp_plans.styles import ColwiseParallel, MLAKVProjection, NoParallel, RowwiseParallel, Style
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sublayer:
+    """A module whose linear layers read the residual stream and write to it: attention or an MLP.
+
+    Args:
+        path: where it is.
+        input_projs: the layers that are split column-wise.
+        output_proj: the layer that writes to the residual stream, split row-wise.
+        inner_dim: features that the output projection reads.
+        head_norms: norms of one head each, inside.
+        mla_kv_down: the projection to the compressed keys and values of latent attention.
+        other_linears: its linear layers that neither read the residual stream nor write to it.
+        fused_sizes: the matrices that the input projections consist of, as in ``ColwiseParallel``.
+        guessed_by_name: whether the output projection was told from the others by its name only.
+    """
+
+    path: str
+    input_projs: tuple[str, ...]
+    output_proj: str
+    inner_dim: int
+    head_norms: tuple[str, ...] = ()
+    mla_kv_down: str | None = None
+    other_linears: tuple[str, ...] = ()
+    fused_sizes: tuple[int | str, ...] = ()
+    guessed_by_name: bool = False
+
+    @property
+    def is_named_attention(self) -> bool:
+        """Whether it mixes tokens, judged by its name and its layers' names."""
+        names = [leaf(each) for each in self.input_projs]
+        queries = any(QUERY_PROJECTION.fullmatch(name) or "qkv" in name.lower() for name in names)
+        return bool(ATTENTION_MODULE.search(leaf(self.path).lower())) or queries
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether a fused projection keeps each head's query, key and value together."""
+        return any(INTERLEAVED_QKV.search(leaf(each)) for each in self.input_projs)
+
+
+def rules_for(sublayer: Sublayer, *, multiple_of: int | str = 1) -> dict[str, Style]:
+    """Return the rules that split a sub-layer as Megatron-LM does: column-wise in, row-wise out.
+
+    Args:
+        sublayer: the sub-layer; what it does between its projections must work on single features, or single heads.
+        multiple_of: features that stay together, as in ``ColwiseParallel``.
+    """
+    colwise = ColwiseParallel(multiple_of=multiple_of, fused_sizes=sublayer.fused_sizes)
+    latent: dict[str, Style] = {} if sublayer.mla_kv_down is None else {sublayer.mla_kv_down: MLAKVProjection()}
+    return {
+        **dict.fromkeys(sublayer.input_projs, colwise),
+        **latent,
+        **dict.fromkeys(sublayer.head_norms, NoParallel(gradient="partial")),
+        sublayer.output_proj: RowwiseParallel(multiple_of=multiple_of),
+    }
+
+
+def split_sublayers(planned: PlannedTree, root: str) -> Mapping[str, Style]:
+    """Return rules for the sub-layers of which the plan says nothing and whose parts are all known by name."""
+    return merge_per_block(_split(planned, root), planned.tree)
+
+
+def _split(planned: PlannedTree, root: str) -> Iterator[tuple[str, Style]]:
+    for path, _ in planned.within(root):
+        names = planned.tree.children_with_parameters(path)
+        if len(names) < 2 or planned.tree.own_parameters(path) or not planned.has_no_rules(path, names):
+            continue
+        if (sublayer := named_sublayer(path, planned.tree)) is not None:
+            yield from rules_for(sublayer).items()
+
+
+def named_sublayer(path: str, tree: ModelTree) -> Sublayer | None:
+    """Return the sub-layer that a module certainly is: all its parts have known names, and shapes that agree."""
+    names = tree.children_with_parameters(path)
+    return _attention(path, names, tree) or _latent_attention(path, names, tree) or _mlp(path, names, tree)
+
+
+def _attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
+    """Query, key and value in heads, norms over one head each, a gate as wide as the queries."""
+    output = next((name for name in ATTENTION_OUTPUTS if name in names), "")
+    head_dim = getattr(tree.modules[path], HEAD_DIM, None)
+    if not output or not set(QKV) <= names or not is_integer(head_dim, least=1):
+        return None
+    width = {name: tree.size(join(path, name), 0) for name in names}
+    gates = {name for name in ATTENTION_GATES if width.get(name) == width[QUERY]}
+    inputs = {*QKV, *(gates & names)}
+    norms = {name for name in names & set(HEAD_NORMS) if _vector_length(join(path, name), tree) == head_dim}
+    whole_heads = all((width[name] or 1) % head_dim == 0 for name in inputs)
+    fits = tree.size(join(path, output), 1) == width[QUERY]
+    if not (whole_heads and fits) or names != inputs | norms | {output}:
+        return None
+    return Sublayer(
+        path=path,
+        input_projs=tuple(join(path, name) for name in sorted(inputs)),
+        output_proj=join(path, output),
+        inner_dim=width[QUERY] or 0,
+        head_norms=tuple(join(path, name) for name in sorted(norms)),
+    )
+
+
+def _latent_attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
+    """Multi-head latent attention with DeepSeek's names."""
+    module, queries = tree.modules[path], set(MLA_QUERIES) & names
+    counted = all(is_integer(getattr(module, name, None), least=1) for name in (MLA_HEADS, MLA_ROPE_DIM))
+    required = {MLA_KV_DOWN, MLA_KV_UP, MLA_OUTPUT}
+    if not (required <= names <= set(MLA_LAYERS) and len(queries) == 1 and counted):
+        return None
+    return Sublayer(
+        path=path,
+        input_projs=(join(path, queries.pop()), join(path, MLA_KV_UP)),
+        output_proj=join(path, MLA_OUTPUT),
+        inner_dim=tree.size(join(path, MLA_OUTPUT), 1) or 0,
+        mla_kv_down=join(path, MLA_KV_DOWN),
+    )
+
+
+def _mlp(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
+    """A gated, fused or plain MLP: everything else in it works on single features."""
+    for *inputs, output in MLPS:
+        if names != {*inputs, output}:
+            continue
+        widths = {tree.size(join(path, name), 0) for name in inputs}
+        inner = tree.size(join(path, output), 1)
+        if inner is None:
+            continue
+        is_fused = widths == {2 * inner}
+        if widths == {inner} or is_fused:
+            return Sublayer(
+                path=path,
+                input_projs=tuple(join(path, name) for name in inputs),
+                output_proj=join(path, output),
+                inner_dim=inner,
+                fused_sizes=(1, 1) if is_fused else (),
+            )
+    return None
+
+
+def _vector_length(norm: str, tree: ModelTree) -> int | None:
+    sizes = {tuple(parameter.shape) for parameter in tree.own_parameters(norm).values()}
+    return int(next(iter(sizes))[0]) if len(sizes) == 1 and len(next(iter(sizes))) == 1 else None
+
+
+def shaped_sublayer(path: str, tree: ModelTree) -> Sublayer | None:
+    """Return the sub-layer that a module may be: layers directly below read the residual stream, one writes to it.
+
+    Names decide only where shapes do not tell which layer writes.
+    """
+    width = tree.size(tree.embedding or "", 1)
+    linear = [child for child in tree.children[path] if tree.is_linear(child)]
+    shapes = {layer: tree.shape(layer) for layer in linear}
+    writing = [layer for layer in linear if shapes[layer][0] == width]
+    if len(linear) < 2 or not writing:
+        return None
+    certain = [layer for layer in writing if shapes[layer][1] != width]
+    named = [layer for layer in writing if OUTPUT_PROJECTION.fullmatch(leaf(layer).lower())]
+    output = (certain or named or writing)[-1]
+    inputs = tuple(layer for layer in linear if layer != output and shapes[layer][1] == width)
+    if not inputs:
+        return None
+    return Sublayer(
+        path=path,
+        input_projs=inputs,
+        output_proj=output,
+        inner_dim=shapes[output][1],
+        other_linears=tuple(layer for layer in linear if layer != output and layer not in inputs),
+        guessed_by_name=not certain and len(writing) > 1,
+    )

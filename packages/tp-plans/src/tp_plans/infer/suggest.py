@@ -1,0 +1,153 @@
+"""A plan proposed from the module tree of a decoder that nobody knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tp_plans.errors import PlanError
+from tp_plans.infer.rules import Doubt, Proposal, gathered_rules, propose
+from tp_plans.infer.sequence_parallel import with_sequence_parallelism
+from tp_plans.infer.sublayers import Sublayer, shaped_sublayer
+from tp_plans.layouts import Replicate
+from tp_plans.model_tree import ModelTree, ancestors
+from tp_plans.patterns import wildcard
+from tp_plans.plan import Plan
+from tp_plans.planned_tree import merge_per_block
+from tp_plans.styles import (
+    ColwiseParallel,
+    ExpertsParallel,
+    GatheredParameters,
+    NoParallel,
+    RowwiseParallel,
+    Style,
+    VocabParallelEmbedding,
+)
+
+#: Right whatever the code of the experts makes of an index that stands for none of them.
+_STACK = ExpertsParallel(skips_sentinel_index=False)
+_STACK_DOUBT = (
+    "taken for experts that are given tokens, indices and weights; if they pass over an index that stands for none, "
+    "skips_absent=True spares work"
+)
+_STORED = (ExpertsParallel, GatheredParameters)
+
+__all__ = ["Doubt", "Suggestion", "suggest"]
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A plan for a model, and what it is unsure of."""
+
+    plan: Plan
+    doubts: tuple[Doubt, ...]
+
+    def __str__(self) -> str:
+        if not self.doubts:
+            return f"{self.plan!r}, unsure of nothing"
+        return "\n".join([f"{self.plan!r}, unsure of", *(f"  {doubt}" for doubt in self.doubts)])
+
+
+def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
+    """Propose a tensor-parallel plan for a decoder from its modules' shapes and names.
+
+    Embedding, blocks, norms and head are found by their places and shapes; so are, in each block, the sub-layers
+    whose linear layers read the residual stream and write to it.  Queries, keys and values (apart or fused), gated
+    and fused feed-forwards and stacked experts are split inside.  The layers of what is not understood are split
+    too, but their features gathered, so that the plan is right all the same.
+
+    Args:
+        model: a ``torch.nn.Module`` on any device (meta is enough).
+        sequence_parallel: give the plan's sequence-parallel form (arXiv:2205.05198).
+
+    Returns:
+        The plan, to be checked as any other, and what to look at before it is trusted.
+
+    Raises:
+        PlanError: the model has no token embedding, or no list of blocks.
+        ModelError: it is no model.
+    """
+    tree = ModelTree.of(model)
+    name = type(tree.model).__name__
+    embedding = tree.embedding
+    if embedding is None:
+        raise PlanError(f"{name} has no embedding: suggest proposes plans for language models")
+    if not tree.decoder_blocks:
+        raise PlanError(f"{name} has no list of blocks (children named 0, 1, 2) to make a plan of")
+    rules: dict[str, Style] = {}
+    doubts: list[Doubt] = [*_add_embedding(rules, embedding, tree)]
+    for block in tree.decoder_blocks:
+        scales = (path for path in tree.children[block] if tree.is_scale(path, tree.size(embedding, 1)))
+        rules.update(dict.fromkeys(scales, NoParallel()))
+        rules.update({path: _STACK for path in tree.below(block) if tree.is_expert_stack(path)})
+    for found, more in _sublayers(tree, rules):
+        rules.update(found)
+        doubts += more
+    doubts += [Doubt(wildcard(path), _STACK_DOUBT) for path, style in rules.items() if style == _STACK]
+    if tree.final_norm is not None:
+        rules[tree.final_norm] = NoParallel()
+    doubts += _add_head(rules, tree)
+    doubts += _left_replicated(rules, tree)
+    plan = Plan(merge_per_block(rules.items(), tree), name=f"suggested for {name}")
+    if sequence_parallel:
+        plan = with_sequence_parallelism(plan, tree, embedding=embedding)
+    return Suggestion(plan, tuple(dict.fromkeys(doubts)))
+
+
+def _add_embedding(rules: dict[str, Style], embedding: str, tree: ModelTree) -> Iterator[Doubt]:
+    inside = [path for path in tree.below(embedding) if tree.own_parameters(path)]
+    if inside:
+        yield Doubt(embedding, f"what {inside[0]} in it does is not known: the embedding stays replicated")
+    else:
+        rules[embedding] = VocabParallelEmbedding()
+
+
+def _sublayers(tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Proposal]:
+    """Rules for every sub-layer of every block; layers of one name are split inside in all blocks or in none.
+
+    Blocks may hand one another what they computed (keys and values that several attentions share).
+    """
+    found = [sub for block in tree.decoder_blocks for sub in _of_block(block, tree, rules)]
+    proposals = {sub.path: propose(sub, tree) for sub in found}
+    split = {sub.path: not _is_gathered(sub, proposals[sub.path][0]) for sub in found}
+    whole = {wildcard(path) for path, is_split in split.items() if not is_split}
+    for sub in found:
+        proposed, doubts = proposals[sub.path]
+        if split[sub.path] and wildcard(sub.path) in whole:
+            proposed = gathered_rules(sub)
+        yield proposed, [Doubt(wildcard(doubt.where), doubt.what) for doubt in doubts]
+
+
+def _of_block(block: str, tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Sublayer]:
+    """The sub-layers of a block, but for what is inside stacked experts."""
+    for path in (block, *tree.below(block)):
+        inside = any(rules.get(above) == _STACK for above in (path, *ancestors(path)))
+        sub = None if inside else shaped_sublayer(path, tree)
+        if sub is not None:
+            yield sub
+
+
+def _is_gathered(sub: Sublayer, proposed: Mapping[str, Style]) -> bool:
+    return proposed.get(sub.output_proj) == RowwiseParallel(input_layouts=Replicate())
+
+
+def _add_head(rules: dict[str, Style], tree: ModelTree) -> Iterator[Doubt]:
+    head = tree.lm_head or next(iter(reversed(tree.shaped_as_embedding)), None)
+    if head is None:
+        yield Doubt("", "no layer has a row for every id of the embedding: the head, if there is one, stays whole")
+    elif tree.is_linear(head):
+        rules[head] = ColwiseParallel(use_local_output=False)
+    else:
+        kind = type(tree.modules[head]).__name__
+        yield Doubt(head, f"a head of class {kind}, which is no linear layer, stays whole")
+
+
+def _left_replicated(rules: dict[str, Style], tree: ModelTree) -> Iterator[Doubt]:
+    """Matrices of the blocks for which there is no rule."""
+    for block in tree.decoder_blocks:
+        for path in tree.below(block):
+            inside = any(isinstance(rules.get(above), _STORED) for above in ancestors(path))
+            if len(tree.shape(path)) >= 2 and path not in rules and not inside:
+                kind = type(tree.modules[path]).__name__
+                yield Doubt(wildcard(path), f"its place among the others is not clear: this {kind} stays whole")

@@ -1,0 +1,100 @@
+"""Parameters of modules that no recogniser knows: stored sharded, and gathered for use."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from math import prod
+
+from tp_plans.layouts import Replicate, Shard
+from tp_plans.model_tree import ancestors, join, parent
+from tp_plans.naming import KERNEL_ARGUMENTS, leaf
+from tp_plans.patterns import wildcard
+from tp_plans.planned_tree import PlannedTree, merge_per_block
+from tp_plans.styles import (
+    ColwiseParallel,
+    GatheredParameters,
+    NoParallel,
+    ParallelAttention,
+    ParameterStyle,
+    Style,
+    VocabParallelEmbedding,
+)
+
+#: The share of the model from which a parameter, of all blocks together, is worth a gather of its own.
+MIN_PARAM_SHARE = 0.003
+
+#: The least number of rows that are sharded: fewer (a router's experts) leave ranks of a large axis empty.
+MIN_ROWS = 16
+
+
+def shard_storage(planned: PlannedTree, root: str) -> Mapping[str, Style]:
+    """Return rules for the large parameters that the plan leaves replicated."""
+    sizes: dict[str, int] = defaultdict(int)
+    for path, parameter in planned.parameters.items():
+        sizes[wildcard(path)] += prod(parameter.shape)
+    large = {pattern for pattern, size in sizes.items() if size >= MIN_PARAM_SHARE * sum(sizes.values())}
+    return merge_per_block(_shard_storage(planned, root, large), planned.tree)
+
+
+def _shard_storage(planned: PlannedTree, root: str, large: set[str]) -> Iterator[tuple[str, Style]]:
+    tree = planned.tree
+    for path, module in planned.within(root):
+        if (names := _kernel_arguments(path, planned)) and planned.style(path) is None:
+            yield path, GatheredParameters(names=names)
+        if planned.style(path) is not None and not isinstance(planned.style(path), ParallelAttention):
+            continue
+        own = tree.own_parameters(path)
+        wanted = [name for name, parameter in own.items() if _is_large(join(path, name), parameter.shape, large)]
+        if not wanted or _is_stored_above(path, wanted[0], planned):
+            continue
+        if tree.is_linear(path) and wanted == ["weight"]:
+            if tree.shape(path)[0] >= MIN_ROWS and _reads_full_activations(path, planned):
+                yield path, ColwiseParallel(output_layouts=Replicate())
+        elif hasattr(module, "num_embeddings"):
+            yield path, VocabParallelEmbedding()
+        elif not planned.split_children(path) and not hasattr(module, "kernel_size"):
+            for name in wanted:
+                if planned.style(join(path, name)) is None:
+                    shape = list(own[name].shape)
+                    yield join(path, name), ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
+
+
+def _is_large(parameter: str, shape: tuple[int, ...], large: set[str]) -> bool:
+    return wildcard(parameter) in large and len(shape) > 1 and max(shape) >= MIN_ROWS
+
+
+def _is_stored_above(path: str, name: str, planned: PlannedTree) -> bool:
+    """Return whether a module above gathers the parameter, or is about to."""
+    gathered = f"{leaf(path)}.weight" in _kernel_arguments(parent(path), planned)
+    return gathered or planned.is_gathered(join(path, name))
+
+
+def _kernel_arguments(path: str, planned: PlannedTree) -> tuple[str, ...]:
+    """The weights of its layers that the kernels of a recurrence with a convolution take as arguments."""
+    children = planned.children[path]
+    if not any(hasattr(planned.modules[child], "kernel_size") for child in children):
+        return ()
+    layers = (name for name in KERNEL_ARGUMENTS if join(path, name) in children)
+    return tuple(f"{name}.weight" for name in layers if planned.style(join(path, name)) is None)
+
+
+def embedding_submodules(planned: PlannedTree, root: str) -> Mapping[str, Style]:
+    """Return rules for modules inside a sharded embedding, which see the ids of their rank only."""
+    inside = (
+        (path, NoParallel(gradient="partial"))
+        for path, _ in planned.within(root)
+        if isinstance(planned.style(parent(path)), VocabParallelEmbedding) and planned.tree.own_parameters(path)
+    )
+    return merge_per_block(inside, planned.tree)
+
+
+def _reads_full_activations(path: str, planned: PlannedTree) -> bool:
+    """Return whether a layer surely reads full activations: none of its siblings is split, or it feeds those that are.
+
+    A column-wise layer sums the gradient of its input, so that of a layer before it is full again.
+    """
+    above = parent(path)
+    if split := planned.split_children(above):
+        return planned.tree.size(path, 0) in {planned.tree.size(join(above, name), 1) for name in split}
+    return not any(planned.split_children(each) for each in ancestors(path) if each)

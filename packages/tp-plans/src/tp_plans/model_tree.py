@@ -1,0 +1,346 @@
+"""One reading of a model: its modules, parameters, blocks, embedding, head, norms and experts, by path.
+
+Everything in this package that asks what a model is made of asks a :class:`ModelTree`; a tree is read once and handed
+on.  Torch is not imported: classes are recognised by the names of their bases, so that any object with
+``named_modules`` and each module's ``_parameters`` can be read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from tp_plans._torch_compat import own_buffers, own_parameters
+from tp_plans._validate import require_model
+from tp_plans.patterns import Patterns, wildcard
+
+_CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTree:
+    """A model's modules and parameters by path, and what its structure says of them.
+
+    Args:
+        modules: every module by path, parents first; the model itself is at ``""``.
+        parameters: every parameter by path; a tied one is listed at each of its paths.
+        children: the paths of the modules directly below each module.
+
+    Example:
+        >>> import tp_plans
+        >>> class Linear:
+        ...     _parameters = {}
+        ...     def named_modules(self):
+        ...         yield "", self
+        >>> tree = tp_plans.ModelTree.of(Linear())
+        >>> list(tree.modules), tree.blocks
+        ([''], ())
+    """
+
+    modules: Mapping[str, Any]
+    parameters: Mapping[str, Any]
+    children: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, model: Any) -> ModelTree:
+        """Read a model with one call of ``named_modules``.
+
+        Args:
+            model: a ``torch.nn.Module`` on any device (meta is enough), or a tree, which is returned as it is.
+
+        Returns:
+            The tree.
+
+        Raises:
+            ModelError: ``model`` has no ``named_modules``.
+        """
+        if isinstance(model, ModelTree):
+            return model
+        require_model(model)
+        modules = dict(model.named_modules())
+        parameters: dict[str, Any] = {}
+        children: dict[str, list[str]] = {path: [] for path in modules}
+        for path, module in modules.items():
+            for name, parameter in own_parameters(module).items():
+                if parameter is not None:
+                    parameters[join(path, name)] = parameter
+            if path:
+                children.setdefault(parent(path), []).append(path)
+        return cls(modules, parameters, {path: tuple(below) for path, below in children.items()})
+
+    # One module.
+
+    @property
+    def model(self) -> Any:
+        """The model that was read."""
+        return self.modules[""]
+
+    def own_parameters(self, path: str) -> dict[str, Any]:
+        """Return the parameters that a module itself owns, by their own names."""
+        return {name: value for name, value in own_parameters(self.modules[path]).items() if value is not None}
+
+    def has_buffers(self, path: str) -> bool:
+        """Return whether a module itself owns buffers."""
+        return bool(own_buffers(self.modules[path]))
+
+    def weight(self, path: str) -> Any | None:
+        """Return a module's ``weight`` if it is a matrix, else ``None``."""
+        weight = own_parameters(self.modules[path]).get("weight")
+        return weight if weight is not None and weight.ndim == 2 else None
+
+    def shape(self, path: str) -> tuple[int, ...]:
+        """Return the shape of a module's ``weight``; empty where it has none."""
+        weight = own_parameters(self.modules[path]).get("weight")
+        return () if weight is None else tuple(map(int, weight.shape))
+
+    def size(self, path: str, dim: int) -> int | None:
+        """Return one size of a module's weight matrix, or ``None`` where its weight is no matrix or it is absent."""
+        weight = self.weight(path) if path in self.modules else None
+        return None if weight is None else int(weight.shape[dim])
+
+    def is_linear(self, path: str) -> bool:
+        """Return whether a module is a linear layer whose forward is torch's: a product with its weight, nothing else.
+
+        A module that carries a plan (``_TensorParallelMixin``) runs the forward of the class that it is mixed into.
+        """
+        bases = type(self.modules[path]).__mro__
+        runs = next((base.__name__ for base in bases if "forward" in vars(base)), "Linear")
+        is_product = runs in ("Linear", "_TensorParallelMixin")
+        return is_product and _inherits(self.modules[path], {"Linear"}) and self.weight(path) is not None
+
+    def is_embedding(self, path: str) -> bool:
+        """Return whether a module is an embedding table ``[entries, features]``."""
+        module = self.modules[path]
+        named = hasattr(module, "num_embeddings") or "Embedding" in type(module).__name__
+        return named and self.weight(path) is not None
+
+    def is_norm(self, path: str) -> bool:
+        """Return whether a module is a norm: so named, without submodules, and with vectors only."""
+        vectors = all(parameter.ndim <= 1 for parameter in self.own_parameters(path).values())
+        return "norm" in type(self.modules[path]).__name__.lower() and not self.children[path] and vectors
+
+    def is_scale(self, path: str, features: int | None) -> bool:
+        """Return whether all that a module owns is vectors of so many features, as a norm's weight and bias."""
+        vectors = self.own_parameters(path)
+        return bool(vectors) and all(tuple(vector.shape) == (features,) for vector in vectors.values())
+
+    def is_expert_stack(self, path: str) -> bool:
+        """Return whether a module holds the experts of a mixture, stacked in parameters ``[experts, in, out]``."""
+        shapes = [tuple(parameter.shape) for parameter in self.own_parameters(path).values()]
+        stacked = [shape for shape in shapes if len(shape) == 3]
+        firsts = {shape[0] if shape else 1 for shape in shapes}
+        return len(stacked) >= 2 and len(firsts) == 1 and firsts != {1}
+
+    def is_numbered(self, path: str) -> bool:
+        """Return whether a module's children are all named by numbers, as those of a list are."""
+        return bool(self.children[path]) and all(_name(child).isdigit() for child in self.children[path])
+
+    # Modules together.
+
+    def below(self, path: str) -> Iterator[str]:
+        """Iterate over all modules below one, each before its own children."""
+        for child in self.children[path]:
+            yield child
+            yield from self.below(child)
+
+    def children_with_parameters(self, path: str) -> set[str]:
+        """Return the names of the children that own parameters, themselves or below."""
+        return {_name(child) for child in self.children[path] if child in self._with_parameters}
+
+    @cached_property
+    def _with_parameters(self) -> set[str]:
+        return {above for path in self.parameters for above in ancestors(path)}
+
+    @cached_property
+    def by_wildcard(self) -> Mapping[str, Mapping[str, None]]:
+        """The modules and parameters that differ in block numbers only, by their common pattern, in a fixed order."""
+        found: dict[str, dict[str, None]] = defaultdict(dict)
+        for path in self.modules:
+            found[wildcard(path)][path] = None
+            for parameter in (join(path, name) for name in self.own_parameters(path)):
+                found[wildcard(parameter)][parameter] = None
+        return found
+
+    @cached_property
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """The paths of every parameter that sits at several, the first path first."""
+        paths: dict[int, list[str]] = defaultdict(list)
+        for path, parameter in self.parameters.items():
+            paths[id(parameter)].append(path)
+        return tuple(tuple(group) for group in paths.values() if len(group) > 1)
+
+    def match(self, patterns: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+        """Return the paths of the modules, and of the parameters, that each pattern matches."""
+        known = Patterns(patterns)
+        modules: dict[str, list[str]] = defaultdict(list)
+        parameters: dict[str, list[str]] = defaultdict(list)
+        for paths, found in ((self.modules, modules), (self.parameters, parameters)):
+            for path in paths:
+                for pattern in known.match(path):
+                    found[pattern].append(path)
+        return dict(modules), dict(parameters)
+
+    # The parts of a language model.
+
+    @cached_property
+    def stacks(self) -> Mapping[str, tuple[str, ...]]:
+        """The blocks of every stack, by the path of the container that holds them, vision towers included.
+
+        A stack is an outermost ``ModuleList`` whose members are themselves made of modules, lists in a list included,
+        or a ``ModuleDict`` or ``Sequential`` whose members are all of one class.
+        """
+        return dict(self._stacks(""))
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The blocks of all stacks, in the order of the model."""
+        return tuple(path for members in self.stacks.values() for path in members)
+
+    @cached_property
+    def decoder(self) -> str | None:
+        """The container of the stack that the token embedding feeds; of several, the one with most parameters."""
+        embedding = self.embedding or ""
+        sizes = {path: sum(self._numel(block) for block in members) for path, members in self.stacks.items()}
+        return max(sizes, key=lambda path: (shared_parts(path, embedding), sizes[path]), default=None)
+
+    @property
+    def decoder_blocks(self) -> tuple[str, ...]:
+        """The blocks of the decoder's stack; none where the model has no stack."""
+        return () if self.decoder is None else self.stacks[self.decoder]
+
+    @cached_property
+    def embedding(self) -> str | None:
+        """The token embedding: the model's ``get_input_embeddings()``, else the largest table outside the blocks."""
+        shapes = self._matrices_outside
+        declared = self.declared("get_input_embeddings")
+        if declared in shapes:  # a vision model gives its patch projection, which is no matrix
+            return declared
+        tables = [path for path in shapes if self.is_embedding(path)]
+        return max(tables, key=lambda path: prod(shapes[path]), default=None)
+
+    @cached_property
+    def lm_head(self) -> str | None:
+        """The output projection: ``get_output_embeddings()``, else the last linear layer shaped as the embedding."""
+        declared = self.declared("get_output_embeddings")
+        if declared is not None and not self._is_in_block(declared):
+            return declared
+        like = [path for path in self.shaped_as_embedding if _inherits(self.modules[path], {"Linear"})]
+        return like[-1] if like else None
+
+    @cached_property
+    def shaped_as_embedding(self) -> tuple[str, ...]:
+        """The modules outside the blocks, besides the embedding, whose weight has the embedding's shape."""
+        shapes, embedding = self._matrices_outside, self.embedding
+        return tuple(path for path in shapes if embedding and path != embedding and shapes[path] == shapes[embedding])
+
+    @property
+    def root(self) -> str:
+        """The module that holds both the token embedding and the decoder's blocks."""
+        embedding, decoder = self.embedding or "", self.decoder or ""
+        return ".".join(decoder.split(".")[: shared_parts(parent(embedding), decoder)]) if embedding else ""
+
+    @cached_property
+    def final_norm(self) -> str | None:
+        """The last norm that sits beside the decoder's stack, after it."""
+        if self.decoder is None or self.embedding is None:
+            return None
+        after = list(self.modules)[list(self.modules).index(self.decoder) :]
+        beside = [path for path in after if path and parent(path) == self.root]
+        norms = [path for path in beside if self.is_scale(path, self.size(self.embedding, 1))]
+        return norms[-1] if norms else None
+
+    def declared(self, getter: str) -> str | None:
+        """Return the path of the module that a getter of the model gives, as ``get_input_embeddings``."""
+        try:
+            wanted = getattr(self.model, getter)()
+        except (AttributeError, NotImplementedError):
+            return None
+        return next((path for path, module in self.modules.items() if module is wanted), None)
+
+    @cached_property
+    def _matrices_outside(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weight matrices outside the blocks."""
+        paths = (path for path in self.modules if not self._is_in_block(path))
+        return {path: shape for path in paths if len(shape := self.shape(path)) == 2}
+
+    def _is_in_block(self, path: str) -> bool:
+        return path in self._blocks or any(above in self._blocks for above in ancestors(path))
+
+    @cached_property
+    def _blocks(self) -> frozenset[str]:
+        return frozenset(self.blocks)
+
+    def _numel(self, path: str) -> int:
+        own = {id(p): prod(p.shape) for each in (path, *self.below(path)) for p in self.own_parameters(each).values()}
+        return sum(own.values())
+
+    def _stacks(self, path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+        for child in self.children[path]:
+            if members := self._members(child):
+                yield child, members
+            else:
+                yield from self._stacks(child)
+
+    def _members(self, container: str) -> tuple[str, ...]:
+        """The blocks in a container, those of containers inside it in their place; none where it holds other things."""
+        is_list = self._is_list(container)
+        if not is_list and not _inherits(self.modules[container], _CONTAINERS):
+            return ()
+        found: list[str] = []
+        for child in self.children[container]:
+            if type(self.modules[child]).__name__ in ("ModuleList", "ModuleDict"):
+                if not (inner := self._members(child)):
+                    return ()
+                found += inner
+            elif self.children[child]:
+                found.append(child)
+            else:
+                return ()
+        # What else keeps its parts in a dict or in sequence is a model, not a stack.
+        uniform = len({type(self.modules[path]) for path in found}) == 1 and len(found) > 1
+        return tuple(found) if is_list or uniform else ()
+
+    def _is_list(self, path: str) -> bool:
+        """A ``ModuleList``, or what answers as one: numbered children, and no forward of its own."""
+        module = self.modules[path]
+        if _inherits(module, {"ModuleList"}):
+            return True
+        runs = any("forward" in vars(base) for base in type(module).__mro__ if base.__name__ != "Module")
+        return self.is_numbered(path) and not runs
+
+
+def parent(path: str) -> str:
+    """Return the path of the module above; ``""`` for the top."""
+    return path.rpartition(".")[0]
+
+
+def join(path: str, name: str) -> str:
+    """Return the path of a child or parameter of a module."""
+    return f"{path}.{name}" if path else name
+
+
+def ancestors(path: str) -> Iterator[str]:
+    """Iterate over the paths above one, nearest first, to the top ``""``."""
+    while path:
+        path = parent(path)
+        yield path
+
+
+def shared_parts(one: str, other: str) -> int:
+    """Return how many leading parts two paths have in common."""
+    if not one or not other:
+        return 0
+    pairs = list(zip(one.split("."), other.split("."), strict=False))
+    return next((index for index, (left, right) in enumerate(pairs) if left != right), len(pairs))
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _inherits(module: Any, names: set[str]) -> bool:
+    return any(base.__name__ in names for base in type(module).__mro__)

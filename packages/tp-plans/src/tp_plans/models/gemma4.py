@@ -1,0 +1,51 @@
+"""Gemma 4: layers that share keys and values, inputs of every layer's own, and experts beside the MLP in some models.
+
+Blocks compute with scalars of their own and per-layer inputs, so sequence parallelism gathers the stream at a
+block's beginning.  Source: the module tree of transformers' ``modeling_gemma4.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tp_plans.models.gemma3 import GEMMA3_TEXT
+from tp_plans.models.llama import ATTENTION, GATED_MLP
+from tp_plans.models.qwen import HEAD_NORMS
+from tp_plans.models.spec import Architecture, DecoderSpec, ExpertsSpec
+from tp_plans.plan import Plan
+from tp_plans.styles import GatheredParameters
+
+
+def _with_padding_row(plan: Plan, config: Any) -> Plan:
+    """Models with per-layer inputs index the token embedding for the padding token outside of its forward."""
+    text = getattr(config, "text_config", config)
+    if not getattr(text, "hidden_size_per_layer_input", 0):
+        return plan
+    gathered = GatheredParameters(names=("language_model.embed_tokens.weight",))
+    return plan.override({"model": gathered, "model.language_model.embed_tokens": None})
+
+
+GEMMA4_TEXT = Architecture(
+    class_name="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    decoder=DecoderSpec(
+        sublayers=(
+            replace(ATTENTION, kv_projections=(), norms=HEAD_NORMS, optional=("k_proj", "v_proj", "k_norm")),
+            GATED_MLP,
+            ExpertsSpec(path="experts"),
+        ),
+        norms=GEMMA3_TEXT.decoder.norms,
+        extra_embeddings=("embed_tokens_per_layer",),
+        gather_at_block_boundary=True,
+        optional=("experts",),
+    ),
+    notes="per-layer projections replicated",
+)
+GEMMA4 = Architecture(
+    class_name="Gemma4ForConditionalGeneration",
+    model_type="gemma4",
+    decoder=replace(GEMMA4_TEXT.decoder, root="model.language_model", merges_embeds_before_root=True),
+    notes="vision and audio towers and per-layer projections replicated",
+    adapt_plan=_with_padding_row,
+)

@@ -1,0 +1,54 @@
+"""Phi-2, whose attention and MLP run side by side after one norm, and Phi-3, whose projections are fused.
+
+Source: the module trees of transformers' ``modeling_phi.py`` and ``modeling_phi3.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tp_plans.models.llama import ATTENTION, NORMS
+from tp_plans.models.spec import Architecture, DecoderSpec, FusedLinear, SublayerSpec
+
+_HEAD_NORMS = ("q_layernorm", "k_layernorm")  # only where the config has qk_layernorm
+
+PHI = Architecture(
+    class_name="PhiForCausalLM",
+    model_type="phi",
+    decoder=DecoderSpec(
+        sublayers=(
+            replace(ATTENTION, rowwise="dense", norms=_HEAD_NORMS, optional=_HEAD_NORMS),
+            SublayerSpec(path="mlp", colwise=("fc1",), rowwise="fc2"),
+        ),
+        norms=("input_layernorm",),
+        final_norm="final_layernorm",
+    ),
+)
+PHI3 = Architecture(
+    class_name="Phi3ForCausalLM",
+    model_type="phi3",
+    decoder=DecoderSpec(
+        sublayers=(
+            replace(
+                ATTENTION,
+                colwise=(
+                    FusedLinear(
+                        name="qkv_proj",
+                        fused_sizes=(
+                            "config.num_attention_heads",
+                            "config.num_key_value_heads",
+                            "config.num_key_value_heads",
+                        ),
+                    ),
+                ),
+                kv_projections=("qkv_proj",),
+                head_count_attrs=("config.num_attention_heads", "num_key_value_heads"),
+            ),
+            SublayerSpec(
+                path="mlp", colwise=(FusedLinear(name="gate_up_proj", fused_sizes=(1, 1)),), rowwise="down_proj"
+            ),
+        ),
+        norms=NORMS,
+    ),
+    notes="fused projections: each rank fetches its part of every piece in forward, 1 / tp of the weight",
+)

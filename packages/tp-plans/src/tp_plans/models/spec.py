@@ -1,0 +1,288 @@
+"""From the names of a decoder's parts to its plan: the mechanics of tensor and sequence parallelism, once.
+
+An architecture states what its modules are called and which role they play; which style a role gets, and what
+sequence parallelism turns it into, is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tp_plans._validate import require_size
+from tp_plans.errors import CapabilityError
+from tp_plans.layouts import Layout, Replicate, Shard
+from tp_plans.model_tree import ModelTree
+from tp_plans.plan import Plan
+from tp_plans.styles import (
+    ColwiseParallel,
+    ExpertsParallel,
+    GatheredParameters,
+    GatherSequence,
+    NoParallel,
+    ParallelAttention,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    Style,
+    VocabParallelEmbedding,
+)
+
+#: The dim of ``[batch, seq, hidden]`` that sequence parallelism cuts.
+SEQUENCE_DIM = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedLinear:
+    """A projection that is several in one matrix, one after another.
+
+    Args:
+        name: what it is called.
+        fused_sizes: how large they are beside one another, as in ``ColwiseParallel``.
+    """
+
+    name: str
+    fused_sizes: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SublayerSpec:
+    """A sub-layer of a block that goes column-wise in and row-wise out: attention or a (gated) MLP.
+
+    Args:
+        path: where it sits in the block.
+        colwise: the projections that read the residual stream.
+        rowwise: the projection that writes to it.
+        multiple_of: the features between them are split in whole multiples of this: a number, or the name of an
+            attribute of the module at ``path``.
+        norms: norms inside that see one unit's features each (q and k norms per head): every rank sees only its
+            own units, so their gradients are partial sums.
+        kv_projections: the columns that hold key/value heads, which ranks may share.
+        kv_heads_attr: the attribute for the number of key/value heads, as in ``ParallelAttention``.
+        head_count_attrs: attributes that count what is split, as in ``ParallelAttention``.
+        replacement_linears: layers that are the whole sub-layer in some blocks, in place of the others.
+        optional: parts of it that some models lack.
+    """
+
+    path: str
+    colwise: tuple[str | FusedLinear, ...]
+    rowwise: str
+    multiple_of: int | str = 1
+    norms: tuple[str, ...] = ()
+    kv_projections: tuple[str, ...] = ()
+    kv_heads_attr: str = "config.num_key_value_heads"
+    head_count_attrs: tuple[str, ...] = ()
+    replacement_linears: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicatedSublayer:
+    """A sub-layer that computes the same on every rank, such as a recurrence; its large layers are stored split.
+
+    Args:
+        path: where it sits in the block.
+        linears: its linear layers, whose features are gathered.
+        gathered_params: parameters that its code reads from layers below by itself, as in ``GatheredParameters``.
+    """
+
+    path: str
+    linears: tuple[str, ...]
+    gathered_params: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """Stacked experts in a block.
+
+    Args:
+        path: where they sit in the block.
+    """
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """The names of a decoder-only language model's parts, from the class that has the head downwards.
+
+    Args:
+        sublayers: the sub-layers of a block.
+        norms: the norms of a block on the residual stream.
+        root: the module that holds embedding, blocks and final norm.
+        embedding: the token embedding, under ``root``.
+        extra_embeddings: further embeddings under ``root``, which some models lack.
+        blocks: the pattern of a block, under ``root``.
+        final_norm: the norm after the last block, under ``root``.
+        lm_head: the output projection to the vocabulary, from the top.
+        merges_embeds_before_root: the embeddings are looked up and edited outside ``root`` (images are merged into the
+            text), so that under sequence parallelism ``root`` receives them whole.
+        gather_at_block_boundary: blocks compute with more than the residual stream, so that under sequence parallelism
+            they gather it as they begin and cut it as they end.
+        optional: norms and sub-layers, by path in the block, that some models lack.
+    """
+
+    sublayers: tuple[SublayerSpec | ReplicatedSublayer | ExpertsSpec, ...]
+    norms: tuple[str, ...]
+    root: str = "model"
+    embedding: str = "embed_tokens"
+    extra_embeddings: tuple[str, ...] = ()
+    blocks: str = "layers.*"
+    final_norm: str = "norm"
+    lm_head: str = "lm_head"
+    merges_embeds_before_root: bool = False
+    gather_at_block_boundary: bool = False
+    optional: tuple[str, ...] = ()
+
+
+def decoder_plan(decoder: DecoderSpec, *, name: str, sequence_parallel: bool = False) -> Plan:
+    """The plan of a decoder: TP of Megatron-LM (arXiv:1909.08053), with SP of arXiv:2205.05198 when asked."""
+    stream: Layout = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
+    return Plan(dict(_rules(decoder, stream)), name=name, sequence_parallel=sequence_parallel)
+
+
+def optional_rules(decoder: DecoderSpec) -> Iterator[str]:
+    """The patterns of a decoder's plan that need not match anything in a model."""
+    yield from (f"{decoder.root}.{table}" for table in decoder.extra_embeddings)
+    block = f"{decoder.root}.{decoder.blocks}"
+    yield from (f"{block}.{path}" for path in decoder.optional)
+    for mixer in decoder.sublayers:
+        below = [pattern for pattern, _ in _sublayer(f"{block}.{mixer.path}", mixer, Replicate())]
+        if mixer.path in decoder.optional:
+            yield from below
+        elif isinstance(mixer, SublayerSpec):
+            yield from (f"{block}.{mixer.path}.{name}" for name in (*mixer.optional, *mixer.replacement_linears))
+
+
+def _rules(decoder: DecoderSpec, stream: Layout) -> Iterator[tuple[str, Style]]:
+    block = f"{decoder.root}.{decoder.blocks}"
+    inside = Replicate() if decoder.gather_at_block_boundary else stream
+    if isinstance(inside, Shard):
+        yield decoder.root, PrepareModuleInput(layout=stream, argument="inputs_embeds", position=None)
+    elif isinstance(stream, Shard):
+        yield block, GatherSequence(sequence_dim=stream.dim)
+    yield (
+        f"{decoder.root}.{decoder.embedding}",
+        _embedding(Replicate() if decoder.merges_embeds_before_root else inside),
+    )
+    for table in decoder.extra_embeddings:
+        yield f"{decoder.root}.{table}", VocabParallelEmbedding()
+    for path in decoder.norms:
+        yield f"{block}.{path}", _norm(inside)
+    for mixer in decoder.sublayers:
+        yield from _sublayer(f"{block}.{mixer.path}", mixer, inside)
+    yield f"{decoder.root}.{decoder.final_norm}", _norm(stream)
+    yield decoder.lm_head, ColwiseParallel(use_local_output=False)
+
+
+def _sublayer(
+    path: str, mixer: SublayerSpec | ReplicatedSublayer | ExpertsSpec, stream: Layout
+) -> Iterator[tuple[str, Style]]:
+    match mixer:
+        case SublayerSpec():
+            yield from _mixer_rules(path, mixer, stream)
+        case ReplicatedSublayer():
+            own = GatheredParameters(names=mixer.gathered_params) if mixer.gathered_params else None
+            if isinstance(stream, Shard):
+                yield path, GatherSequence(sequence_dim=stream.dim, inner=own)
+            elif own is not None:
+                yield path, own
+            for layer in mixer.linears:
+                yield f"{path}.{layer}", ColwiseParallel(output_layouts=Replicate())
+        case ExpertsSpec():
+            yield path, ExpertsParallel()
+
+
+def _mixer_rules(path: str, mixer: SublayerSpec, stream: Layout) -> Iterator[tuple[str, Style]]:
+    if mixer.kv_projections or mixer.head_count_attrs:
+        yield path, ParallelAttention(head_count_attrs=mixer.head_count_attrs, kv_heads_attr=mixer.kv_heads_attr)
+    else:
+        yield path, PrepareModuleInput()
+    for column in mixer.colwise:
+        name, pieces = (column.name, column.fused_sizes) if isinstance(column, FusedLinear) else (column, ())
+        yield (
+            f"{path}.{name}",
+            ColwiseParallel(
+                multiple_of=mixer.multiple_of, fused_sizes=pieces, replicate_kv_heads=name in mixer.kv_projections
+            ),
+        )
+    for norm in mixer.norms:
+        yield f"{path}.{norm}", NoParallel(gradient="partial")
+    local = not isinstance(stream, Shard)
+    yield (
+        f"{path}.{mixer.rowwise}",
+        RowwiseParallel(output_layouts=stream, use_local_output=local, multiple_of=mixer.multiple_of),
+    )
+    for layer in mixer.replacement_linears:
+        yield f"{path}.{layer}", ColwiseParallel(output_layouts=stream, use_local_output=local)
+
+
+def _norm(stream: Layout) -> Style:
+    return SequenceParallel(sequence_dim=stream.dim) if isinstance(stream, Shard) else NoParallel()
+
+
+def _embedding(output: Layout) -> Style:
+    return VocabParallelEmbedding(output_layouts=output, use_local_output=not isinstance(output, Shard))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One model class, the names of its parts, and what it can do.
+
+    Args:
+        class_name: the class as a config's ``architectures`` names it.
+        model_type: the config's ``model_type``.
+        decoder: the names of its parts.
+        notes: what is not split, and why.
+        sequence_parallel: whether it has a sequence-parallel form; ``notes`` says why not.
+        max_tp: the largest axis over which it can be split whatever its sizes, or ``None``.
+        aliases: other names by which it is found.
+        adapt_plan: what the plan changes to for a model's config, where names do not tell all.
+    """
+
+    class_name: str
+    model_type: str
+    decoder: DecoderSpec
+    notes: str = ""
+    sequence_parallel: bool = True
+    max_tp: int | None = None
+    aliases: tuple[str, ...] = ()
+    adapt_plan: Callable[[Plan, Any], Plan] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Everything that it is found by."""
+        return (self.class_name, self.model_type, *self.aliases)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its experts are sharded over the axis."""
+        return any(isinstance(sublayer, ExpertsSpec) for sublayer in self.decoder.sublayers)
+
+    def plan(self, *, sequence_parallel: bool = False, tp: int | None = None) -> Plan:
+        """The architecture's plan, with sequence parallelism when asked.
+
+        Raises:
+            CapabilityError: it has no sequence-parallel form, or cannot be split over so many ranks.
+        """
+        if sequence_parallel and not self.sequence_parallel:
+            raise CapabilityError(
+                f"{self.class_name} has no sequence-parallel form ({self.notes}): pass sequence_parallel=False"
+            )
+        if tp is not None:
+            require_size(tp, CapabilityError)
+        if tp is not None and self.max_tp is not None and tp > self.max_tp:
+            raise CapabilityError(
+                f"{self.class_name} can be split over {self.max_tp} ranks at most ({self.notes}), not {tp}: "
+                f"use tp={self.max_tp}, and the other ranks on another axis"
+            )
+        return decoder_plan(self.decoder, name=self.class_name, sequence_parallel=sequence_parallel)
+
+    def for_model(self, plan: Plan, tree: ModelTree) -> Plan:
+        """The plan for one model: adjusted to its config, without the rules for what this model may and does lack."""
+        if self.adapt_plan is not None:
+            plan = self.adapt_plan(plan, getattr(tree.model, "config", None))
+        present = {pattern for path in tree.modules for pattern in plan.match(path)}
+        lacking = {p: None for p in optional_rules(self.decoder) if p in plan and p not in present}
+        return plan.override(lacking)

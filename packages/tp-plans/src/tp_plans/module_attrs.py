@@ -1,0 +1,68 @@
+"""Numbers that a style takes from the module above: ``"head_dim"``, ``"config.num_attention_heads"``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tp_plans._validate import is_integer
+from tp_plans.errors import PlanError
+from tp_plans.styles import ColwiseParallel, MLAKVProjection, RowwiseParallel, Style
+
+
+def getattr_path(owner: Any, path: str) -> object:
+    """The attribute at a dotted path below ``owner``, or ``None`` where there is none."""
+    value = owner
+    for name in path.split("."):
+        try:
+            value = getattr(value, name, None)
+        except Exception:  # noqa: BLE001 (configs raise errors of their own for numbers that differ among layers)
+            return None
+    return value
+
+
+def resolve_int(owner: Any, value: int | str) -> int:
+    """``value`` itself where it is a number, else the positive integer that ``owner`` has under that name.
+
+    Raises:
+        PlanError: there is no such attribute, or it is no positive integer.
+    """
+    found = getattr_path(owner, value) if isinstance(value, str) else value
+    if not is_integer(found, least=1):
+        raise PlanError(
+            f"{type(owner).__name__} has no positive integer {value!r} (found {found!r}): give the number itself"
+        )
+    return found
+
+
+def needs_parent(style: Style) -> bool:
+    """Whether a style cannot be applied without numbers of the module above its own."""
+    match style:
+        case ColwiseParallel(multiple_of=unit, fused_sizes=pieces, replicate_kv_heads=shared):
+            return (bool(pieces) or shared) and _any_name(unit, *pieces)
+        case RowwiseParallel(multiple_of=unit, fused_sizes=pieces):
+            return bool(pieces) and _any_name(unit, *pieces)
+        case MLAKVProjection(rope_dim=rotary):
+            return _any_name(rotary)
+        case _:
+            return False
+
+
+def _any_name(*numbers: int | str) -> bool:
+    return any(isinstance(value, str) for value in numbers)
+
+
+def resolve_style(style: Style, owner: Any) -> Style:
+    """The style with every name replaced by the owner's number.
+
+    Raises:
+        PlanError: as in :func:`resolve_int`.
+    """
+    match style:
+        case ColwiseParallel() | RowwiseParallel():
+            pieces = tuple(resolve_int(owner, piece) for piece in style.fused_sizes)
+            return replace(style, multiple_of=resolve_int(owner, style.multiple_of), fused_sizes=pieces)
+        case MLAKVProjection():
+            return replace(style, rope_dim=resolve_int(owner, style.rope_dim))
+        case _:
+            return style

@@ -1,0 +1,161 @@
+"""A plan on a model: the rule, style and layout of every module and parameter."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tp_plans._validate import is_integer
+from tp_plans.layouts import Layout, Shard
+from tp_plans.model_tree import ModelTree, ancestors, join, parent
+from tp_plans.module_attrs import getattr_path
+from tp_plans.patterns import wildcard
+from tp_plans.plan import Plan
+from tp_plans.styles import (
+    ColwiseEmbedding,
+    ColwiseParallel,
+    ExpertsParallel,
+    GatheredParameters,
+    GatherSequence,
+    ParameterStyle,
+    Style,
+    parameter_layout,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedTree:
+    """One plan against one model.
+
+    Args:
+        tree: the model.
+        plan: the plan.
+    """
+
+    tree: ModelTree
+    plan: Plan
+
+    @property
+    def modules(self) -> Mapping[str, Any]:
+        """Every module of the model by path."""
+        return self.tree.modules
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """Every parameter of the model by path."""
+        return self.tree.parameters
+
+    @property
+    def children(self) -> Mapping[str, tuple[str, ...]]:
+        """The paths of the modules directly below each module."""
+        return self.tree.children
+
+    @cached_property
+    def rules(self) -> Mapping[str, list[str]]:
+        """The patterns that each module matches, and each parameter (those of ``ParameterStyle`` rules)."""
+        of_parameters = {pattern for pattern, style in self.plan.items() if isinstance(style, ParameterStyle)}
+        rules = {
+            path: [pattern for pattern in self.plan.match(path) if pattern not in of_parameters]
+            for path in self.modules
+        }
+        for path in self.parameters:
+            matched = self.plan.match(path) if of_parameters else []
+            rules[path] = [pattern for pattern in matched if pattern in of_parameters]
+        return rules
+
+    @cached_property
+    def styles(self) -> Mapping[str, Style]:
+        """The style of every module and parameter that has a rule; of several rules, the first."""
+        return {path: self.plan[patterns[0]] for path, patterns in self.rules.items() if patterns}
+
+    def styled_modules(self) -> Iterator[tuple[str, Style]]:
+        """Iterate over the modules that have a rule, with their styles."""
+        yield from ((path, style) for path, style in self.styles.items() if path in self.modules)
+
+    def rule(self, path: str) -> str | None:
+        """Return the pattern that a module or parameter matches first."""
+        return next(iter(self.rules.get(path, ())), None)
+
+    def style(self, path: str) -> Style | None:
+        """Return the style of a module or parameter."""
+        return self.styles.get(path)
+
+    def own_style(self, path: str) -> Style | None:
+        """Return the style of a module's own computation: the inner one of a ``GatherSequence``."""
+        style = self.style(path)
+        return style.inner if isinstance(style, GatherSequence) else style
+
+    def layout(self, parameter: str) -> Layout | None:
+        """Return a parameter's layout on the axis; ``None`` where the plan has no rule for it."""
+        if self.is_gathered(parameter):
+            return Shard(0)
+        style = self.style(parameter) or self.style(parent(parameter))
+        return parameter_layout(style, self.parameters[parameter].ndim)
+
+    def is_gathered(self, parameter: str) -> bool:
+        """Return whether a ``GatheredParameters`` rule of a module above names the parameter."""
+        return self._gathers and any(
+            isinstance(style := self.own_style(above), GatheredParameters)
+            and parameter[len(above) :].removeprefix(".") in style.names
+            for above in ancestors(parameter)
+        )
+
+    @cached_property
+    def _gathers(self) -> bool:
+        return any(isinstance(self.own_style(path), GatheredParameters) for path in self.styles)
+
+    def outputs_local_shard(self, path: str) -> bool:
+        """Return whether a layer's output is a plain tensor of this rank's features."""
+        style = self.style(path)
+        is_split = isinstance(style, (ColwiseParallel, ColwiseEmbedding))
+        return is_split and style.output_layouts == Shard(-1) and style.use_local_output  # type: ignore[union-attr]
+
+    def split_children(self, path: str) -> list[str]:
+        """Return the names of the children whose output is a plain tensor of this rank's features."""
+        return [child.rpartition(".")[2] for child in self.children[path] if self.outputs_local_shard(child)]
+
+    def has_no_rules(self, path: str, names: Iterable[str]) -> bool:
+        """Return whether the plan has no rule for a module's children of these names."""
+        return all(self.style(join(path, name)) is None for name in names)
+
+    def number(self, path: str, value: int | str) -> int | None:
+        """Return a number, or the positive integer attribute of that name of the module above ``path``."""
+        found = getattr_path(self.modules[parent(path)], value) if isinstance(value, str) else value
+        return found if is_integer(found, least=1) else None
+
+    def within(self, root: str) -> Iterator[tuple[str, Any]]:
+        """Iterate over the modules of the language model at ``root``, except those inside split experts."""
+        experts: list[str] = []
+        for path, module in self.modules.items():
+            if root and path != root and not path.startswith(f"{root}."):
+                continue
+            if any(path.startswith(f"{owner}.") for owner in experts):
+                continue
+            if isinstance(self.style(path), ExpertsParallel):
+                experts.append(path)
+            yield path, module
+
+
+def merge_per_block(rules: Iterable[tuple[str, Style]], tree: ModelTree) -> dict[str, Style]:
+    """Merge rules of single paths into one rule for all blocks, where every such path in the model has the same style.
+
+    Args:
+        rules: path and style; paths that differ in block numbers only are merged.
+        tree: the model.
+
+    Returns:
+        Pattern to style; the single paths where styles differ or a path has none.
+    """
+    found: dict[str, dict[str, Style]] = defaultdict(dict)
+    for path, style in rules:
+        found[wildcard(path)][path] = style
+    merged: dict[str, Style] = {}
+    for pattern, places in found.items():
+        if len(set(places.values())) == 1 and tree.by_wildcard[pattern].keys() <= places.keys():
+            merged[pattern] = next(iter(places.values()))
+        else:
+            merged.update(places)
+    return merged

@@ -1,0 +1,64 @@
+"""Which rows of a weight each rank computes with, and which it stores, as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tp_plans.errors import PlanError
+
+
+def shard_ranges(size: int, tp: int) -> list[range]:
+    """The rows that each rank stores: ceiling-sized chunks, as DTensor's ``Shard`` deals them."""
+    chunk = -(-size // tp)
+    return [range(min(size, chunk * rank), min(size, chunk * (rank + 1))) for rank in range(tp)]
+
+
+def compute_ranges(
+    size: int, tp: int, *, unit: int = 1, pieces: Sequence[int] = (), shared: bool = False
+) -> list[list[range]]:
+    """The rows that each rank computes with: its units of every piece, in ascending order.
+
+    Args:
+        size: rows of the whole weight.
+        tp: number of ranks.
+        unit: rows that stay together (a head).
+        pieces: sizes of the matrices that the weight consists of, beside one another; none for one matrix.
+        shared: a piece with fewer units than ranks gives each unit to ``tp / units`` neighbouring ranks.
+
+    Raises:
+        PlanError: the rows cannot be dealt so; the message has the numbers and the ``tp`` that would do.
+    """
+    pieces = tuple(pieces) or (1,)
+    scale, rest = divmod(size, sum(pieces))
+    if rest:
+        raise PlanError(f"{size} features are no multiple of {sum(pieces)}, the sum of the pieces {pieces}")
+    rows: list[list[range]] = [[] for _ in range(tp)]
+    start = 0
+    for piece in pieces:
+        for rank, own in enumerate(_split_blocks(scale * piece, tp, unit, shared=shared)):
+            rows[rank].append(range(start + own.start, start + own.stop))
+        start += scale * piece
+    return rows
+
+
+def _split_blocks(size: int, tp: int, unit: int, *, shared: bool) -> list[range]:
+    """One piece over the ranks."""
+    units, rest = divmod(size, unit)
+    if rest:
+        raise PlanError(f"{size} features are no multiple of the unit of {unit}")
+    if shared and units < tp and tp % units == 0:
+        return [range(unit * (rank * units // tp), unit * (rank * units // tp + 1)) for rank in range(tp)]
+    if unit > 1 and units % tp:
+        legal = [n for n in range(1, units + 1) if units % n == 0]
+        multiples = f", or a multiple of {units}" * shared
+        raise PlanError(
+            f"{units} units of {unit} features cannot be dealt over tp={tp}: use a tp out of "
+            f"{', '.join(map(str, legal))}{multiples}"
+        )
+    return shard_ranges(size, tp)
+
+
+def intersect(rows: Sequence[range], stored: range) -> list[range]:
+    """What of ``rows`` lies in a stored chunk, counted from the chunk's start; empty ranges are left out."""
+    cuts = (range(max(r.start, stored.start), min(r.stop, stored.stop)) for r in rows)
+    return [range(cut.start - stored.start, cut.stop - stored.start) for cut in cuts if cut.start < cut.stop]

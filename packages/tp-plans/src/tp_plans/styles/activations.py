@@ -1,0 +1,99 @@
+"""How activations enter and leave a sub-layer of a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tp_plans._validate import (
+    is_attribute,
+    is_integer,
+    is_name,
+    require,
+    require_attributes,
+    require_layout,
+)
+from tp_plans.layouts import Layout, Replicate
+from tp_plans.styles.experts import AllReduceOutput, ExpertsParallel
+from tp_plans.styles.replicated import GatheredParameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareModuleInput:
+    """Brings one argument of a module to ``layout`` as a DTensor, once for all the layers inside.
+
+    Before column-wise layers it merges communication: one gather forward and one gradient reduction backward
+    instead of one per projection.
+
+    Args:
+        layout: the layout wanted.
+        argument: the keyword under which the tensor may be passed; an argument that is absent or ``None`` is
+            left alone.
+        position: its place where it is passed by position, or ``None`` for a keyword-only argument.
+    """
+
+    layout: Layout = Replicate()
+    argument: str = "hidden_states"
+    position: int | None = 0
+
+    def __post_init__(self) -> None:
+        require_layout(self, "layout")
+        require(self, "argument", is_name(self.argument), "the keyword's name, as 'hidden_states'")
+        require(self, "position", self.position is None or is_integer(self.position, least=0), "0 or more, or None")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelAttention:
+    """An attention layer whose heads are dealt over the axis: prepares its input and its own head counts.
+
+    Args:
+        layout: as in ``PrepareModuleInput``, or ``None`` to leave the input as it comes.
+        argument: as in ``PrepareModuleInput``.
+        position: as in ``PrepareModuleInput``.
+        head_count_attrs: integer attributes that count what is split (heads, or features of all heads), as
+            ``"num_heads"`` or ``"config.num_attention_heads"``: the layer sees this rank's count, at least 1.
+            Attributes that it lacks are passed over.
+        kv_groups_attr: the attribute for query heads per key/value head; it shrinks where ranks share such heads.
+        kv_heads_attr: the attribute for the number of key/value heads.
+    """
+
+    layout: Layout | None = Replicate()
+    argument: str = "hidden_states"
+    position: int | None = 0
+    head_count_attrs: tuple[str, ...] = ()
+    kv_groups_attr: str = "num_key_value_groups"
+    kv_heads_attr: str = "config.num_key_value_heads"
+
+    def __post_init__(self) -> None:
+        if self.layout is not None:
+            require_layout(self, "layout")
+        require(self, "argument", is_name(self.argument), "the keyword's name, as 'hidden_states'")
+        require(self, "position", self.position is None or is_integer(self.position, least=0), "0 or more, or None")
+        require_attributes(self, "head_count_attrs")
+        require(
+            self, "kv_groups_attr", is_attribute(self.kv_groups_attr), "an attribute's name, as 'num_key_value_groups'"
+        )
+        require(
+            self, "kv_heads_attr", is_attribute(self.kv_heads_attr), "an attribute's name, as 'num_key_value_heads'"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherSequence:
+    """A module that needs the whole sequence where the stream around it is cut: gathers it in, cuts its output.
+
+    For what mixes tokens and is not split itself (a recurrence), or is split by styles that want whole plain
+    tensors (a router and its experts).  Inside, tensors are plain and whole on every rank.
+
+    Args:
+        sequence_dim: the dim of the stream that is cut.
+        inner: the module's own rule, if it has one, which works inside.
+    """
+
+    sequence_dim: int = 1
+    inner: ParallelAttention | GatheredParameters | ExpertsParallel | AllReduceOutput | None = None
+
+    def __post_init__(self) -> None:
+        require(self, "sequence_dim", is_integer(self.sequence_dim, least=0), "0 or more")
+        inner = (ParallelAttention, GatheredParameters, ExpertsParallel, AllReduceOutput)
+        wanted = f"None or one of {', '.join(kind.__name__ for kind in inner)}"
+        require(self, "inner", self.inner is None or isinstance(self.inner, inner), wanted)

@@ -1,0 +1,93 @@
+"""Parameters that every rank holds whole, or that no layer calls its weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tp_plans._validate import (
+    is_integer,
+    require,
+    require_attributes,
+    require_flag,
+    require_layout,
+)
+from tp_plans.layouts import Layout, Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoParallel:
+    """A module that every rank holds whole.
+
+    Args:
+        gradient: ``"full"`` where each rank sees the whole activation and so computes the whole gradient;
+            ``"partial"`` where it sees only its part (a norm over this rank's attention heads), so that the
+            ranks' gradients must be summed.
+    """
+
+    gradient: Literal["full", "partial"] = "full"
+
+    def __post_init__(self) -> None:
+        require(self, "gradient", self.gradient in ("full", "partial"), "'full' or 'partial'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceParallel:
+    """A norm (or other map of single tokens) that runs on this rank's part of the sequence.
+
+    Parameters stay whole on every rank and their gradients are summed over the axis.  A plain input is read as
+    the whole sequence and cut; the output is a DTensor, so that model code sees the full length.  Source:
+    Korthikanti et al., arXiv:2205.05198.
+
+    Args:
+        sequence_dim: the dim of ``[batch, seq, hidden]`` that is cut.
+    """
+
+    sequence_dim: int = 1
+
+    def __post_init__(self) -> None:
+        require(self, "sequence_dim", is_integer(self.sequence_dim), "an integer, as 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredParameters:
+    """A module below which some parameters are stored split, and gathered for the time of its forward.
+
+    For code that reads another module's weight itself, as kernels for recurrences do, and so for anything whose
+    parameters can be stored split though its work cannot.  The module must see whole activations.
+
+    Args:
+        names: the parameters, by their dotted names below the module, as ``"out_proj.weight"``.
+    """
+
+    names: tuple[str, ...] = ("weight",)
+
+    def __post_init__(self) -> None:
+        require_attributes(self, "names")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterStyle:
+    """A parameter that is no layer's ``weight``: attention sinks, a gate's scalars.  Its pattern ends in its name.
+
+    It is a plain tensor during the forward of the module that owns it.
+
+    Args:
+        layout: how it lies: ``Shard(dim)`` or ``Replicate()``.
+        gathered: it lies sharded, and its owner computes with the whole of it.
+        gradient: what a rank computes of the gradient of a whole parameter: ``"full"``, or ``"partial"`` where
+            it meets this rank's heads only.
+    """
+
+    layout: Layout = Shard(0)
+    gathered: bool = False
+    gradient: Literal["full", "partial"] = "full"
+
+    def __post_init__(self) -> None:
+        require_layout(self, "layout")
+        require_flag(self, "gathered")
+        require(self, "gradient", self.gradient in ("full", "partial"), "'full' or 'partial'")
+        cut = isinstance(self.layout, Shard)
+        require(self, "gathered", cut or not self.gathered, "False: a replicated parameter is whole already")
+        local = cut and not self.gathered
+        require(self, "gradient", not local or self.gradient == "full", "'full': a shard is this rank's alone")

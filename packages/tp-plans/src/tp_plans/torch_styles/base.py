@@ -1,0 +1,198 @@
+"""The one mechanism of all styles: a module in a plan keeps DTensor parameters and computes on local tensors.
+
+Parameters are DTensors, so that FSDP, optimizers, checkpoints and norms see how they lie.  For the duration of
+its forward the module finds in their place this rank's plain tensors, taken by differentiable views that give
+each parameter its whole gradient in the parameter's own layout.  Model code, fused kernels and the compiler
+therefore meet ordinary tensors only, and no operator needs a sharding strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from tp_plans._torch_compat import own_parameters
+from tp_plans.errors import AlreadyParallelizedError, LayoutError
+from tp_plans.layouts import Layout, Shard
+from tp_plans.styles import ParameterStyle, Style, parameter_layout
+from tp_plans.torch_styles.gradients import local_view, parameter_view
+from tp_plans.torch_styles.placement import existing_dim, placement
+
+_SHARDED = "_tp_plans_sharded"
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@dataclass
+class ForwardContext:
+    """One forward call of a module: its mesh, what to put back afterwards, what to remember until then."""
+
+    mesh: DeviceMesh
+    parameters: dict[str, DTensor] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    saved: dict[str, Any] = field(default_factory=dict)
+    swapped: list[tuple[nn.Module, str, DTensor]] = field(default_factory=list)
+
+    def swap_in(self, owner: nn.Module, name: str, parameter: DTensor, view: Tensor) -> None:
+        """Put a plain view in the place of a parameter of another module, below the one that is called."""
+        self.swapped.append((owner, name, parameter))
+        own_parameters(owner)[name] = view
+
+    def restore(self, module: nn.Module) -> None:
+        """Give the module its DTensor parameters and its attributes again, and others what was swapped."""
+        own_parameters(module).update(self.parameters)
+        for name, value in self.attributes.items():
+            setattr(module, name, value)
+        for owner, name, parameter in self.swapped:
+            own_parameters(owner)[name] = parameter
+
+
+class LocalTensorStyle(ParallelStyle):
+    """Base of the styles: distributes a module's parameters and runs its forward on local tensors.
+
+    A subclass says how each parameter is viewed locally and how activations enter and leave.
+
+    Args:
+        style: the module's rule, or ``None`` where only parameters or children of it have one.
+        parameter_rules: rules for single parameters of the module, by name or pattern of it.
+    """
+
+    def __init__(self, style: Style | None, parameter_rules: Mapping[str, ParameterStyle] | None = None) -> None:
+        super().__init__()
+        self.style = style
+        self.parameter_rules = dict(parameter_rules or {})
+        self._matched_rules: dict[str, ParameterStyle] = {}
+        self._classes: dict[tuple[type[nn.Module], DeviceMesh], type[nn.Module]] = {}
+
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
+        """The plain tensor that stands for a parameter during forward."""
+        return local_view(parameter)
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """What else changes, once, when the style is applied."""
+
+    def pre_forward(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
+    ) -> tuple[Args, Kwargs]:
+        """The arguments that the module's forward gets instead."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any, context: ForwardContext) -> Any:
+        """The output that the caller gets instead; parameters are DTensors again by now."""
+        return output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, _TensorParallelMixin):
+            if module.tp_style is self:  # the same rule led here before: the module sits at several places
+                return module
+            raise AlreadyParallelizedError(
+                f"this {type(module).__name__} already carries {module.tp_style.style or 'rules of its parameters'}: "
+                "parallelize a model once, and let one rule of the plan match each module"
+            )
+        if "forward" in module.__dict__:
+            raise AlreadyParallelizedError(
+                f"this {type(module).__name__} carries a forward of its own in place of its class's, which would "
+                "bypass the plan: parallelize the model before whatever patches its modules"
+            )
+        self.prepare(module, device_mesh)
+        self._distribute(module, device_mesh)
+        module.__class__ = self._class_for(type(module), device_mesh)
+        return module
+
+    def parameter_rule(self, name: str) -> ParameterStyle | None:
+        """The rule for one parameter of the modules that the style was applied to, if it has one of its own."""
+        return self._matched_rules.get(name)
+
+    def view(self, name: str, parameter: DTensor) -> Tensor:
+        """The plain tensor that stands for a parameter during forward, by its own rule or the module's."""
+        rule = self.parameter_rule(name)
+        return self.local_parameter(name, parameter) if rule is None else parameter_view(rule, parameter)
+
+    def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, parameter in list(own_parameters(module).items()):
+            # Matched once and here: the compiler traces a call, and cannot trace how patterns are matched.
+            rule = next((rule for pattern, rule in self.parameter_rules.items() if fnmatchcase(name, pattern)), None)
+            if rule is not None:
+                self._matched_rules[name] = rule
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            layout = parameter_layout(self.parameter_rule(name) or self.style, parameter.ndim)
+            if layout is not None:
+                sharded = distribute_tied(parameter, mesh, layout, self.src_data_rank)
+                module.register_parameter(name, sharded)
+
+    def _class_for(self, cls: type[nn.Module], mesh: DeviceMesh) -> type[nn.Module]:
+        """One class for all modules of a rule, so that equal blocks share one compiled graph."""
+        if (cls, mesh) not in self._classes:
+            # The names stay, since transformers looks up what to record by a class's full name.
+            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+            namespace = {**names, "tp_style": self, "tp_mesh": mesh}
+            self._classes[cls, mesh] = type(cls.__name__, (_TensorParallelMixin, cls), namespace)
+        return self._classes[cls, mesh]
+
+
+class _TensorParallelMixin:
+    """Mixed in before a module's class: runs its forward between a style's ``pre_forward`` and ``post_forward``.
+
+    A class rather than hooks: ``torch.compile`` guards on the ids of hooks that are always called, which differ
+    from block to block, and an interrupt skips hooks.  deepcopy keeps a class and copies no state with it.
+    """
+
+    tp_style: ClassVar[LocalTensorStyle]
+    tp_mesh: ClassVar[DeviceMesh]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module, style = cast(nn.Module, self), self.tp_style
+        context = ForwardContext(self.tp_mesh)
+        parameters = own_parameters(module)
+        context.parameters = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
+        try:
+            parameters.update({n: style.view(n, p) for n, p in context.parameters.items()})
+            args, kwargs = style.pre_forward(module, args, kwargs, context)
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            context.restore(module)
+        return style.post_forward(module, output, context)
+
+
+def distribute_tied(
+    parameter: nn.Parameter, mesh: DeviceMesh, layout: Layout, src_data_rank: int | None
+) -> nn.Parameter:
+    """A parameter distributed; the same new parameter for every place that shares the old one, so ties hold."""
+    wanted = placement(layout)
+    if isinstance(layout, Shard):
+        existing_dim(layout.dim, parameter)
+    known = getattr(parameter, _SHARDED, None)
+    if isinstance(known, DTensor) and known.device_mesh == mesh:
+        if known.placements != (wanted,):
+            raise LayoutError(
+                f"a weight of shape {list(parameter.shape)} is tied: another module has it laid out as "
+                f"{known.placements[0]}, this rule wants {wanted}, which would untie it; give both places one "
+                "layout (tp_plans.check tells their names)"
+            )
+        return known  # type: ignore[return-value]
+    distributed = distribute_tensor(parameter.detach(), mesh, [wanted], src_data_rank=src_data_rank)
+    sharded = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+    setattr(parameter, _SHARDED, sharded)
+    return sharded
+
+
+def first_argument(args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:
+    """The arguments with the first tensor changed, be it positional or one of the keywords."""
+    if args and isinstance(args[0], Tensor):
+        return (change(args[0]), *args[1:]), kwargs
+    name = next((name for name in kwargs if isinstance(kwargs[name], Tensor)), None)
+    return (args, kwargs) if name is None else (args, replaced(kwargs, name, change(kwargs[name])))
+
+
+def replaced(kwargs: Mapping[str, Any], name: str, value: Any) -> Kwargs:
+    """``kwargs`` with one value replaced."""
+    return {**kwargs, name: value}

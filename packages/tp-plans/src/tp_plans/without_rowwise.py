@@ -1,0 +1,72 @@
+"""Plans whose results are those of one process, bit for bit where the matrix products are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tp_plans.errors import PlanError
+from tp_plans.layouts import Partial
+from tp_plans.plan import Plan, require_plan
+from tp_plans.styles import (
+    AllReduceOutput,
+    ColwiseParallel,
+    ExpertsParallel,
+    GatherSequence,
+    NoParallel,
+    RowwiseParallel,
+    ScaleInput,
+    Style,
+)
+
+
+def rowwise_free(plan: Plan) -> Plan:
+    """The plan with every row-wise layer column-wise instead, so that no activation is a sum over ranks.
+
+    A row-wise layer adds up what the ranks computed, in another order than one process does.  Here each rank
+    gathers the layer's input and computes some of its output features, each of them with one product over all
+    input features, and the features are gathered.  Stacked experts stay whole on every rank.  Embeddings are
+    looked up as before: all but one of their addends are zero.  The forward pass is meant; gradients are sums.
+
+    It sends more (a gather before and after each such layer) and costs no memory besides, except for experts.
+
+    Source: the batch-invariant plans that NeMo RL's users write by hand for equal log-probabilities in training
+    and generation.
+
+    Raises:
+        PlanError: a layer's part of a sum is left to another module, or its input consists of pieces; or what was
+            given is no plan.
+    """
+    require_plan(plan)
+    changed = {pattern: _without_sum(pattern, style) for pattern, style in plan.items()}
+    return Plan(changed, name=f"{plan.name}, rowwise-free", sequence_parallel=plan.sequence_parallel)
+
+
+def _without_sum(pattern: str, style: Style) -> Style:
+    match style:
+        case (
+            RowwiseParallel(output_layouts=Partial())
+            | AllReduceOutput()
+            | ScaleInput()
+            | GatherSequence(inner=AllReduceOutput())
+        ):
+            raise PlanError(
+                f"the rule for {pattern!r} is {style}, an addend of a sum over ranks: to do without it, "
+                "override the rules of the module that sums, so that it is whole on every rank"
+            )
+        case RowwiseParallel(fused_sizes=pieces) if pieces:
+            raise PlanError(
+                f"the rule for {pattern!r} reads {len(pieces)} pieces, which no gather puts in order: override it "
+                "and the layer before it with NoParallel()"
+            )
+        case RowwiseParallel():
+            return ColwiseParallel(
+                input_layouts=style.input_layouts,
+                output_layouts=style.output_layouts,
+                use_local_output=style.use_local_output,
+            )
+        case ExpertsParallel():
+            return NoParallel()
+        case GatherSequence(inner=ExpertsParallel()):
+            return replace(style, inner=None)
+        case _:
+            return style

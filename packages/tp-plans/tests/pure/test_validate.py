@@ -1,0 +1,74 @@
+"""What is no plan, no model and no size is refused by type, with what to give instead."""
+
+import pytest
+from stub_modules import decoder
+
+from tp_plans import (
+    CapabilityError,
+    ColwiseParallel,
+    ModelError,
+    Plan,
+    PlanError,
+    TpPlansError,
+    batch_divisibility,
+    check,
+    explain,
+    plan_for,
+    rowwise_free,
+    suggest,
+)
+
+RULES = {"up": ColwiseParallel()}
+PLAN = Plan(RULES)
+
+
+class NamesOnly:
+    """A class and not a model of it, as ``check(plan, LlamaForCausalLM)`` would hand on."""
+
+    def named_modules(self):
+        yield "", self
+
+
+@pytest.mark.parametrize("model", [None, "LlamaForCausalLM", 3, {"up": None}, NamesOnly])
+@pytest.mark.parametrize(
+    "asked",
+    [lambda m: check(PLAN, m, tp=2), lambda m: check(RULES, m, tp=2), lambda m: explain(PLAN, m, tp=2), suggest],
+    ids=["check", "check rules", "explain", "suggest"],
+)
+def test_what_is_no_model_is_refused_with_how_to_get_one(asked, model):
+    with pytest.raises(ModelError, match=r"is no model: .*meta device"):
+        asked(model)
+
+
+@pytest.mark.parametrize("plan", [None, "auto", 3, [("up", ColwiseParallel())]])
+def test_check_takes_plans_and_dicts_only(plan):
+    with pytest.raises(PlanError, match=r"is no plan: .*resolve_plan\(plan, model\)"):
+        check(plan, decoder(), tp=2)
+
+
+@pytest.mark.parametrize("plan", [None, "auto", RULES])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda plan: explain(plan, decoder(), tp=2),
+        lambda plan: batch_divisibility(plan, tp=2),
+        rowwise_free,
+        PLAN.diff,
+    ],
+    ids=["explain", "batch_divisibility", "rowwise_free", "diff"],
+)
+def test_a_dict_is_not_taken_for_a_plan_where_only_a_plan_will_do(asked, plan):
+    with pytest.raises(PlanError, match=r"is no plan: .*resolve_plan\(plan, model\)"):
+        asked(plan)
+
+
+@pytest.mark.parametrize("tp", [0, -2, "2", 2.0, True])
+def test_what_is_no_size_of_an_axis_is_refused(tp):
+    with pytest.raises(TpPlansError, match=rf"tp is {tp!r}: give the axis's size, 1 or more"):
+        batch_divisibility(PLAN, tp=tp)
+    with pytest.raises(CapabilityError, match=rf"tp is {tp!r}: give the axis's size, 1 or more"):
+        plan_for("llama", tp=tp)
+
+
+def test_what_is_no_model_is_a_value_error():
+    assert issubclass(ModelError, ValueError)

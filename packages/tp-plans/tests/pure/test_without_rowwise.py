@@ -1,0 +1,76 @@
+import pytest
+
+from tp_plans import (
+    AllReduceOutput,
+    ColwiseParallel,
+    ExpertsParallel,
+    GatherSequence,
+    NoParallel,
+    Partial,
+    Plan,
+    PlanError,
+    Replicate,
+    RowwiseParallel,
+    ScaleInput,
+    Shard,
+    architectures,
+    rowwise_free,
+)
+
+FORMS = [
+    pytest.param(entry, sequence_parallel, id=f"{entry.class_name}-{'SP' if sequence_parallel else 'TP'}")
+    for entry in architectures()
+    for sequence_parallel in (False, True)
+    if entry.sequence_parallel or not sequence_parallel
+]
+
+
+def sums(style):
+    """Whether a rule adds up what the ranks computed."""
+    inner = style.inner if isinstance(style, GatherSequence) else style
+    return isinstance(inner, (RowwiseParallel, ExpertsParallel))
+
+
+@pytest.mark.parametrize(("entry", "sequence_parallel"), FORMS)
+def test_only_row_wise_rules_change_and_none_is_left(entry, sequence_parallel):
+    plan = entry.plan(sequence_parallel=sequence_parallel)
+    free = rowwise_free(plan)
+    assert list(free) == list(plan)
+    assert free.sequence_parallel is sequence_parallel
+    assert "rowwise-free" in free.name
+    changed = [pattern for pattern in plan if plan[pattern] != free[pattern]]
+    assert changed == [pattern for pattern in plan if sums(plan[pattern])]
+    assert changed
+    assert not any(isinstance(style, RowwiseParallel) for style in free.values())
+
+
+def test_the_input_is_read_and_the_output_handed_on_as_before():
+    row = RowwiseParallel(output_layouts=Shard(1), use_local_output=False, multiple_of="head_dim")
+    assert rowwise_free(Plan({"o": row}))["o"] == ColwiseParallel(
+        input_layouts=Shard(-1), output_layouts=Shard(1), use_local_output=False
+    )
+    whole = RowwiseParallel(input_layouts=Replicate())
+    assert rowwise_free(Plan({"o": whole}))["o"] == ColwiseParallel(
+        input_layouts=Replicate(), output_layouts=Replicate()
+    )
+
+
+def test_stacked_experts_stay_whole():
+    assert rowwise_free(Plan({"experts": ExpertsParallel()})) == Plan({"experts": NoParallel()})
+    door = GatherSequence(inner=ExpertsParallel())
+    assert rowwise_free(Plan({"experts": door})) == Plan({"experts": GatherSequence()})
+
+
+@pytest.mark.parametrize(
+    ("style", "message"),
+    [
+        (RowwiseParallel(output_layouts=Partial()), "an addend of a sum over ranks"),
+        (AllReduceOutput(), "an addend of a sum over ranks"),
+        (GatherSequence(inner=AllReduceOutput()), "an addend of a sum over ranks"),
+        (ScaleInput(), "an addend of a sum over ranks"),
+        (RowwiseParallel(fused_sizes=(1, 1)), "reads 2 pieces"),
+    ],
+)
+def test_what_cannot_do_without_a_sum_is_refused(style, message):
+    with pytest.raises(PlanError, match=message):
+        rowwise_free(Plan({"mlp.down": style}))
