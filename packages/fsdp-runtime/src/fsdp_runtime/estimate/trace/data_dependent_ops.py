@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Attributes with the number of experts.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
+from tp_plans.naming import EXPERT_COUNTS
 
 aten = torch.ops.aten
 
@@ -64,7 +63,7 @@ def grouped_mm(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: A
 def num_experts_of(running: Sequence[nn.Module]) -> int | None:
     """Return the number of experts of the innermost module that has one."""
     for module in reversed(running):
-        for name in _EXPERTS:
+        for name in EXPERT_COUNTS:
             if isinstance(count := getattr(module, name, None), int) and count > 0:
                 return count
     return None
