@@ -83,7 +83,7 @@ def run(model: Any = twelve, mesh: Any = None, **options: Any) -> Estimate:
 
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
 @pytest.mark.parametrize(("model", "traced"), [(twelve, (3, 4)), (alternating, (5, 7))])
-def test_a_few_blocks_tell_what_all_of_them_do(model: Any, traced: Any, checkpointing: str) -> None:
+def test_scaled_traces_equal_exact_traces(model: Any, traced: Any, checkpointing: str) -> None:
     mesh = {"dp_shard": 8}  # of 4, a block's gradients are as large as its activations, and all blocks peak alike
     few = run(model, mesh, activation_checkpointing=checkpointing)
     every = run(model, mesh, activation_checkpointing=checkpointing, exact=True)
@@ -101,12 +101,12 @@ def test_shards_gradients_and_moments_are_those_of_one_rank() -> None:
     assert found.memory.resident.optimizer_state == 2 * everything // 4 + steps
 
 
-def test_every_unit_is_gathered_twice_but_the_last_and_the_root() -> None:
+def test_every_fsdp_module_except_the_last_and_the_root_is_gathered_twice() -> None:
     gathered = {item.phase: item.count for item in run().traffic if item.kind == "all_gather"}
     assert gathered == {"forward": 13, "backward": 11}
 
 
-def test_time_floors_follow_the_bandwidth_of_the_axis() -> None:
+def test_min_times_follow_the_bandwidth_of_the_axis() -> None:
     found = run(mesh={"dp_replicate": 2, "dp_shard": 4}, bandwidth={"dp_shard": "1kB/s"})
     timed = {item.axis: item.seconds for item in found.traffic if item.kind == "all_gather"}
     moved = {item.axis: item.bytes_sent for item in found.traffic if item.kind == "all_gather"}
@@ -114,7 +114,7 @@ def test_time_floors_follow_the_bandwidth_of_the_axis() -> None:
     assert {item.seconds for item in found.traffic if item.axis == "dp_replicate"} == {None}
 
 
-def test_master_weights_are_held_in_their_dtype_and_gathered_in_the_other() -> None:
+def test_master_weights_are_resident_in_the_master_dtype_and_gathered_in_the_compute_dtype() -> None:
     plain, master = run(), run(master_dtype="fp32")
     assert master.memory.resident.parameters == 2 * plain.memory.resident.parameters
     gathers = [sum(item.nbytes for item in e.traffic if item.kind == "all_gather") for e in (plain, master)]
@@ -128,7 +128,7 @@ def test_offload_moves_shards_to_the_host() -> None:
     assert on_host.memory.peak.total < on_device.memory.peak.total
 
 
-def test_a_part_that_depends_on_values_is_named_and_the_rest_estimated() -> None:
+def test_a_module_that_depends_on_values_is_listed_and_the_rest_estimated() -> None:
     found = run(with_lookup)
     (left_out,) = [item for item in found.assumptions if not item.counted]
     assert "unique" in left_out.operator
@@ -174,12 +174,12 @@ def test_a_model_is_inspected_once_and_its_plan_resolved_and_checked_once(
     assert set(calls.values()) == {1}
 
 
-def test_no_world_is_left_behind() -> None:
+def test_the_fake_world_is_destroyed() -> None:
     run()
     assert not dist.is_initialized()
 
 
-def test_a_world_that_runs_already_is_refused(tmp_path: Any) -> None:
+def test_an_initialized_world_is_refused(tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         with pytest.raises(EstimateError, match="another process"):
@@ -198,7 +198,7 @@ def test_a_world_that_runs_already_is_refused(tmp_path: Any) -> None:
         ({"model": twelve()}, "pass its config"),
     ],
 )
-def test_values_that_cannot_be_are_refused_with_those_that_can(options: Any, says: str) -> None:
+def test_invalid_values_are_refused_with_the_valid_ones(options: Any, says: str) -> None:
     with pytest.raises(EstimateError, match=says):
         run(**options)
 

@@ -1,4 +1,4 @@
-"""Reports say in words, bars and pages what an estimate holds, and nothing that needs a network."""
+"""Text, charts and pages show the contents of an estimate, without external resources."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_category_of_memory_has_a_name_and_a_row() -> None:
     assert "peak: loss (aten.exp.default)" in text
 
 
-def test_the_verdict_tells_by_how_much_and_what_to_change() -> None:
+def test_the_verdict_has_the_difference_and_the_advice() -> None:
     assert "Fits: 34.0 GiB of 80.0 GiB, 46.0 GiB to spare" in _text(made_estimate(device_memory=80 * GIB))
     text = _text(made_estimate(device_memory=30 * GIB))
     assert "Does not fit: 34.0 GiB of 30.0 GiB, 4.00 GiB too much" in text
@@ -92,7 +92,7 @@ def test_replicated_parameters_findings_and_assumptions_are_listed() -> None:
     assert "aten.nonzero.default in model.layers.*.mlp: tokens spread evenly" in text
 
 
-def test_settings_are_told_in_full() -> None:
+def test_all_settings_are_shown() -> None:
     text = _text(made_estimate())
     assert text.startswith(
         "LlamaForCausalLM, 70.6 G parameters, rank 0 of 1,024 ranks (dp_replicate=4 dp_shard=32 tp=8)"
@@ -107,7 +107,7 @@ def test_settings_are_told_in_full() -> None:
         assert part in text
 
 
-def test_a_ranking_has_a_line_a_candidate_and_the_refused_once_a_reason() -> None:
+def test_a_ranking_has_a_row_per_candidate_and_a_line_per_error() -> None:
     sections = sweep_sections(_made_sweep())
     header, first, second = sections[0].rows
     assert [row[1] for row in (first, second)] == ["dp_shard=8 tp=8", "dp_shard=64"]
@@ -118,11 +118,11 @@ def test_a_ranking_has_a_line_a_candidate_and_the_refused_once_a_reason() -> Non
     assert "and 1 more" in shortened.lines
 
 
-def test_a_ranking_tells_which_axes_have_no_bandwidth() -> None:
+def test_a_ranking_names_axes_without_a_bandwidth() -> None:
     assert any("no bandwidth was given for dp_shard" in line for line in sweep_sections(_made_sweep())[0].lines)
 
 
-def test_bars_add_up_to_the_numbers_and_parts_that_are_empty_are_left_out() -> None:
+def test_bars_add_up_to_the_numbers_and_empty_parts_are_omitted() -> None:
     memory, traffic = charts_of(made_estimate(device_memory=80 * GIB))
     assert [label for label, _ in memory.bars] == [
         *("between steps", "after forward", "after backward", "peak in forward", "peak in backward")
@@ -133,7 +133,7 @@ def test_bars_add_up_to_the_numbers_and_parts_that_are_empty_are_left_out() -> N
     assert dict(traffic.bars) == {"tp": (14 * 2**20, 7 * 2**20), "dp_shard": (7 * 2**20, 0)}
 
 
-def test_a_sweep_is_drawn_as_a_bar_a_candidate() -> None:
+def test_a_sweep_has_a_bar_per_candidate() -> None:
     memory, traffic = charts_of(_made_sweep())
     assert [label for label, _ in memory.bars] == ["1: dp_shard=8 tp=8, block", "2: dp_shard=64, block"]
     assert [part.name for part in traffic.parts] == ["dp_shard", "tp"]
@@ -171,7 +171,7 @@ class _Tags(HTMLParser):
 
 
 @pytest.mark.parametrize("found", [made_estimate(device_memory=30 * GIB), _made_sweep(), rank_candidates(8, [])])
-def test_a_page_is_well_formed_and_asks_nothing_of_other_hosts(found: Estimate | Sweep) -> None:
+def test_a_page_is_well_formed_and_has_no_external_resources(found: Estimate | Sweep) -> None:
     page = html_report(found)
     tags = _Tags()
     tags.feed(page)
@@ -181,7 +181,7 @@ def test_a_page_is_well_formed_and_asks_nothing_of_other_hosts(found: Estimate |
     assert "prefers-color-scheme: dark" in page
 
 
-def test_names_in_a_page_are_text_and_not_markup() -> None:
+def test_names_in_a_page_are_escaped() -> None:
     page = html_report(made_estimate(settings=made_settings(model="A<b>")))
     assert "heads &amp; &lt;groups&gt;" in page
     assert "A&lt;b&gt;" in page

@@ -1,4 +1,4 @@
-"""A sweep compares every mesh of the ranks it is given, puts the best first and loses nothing on the way."""
+"""A sweep compares every mesh of a number of ranks, best first, and keeps the failed ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_runtime.estimate.sweep_types import Candidate
 from harness.estimates import GIB, made_estimate, made_settings, made_traffic
 
 
-def test_every_mesh_fills_the_world_and_tp_stays_within_a_node() -> None:
+def test_every_mesh_fills_the_world_and_tp_fits_a_node() -> None:
     found = candidate_meshes(48, max_tp=8, cp=(1, 2))
     assert all(math.prod(spec.sizes.values()) == 48 for spec in found)
     assert {spec.tp for spec in found} == {1, 2, 3, 4, 6, 8}
@@ -23,7 +23,7 @@ def test_every_mesh_fills_the_world_and_tp_stays_within_a_node() -> None:
     assert len(found) == len(set(found))
 
 
-def test_replicas_are_one_or_a_node_each_unless_they_are_given() -> None:
+def test_replicas_are_one_or_one_per_node_by_default() -> None:
     assert candidate_meshes(64, max_tp=1)[0] == MeshSpec(dp_shard=64)
     assert set(candidate_meshes(64, max_tp=8)) >= {MeshSpec(dp_replicate=8, dp_shard=8), MeshSpec(dp_replicate=8, tp=8)}
     assert {spec.dp_replicate for spec in candidate_meshes(64, dp_replicate=(2, 3, 4))} == {2, 4}
@@ -34,7 +34,7 @@ def test_a_size_that_is_not_positive_is_refused_by_name() -> None:
         candidate_meshes(8, cp=(1, 0))
 
 
-def test_sequence_parallelism_is_tried_only_where_there_is_something_to_cut_over() -> None:
+def test_sequence_parallelism_is_tried_only_with_tp() -> None:
     specs = [MeshSpec(dp_shard=8), MeshSpec(dp_shard=4, tp=2)]
     found = make_candidates(specs, sequence_parallel=(False, True), activation_checkpointing=("none", "block"))
     assert [(each.mesh.tp, each.sequence_parallel) for each in found] == [
@@ -49,7 +49,7 @@ def _candidate(
     return plain if estimate is None else plain.with_estimate(estimate, device_flops=device_flops)
 
 
-def test_numbers_are_per_token_of_the_whole_step() -> None:
+def test_numbers_are_per_token_of_the_step() -> None:
     estimate = made_estimate(seconds=0.5, settings=made_settings(seq_len=1000, micro_batch=2))
     candidate = _candidate(estimate, dp_replicate=2, dp_shard=5, tp=4)
     assert candidate.tokens == 20_000  # ranks of tp share theirs
@@ -58,7 +58,7 @@ def test_numbers_are_per_token_of_the_whole_step() -> None:
     assert _candidate(estimate, device_flops=3e15, dp_shard=10).seconds == pytest.approx((0.5 + 1) * 1e6 / 20_000)
 
 
-def test_what_fits_comes_first_then_the_fastest_and_the_refused_last() -> None:
+def test_fitting_candidates_come_first_then_the_fastest_and_failed_ones_last() -> None:
     traffic = (made_traffic(seconds=1.0),)
     slow = _candidate(made_estimate(device_memory=40 * GIB, traffic=(made_traffic(seconds=3.0),)), dp_shard=2)
     fast = _candidate(made_estimate(device_memory=40 * GIB, traffic=traffic), dp_shard=2)
@@ -84,7 +84,7 @@ def test_a_few_bytes_without_a_bandwidth_change_nothing() -> None:
     assert rank_candidates(2, [slow, fast]).candidates == (fast, slow)
 
 
-def test_without_speeds_the_lowest_peak_comes_first_and_then_what_sends_least() -> None:
+def test_without_speeds_candidates_are_ordered_by_peak_then_by_bytes_sent() -> None:
     quiet = _candidate(made_estimate(peak=30 * GIB, traffic=()), dp_shard=2)
     low = _candidate(made_estimate(peak=20 * GIB, seconds=None), dp_shard=2)
     high = _candidate(made_estimate(peak=30 * GIB, seconds=None), dp_shard=2)
@@ -93,7 +93,7 @@ def test_without_speeds_the_lowest_peak_comes_first_and_then_what_sends_least() 
     assert "peak memory" in found.ranked_by
 
 
-def test_nothing_is_best_where_nothing_fits() -> None:
+def test_there_is_no_best_candidate_if_none_fits() -> None:
     found = rank_candidates(2, [_candidate(made_estimate(device_memory=GIB), dp_shard=2)])
     assert found.best is None
     assert len(found.estimated) == 1
@@ -117,7 +117,7 @@ def _reasons(found: Sweep) -> dict[str, str]:
     return {candidate.label: candidate.error for candidate in found.candidates}
 
 
-def test_refusals_and_failures_of_torch_are_kept_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_kept_with_their_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     _patch(monkeypatch)
     steps: list[tuple[str, int, int]] = []
     found = sweep(
@@ -145,12 +145,12 @@ def test_refusals_and_failures_of_torch_are_kept_with_their_reasons(monkeypatch:
     assert data["candidates"][0]["estimate"]["fits"] is None
 
 
-def test_options_that_leave_no_mesh_are_refused() -> None:
+def test_options_without_a_mesh_are_refused() -> None:
     with pytest.raises(EstimateError, match="no mesh of 8 ranks"):
         sweep("any", 8, seq_len=64, dp_replicate=(3,), workers=0)
 
 
-def test_a_process_that_dies_costs_no_other_candidate() -> None:
+def test_a_process_that_dies_does_not_affect_other_candidates() -> None:
     module = importlib.import_module("fsdp_runtime.estimate.sweep")
     dies = "__import__('os')._exit(1)"
     # Expressions instead of candidates: processes that evaluate them start without importing torch.
