@@ -182,7 +182,7 @@ def _shard_of_seven_rows(rank: int) -> list[tuple[list[int], list[float]]]:
     module.weight = nn.Parameter(distribute_tensor(torch.arange(7.0), mesh["tp"], [Shard(0)], src_data_rank=None))
     fully_shard(module, mesh=mesh["dp_shard"])
     own = chunks_to_write([NamedTensor("weight", module.weight)], ModelRanks(index=rank, count=6))
-    return [([part.box[0].start, part.box[0].stop], part.local.tolist()) for part in own]
+    return [([part.slices[0].start, part.slices[0].stop], part.local.tolist()) for part in own]
 
 
 def test_uneven_shards_over_tp_are_written_at_fsdps_offsets() -> None:
@@ -266,10 +266,16 @@ def _arm(moment: str) -> None:
         case "after the tensors":
             save.write_object = kill  # type: ignore[assignment]
         case "before the rename":
-            Path.rename = kill  # type: ignore[method-assign]
+            move = step_directories.move_into_place
+            step_directories.move_into_place = lambda source, target: (  # type: ignore[assignment]
+                kill() if source.is_dir() else move(source, target)
+            )
         case "after the rename":
-            rename = Path.rename
-            Path.rename = lambda self, target: (rename(self, target), kill())  # type: ignore[assignment,method-assign]
+            move = step_directories.move_into_place
+            step_directories.move_into_place = lambda source, target: (  # type: ignore[assignment]
+                move(source, target),
+                kill() if target.is_dir() else None,
+            )
         case "old state half gone":
             step_directories.shutil.rmtree = kill  # type: ignore[attr-defined]
 
