@@ -1,4 +1,4 @@
-"""Dry runs of set-ups whose measured memory was published, beside what was published, for docs/published-setups.md.
+"""Compare dry runs with set-ups whose measured memory was published, for docs/published-setups.md.
 
 ``python tools/published_setups.py`` runs them all (some ten minutes on two cores), keeps what they found in
 docs/published-setups.json and rewrites the tables of the page from it; names of set-ups as arguments run only those.
@@ -23,7 +23,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_runtime import Estimate, MeshSpec, estimate
-from fsdp_runtime.estimate.report.format import readable_bytes, readable_count, readable_mesh
+from fsdp_runtime.estimate.report.format import format_bytes, format_count
+from fsdp_runtime.estimate.sweep_types import format_mesh
 
 PAGE = Path(__file__).parents[1] / "docs" / "published-setups.md"
 FOUND = PAGE.with_suffix(".json")
@@ -50,8 +51,8 @@ class Setup:
         mesh: ranks; a pipeline's stages are counted into ``dp_shard``.
         seq_len: tokens of a sequence.
         micro_batch: sequences of a data-parallel rank.
-        recomputes: the mode of checkpointing, or ``"every second product"``.
-        loss: ``"logits"``, ``"linear"``, or ``"cross-entropy"`` on whole logits in float32.
+        recomputes: the mode of checkpointing, or ``"every second matmul"``.
+        loss: ``"logits"``, ``"linear"``, or ``"cross-entropy"`` on full logits in float32.
         published: GiB that the source measured, or ``None``.
         differs: what the source did otherwise.
     """
@@ -74,7 +75,7 @@ TORCHTITAN = (
         size="8B",
         mesh=MeshSpec(dp_shard=8),
         micro_batch=2,
-        recomputes="every second product",
+        recomputes="every second matmul",
         published=82.4,
         differs="-",
     ),
@@ -83,7 +84,7 @@ TORCHTITAN = (
         size="8B",
         mesh=MeshSpec(dp_shard=128),
         micro_batch=2,
-        recomputes="every second product",
+        recomputes="every second matmul",
         published=67.0,
         differs="-",
     ),
@@ -115,7 +116,7 @@ LINEAR = (
         size="8B",
         mesh=MeshSpec(dp_shard=8),
         micro_batch=2,
-        recomputes="every second product",
+        recomputes="every second matmul",
         loss="linear",
     ),
     Setup(name="8b-32k-linear", size="8B", mesh=MeshSpec(dp_shard=8), seq_len=32768, loss="linear"),
@@ -159,9 +160,9 @@ SETUPS = (*TORCHTITAN, *LINEAR, *LLAMA_3)
 
 def run(setup: Setup) -> Estimate:
     """The dry run of a set-up: parameters, gradients and AdamW's moments in float32, computation in bfloat16."""
-    every_second = setup.recomputes == "every second product"
+    every_second = setup.recomputes == "every second matmul"
     return estimate(
-        partial(llama, setup.size, every_second_product=every_second),
+        partial(llama, setup.size, every_second_matmul=every_second),
         setup.mesh,
         seq_len=setup.seq_len,
         micro_batch=setup.micro_batch,
@@ -169,22 +170,22 @@ def run(setup: Setup) -> Estimate:
         activation_checkpointing="none" if every_second else setup.recomputes,  # type: ignore[arg-type]
         dtype="bf16",
         master_dtype="fp32",
-        logprobs=whole_cross_entropy if setup.loss == "cross-entropy" else setup.loss,
+        logprobs=full_cross_entropy if setup.loss == "cross-entropy" else setup.loss,
     )
 
 
-def llama(size: str, *, every_second_product: bool) -> nn.Module:
+def llama(size: str, *, every_second_matmul: bool) -> nn.Module:
     """Llama 3 of a size, from a config that is nothing but numbers."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     model: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**COMMON, **LLAMA[size]))
-    if every_second_product:
+    if every_second_matmul:
         for block in model.model.layers:  # type: ignore[union-attr]
             block.__class__ = _recomputing(type(block))
     return model
 
 
-def whole_cross_entropy(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+def full_cross_entropy(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     """The loss as torchtitan had it: logits of all tokens in float32."""
     logits = model(**inputs).logits
     return cross_entropy(logits.flatten(0, 1).float(), inputs["input_ids"].flatten())
@@ -195,12 +196,12 @@ def _recomputing(block: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run_block = partial(block.forward, self)
-        return checkpoint(run_block, *args, use_reentrant=False, context_fn=_every_second_product, **kwargs)
+        return checkpoint(run_block, *args, use_reentrant=False, context_fn=_every_second_matmul, **kwargs)
 
     return type("EverySecondProduct", (block,), {"forward": forward})
 
 
-def _every_second_product() -> Any:
+def _every_second_matmul() -> Any:
     products = {"forward": 0, "recompute": 0}
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -226,7 +227,7 @@ def main() -> int:
         for future in as_completed(running):
             setup, done = running[future], future.result()
             peak = done.memory.peak
-            print(f"{setup.name}: {readable_bytes(peak.total)} in {peak.phase}, {done.seconds:.0f} s", flush=True)
+            print(f"{setup.name}: {format_bytes(peak.total)} in {peak.phase}, {done.seconds:.0f} s", flush=True)
             _keep(setup, done)
     _rewrite(json.loads(FOUND.read_text()))
     return 0
@@ -238,7 +239,7 @@ def _keep(setup: Setup, done: Estimate) -> None:
     found[setup.name] = {
         "peak": done.memory.peak.total,
         "phase": done.memory.peak.phase,
-        "held": done.memory.held.total,
+        "resident": done.memory.resident.total,
         "flops_per_token": done.flops * done.settings.world_size / _tokens(setup),
     }
     FOUND.write_text(json.dumps(found, indent=1) + "\n")
@@ -261,7 +262,7 @@ def _rewrite(found: Found) -> None:
 
 
 def _torchtitan(found: Found) -> list[str]:
-    header = ["model", "mesh", "tokens a rank", "recomputes", "published", "dry run", "of it", "differs"]
+    header = ["model", "mesh", "tokens per rank", "recomputed", "published", "dry run", "ratio", "differences"]
     rows = []
     for setup in _those(found, TORCHTITAN):
         published = setup.published or 0.0
@@ -272,23 +273,23 @@ def _torchtitan(found: Found) -> list[str]:
 
 
 def _linear(found: Found) -> list[str]:
-    header = ["model", "mesh", "tokens a rank", "recomputes", "with logits", "`linear`", "saves"]
+    header = ["model", "mesh", "tokens per rank", "recomputed", "with logits", "`linear`", "saves"]
     rows = []
     for setup in _those(found, LINEAR):
         peaks = [found[name]["peak"] for name in (setup.name.removesuffix("-linear"), setup.name)]
-        rows.append([*_described(setup), *map(readable_bytes, peaks), readable_bytes(peaks[0] - peaks[1])])
+        rows.append([*_described(setup), *map(format_bytes, peaks), format_bytes(peaks[0] - peaks[1])])
     return _markdown(header, rows)
 
 
 def _llama_3(found: Found) -> list[str]:
-    header = ["TP x CP x PP x DP", "mesh here", "tokens a rank", "recomputes", "between steps", "peak"]
+    header = ["TP x CP x PP x DP", "mesh of the dry run", "tokens per rank", "recomputed", "between steps", "peak"]
     header += ["FLOP / token", "x 15.6T"]
     rows = []
     for setup in _those(found, LLAMA_3):
         done = found[setup.name]
-        work = [readable_count(done["flops_per_token"]), f"{done['flops_per_token'] * PRETRAINING_TOKENS:.2g}"]
+        work = [format_count(done["flops_per_token"]), f"{done['flops_per_token'] * PRETRAINING_TOKENS:.2g}"]
         _, *described = _described(setup)
-        rows.append([setup.differs, *described, readable_bytes(done["held"]), readable_bytes(done["peak"]), *work])
+        rows.append([setup.differs, *described, format_bytes(done["resident"]), format_bytes(done["peak"]), *work])
     return _markdown(header, rows)
 
 
@@ -299,7 +300,7 @@ def _those(found: Found, setups: Iterable[Setup]) -> list[Setup]:
 
 def _described(setup: Setup) -> list[str]:
     tokens = f"{setup.micro_batch} x {setup.seq_len:,}"
-    return [setup.size, readable_mesh(setup.mesh.sizes), tokens, setup.recomputes]
+    return [setup.size, format_mesh(setup.mesh.sizes), tokens, setup.recomputes]
 
 
 def _tokens(setup: Setup) -> int:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_runtime.estimate import Advice, Assumed, Bytes, Estimate, Memory, Peak, Settings, Traffic, Whole
+from fsdp_runtime.estimate import (
+    Advice,
+    Assumption,
+    Estimate,
+    Memory,
+    MemoryBreakdown,
+    Peak,
+    ReplicatedParameters,
+    Settings,
+    Traffic,
+)
 
 GIB = 2**30
 
@@ -36,8 +46,10 @@ def made_settings(**changes: Any) -> Settings:
 
 def made_estimate(*, peak: int = 34 * GIB, seconds: float | None = 0.25, **changes: Any) -> Estimate:
     """An estimate with so many bytes at its peak, and traffic over two axes that takes so long."""
-    held = Bytes(parameters=1 * GIB, optimizer_state=2 * GIB, buffers=1024)
-    highest = Bytes(parameters=1 * GIB, optimizer_state=2 * GIB, gradients=1 * GIB, activations=peak - 4 * GIB)
+    held = MemoryBreakdown(parameters=1 * GIB, optimizer_state=2 * GIB, buffers=1024)
+    highest = MemoryBreakdown(
+        parameters=1 * GIB, optimizer_state=2 * GIB, gradients=1 * GIB, activations=peak - 4 * GIB
+    )
     phases = (
         Peak(phase="forward", module="model.layers.79.mlp", operator="aten.mm.default", nbytes=held),
         Peak(phase="backward", module="model.layers.<79>.mlp", operator="aten.mm.default", nbytes=highest),
@@ -45,7 +57,7 @@ def made_estimate(*, peak: int = 34 * GIB, seconds: float | None = 0.25, **chang
     half = None if seconds is None else seconds / 2
     told: dict[str, Any] = {
         "settings": made_settings(),
-        "memory": Memory(held=held, after_forward=highest, after_backward=held, phases=phases),
+        "memory": Memory(resident=held, after_forward=highest, after_backward=held, phases=phases),
         "traffic": (
             made_traffic(axis="tp", phase="forward", kind="all_gather", seconds=half),
             made_traffic(axis="dp_shard", phase="forward", kind="all_gather", seconds=None),
@@ -53,10 +65,12 @@ def made_estimate(*, peak: int = 34 * GIB, seconds: float | None = 0.25, **chang
             made_traffic(axis="tp", phase="backward", kind="reduce_scatter", seconds=None),
         ),
         "flops": 3 * 10**15,
-        "whole": (Whole(pattern="model.layers.*.input_layernorm.weight", count=80, nbytes=80 * 16384),),
+        "replicated": (
+            ReplicatedParameters(pattern="model.layers.*.input_layernorm.weight", count=80, nbytes=80 * 16384),
+        ),
         "findings": ("warning: heads & <groups>",),
-        "assumed": (
-            Assumed(operator="aten.nonzero.default", module="model.layers.*.mlp", assumption="tokens spread evenly"),
+        "assumptions": (
+            Assumption(operator="aten.nonzero.default", module="model.layers.*.mlp", assumption="tokens spread evenly"),
         ),
         "advice": (Advice(change="micro_batch=1", saves=2 * GIB), Advice(change="logprobs='linear'")),
         "seconds": 12.5,
@@ -73,6 +87,6 @@ def made_traffic(**changes: Any) -> Traffic:
         "kind": "all_gather",
         "count": 10,
         "nbytes": 2**20,
-        "moved": 7 * 2**20,
+        "bytes_sent": 7 * 2**20,
     }
     return Traffic(**{**told, **changes})

@@ -1,4 +1,4 @@
-"""``fsdp-runtime estimate``: what is asked of the dry run, what is printed and written, and the exit codes."""
+"""``fsdp-runtime estimate``: arguments, output and exit codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from fsdp_runtime import Estimate, MeshSpec, ModelError, Sweep, cli
-from fsdp_runtime.estimate.candidates import Candidate, ranked
+from fsdp_runtime.estimate.candidates import rank_candidates
+from fsdp_runtime.estimate.sweep_types import Candidate
 from harness.estimates import GIB, made_estimate
 from harness.models import tiny_config
 from tp_plans import Plan, UnknownArchitectureError, plan_for
@@ -47,10 +48,10 @@ def _answer(monkeypatch: pytest.MonkeyPatch, estimate: Estimate | Exception) -> 
 
 def _sweep_of(*estimates: Estimate) -> Sweep:
     plain = Candidate(mesh=MeshSpec(dp_shard=8), sequence_parallel=False, activation_checkpointing="none")
-    return ranked(8, [plain.with_estimate(estimate, device_flops=None) for estimate in estimates])
+    return rank_candidates(8, [plain.with_estimate(estimate, device_flops=None) for estimate in estimates])
 
 
-def test_options_reach_the_dry_run_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_passed_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _answer(monkeypatch, made_estimate())
     rest = "--micro-batch 2 --sequence-parallel --activation-checkpointing block --dtype fp16 --master-dtype fp32"
     more = "--optimizer sgd --logprobs linear --offload --no-clip --exact --rank 3 --device-memory 80GiB"
@@ -77,7 +78,7 @@ def test_options_reach_the_dry_run_as_they_were_written(monkeypatch: pytest.Monk
     }
 
 
-def test_a_plan_is_a_word_a_file_or_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_plan_is_a_name_a_file_or_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = _answer(monkeypatch, made_estimate())
     (tmp_path / "plan.json").write_text(plan_for("llama").to_json())
     wanted: dict[str, Plan | str | None] = {
@@ -96,7 +97,9 @@ def test_a_size_of_minus_1_is_inferred_from_the_world_size(monkeypatch: pytest.M
     assert asked.arguments[1] == MeshSpec(dp_shard=8, tp=2)
 
 
-def test_exit_codes_tell_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_show_whether_the_peak_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     _answer(monkeypatch, made_estimate(device_memory=80 * GIB))
     assert cli.main(ONE) == 0
     _answer(monkeypatch, made_estimate(device_memory=30 * GIB))
@@ -104,7 +107,7 @@ def test_exit_codes_tell_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, caps
     assert "Does not fit" in capsys.readouterr().out
 
 
-def test_files_and_standard_output_take_what_they_are_asked_to(
+def test_results_are_written_to_files_or_standard_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     estimate = made_estimate()
@@ -139,13 +142,13 @@ def test_errors_are_one_message_and_no_traceback(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (ONE[:-2], "which mesh?"),
-        (MANY[:-2], "how many ranks?"),
+        (ONE[:-2], "no mesh was given"),
+        (MANY[:-2], "number of ranks is not known"),
         ([*ONE[:-1], "dp_shard=4,pp=2"], "an axis 'pp'"),
         ([*ONE, "--plan", "absent.json"], "absent.json"),
     ],
 )
-def test_what_cannot_be_carried_out_is_refused_before_anything_runs(
+def test_invalid_commands_are_refused_before_anything_runs(
     arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _answer(monkeypatch, AssertionError("reached"))
@@ -153,7 +156,7 @@ def test_what_cannot_be_carried_out_is_refused_before_anything_runs(
     assert told in capsys.readouterr().err
 
 
-def test_a_sweep_holds_what_is_given_and_varies_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_fixes_given_options_and_varies_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked(lambda: _sweep_of(made_estimate()))
     monkeypatch.setattr(cli, "sweep", asked)
     assert cli.main(MANY) == 0
@@ -167,14 +170,14 @@ def test_a_sweep_holds_what_is_given_and_varies_the_rest(monkeypatch: pytest.Mon
     assert asked.arguments == ("config.json", 8)  # as many ranks as the mesh has
 
 
-def test_exit_codes_of_a_sweep_tell_whether_anything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_codes_of_a_sweep_show_whether_a_candidate_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     fits, too_large = made_estimate(device_memory=80 * GIB), made_estimate(device_memory=GIB)
     for found, code in ((_sweep_of(too_large, fits), 0), (_sweep_of(too_large), 1), (_sweep_of(), 2)):
         monkeypatch.setattr(cli, "sweep", Asked(lambda found=found: found))
         assert cli.main(MANY) == code
 
 
-def test_a_tiny_model_is_swept_from_its_bare_config(tmp_path: Path) -> None:
+def test_a_tiny_model_is_swept_from_its_config(tmp_path: Path) -> None:
     tiny_config("LlamaForCausalLM", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     fixed = ["--activation-checkpointing", "none", "--max-tp", "2", "--dp-replicate", "1", "--workers", "1"]
     command = ["estimate", str(tmp_path), "--seq-len", "16", "--sweep", "--world-size", "2", *fixed, "--json", "-"]
@@ -186,7 +189,7 @@ def test_a_tiny_model_is_swept_from_its_bare_config(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["candidates"]
-    assert [each["refusal"] for each in found] == ["", "", ""]
+    assert [each["error"] for each in found] == ["", "", ""]
     assert {(each["mesh"]["tp"], each["sequence_parallel"]) for each in found} == {(1, False), (2, False), (2, True)}
     assert all(each["estimate"]["fits"] and each["seconds_per_million_tokens"] > 0 for each in found)
     assert "3/3 " in done.stderr

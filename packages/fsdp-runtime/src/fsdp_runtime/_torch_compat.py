@@ -335,3 +335,24 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name) if argument.kwarg_only or position >= len(args) else args[position]
             yield from (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
+
+
+@contextmanager
+def observe_storage_resizes(observe: Callable[[UntypedStorage], None]) -> Iterator[None]:
+    """Call ``observe`` after every ``UntypedStorage.resize_``.
+
+    FSDP2 allocates and frees gathered parameters by resizing their storages.  Under ``FakeTensorMode`` no operator is
+    dispatched for that, and torch 2.10 to 2.15 have no hook, so the method is replaced.
+    """
+    original = UntypedStorage.resize_
+
+    def resize_(storage: UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        observe(storage)
+        return result
+
+    UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        UntypedStorage.resize_ = original  # type: ignore[method-assign]

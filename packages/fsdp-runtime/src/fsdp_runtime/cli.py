@@ -1,4 +1,4 @@
-"""The command line: ``fsdp-runtime estimate``, a dry run of a training step without a device or weights."""
+"""The command ``fsdp-runtime estimate``: a dry run of a training step without a device or weights."""
 
 from __future__ import annotations
 
@@ -11,29 +11,33 @@ from typing import Any
 
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
 from fsdp_runtime.estimate import Estimate, Sweep, estimate, sweep
-from fsdp_runtime.estimate.report.format import parse_mesh, split_bandwidths
+from fsdp_runtime.estimate.parse_args import parse_mesh, split_bandwidths
 from fsdp_runtime.estimate.report.html import html_report
 from fsdp_runtime.estimate.report.png import write_png
-from fsdp_runtime.estimate.report.progress import Progress
+from fsdp_runtime.estimate.report.progress import ProgressBar
 from fsdp_runtime.estimate.report.sections import Section, estimate_sections, sweep_sections
 from fsdp_runtime.estimate.report.text import text_lines
 from tp_plans import Plan, TpPlansError
 
-#: Exit codes: it fits, or nobody asked; it does not fit; the command could not be carried out.
+#: Exit codes: the estimate was made and fits (or no device memory was given); it does not fit; the command failed.
 OK, TOO_LARGE, FAILED = 0, 1, 2
 
-_SHOWN = 40
+#: Candidates of a sweep that are printed.
+_MAX_SHOWN = 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run the command.
+
+    Args:
+        arguments: the command line without the program's name, ``sys.argv[1:]`` by default.
 
     Returns:
-        0 where an estimate was made and, if ``--device-memory`` was given, fits; 1 where it does not fit (of a sweep:
-        where nothing does); 2 where the command failed.
+        0 if the estimate was made and fits ``--device-memory`` (if given); 1 if it does not fit (in a sweep: if no
+        candidate fits); 2 if the command failed.
     """
     options = parser().parse_args(arguments)
-    progress = Progress()
+    progress = ProgressBar()
     try:
         return _sweep(options, progress) if options.sweep else _estimate(options, progress)
     except (FsdpRuntimeError, TpPlansError, OSError) as error:
@@ -46,18 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Return the parser of the command's options."""
     program = argparse.ArgumentParser(prog="fsdp-runtime", description="Train a model on a device mesh.")
     commands = program.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "estimate",
-        help="what a training step holds and sends on each rank of a mesh, without a device or weights",
-        description="Run a training step on tensors without data and report memory, traffic and work of one rank. "
+        help="memory and traffic of a training step on each rank of a mesh, without a device or weights",
+        description="Run a training step on fake tensors and report memory, traffic and work of one rank. "
         "Exit code: 0, 1 if it does not fit --device-memory, 2 for errors.",
     )
-    command.add_argument("model", metavar="CONFIG_OR_DIR", help="a config.json, or the folder of a checkpoint")
-    command.add_argument("--seq-len", type=int, required=True, metavar="TOKENS", help="tokens of a sequence")
-    command.add_argument("--micro-batch", type=int, default=1, metavar="N", help="sequences of a rank (default: 1)")
+    command.add_argument("model", metavar="CONFIG_OR_DIR", help="a config.json, or a checkpoint's directory")
+    command.add_argument("--seq-len", type=int, required=True, metavar="TOKENS", help="tokens per sequence")
+    command.add_argument(
+        "--micro-batch", type=int, default=1, metavar="N", help="sequences per data-parallel rank (default: 1)"
+    )
     _add_layout(command)
     _add_training(command)
     _add_machine(command)
@@ -67,52 +73,66 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how the model lies on the ranks")
-    group.add_argument("--mesh", metavar="AXIS=N,...", help="as dp_replicate=4,dp_shard=32,tp=8; also cp")
+    group = parser.add_argument_group("parallelism")
+    group.add_argument("--mesh", metavar="AXIS=N,...", help="such as dp_replicate=4,dp_shard=32,tp=8; also cp")
     group.add_argument("--plan", default="auto", help="auto, none, hf, a plan in a .json file, or a dotted path")
-    group.add_argument("--sequence-parallel", action="store_true", help="cut the residual stream over tp too")
-    group.add_argument("--rank", type=int, default=0, help="whose numbers (default: 0, which holds most)")
+    group.add_argument("--sequence-parallel", action="store_true", help="shard activations between blocks over tp")
+    group.add_argument(
+        "--rank", type=int, default=0, help="the rank to simulate (default: 0, which holds the largest shards)"
+    )
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how a step runs")
+    group = parser.add_argument_group("training step")
     group.add_argument("--activation-checkpointing", metavar="MODE", help="none (default), mlp, selective, block")
-    group.add_argument("--dtype", default="bf16", help="of computation: bf16 (default), fp16, fp32, fp64")
-    group.add_argument("--master-dtype", help="of parameters, gradients and optimizer state, where another, as fp32")
+    group.add_argument("--dtype", default="bf16", help="dtype of computation: bf16 (default), fp16, fp32, fp64")
+    group.add_argument(
+        "--master-dtype", help="dtype of parameters, gradients and optimizer state, if different, such as fp32"
+    )
     group.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, none")
     group.add_argument("--logprobs", default="logits", help="the loss: logits (default), linear, or a dotted path")
-    group.add_argument("--no-clip", dest="clip", action="store_false", help="do not clip the norm of gradients")
+    group.add_argument("--no-clip", dest="clip", action="store_false", help="do not clip the gradient norm")
     group.add_argument("--offload", action="store_true", help="keep shards and optimizer state on the host")
-    group.add_argument("--exact", action="store_true", help="run every block, not a few that stand for all")
+    group.add_argument("--exact", action="store_true", help="trace every block instead of a few representative ones")
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what it runs on")
-    group.add_argument("--device-memory", metavar="SIZE", help="as 80GiB: says whether it fits, and what to change")
-    group.add_argument("--bandwidth", metavar="AXIS=RATE,...", help="of a rank, as tp=450GB/s,dp_shard=400Gb/s")
+    group = parser.add_argument_group("hardware")
+    group.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        help="such as 80GiB: report whether the peak fits, and changes that would help",
+    )
+    group.add_argument("--bandwidth", metavar="AXIS=RATE,...", help="per rank, such as tp=450GB/s,dp_shard=400Gb/s")
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("comparing meshes; --sequence-parallel and --activation-checkpointing stay fixed")
-    group.add_argument("--sweep", action="store_true", help="estimate every mesh of as many ranks, and rank them")
-    group.add_argument("--world-size", type=int, metavar="N", help="ranks (default: those of --mesh)")
-    group.add_argument("--max-tp", type=int, default=8, metavar="N", help="ranks of a node, the most tp (default: 8)")
+    group = parser.add_argument_group(
+        "comparison of meshes; --sequence-parallel and --activation-checkpointing fix these options"
+    )
+    group.add_argument("--sweep", action="store_true", help="estimate and rank every mesh of this number of ranks")
+    group.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: that of --mesh)")
+    group.add_argument("--max-tp", type=int, default=8, metavar="N", help="ranks per node, the largest tp (default: 8)")
     group.add_argument("--cp", type=_integers, default=(1,), metavar="N,...", help="sizes of cp (default: 1)")
-    group.add_argument("--dp-replicate", type=_integers, metavar="N,...", help="replicas (default: 1, one a node)")
-    group.add_argument("--device-flops", metavar="RATE", help="as 400TFLOP/s: ranks by work as well as traffic")
-    group.add_argument("--workers", type=int, default=2, metavar="N", help="dry runs at once (default: 2)")
+    group.add_argument(
+        "--dp-replicate", type=_integers, metavar="N,...", help="numbers of replicas (default: 1, and one per node)"
+    )
+    group.add_argument("--device-flops", metavar="RATE", help="such as 400TFLOP/s: rank by work as well as traffic")
+    group.add_argument("--workers", type=int, default=2, metavar="N", help="parallel dry runs (default: 2)")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
-    group.add_argument("--json", metavar="FILE", help="as JSON; - for standard output, and then no text")
-    group.add_argument("--html", metavar="FILE", help="a page with charts that needs no network")
-    group.add_argument("--png", metavar="FILE", help="the charts alone; needs fsdp-runtime[charts]")
+    group.add_argument("--json", metavar="FILE", help="write JSON; - for standard output instead of the text")
+    group.add_argument("--html", metavar="FILE", help="write a page with charts, without external resources")
+    group.add_argument("--png", metavar="FILE", help="write the charts; needs fsdp-runtime[charts]")
 
 
-def _estimate(options: argparse.Namespace, progress: Progress) -> int:
+def _estimate(options: argparse.Namespace, progress: ProgressBar) -> int:
     if options.mesh is None:
-        raise EstimateError("which mesh? Give --mesh, as --mesh dp_shard=16,tp=8, or --sweep with --world-size")
+        raise EstimateError(
+            "no mesh was given: use --mesh, such as --mesh dp_shard=16,tp=8, or --sweep with --world-size"
+        )
     spec = parse_mesh(options.mesh)
     found = estimate(
         options.model,
@@ -127,7 +147,7 @@ def _estimate(options: argparse.Namespace, progress: Progress) -> int:
     return TOO_LARGE if found.fits is False else OK
 
 
-def _sweep(options: argparse.Namespace, progress: Progress) -> int:
+def _sweep(options: argparse.Namespace, progress: ProgressBar) -> int:
     varied: dict[str, Any] = {}
     if options.sequence_parallel:
         varied["sequence_parallel"] = (True,)
@@ -146,14 +166,14 @@ def _sweep(options: argparse.Namespace, progress: Progress) -> int:
         **_common(options),
     )
     progress.close()
-    _write(found, sweep_sections(found, shown=_SHOWN), options)
+    _write(found, sweep_sections(found, shown=_MAX_SHOWN), options)
     if not found.estimated:
         return FAILED
     return TOO_LARGE if found.best is None else OK
 
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that one dry run and a sweep take alike."""
+    """Return the arguments that ``estimate`` and ``sweep`` share."""
     names = ("seq_len", "micro_batch", "dtype", "master_dtype", "optimizer", "logprobs", "clip", "offload")
     return {
         **{name: getattr(options, name) for name in (*names, "exact", "rank", "device_memory")},
@@ -172,7 +192,7 @@ def _world_size(options: argparse.Namespace) -> int:
     if options.world_size is not None:
         return int(options.world_size)
     if options.mesh is None:
-        raise EstimateError("how many ranks? Give --world-size, or --mesh for as many as that has")
+        raise EstimateError("the number of ranks is not known: give --world-size, or --mesh")
     return math.prod(parse_mesh(options.mesh).sizes.values())
 
 

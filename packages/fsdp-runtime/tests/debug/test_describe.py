@@ -1,4 +1,4 @@
-"""The report says what a model really is, whoever made it so."""
+"""The description is read from the model, whichever code parallelized it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.models import tiny_model
 from harness.ranks import RankPool
 
 
-def test_a_plain_model_is_whole() -> None:
+def test_a_plain_model_is_replicated() -> None:
     model = tiny_model("LlamaForCausalLM", tied=True)
     report = describe_parallelism(model)
     assert (report.fsdp_modules, report.recomputing, report.compiled, dict(report.sharded)) == ((), (), (), {})
@@ -34,7 +34,7 @@ def _report_of_a_parallel_model() -> tuple[object, ...]:
     )
 
 
-def test_what_was_wrapped_recomputes_and_is_cut_over_which_axes(four_ranks: RankPool) -> None:
+def test_fsdp_modules_recomputation_and_sharded_axes_are_reported(four_ranks: RankPool) -> None:
     units, recomputing, shown, replicated, share, text = four_ranks.run(_report_of_a_parallel_model)[0]
     assert units == ("", "model.layers.0", "model.layers.1")
     assert recomputing == ("model.layers.0.mlp", "model.layers.1.mlp")
@@ -51,5 +51,5 @@ def _report_of_a_hand_wrapped_model() -> tuple[str, ...]:
     return describe_parallelism(model).fsdp_modules
 
 
-def test_a_model_wrapped_elsewhere_is_read_too(two_ranks: RankPool) -> None:
+def test_a_model_wrapped_by_other_code_is_described(two_ranks: RankPool) -> None:
     assert two_ranks.run(_report_of_a_hand_wrapped_model)[0] == ("model",)

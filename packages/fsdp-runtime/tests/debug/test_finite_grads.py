@@ -1,4 +1,4 @@
-"""A gradient that is not a number, on whatever rank, is named on all of them."""
+"""A gradient that is not finite on any rank is named on all of them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def _told(values: dict[int, float]) -> str:
     return "finite"
 
 
-def test_sound_gradients_pass(four_ranks: RankPool) -> None:
+def test_finite_gradients_pass(four_ranks: RankPool) -> None:
     assert four_ranks.run(_told, {}) == ["finite"] * 4
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_one_rank_s_values_are_told_on_every_rank(four_ranks: RankPool, value: float) -> None:
+def test_nonfinite_values_of_one_rank_are_named_on_every_rank(four_ranks: RankPool, value: float) -> None:
     for told in four_ranks.run(_told, {2: value}):
         assert told.startswith("1 parameters have gradients that are not finite")
         assert f"  {NORM} (rank 2: 2)" in told
@@ -45,7 +45,7 @@ def test_infinities_of_opposite_sign_do_not_cancel(four_ranks: RankPool) -> None
         assert f"  {NORM} (rank 0: 2, rank 3: 2)" in told
 
 
-def test_a_plain_model_is_checked_alone_and_missing_gradients_are_none_of_its_business() -> None:
+def test_a_plain_model_is_checked_without_ranks_and_missing_gradients_are_skipped() -> None:
     model = nn.Linear(2, 2)
     assert_finite_gradients(model)
     model.weight.grad = model.weight.detach() * math.nan

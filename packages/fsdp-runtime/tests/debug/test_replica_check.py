@@ -1,4 +1,4 @@
-"""Copies that drift apart are found and named; sound training passes."""
+"""Replicas that differ are found and named; correct training passes."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def _drift(axes: dict[str, int], name: str, rank: int, by: float) -> str:
 
 
 @pytest.mark.parametrize("axes", [{"dp_replicate": 2, "tp": 2}], ids=str)
-def test_sound_training_keeps_replicas_bit_identical(four_ranks: RankPool, axes: dict[str, int]) -> None:
+def test_correct_training_keeps_replicas_bit_identical(four_ranks: RankPool, axes: dict[str, int]) -> None:
     name = "model.language_model.norm.weight"
     assert four_ranks.run(_drift, axes, name, 0, 0.0) == ["equal"] * 4
 
 
-def test_one_drifted_element_is_found_on_the_ranks_that_hold_a_copy(four_ranks: RankPool) -> None:
+def test_one_differing_element_is_found_on_the_ranks_that_replicate_it(four_ranks: RankPool) -> None:
     name = "model.language_model.layers.1.self_attn.q_norm.weight"
     told = four_ranks.run(_drift, {"dp_replicate": 2, "tp": 2}, name, 3, 1e-12)
     assert told[0] == "equal"  # rank 0 shares no axis with rank 3
@@ -57,7 +57,7 @@ def test_one_drifted_element_is_found_on_the_ranks_that_hold_a_copy(four_ranks: 
     assert f"{name}: over axis dp_replicate (ranks 1, 3) and axis tp (ranks 2, 3)" in told[3]
 
 
-def test_a_tower_that_no_plan_covers_is_compared_over_tp_too(two_ranks: RankPool) -> None:
+def test_a_tower_without_rules_is_also_compared_over_tp(two_ranks: RankPool) -> None:
     name = "model.multi_modal_projector.mm_input_projection_weight"
     for told in two_ranks.run(_drift, {"tp": 2}, name, 1, 1e-12):
         assert f"1 tensors differ between ranks that replicate them:\n  {name}: over axis tp (ranks 0, 1)" in told

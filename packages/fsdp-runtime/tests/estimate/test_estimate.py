@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -8,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime import Estimate, EstimateError, MeshError, estimate
+from fsdp_runtime import Estimate, EstimateError, MeshError, estimate, parallelism
+from fsdp_runtime.estimate import pipeline
 
 WIDTH, VOCABULARY, LENGTH = 16, 32, 8
 
@@ -80,7 +83,7 @@ def run(model: Any = twelve, mesh: Any = None, **options: Any) -> Estimate:
 
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
 @pytest.mark.parametrize(("model", "traced"), [(twelve, (3, 4)), (alternating, (5, 7))])
-def test_a_few_blocks_tell_what_all_of_them_do(model: Any, traced: Any, checkpointing: str) -> None:
+def test_scaled_traces_equal_exact_traces(model: Any, traced: Any, checkpointing: str) -> None:
     mesh = {"dp_shard": 8}  # of 4, a block's gradients are as large as its activations, and all blocks peak alike
     few = run(model, mesh, activation_checkpointing=checkpointing)
     every = run(model, mesh, activation_checkpointing=checkpointing, exact=True)
@@ -92,42 +95,42 @@ def test_a_few_blocks_tell_what_all_of_them_do(model: Any, traced: Any, checkpoi
 def test_shards_gradients_and_moments_are_those_of_one_rank() -> None:
     found = run(optimizer="adamw")
     everything = (12 * 2 * WIDTH * WIDTH + 2 * VOCABULARY * WIDTH) * 2  # bytes in bf16
-    assert found.memory.held.parameters == everything // 4
+    assert found.memory.resident.parameters == everything // 4
     assert found.memory.after_backward.gradients == everything // 4
     steps = 4 * (12 * 2 + 2)
-    assert found.memory.held.optimizer_state == 2 * everything // 4 + steps
+    assert found.memory.resident.optimizer_state == 2 * everything // 4 + steps
 
 
-def test_every_unit_is_gathered_twice_but_the_last_and_the_root() -> None:
+def test_every_fsdp_module_except_the_last_and_the_root_is_gathered_twice() -> None:
     gathered = {item.phase: item.count for item in run().traffic if item.kind == "all_gather"}
     assert gathered == {"forward": 13, "backward": 11}
 
 
-def test_time_floors_follow_the_bandwidth_of_the_axis() -> None:
+def test_min_times_follow_the_bandwidth_of_the_axis() -> None:
     found = run(mesh={"dp_replicate": 2, "dp_shard": 4}, bandwidth={"dp_shard": "1kB/s"})
     timed = {item.axis: item.seconds for item in found.traffic if item.kind == "all_gather"}
-    moved = {item.axis: item.moved for item in found.traffic if item.kind == "all_gather"}
+    moved = {item.axis: item.bytes_sent for item in found.traffic if item.kind == "all_gather"}
     assert timed == {"dp_shard": moved["dp_shard"] / 1000}
     assert {item.seconds for item in found.traffic if item.axis == "dp_replicate"} == {None}
 
 
-def test_master_weights_are_held_in_their_dtype_and_gathered_in_the_other() -> None:
+def test_master_weights_are_resident_in_the_master_dtype_and_gathered_in_the_compute_dtype() -> None:
     plain, master = run(), run(master_dtype="fp32")
-    assert master.memory.held.parameters == 2 * plain.memory.held.parameters
+    assert master.memory.resident.parameters == 2 * plain.memory.resident.parameters
     gathers = [sum(item.nbytes for item in e.traffic if item.kind == "all_gather") for e in (plain, master)]
     assert gathers[0] == gathers[1]
 
 
 def test_offload_moves_shards_to_the_host() -> None:
     on_host, on_device = run(offload=True), run()
-    assert on_host.memory.held.parameters == 0
-    assert on_host.memory.host.parameters == on_device.memory.held.parameters
+    assert on_host.memory.resident.parameters == 0
+    assert on_host.memory.host.parameters == on_device.memory.resident.parameters
     assert on_host.memory.peak.total < on_device.memory.peak.total
 
 
-def test_a_part_that_depends_on_values_is_named_and_the_rest_estimated() -> None:
+def test_a_module_that_depends_on_values_is_listed_and_the_rest_estimated() -> None:
     found = run(with_lookup)
-    (left_out,) = [item for item in found.assumed if not item.counted]
+    (left_out,) = [item for item in found.assumptions if not item.counted]
     assert "unique" in left_out.operator
     assert left_out.module == "blocks.*.mlp"
     assert found.flops > 0
@@ -147,12 +150,36 @@ def test_json_has_the_totals() -> None:
     assert told["settings"]["traced"] == [3, 4]
 
 
-def test_no_world_is_left_behind() -> None:
+@pytest.mark.parametrize(("exact", "copies"), [(False, 2), (True, 1)])
+def test_a_model_is_inspected_once_and_its_plan_resolved_and_checked_once(
+    monkeypatch: pytest.MonkeyPatch, exact: bool, copies: int
+) -> None:
+    calls: Counter[str] = Counter()
+
+    def count(module: ModuleType, name: str) -> None:
+        original = getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+    for name in ("inspect_model", "resolve_adapted_plan", "check_plan"):
+        count(parallelism, name)
+    count(pipeline, "trace_step")
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    run(mesh={"dp_shard": 2, "tp": 2}, plan=plan, exact=exact)
+    assert calls.pop("trace_step") == copies
+    assert set(calls.values()) == {1}
+
+
+def test_the_fake_world_is_destroyed() -> None:
     run()
     assert not dist.is_initialized()
 
 
-def test_a_world_that_runs_already_is_refused(tmp_path: Any) -> None:
+def test_an_initialized_world_is_refused(tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         with pytest.raises(EstimateError, match="another process"):
@@ -171,7 +198,7 @@ def test_a_world_that_runs_already_is_refused(tmp_path: Any) -> None:
         ({"model": twelve()}, "pass its config"),
     ],
 )
-def test_values_that_cannot_be_are_refused_with_those_that_can(options: Any, says: str) -> None:
+def test_invalid_values_are_refused_with_the_valid_ones(options: Any, says: str) -> None:
     with pytest.raises(EstimateError, match=says):
         run(**options)
 

@@ -1,7 +1,8 @@
-"""Reports say in words, bars and pages what an estimate holds, and nothing that needs a network."""
+"""Text, charts and pages show the contents of an estimate, without external resources."""
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import sys
@@ -11,14 +12,16 @@ from pathlib import Path
 import pytest
 
 from fsdp_runtime import BackendError, MeshSpec
-from fsdp_runtime.estimate import Bytes, Estimate, Memory, Peak
-from fsdp_runtime.estimate.candidates import Candidate, Sweep, ranked
+from fsdp_runtime.estimate import Estimate, Memory, MemoryBreakdown, Peak
+from fsdp_runtime.estimate.candidates import rank_candidates
+from fsdp_runtime.estimate.report import html
 from fsdp_runtime.estimate.report.charts import charts_of, ticks
 from fsdp_runtime.estimate.report.html import html_report
 from fsdp_runtime.estimate.report.png import write_png
-from fsdp_runtime.estimate.report.progress import Progress
+from fsdp_runtime.estimate.report.progress import ProgressBar
 from fsdp_runtime.estimate.report.sections import CATEGORY_NAMES, estimate_sections, sweep_sections
 from fsdp_runtime.estimate.report.text import text_lines
+from fsdp_runtime.estimate.sweep_types import Candidate, Sweep
 from harness.estimates import GIB, made_estimate, made_settings, made_traffic
 
 
@@ -34,17 +37,23 @@ def _made_sweep() -> Sweep:
     plain = [Candidate(mesh=mesh, sequence_parallel=False, activation_checkpointing="block") for mesh, _ in ways]
     found = [way.with_estimate(estimate, device_flops=None) for way, (_, estimate) in zip(plain, ways, strict=True)]
     refused = [
-        Candidate(mesh=MeshSpec(tp=64), sequence_parallel=cut, activation_checkpointing="none", refusal="8 <heads>")
+        Candidate(mesh=MeshSpec(tp=64), sequence_parallel=cut, activation_checkpointing="none", error="8 <heads>")
         for cut in (False, True)
     ]
-    return ranked(64, [*found, *refused])
+    return rank_candidates(64, [*found, *refused])
 
 
 def test_every_category_of_memory_has_a_name_and_a_row() -> None:
-    assert set(CATEGORY_NAMES) == set(Bytes().by_category())
-    nbytes = Bytes(**{name: 2**20 * (at + 1) for at, name in enumerate(CATEGORY_NAMES)})
+    assert set(CATEGORY_NAMES) == set(MemoryBreakdown().by_category())
+    nbytes = MemoryBreakdown(**{name: 2**20 * (at + 1) for at, name in enumerate(CATEGORY_NAMES)})
     peak = Peak(phase="loss", module="", operator="aten.exp.default", nbytes=nbytes)
-    memory = Memory(held=Bytes(), after_forward=nbytes, after_backward=nbytes, phases=(peak,), host=Bytes(parameters=7))
+    memory = Memory(
+        resident=MemoryBreakdown(),
+        after_forward=nbytes,
+        after_backward=nbytes,
+        phases=(peak,),
+        host=MemoryBreakdown(parameters=7),
+    )
     text = _text(made_estimate(memory=memory))
     assert all(
         re.search(rf"^  {name} .*\b{at + 1}\.00 MiB", text, re.MULTILINE)
@@ -54,7 +63,7 @@ def test_every_category_of_memory_has_a_name_and_a_row() -> None:
     assert "peak: loss (aten.exp.default)" in text
 
 
-def test_the_verdict_tells_by_how_much_and_what_to_change() -> None:
+def test_the_verdict_has_the_difference_and_the_advice() -> None:
     assert "Fits: 34.0 GiB of 80.0 GiB, 46.0 GiB to spare" in _text(made_estimate(device_memory=80 * GIB))
     text = _text(made_estimate(device_memory=30 * GIB))
     assert "Does not fit: 34.0 GiB of 30.0 GiB, 4.00 GiB too much" in text
@@ -64,51 +73,59 @@ def test_the_verdict_tells_by_how_much_and_what_to_change() -> None:
 
 def test_traffic_is_added_up_over_phases_by_axis_and_kind() -> None:
     lines = _text(made_estimate()).splitlines()
-    begin = lines.index("Traffic of a step")
+    begin = lines.index("Traffic per step")
     assert [line.split() for line in lines[begin + 2 : begin + 6]] == [
         ["tp", "all_gather", "8", "20", "2.00", "MiB", "14.0", "MiB", "250", "ms"],
         ["tp", "reduce_scatter", "8", "10", "1.00", "MiB", "7.00", "MiB", "-"],
         ["dp_shard", "all_gather", "8", "10", "1.00", "MiB", "7.00", "MiB", "-"],
         ["all", "28.0", "MiB", "250", "ms"],
     ]
-    assert "Traffic of a step: none" in _text(made_estimate(traffic=()))
+    assert "Traffic per step: none" in _text(made_estimate(traffic=()))
 
 
-def test_what_is_whole_found_and_assumed_is_listed() -> None:
+def test_replicated_parameters_findings_and_assumptions_are_listed() -> None:
     text = _text(made_estimate())
-    assert "Whole on every rank: 1.25 MiB\n  model.layers.*.input_layernorm.weight (80, 1.25 MiB)" in text
+    assert (
+        "Replicated on every rank (all axes): 1.25 MiB\n  model.layers.*.input_layernorm.weight (80, 1.25 MiB)" in text
+    )
     assert "warning: heads & <groups>" in text
     assert "aten.nonzero.default in model.layers.*.mlp: tokens spread evenly" in text
 
 
-def test_settings_are_told_in_full() -> None:
+def test_all_settings_are_shown() -> None:
     text = _text(made_estimate())
     assert text.startswith(
         "LlamaForCausalLM, 70.6 G parameters, rank 0 of 1,024 ranks (dp_replicate=4 dp_shard=32 tp=8)"
     )
-    for part in ("1 x 8,192 tokens", "bf16 (kept in fp32)", "sequence-parallel", "recomputing: block", "2 and 3 of 80"):
+    for part in (
+        "1 x 8,192 tokens",
+        "bf16 (master dtype fp32)",
+        "sequence-parallel",
+        "activation checkpointing: block",
+        "2 and 3 of 80",
+    ):
         assert part in text
 
 
-def test_a_ranking_has_a_line_a_candidate_and_the_refused_once_a_reason() -> None:
+def test_a_ranking_has_a_row_per_candidate_and_a_line_per_error() -> None:
     sections = sweep_sections(_made_sweep())
     header, first, second = sections[0].rows
     assert [row[1] for row in (first, second)] == ["dp_shard=8 tp=8", "dp_shard=64"]
     assert [row[header.index("fits")] for row in (first, second)] == ["yes", "no"]
-    assert sections[1].lines == ["tp=64 (2 of its ways): 8 <heads>"]
+    assert sections[1].lines == ["tp=64 (2 candidates): 8 <heads>"]
     (shortened,) = sweep_sections(_made_sweep(), shown=1)[:1]
     assert len(shortened.rows) == 2
     assert "and 1 more" in shortened.lines
 
 
-def test_a_ranking_tells_which_axes_have_no_bandwidth() -> None:
+def test_a_ranking_names_axes_without_a_bandwidth() -> None:
     assert any("no bandwidth was given for dp_shard" in line for line in sweep_sections(_made_sweep())[0].lines)
 
 
-def test_bars_add_up_to_the_numbers_and_parts_that_are_empty_are_left_out() -> None:
+def test_bars_add_up_to_the_numbers_and_empty_parts_are_omitted() -> None:
     memory, traffic = charts_of(made_estimate(device_memory=80 * GIB))
     assert [label for label, _ in memory.bars] == [
-        *("between steps", "after forward", "after backward", "most in forward", "most in backward")
+        *("between steps", "after forward", "after backward", "peak in forward", "peak in backward")
     ]
     assert sum(memory.bars[-1][1]) == 34 * GIB
     assert "logits" not in [part.name for part in memory.parts]
@@ -116,7 +133,7 @@ def test_bars_add_up_to_the_numbers_and_parts_that_are_empty_are_left_out() -> N
     assert dict(traffic.bars) == {"tp": (14 * 2**20, 7 * 2**20), "dp_shard": (7 * 2**20, 0)}
 
 
-def test_a_sweep_is_drawn_as_a_bar_a_candidate() -> None:
+def test_a_sweep_has_a_bar_per_candidate() -> None:
     memory, traffic = charts_of(_made_sweep())
     assert [label for label, _ in memory.bars] == ["1: dp_shard=8 tp=8, block", "2: dp_shard=64, block"]
     assert [part.name for part in traffic.parts] == ["dp_shard", "tp"]
@@ -153,8 +170,8 @@ class _Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-@pytest.mark.parametrize("found", [made_estimate(device_memory=30 * GIB), _made_sweep(), ranked(8, [])])
-def test_a_page_is_well_formed_and_asks_nothing_of_other_hosts(found: Estimate | Sweep) -> None:
+@pytest.mark.parametrize("found", [made_estimate(device_memory=30 * GIB), _made_sweep(), rank_candidates(8, [])])
+def test_a_page_is_well_formed_and_has_no_external_resources(found: Estimate | Sweep) -> None:
     page = html_report(found)
     tags = _Tags()
     tags.feed(page)
@@ -164,7 +181,7 @@ def test_a_page_is_well_formed_and_asks_nothing_of_other_hosts(found: Estimate |
     assert "prefers-color-scheme: dark" in page
 
 
-def test_names_in_a_page_are_text_and_not_markup() -> None:
+def test_names_in_a_page_are_escaped() -> None:
     page = html_report(made_estimate(settings=made_settings(model="A<b>")))
     assert "heads &amp; &lt;groups&gt;" in page
     assert "A&lt;b&gt;" in page
@@ -175,7 +192,7 @@ def test_names_in_a_page_are_text_and_not_markup() -> None:
 def test_a_page_draws_every_bar_and_the_device_memory() -> None:
     page = html_report(made_estimate(device_memory=80 * GIB, traffic=(made_traffic(),)))
     assert page.count("<svg") == 2
-    assert "<title>most in backward: activations 30.0 GiB</title>" in page
+    assert "<title>peak in backward: activations 30.0 GiB</title>" in page
     assert "device memory 80.0 GiB" in page
 
 
@@ -183,7 +200,7 @@ def test_a_png_is_drawn_of_an_estimate_and_of_a_sweep(tmp_path: Path) -> None:
     for name, found in {
         "one": made_estimate(device_memory=80 * GIB),
         "many": _made_sweep(),
-        "none": ranked(8, []),
+        "none": rank_candidates(8, []),
     }.items():
         write_png(found, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
@@ -203,10 +220,22 @@ class _Terminal(io.StringIO):
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
     pipe, terminal = io.StringIO(), _Terminal()
     for stream in (pipe, terminal):
-        progress = Progress(stream)
+        progress = ProgressBar(stream)
         progress("first", 1, 4)
         progress("second", 2, 4)
         progress.close()
     assert pipe.getvalue() == "1/4 first\n2/4 second\n"
     assert "[############............] 2/4 second" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_reports_import_nothing_but_results() -> None:
+    folder = Path(html.__file__).parent
+    allowed = {"report", "sweep_types", "traffic_totals", "types"}
+    imported = {
+        node.module.split(".")[2]
+        for file in folder.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdp_runtime.estimate.")
+    }
+    assert imported == allowed

@@ -1,4 +1,4 @@
-"""Buffers that no checkpoint holds are real after the meta device, or an error says which are not."""
+"""Buffers that no checkpoint stores are computed after the meta device, or an error names them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _HalfReset(_Scaled):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_buffers_are_those_of_a_model_built_for_real(architecture: str) -> None:
+def test_buffers_equal_those_of_a_model_built_on_the_cpu(architecture: str) -> None:
     real = dict(getattr(transformers, architecture)(tiny_config(architecture)).named_buffers())
     model = materialize(_on_meta(architecture))
     assert real
@@ -72,7 +72,7 @@ def test_parameters_stay_the_same_objects() -> None:
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-def test_what_is_real_keeps_its_values() -> None:
+def test_tensors_that_are_not_on_meta_keep_their_values() -> None:
     model = _on_meta("Gemma3ForConditionalGeneration")
     kept = model.model.vision_tower.to_empty(device="cpu")  # a tower whose own buffers are on meta no more
     for parameter in kept.parameters():
@@ -85,14 +85,14 @@ def test_what_is_real_keeps_its_values() -> None:
     assert torch.equal(kept.embeddings.position_ids, torch.arange(16)[None])
 
 
-def test_a_model_with_nothing_on_meta_stays_where_it_is() -> None:
+def test_a_model_with_nothing_on_meta_does_not_move() -> None:
     model = nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2)])
     before = [(name, id(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()]
     materialize(model)
     assert [(name, id(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()] == before
 
 
-def test_the_random_state_is_left_alone() -> None:
+def test_the_rng_state_does_not_change() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -109,7 +109,7 @@ def test_reset_parameters_computes_the_buffers_of_other_modules() -> None:
 
 
 @pytest.mark.parametrize("kind", [_Scaled, _HalfReset])
-def test_a_buffer_that_nothing_computes_is_named_and_the_model_left_on_meta(kind: type[nn.Module]) -> None:
+def test_a_buffer_that_no_module_computes_is_named_and_the_model_stays_on_meta(kind: type[nn.Module]) -> None:
     with torch.device("meta"):
         model = nn.Sequential(kind())
     with pytest.raises(WeightsError, match=r"0\.scale.*meta_device\(\).*reset_parameters"):

@@ -1,4 +1,4 @@
-"""Watching ranks: whoever is lost is named with its phase, on every other rank, and nobody else is."""
+"""Monitoring: a lost rank is named with its phase on every other rank, and no other rank is named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.ranks import RankError, RankPool, RanksFailed
 # What signs of life tell.
 
 
-def test_a_rank_is_lost_once_its_sign_has_stayed_the_same_for_longer_than_the_timeout() -> None:
+def test_a_rank_is_lost_if_its_heartbeat_is_unchanged_for_longer_than_the_timeout() -> None:
     detector = FailureDetector(interval=1.0, timeout=3.0)
     detector.update({2: Heartbeat(count=5, phase="backward")})
     found = [detector.update({2: Heartbeat(count=5, phase="backward")}) for _ in range(4)]
@@ -24,19 +24,19 @@ def test_a_rank_is_lost_once_its_sign_has_stayed_the_same_for_longer_than_the_ti
     assert (found[3].rank, found[3].phase) == (2, "backward")
 
 
-def test_any_new_sign_begins_the_wait_anew() -> None:
+def test_a_new_heartbeat_restarts_the_timeout() -> None:
     detector = FailureDetector(interval=1.0, timeout=3.0)
     for beat in (1, 1, 1, 2, 2, 2, 3, 3, 3):
         assert detector.update({2: Heartbeat(count=beat)}) is None
 
 
-def test_a_rank_that_left_may_be_silent() -> None:
+def test_a_finished_rank_may_be_silent() -> None:
     detector = FailureDetector(interval=1.0, timeout=3.0)
     assert not any(detector.update({2: Heartbeat(count=1, state="finished")}) for _ in range(9))
     assert detector.all_finished()
 
 
-def test_a_rank_that_raised_is_named_rather_than_those_that_fell_silent_over_it() -> None:
+def test_a_rank_that_raised_is_named_before_silent_ranks() -> None:
     detector = FailureDetector(interval=1.0, timeout=3.0)
     for _ in range(4):
         detector.update({1: Heartbeat(count=1)})
@@ -88,7 +88,7 @@ def _quiet_work(seconds: float) -> str:
     return "done"
 
 
-def test_waiting_for_a_slow_rank_is_no_loss(two_ranks: RankPool) -> None:
+def test_a_slow_rank_is_not_lost(two_ranks: RankPool) -> None:
     assert two_ranks.run(_quiet_work, 2.5) == ["done", "done"]
 
 
@@ -98,24 +98,24 @@ def _never_watches() -> None:
             pass
 
 
-def test_a_rank_that_never_begins_is_named(two_ranks: RankPool) -> None:
+def test_a_rank_that_never_starts_monitoring_is_named(two_ranks: RankPool) -> None:
     with pytest.raises(RanksFailed) as failure:
         two_ranks.run(_never_watches)
     error: RankError = failure.value.errors[0]
     assert "ranks [1] did not start monitoring within 1 s" in error.message
 
 
-def test_a_single_process_is_not_watched_but_its_errors_say_the_phase() -> None:
+def test_errors_of_a_single_process_name_the_phase() -> None:
     with pytest.raises(RuntimeError, match="own") as failure, monitor_ranks() as monitor, monitor.phase("forward"):
         raise RuntimeError("own")
     assert failure.value.__notes__ == ["on rank 0, in phase 'forward'"]
 
 
-def test_a_timeout_of_nothing_is_refused() -> None:
+def test_a_timeout_of_zero_is_refused() -> None:
     with pytest.raises(OptionError, match="timeout=0"), monitor_ranks(timeout=0):
         pass
 
 
-def test_the_error_travels_between_processes() -> None:
+def test_the_error_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(LostRankError(3, "save", "was killed")))
     assert (error.rank, error.phase, str(error)) == (3, "save", "rank 3, in phase 'save', was killed")

@@ -25,15 +25,15 @@ def _steps_done(guilty: int) -> int:
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_all_ranks_leave_after_the_step_in_which_one_was_asked(two_ranks: RankPool, guilty: int) -> None:
+def test_all_ranks_leave_after_the_step_in_which_one_got_a_signal(two_ranks: RankPool, guilty: int) -> None:
     assert two_ranks.run(_steps_done, guilty) == [3, 3]
 
 
-def test_nobody_stops_unasked(two_ranks: RankPool) -> None:
+def test_no_rank_stops_without_a_signal(two_ranks: RankPool) -> None:
     assert two_ranks.run(_steps_done, 7) == [5, 5]
 
 
-def test_a_second_signal_does_what_it_did_before() -> None:
+def test_a_second_signal_reaches_the_previous_handler() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     received = []
     signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
@@ -49,7 +49,7 @@ def test_a_second_signal_does_what_it_did_before() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_the_handlers_are_put_back() -> None:
+def test_the_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with stop_on_signal():
         assert signal.getsignal(signal.SIGTERM) is not before

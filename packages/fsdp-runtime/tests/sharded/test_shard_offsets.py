@@ -1,4 +1,4 @@
-"""A rank's part of a full tensor: what DTensor and FSDP2 hold, for every placement, uneven and empty."""
+"""Shard offsets equal the local tensors of DTensor and FSDP2, for every placement, uneven and empty."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _agrees(shape: tuple[int, ...], placements: Sequence[Placement]) -> bool:
     ],
     ids=str,
 )
-def test_a_slice_is_what_dtensor_holds(four_ranks: RankPool, placements: tuple[Placement, ...]) -> None:
+def test_slices_equal_dtensors_local_tensors(four_ranks: RankPool, placements: tuple[Placement, ...]) -> None:
     for size in SIZES:
         assert four_ranks.run(_agrees, (size, 3), placements) == [True] * 4
 
@@ -66,7 +66,7 @@ def _agrees_after_fsdp(size: int, tp_dim: int) -> bool:
 
 
 @pytest.mark.parametrize("tp_dim", [0, 1])
-def test_a_slice_is_what_fsdp_over_tp_holds(four_ranks: RankPool, tp_dim: int) -> None:
+def test_slices_equal_local_tensors_of_fsdp_over_tp(four_ranks: RankPool, tp_dim: int) -> None:
     for size in SIZES:
         assert four_ranks.run(_agrees_after_fsdp, size, tp_dim) == [True] * 4
 
@@ -83,7 +83,7 @@ def _uneven_shard(rank: int) -> tuple[list[float], list[float]]:
         return module.weight.to_local().tolist(), full[dtensor_slices(module.weight)].tolist()
 
 
-def test_uneven_shards_over_tp_lie_where_fsdp_puts_them() -> None:
+def test_slices_of_uneven_shards_over_tp_equal_fsdps() -> None:
     """DTensor's own arithmetic gives the last row to rank (2, 0), and FSDP2 leaves it on rank (2, 1)."""
     with preloaded_context().Pool(2, maxtasksperchild=1) as processes:
         assert processes.map(_uneven_shard, [4, 5], chunksize=1) == [([], []), ([6.0], [6.0])]
@@ -94,7 +94,7 @@ def test_uneven_shards_over_tp_lie_where_fsdp_puts_them() -> None:
     mesh=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     placements=st.sampled_from([(Shard(0), Shard(0)), (Shard(0), Replicate()), (Replicate(), Shard(0))]),
 )
-def test_slices_of_all_ranks_cover_every_element_once_a_replica(
+def test_slices_of_all_ranks_cover_every_element_once_per_replica(
     size: int, mesh: tuple[int, int], placements: tuple[Placement, ...]
 ) -> None:
     count = torch.zeros(size)

@@ -1,4 +1,4 @@
-"""Training states: resuming changes nothing, on any mesh, and no kill or damage goes unnoticed."""
+"""Training states: resuming does not change training, on any mesh, and kills and damage are detected."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _continue_and_save(run: Run, directory: Path, step: int) -> None:
         torch.save(expected, directory / "expected.pt")
 
 
-def test_a_state_moves_from_mesh_to_mesh_and_training_goes_on(four_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_state_resumes_on_other_meshes(four_ranks: RankPool, tmp_path: Path) -> None:
     reference = Run({})
     expected = reference.steps(len(CHAIN) + 2, noise=0)
     _continue_and_save(Run({}), tmp_path, step=0)
@@ -182,10 +182,10 @@ def _shard_of_seven_rows(rank: int) -> list[tuple[list[int], list[float]]]:
     module.weight = nn.Parameter(distribute_tensor(torch.arange(7.0), mesh["tp"], [Shard(0)], src_data_rank=None))
     fully_shard(module, mesh=mesh["dp_shard"])
     own = chunks_to_write([NamedTensor("weight", module.weight)], ModelRanks(index=rank, count=6))
-    return [([part.box[0].start, part.box[0].stop], part.local.tolist()) for part in own]
+    return [([part.slices[0].start, part.slices[0].stop], part.local.tolist()) for part in own]
 
 
-def test_uneven_shards_over_tp_are_written_where_fsdp_has_them() -> None:
+def test_uneven_shards_over_tp_are_written_at_fsdps_offsets() -> None:
     """DTensor's own offsets would write the last row twice or not at all."""
     with preloaded_context().Pool(2, maxtasksperchild=1) as processes:
         written = [part for parts in processes.map(_shard_of_seven_rows, range(6), chunksize=1) for part in parts]
@@ -204,7 +204,7 @@ def _bytes_written(axes: dict[str, int], directory: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("axes", CHAIN, ids=str)
-def test_copies_are_written_once_and_every_rank_writes_its_share(
+def test_replicated_tensors_are_written_once_and_the_bytes_are_balanced(
     four_ranks: RankPool, tmp_path: Path, axes: dict[str, int]
 ) -> None:
     for largest, total in four_ranks.run(_bytes_written, axes, tmp_path):
@@ -216,7 +216,7 @@ def test_copies_are_written_once_and_every_rank_writes_its_share(
 # Which states there are.
 
 
-def test_older_states_are_kept_as_asked(tmp_path: Path) -> None:
+def test_keep_limits_the_number_of_older_states(tmp_path: Path) -> None:
     run = Run({})
     for step in range(5):
         run.save(tmp_path, step, keep=2)
@@ -266,10 +266,16 @@ def _arm(moment: str) -> None:
         case "after the tensors":
             save.write_object = kill  # type: ignore[assignment]
         case "before the rename":
-            Path.rename = kill  # type: ignore[method-assign]
+            move = step_directories.move_into_place
+            step_directories.move_into_place = lambda source, target: (  # type: ignore[assignment]
+                kill() if source.is_dir() else move(source, target)
+            )
         case "after the rename":
-            rename = Path.rename
-            Path.rename = lambda self, target: (rename(self, target), kill())  # type: ignore[assignment,method-assign]
+            move = step_directories.move_into_place
+            step_directories.move_into_place = lambda source, target: (  # type: ignore[assignment]
+                move(source, target),
+                kill() if target.is_dir() else None,
+            )
         case "old state half gone":
             step_directories.shutil.rmtree = kill  # type: ignore[attr-defined]
 
@@ -286,7 +292,7 @@ MOMENTS = {
 @pytest.mark.parametrize(
     ("rank", "moment"), [*((0, moment) for moment in MOMENTS), (1, "first tensor"), (1, "after the tensors")]
 )
-def test_a_killed_rank_leaves_the_old_or_the_new_state_whole_and_the_other_rank_hears_of_it(
+def test_a_killed_rank_leaves_the_old_or_the_new_state_complete_and_the_other_rank_raises(
     two_ranks: RankPool, tmp_path: Path, rank: int, moment: str
 ) -> None:
     start = time.monotonic()
@@ -329,7 +335,7 @@ def _full_disk(directory: Path, rank: int) -> str:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_on_one_rank_ends_all_and_leaves_the_old_state(
+def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_old_state(
     two_ranks: RankPool, tmp_path: Path, rank: int
 ) -> None:
     told = two_ranks.run(_full_disk, tmp_path, rank)
@@ -404,7 +410,7 @@ def _pickled(content: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def test_what_could_not_be_loaded_safely_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+def test_values_that_are_not_safe_to_load_are_refused_when_saved(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(OptionError, match="extra cannot be saved in a form that is safe to load"):
         save_training_state(tmp_path, model, step=1, extra={"path": tmp_path})
@@ -428,7 +434,7 @@ def test_every_difference_between_state_and_model_is_named(tmp_path: Path) -> No
         assert part in str(refusal.value)
 
 
-def test_optimizers_that_are_built_otherwise_are_refused(tmp_path: Path) -> None:
+def test_optimizers_with_other_parameter_groups_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save_training_state(tmp_path, model, SGD(model.parameters()), step=1)
     with pytest.raises(MismatchError, match=r"group 0 of optimizer 0 has 1 parameters and the saved one 2.*: bias\."):
@@ -454,7 +460,7 @@ def test_several_optimizers_share_a_model(tmp_path: Path) -> None:
     assert fresh[1].state[model.bias]["step"] == 1
 
 
-def test_a_model_on_meta_is_materialised(tmp_path: Path) -> None:
+def test_a_model_on_meta_is_materialized(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save_training_state(tmp_path, model, step=1)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Fused, merged and cut checkpoints: every rank reads its slices only, and what leaves is as it was on disk."""
+"""Fused, merged and split checkpoints: every rank reads only its slices, and the stream equals the stored tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _saved(name: str, path: Path) -> dict[str, Tensor]:
 
 
 def _distribute(model: nn.Module, mesh: DeviceMesh, experts: Placement) -> nn.Module:
-    """A model cut by hand, whatever its plan: experts as told, matrices by rows, the others whole; then FSDP2."""
+    """Shard a model by hand: experts as given, matrices by rows, others replicated; then FSDP2."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             placement = {3: experts, 2: Shard(0)}.get(parameter.ndim, Replicate())
@@ -81,7 +81,7 @@ def _loaded(name: str, axes: dict[str, int], experts: str, path: Path) -> dict[s
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_rank_reads_its_part_of_converted_tensors_and_streams_them_as_stored(
+def test_every_rank_reads_its_shards_of_converted_tensors_and_streams_them_as_stored(
     two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, name: str, axes: dict[str, int]
 ) -> None:
     _saved(name, tmp_path)
@@ -128,7 +128,7 @@ def test_loading_merged_experts_holds_one_stored_tensor_at_a_time(two_ranks: Ran
         assert 0 < peak < max(stored_sizes) + smallest
 
 
-def test_the_fused_form_loads_and_leaves_as_it_came(tmp_path: Path) -> None:
+def test_fused_checkpoints_load_and_are_streamed_under_fused_names(tmp_path: Path) -> None:
     reference, model = _model("qwen3_moe"), _model("qwen3_moe", seed=1)
     reference.save_pretrained(tmp_path, save_original_format=False)
     load_weights(model, tmp_path)
@@ -190,7 +190,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_on_boxes_is_what_it_is_on_values(name: str) -> None:
+def test_an_operation_on_chunks_equals_the_operation_on_values(name: str) -> None:
     operation = OPERATIONS[name]
     values = {"a": torch.arange(24.0).view(6, 4), "b": torch.arange(24.0, 48.0).view(6, 4)}
     expected = operation(values["a"], values["b"])
@@ -202,7 +202,7 @@ def test_an_operation_on_boxes_is_what_it_is_on_values(name: str) -> None:
     assert torch.equal(found, expected)
 
 
-def test_an_operation_that_mixes_elements_takes_whole_tensors() -> None:
+def test_an_operation_that_interleaves_elements_has_no_chunks() -> None:
     def run(tensors: Any) -> dict[str, Tensor]:
         return {"out": tensors["a"].reshape(3, 2, 4).transpose(0, 1).reshape(6, 4)}
 

@@ -1,4 +1,4 @@
-"""Loading: every rank gets its own part bit by bit, reads nothing else, and bad files change nothing."""
+"""Loading: every rank gets its own shards bit for bit, reads nothing else, and damaged files change nothing."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import FSDPOptions, WeightsError, parallelize, unsharded
+from fsdp_runtime.model import state
 from fsdp_runtime.weights import load_weights
 from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_config, tiny_model
@@ -80,7 +81,7 @@ def _load(architecture: str, axes: dict[str, int], path: Path, *, meta: bool, **
 @pytest.mark.parametrize("meta", [True, False], ids=["meta", "materialised"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_rank_holds_its_part_of_the_checkpoint(
+def test_every_rank_holds_its_shards_of_the_checkpoint(
     two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, architecture: str, tied: bool, meta: bool
 ) -> None:
     path = _checkpoint(tmp_path, architecture, tied=tied)
@@ -92,7 +93,7 @@ def test_every_rank_holds_its_part_of_the_checkpoint(
             assert result["read"] == result["held"]
 
 
-def test_ranks_of_fsdp_read_the_checkpoint_once_between_them(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_of_fsdp_together_read_the_checkpoint_once(two_ranks: RankPool, tmp_path: Path) -> None:
     path = _checkpoint(tmp_path)
     results = two_ranks.run(_load, "Qwen3ForCausalLM", {"dp_shard": 2}, path, meta=True)
     total = sum(tensor.nbytes for file in path.glob("*.safetensors") for tensor in load_file(file).values())
@@ -112,7 +113,7 @@ def _peak_of_load(path: Path) -> tuple[int, int]:
 AGREEMENT = 512
 
 
-def test_a_load_holds_no_more_than_one_tensor_beside_the_model(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_load_holds_no_more_than_one_tensor_in_addition_to_the_model(two_ranks: RankPool, tmp_path: Path) -> None:
     for peak, largest in two_ranks.run(_peak_of_load, _checkpoint(tmp_path)):
         assert 0 < peak <= largest + AGREEMENT  # safetensors maps a whole tensor and touches the pages of its slice
 
@@ -263,7 +264,7 @@ def test_an_index_of_other_files_is_refused(tmp_path: Path) -> None:
         load_weights(_on_meta("Qwen3ForCausalLM"), tmp_path)
 
 
-def test_a_path_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"holds neither model\.safetensors nor"):
         load_weights(nn.Linear(2, 2), tmp_path)
     with pytest.raises(WeightsError, match="is not a directory"):
@@ -278,7 +279,7 @@ def _refusal_where_one_rank_has_no_files(path: Path) -> str:
     return f"{type(refusal.value).__name__}: {refusal.value}"
 
 
-def test_every_rank_hears_of_the_one_that_cannot_read(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_read_error_on_one_rank_raises_on_all(two_ranks: RankPool, tmp_path: Path) -> None:
     first, second = two_ranks.run(_refusal_where_one_rank_has_no_files, _checkpoint(tmp_path))
     assert first.startswith("OtherRankError: rank 1: CheckpointError:")
     assert second.startswith("CheckpointError:")
@@ -288,7 +289,7 @@ def _add_stranger(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.layers.7.stranger"] = torch.zeros(2)
 
 
-def test_tensors_that_the_model_lacks_are_told_once_or_refused(
+def test_unexpected_tensors_are_logged_once_or_refused(
     two_ranks: RankPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _rewrite(_single_file(tmp_path), _add_stranger)
@@ -302,3 +303,12 @@ def test_tensors_that_the_model_lacks_are_told_once_or_refused(
     for message in two_ranks.run(_refusal, {"tp": 2}, tmp_path, strict=True):
         assert "MismatchError" in message
         assert "model.layers.7.stranger; pass strict=False" in message
+
+
+def test_a_load_reads_the_models_tensors_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walks = []
+    original = state._named_tensors
+    monkeypatch.setattr(state, "_named_tensors", lambda model: walks.append(model) or original(model))
+    path = _checkpoint(tmp_path)
+    load_weights(_on_meta("Qwen3ForCausalLM"), path)
+    assert len(walks) == 1

@@ -1,4 +1,4 @@
-"""Names: checkpoints of another form load, and what leaves has the names that it came with."""
+"""Names: renamed checkpoints load, and are streamed under their stored names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _assert_same_weights(one: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("original_format", [True, False])
-def test_renamed_checkpoints_load_and_leave_under_the_names_they_came_with(
+def test_renamed_checkpoints_load_and_are_streamed_under_their_stored_names(
     tmp_path: Path, original_format: bool
 ) -> None:
     reference = _model("Gemma3ForConditionalGeneration")
@@ -60,13 +60,13 @@ def test_a_tied_weight_loads_from_either_name(tmp_path: Path, stored_as: str) ->
     _assert_same_weights(model, reference)
 
 
-def test_an_untied_head_is_missed_in_a_tied_checkpoint(tmp_path: Path) -> None:
+def test_a_tied_checkpoint_lacks_the_untied_head(tmp_path: Path) -> None:
     _model(tied=True).save_pretrained(tmp_path)
     with pytest.raises(WeightsError, match=r"1 tensors:\n  lm_head\.weight: missing"):
         load_weights(_model(tied=False), tmp_path)
 
 
-def test_wrappers_do_not_show_in_names() -> None:
+def test_names_do_not_contain_wrappers() -> None:
     expected = [name for name, _ in stream_weights(_model())]
     model = _model()
     for index, layer in enumerate(model.model.layers):
@@ -74,7 +74,7 @@ def test_wrappers_do_not_show_in_names() -> None:
     assert [name for name, _ in stream_weights(torch.compile(model), names="model")] == expected
 
 
-def test_nothing_of_transformers_is_needed_for_other_models(tmp_path: Path) -> None:
+def test_other_models_do_not_need_transformers(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
     model[1].weight = nn.Parameter(model[1].weight.detach())
     save_weights(model, tmp_path)

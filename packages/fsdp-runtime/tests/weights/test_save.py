@@ -1,4 +1,4 @@
-"""Saving: transformers loads it, an old checkpoint is whole until the new one is, and no rank is left waiting."""
+"""Saving: transformers loads the files, a kill leaves the old or the new checkpoint, and no rank is left waiting."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_transformers_loads_what_is_saved_and_finds_what_it_would_have_written(
+def test_saved_files_equal_save_pretrained_and_load_in_transformers(
     four_ranks: RankPool, tmp_path: Path, architecture: str, tied: bool
 ) -> None:
     reference = _model(architecture, tied=tied)
@@ -166,7 +166,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("new", SIZES)
 @pytest.mark.parametrize("old", SIZES)
-def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint_whole(
+def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint_complete(
     tmp_path: Path, kill_at: Any, old: str, new: str
 ) -> None:
     states = [_model(seed=seed).state_dict() for seed in (1, 2)]
@@ -197,7 +197,7 @@ def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint_whole(
 
 
 def _failing_save(directory: Path, *, tensors_before_failure: int) -> str:
-    """What this rank is told when the first rank's disk is full after some tensors."""
+    """Return this rank's error when the first rank's disk is full after some tensors."""
     model = parallelize(_model(seed=2), mesh_for({"dp_shard": 2}))
     written = []
     original = SafetensorsWriter.write

@@ -1,4 +1,4 @@
-"""Weights reach receivers in this process and in others: described first, bounded, bit by bit."""
+"""Sending weights to receivers in this process and in others: metadata first, bounded memory, bit-identical."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_receiver_in_this_process_takes_lists_of_names_and_tensors(tmp_path: P
     assert len(sizes) > 5
 
 
-def test_the_description_is_what_the_stream_gives_in_its_order() -> None:
+def test_metadata_equals_the_stream_in_its_order() -> None:
     for names in ("checkpoint", "model"):
         model = tiny_model("Gemma3ForConditionalGeneration", dtype=torch.float32, tied=True)
         described = describe_weights(model, dtype=torch.bfloat16, names=names)
@@ -146,7 +146,7 @@ def test_buckets_hold_one_dtype_so_that_bytes_stay_aligned() -> None:
     assert [{tensor.dtype for _, tensor in bucket} for bucket in buckets] == [{torch.float32}, {torch.int64}]
 
 
-def test_packing_is_undone_by_unpacking() -> None:
+def test_unflatten_bucket_inverts_flatten_bucket() -> None:
     tensors = [torch.randn(3, 5).T, torch.randn(()), torch.empty(0, 4), torch.randn(7)]
     bucket = [(str(number), tensor.to(torch.bfloat16)) for number, tensor in enumerate(tensors)]
     described = [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
@@ -169,7 +169,7 @@ def _peak(bucket_bytes: int) -> tuple[int, int, int]:
     return live.peak, sum(sizes), max(sizes)
 
 
-def test_sending_holds_a_few_buckets_and_never_the_model(two_ranks: RankPool) -> None:
+def test_sending_holds_a_few_buckets_and_never_the_full_model(two_ranks: RankPool) -> None:
     for bucket in (30_000, 60_000):
         for peak, total, largest in two_ranks.run(_peak, bucket):
             # Gathered (and the bucket before, while gloo holds on to it), the shards that went in, and flatten_bucket.

@@ -58,7 +58,7 @@ def _differences(stream: Iterator[tuple[str, Tensor]], expected: dict[str, Tenso
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_stream_is_what_save_pretrained_writes(
+def test_the_stream_equals_save_pretrained(
     two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, architecture: str, tied: bool
 ) -> None:
     _saved(tmp_path, architecture, tied=tied)
@@ -77,7 +77,7 @@ def test_a_plain_model_streams_its_own_storage_without_distributed() -> None:
     assert not any(tensor.requires_grad for tensor in stream.values())
 
 
-def test_the_models_own_names_can_be_asked_for() -> None:
+def test_the_models_own_names_can_be_requested() -> None:
     model = tiny_model("Gemma3ForConditionalGeneration", tied=True)
     own = {name for name, _ in stream_weights(model, names="model")}
     assert own == {name for name, _ in model.named_parameters()}
@@ -103,7 +103,7 @@ def _masters_while_gathered() -> bool:
         return all(torch.equal(tensor, expected[name]) for name, tensor in stream_weights(model))
 
 
-def test_master_weights_are_streamed_while_low_precision_copies_are_held(two_ranks: RankPool) -> None:
+def test_master_weights_are_streamed_while_low_precision_copies_are_gathered(two_ranks: RankPool) -> None:
     assert two_ranks.run(_masters_while_gathered) == [True, True]
 
 
@@ -114,7 +114,7 @@ def _rounded(axes: dict[str, int]) -> bool:
     return all(torch.equal(tensor, expected[name].to(torch.bfloat16)) for name, tensor in stream)
 
 
-def test_a_dtype_that_is_asked_for_is_that_of_rounding_the_full_tensor(four_ranks: RankPool) -> None:
+def test_a_requested_dtype_equals_rounding_the_full_tensor(four_ranks: RankPool) -> None:
     assert all(four_ranks.run(_rounded, {"dp_shard": 2, "tp": 2}))
 
 
@@ -178,11 +178,11 @@ def _gathered_large_and_small(dims: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.parametrize("dims", [(0, 0), (0, 1), (1, 0), (1, 1)])
-def test_large_shards_are_gathered_as_small_ones_are(four_ranks: RankPool, dims: tuple[int, int]) -> None:
+def test_large_and_small_shards_are_gathered_to_equal_tensors(four_ranks: RankPool, dims: tuple[int, int]) -> None:
     assert all(four_ranks.run(_gathered_large_and_small, dims))
 
 
-def test_a_bucket_of_small_tensors_takes_one_collective_an_axis(two_ranks: RankPool, four_ranks: RankPool) -> None:
+def test_a_bucket_of_small_tensors_takes_one_collective_per_axis(two_ranks: RankPool, four_ranks: RankPool) -> None:
     for calls, tensors in two_ranks.run(_collectives_of_stream, {"dp_shard": 2}, 10**9):
         assert calls == 1
         assert tensors > 20

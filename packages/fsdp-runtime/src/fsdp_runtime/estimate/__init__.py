@@ -1,41 +1,44 @@
-"""The dry run: what a training step holds and sends on each rank of a mesh, without a device or weights.
+"""Dry run: memory, traffic and work of a training step on each rank of a mesh, without a device or weights.
 
-``estimate``             runs the step on fake tensors and returns an ``Estimate``
-``sweep``                estimates many meshes of the same ranks and ranks them, as a ``Sweep``
-``result``               what is returned: ``Estimate``, ``Settings``, ``Memory``, ``Peak``, ``Bytes``, ``Traffic``, …
+``estimate``             traces the step on fake tensors and returns an ``Estimate``
+``sweep``                estimates many meshes with the same number of ranks and ranks them, as a ``Sweep``
+``types``                the results: ``Estimate``, ``Settings``, ``Memory``, ``Peak``, ``Traffic``, …
+
+``trace/`` records one step, ``scale/`` extends it to all repeated blocks, ``report/`` shows results and imports only
+result types.
 """
 
 from __future__ import annotations
 
 from fsdp_runtime.estimate.api import estimate
-from fsdp_runtime.estimate.candidates import Candidate, Sweep
 from fsdp_runtime.estimate.sweep import sweep
+from fsdp_runtime.estimate.sweep_types import Candidate, Sweep
 from fsdp_runtime.estimate.types import (
     PHASES,
     Advice,
-    Assumed,
-    Bytes,
+    Assumption,
     Estimate,
     Memory,
+    MemoryBreakdown,
     Peak,
+    ReplicatedParameters,
     Settings,
     Traffic,
-    Whole,
 )
 
 __all__ = [
     "PHASES",
     "Advice",
-    "Assumed",
-    "Bytes",
+    "Assumption",
     "Candidate",
     "Estimate",
     "Memory",
+    "MemoryBreakdown",
     "Peak",
+    "ReplicatedParameters",
     "Settings",
     "Sweep",
     "Traffic",
-    "Whole",
     "estimate",
     "sweep",
 ]

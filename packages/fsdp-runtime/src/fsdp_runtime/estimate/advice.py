@@ -1,4 +1,4 @@
-"""What would lower the peak, with the numbers that can be told without another run."""
+"""Changes that would lower the peak, with savings that are known without another dry run."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from fsdp_runtime.estimate.types import Advice, Memory, Settings
 
 
 def advice_for(settings: Settings, memory: Memory, device_memory: int | None) -> tuple[Advice, ...]:
-    """Changes that lower the peak, those that save most first; none where the step fits with a tenth to spare."""
+    """Return changes that lower the peak, largest savings first; none if at least 10 % of the device stay free."""
     peak = memory.peak.nbytes
     if device_memory is None or memory.peak.total <= 0.9 * device_memory:
         return ()
     mesh = settings.mesh
     found: list[Advice] = []
     if settings.activation_checkpointing == "none" and peak.activations:
-        kept = peak.activations - peak.activations // max(1, settings.blocks)
-        found.append(Advice(change="activation_checkpointing='block': keep one hidden state a block", saves=kept))
+        saved = peak.activations - peak.activations // max(1, settings.blocks)
+        found.append(Advice(change="activation_checkpointing='block': keep one hidden state per block", saves=saved))
     if settings.logprobs == "logits" and peak.logits:
-        found.append(Advice(change="logprobs='linear': score hidden states and never hold logits", saves=peak.logits))
+        found.append(
+            Advice(change="logprobs='linear': compute the loss from hidden states, without logits", saves=peak.logits)
+        )
     if not settings.sequence_parallel and mesh["tp"] > 1 and peak.activations:
         found.append(
             Advice(
-                change="sequence_parallel=True: cut what blocks keep between layers over tp",
+                change="sequence_parallel=True: shard activations between layers over tp",
                 saves=peak.activations * (mesh["tp"] - 1) // mesh["tp"],
             )
         )
@@ -39,6 +41,6 @@ def advice_for(settings: Settings, memory: Memory, device_memory: int | None) ->
         )
     if settings.micro_batch > 1:
         saved = (peak.activations + peak.logits + peak.temporaries) * (settings.micro_batch - 1) // settings.micro_batch
-        found.append(Advice(change="micro_batch=1, with accumulation for the rest of the batch", saves=saved))
+        found.append(Advice(change="micro_batch=1, with gradient accumulation for the rest of the batch", saves=saved))
     found.append(Advice(change=f"tp={2 * mesh['tp']}, or twice the ranks in dp_shard"))
     return tuple(sorted(found, key=lambda item: -(item.saves or 0)))

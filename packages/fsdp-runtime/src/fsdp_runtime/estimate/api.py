@@ -1,4 +1,4 @@
-"""The function that users call; what it runs is imported when it is called."""
+"""``estimate``; the modules that it needs are imported when it is called."""
 
 from __future__ import annotations
 
@@ -34,76 +34,96 @@ def estimate(
     bandwidth: Mapping[str, float | str] | float | str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Estimate:
-    """Run one training step of a model on fake tensors, as one rank of a mesh that is not there.
+    """Run one training step of a model on fake tensors, as one rank of a simulated mesh.
 
-    ``parallelize``, forward, loss, backward, gradient clipping and the optimizer step are the real ones; tensors have
-    shapes and no storage, and a fake process group (``torch.distributed``'s own, for tests) answers every collective
-    at once.  Where blocks are identical only a few run, twice, with one period of blocks more the second time, and
-    what that adds is added for every other block; ``exact=True`` runs them all.
+    Parallelization, forward, loss, backward, gradient clipping and the optimizer step are the real ones.  Tensors have
+    shapes and no data, and a fake process group (``torch.distributed``'s own, for tests) answers every collective at
+    once.  Of identical blocks only a few run, in two traces that differ by one period of blocks; the difference is
+    added for every other block.  ``exact=True`` traces all blocks.
 
     Args:
         model: a ``config.json``, a directory with one, a Hugging Face config, or a function without arguments that
             builds any model (on the meta device).
         mesh: a ``MeshSpec``, or its axes as ``{"dp_shard": 128, "tp": 8}``, every size given.
-        seq_len: tokens a sequence.
-        micro_batch: sequences that each data-parallel rank takes.
-        plan: as for ``parallelize``.
-        sequence_parallel: as for ``parallelize``.
-        activation_checkpointing: as for ``parallelize``.
-        dtype: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp64"``: what is computed in, and without ``master_dtype`` also
-            the dtype of parameters, gradients and optimizer state.
-        master_dtype: as ``"fp32"``: parameters, gradients and optimizer state are kept in it, FSDP2 gathers
+        seq_len: tokens per sequence.
+        micro_batch: sequences per data-parallel rank.
+        plan: ``"auto"`` (the architecture's plan), a plan, a dict of pattern to style or style name, a dotted path to
+            one, or ``None`` to replicate every layer.
+        sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
+        activation_checkpointing: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a ``SelectiveCheckpoint``.
+        dtype: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp64"``: dtype of computation, and without ``master_dtype`` also
+            of parameters, gradients and optimizer state.
+        master_dtype: such as ``"fp32"``: dtype of parameters, gradients and optimizer state.  FSDP2 then gathers
             parameters in ``dtype`` and reduces gradients in ``master_dtype`` (the usual mixed precision).
-        optimizer: ``"adamw"``, ``"sgd"`` (with momentum) or ``"none"``; torch's, ``foreach`` as on an accelerator.
+        optimizer: ``"adamw"``, ``"sgd"`` (with momentum) or ``"none"``; torch's, with ``foreach`` as on an accelerator.
         logprobs: the loss, the mean of token log-probabilities: ``"logits"`` by ``rl_logprobs.token_logprobs``,
             ``"linear"`` by ``rl_logprobs.linear_token_logprobs`` on hidden states, or a function (or its dotted path)
             that is called as ``function(model, inputs)`` and returns the loss (all of it counts as forward).
-        clip: clip the norm of gradients by ``rl_logprobs.clip_grad_norm_`` where that package is installed.
+        clip: clip the gradient norm by ``rl_logprobs.clip_grad_norm_``, if that package is installed.
         offload: FSDP2 keeps shards, gradients and optimizer state on the host.
         exact: trace every block.
-        rank: whose numbers are wanted; rank 0 holds the largest shards.
-        device_memory: bytes of a device, or ``"80GiB"``: then the result tells whether it fits.
-        bandwidth: bytes a second that a rank can send over an axis, as ``{"tp": "450GB/s", "dp_shard": 5e10}``; or
-            one number for all.
-        progress: is called with a step's name, the steps done and all steps.
+        rank: the rank to simulate; rank 0 holds the largest shards.
+        device_memory: bytes of a device, or ``"80GiB"``; the result then says whether the peak fits.
+        bandwidth: bytes per second that a rank can send over an axis, such as ``{"tp": "450GB/s", "dp_shard": 5e10}``;
+            or one number for all axes.
+        progress: called with a step's name, the number of finished steps and the number of all steps.
 
     Returns:
         Bytes, collectives and floating-point operations of that rank.
 
     Raises:
-        EstimateError: ``torch.distributed`` is running in this process already, the config's class is not known (remote
-            code), a package is missing, or a value is not understood.
-        MeshError: the mesh has an axis of another name.
-        tp_plans.TpPlansError: no plan is known, or the model cannot be split so.
-        ModelError, OptionError: as ``parallelize`` raises them.
-    """
-    from fsdp_runtime.estimate.parse_args import bandwidths, dtype_named, mesh_spec
-    from fsdp_runtime.estimate.pipeline import run
-    from fsdp_runtime.estimate.report.format import parse_bytes
-    from fsdp_runtime.estimate.step import Step
+        EstimateError: ``torch.distributed`` is initialized in this process, the config's class is unknown (remote
+            code), a package is missing, or a value is not valid.
+        MeshError: the mesh has an unknown axis.
+        tp_plans.TpPlansError: no plan is known, or it does not fit the model.
+        ModelError: no blocks are found, or no module would recompute.
+        OptionError: an option is not allowed, or needs an axis that the mesh lacks.
 
-    step = Step(
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime import estimate
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embedding = nn.Embedding(32, 16)
+        ...         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16)) for _ in range(2)])
+        ...
+        ...     def forward(self, input_ids):
+        ...         hidden = self.embedding(input_ids)
+        ...         for block in self.blocks:
+        ...             hidden = block(hidden)
+        ...         return hidden
+        >>> def loss(model, inputs):
+        ...     return model(**inputs).square().mean()
+        >>> found = estimate(Model, {"dp_shard": 4}, seq_len=8, plan=None, logprobs=loss, clip=False)
+        >>> found.memory.resident.parameters  # bytes of this rank's shards: (32 * 16 + 2 * 16 * 17) / 4 in bf16
+        528
+    """
+    from fsdp_runtime.estimate.parse_args import parse_bandwidths, parse_bytes, parse_dtype, parse_mesh_spec
+    from fsdp_runtime.estimate.pipeline import run
+    from fsdp_runtime.estimate.step import StepConfig
+
+    step = StepConfig(
         seq_len=seq_len,
         micro_batch=micro_batch,
-        dtype=dtype_named(dtype),
-        master_dtype=None if master_dtype is None else dtype_named(master_dtype),
+        dtype=parse_dtype(dtype),
+        master_dtype=None if master_dtype is None else parse_dtype(master_dtype),
         optimizer=optimizer,
         logprobs=logprobs,
         clip=clip,
         offload=offload,
-        parallelize={
-            "plan": plan,
-            "sequence_parallel": sequence_parallel,
-            "activation_checkpointing": activation_checkpointing,
-        },
+        plan=plan,
+        sequence_parallel=sequence_parallel,
+        activation_checkpointing=activation_checkpointing,
     )
     return run(
         model,
-        mesh_spec(mesh),
+        parse_mesh_spec(mesh),
         step,
         exact=exact,
         rank=rank,
         device_memory=None if device_memory is None else parse_bytes(device_memory),
-        bandwidths=bandwidths(bandwidth),
+        bandwidths=parse_bandwidths(bandwidth),
         progress=progress,
     )

@@ -1,4 +1,4 @@
-"""The model of a dry run: built on the meta device from a config, a file of one, or a function."""
+"""Build the model of a dry run on the meta device, from a config, a config file or a function."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fsdp_runtime._transformers_compat import has_model_for
+from fsdp_runtime._transformers_compat import disable_cache, has_model_for
 from fsdp_runtime.errors import EstimateError
-from fsdp_runtime.weights import meta_device
+from fsdp_runtime.model.buffers import meta_device
 
 
 def build_model(source: str | Path | Any, dtype: torch.dtype) -> nn.Module:
-    """The model on the meta device, in training mode, its floating-point parameters in ``dtype``.
+    """Return the model on the meta device, in training mode, its floating-point parameters in ``dtype``.
 
     Args:
         source: a ``config.json`` or a directory with one, a Hugging Face config, or a function that builds a model.
-        dtype: of parameters.
+        dtype: dtype of parameters.
 
     Raises:
-        EstimateError: there is no such file, its class is not known, or transformers is not installed.
+        EstimateError: the file does not exist, its class is unknown, or transformers is not installed.
     """
     if isinstance(source, nn.Module):
         raise EstimateError(
@@ -34,21 +34,23 @@ def build_model(source: str | Path | Any, dtype: torch.dtype) -> nn.Module:
     with meta_device():
         model = build()
     if not isinstance(model, nn.Module):
-        raise EstimateError(f"the function that builds the model returned a {type(model).__name__}")
+        raise EstimateError(f"the function that builds the model returned a {type(model).__name__}: return a module")
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to("meta", dtype)
-    for module in model.modules():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            module.config.use_cache = False  # type: ignore[union-attr]  # training fills no cache
+    disable_cache(model)  # training fills no cache
     return model.train()
 
 
-def vocabulary_of(model: nn.Module, embedding: str | None) -> int:
-    """How many tokens a model knows, by the rows of its token embedding."""
+def vocabulary_size(model: nn.Module, embedding: str | None) -> int:
+    """Return the number of rows of a model's token embedding.
+
+    Raises:
+        EstimateError: no token embedding was found.
+    """
     weight = getattr(model.get_submodule(embedding), "weight", None) if embedding is not None else None
     if not isinstance(weight, torch.Tensor):
-        raise EstimateError(f"{type(model).__name__} has no token embedding to be found: pass logprobs=function(model)")
+        raise EstimateError(f"no token embedding was found in {type(model).__name__}: pass logprobs=function(model)")
     return int(weight.shape[0])
 
 
@@ -71,23 +73,26 @@ def _from_config(source: Any) -> Callable[[], nn.Module]:
         if has_model_for(auto, config):
             return lambda: cast("nn.Module", auto.from_config(config))  # type: ignore[no-untyped-call]
     if has_model_for(AutoModel, config):
-        raise EstimateError(f"{type(config).__name__} has no class with a language head, so there is no log-prob")
-    raise EstimateError(f"{type(config).__name__} is no config that transformers has a model for")
+        raise EstimateError(
+            f"{type(config).__name__} has no model class with a language-model head, which log-probs need: pass a "
+            "function that builds the model, and logprobs=function(model, inputs)"
+        )
+    raise EstimateError(f"transformers has no model class for {type(config).__name__}: pass a function that builds it")
 
 
 def _read(file: Path, auto_config: Any) -> Any:
     try:
-        told = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise EstimateError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(told, dict) or "model_type" not in told:
-        raise EstimateError(f"{file} has no model_type, which tells the model's class")
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise EstimateError(f"{file} has no model_type, which names the model's class: give a model's config.json")
     try:
         return auto_config.from_pretrained(file)
     except (ValueError, KeyError) as error:
-        remote = ", with code of its own (auto_map)" if "auto_map" in told else ""
+        remote = ", with remote code (auto_map)" if "auto_map" in content else ""
         raise EstimateError(
-            f"{file}: model_type {told['model_type']!r} is not known to the installed transformers{remote}. A dry run "
-            "runs no downloaded code: build the model in a function and pass that, or install a transformers that "
-            f"has the class ({str(error).splitlines()[0]})"
+            f"{file}: the installed transformers does not know model_type {content['model_type']!r}{remote}. A dry run "
+            "does not run remote code: build the model in a function and pass that, or install a transformers release "
+            f"that has the class ({str(error).splitlines()[0]})"
         ) from error

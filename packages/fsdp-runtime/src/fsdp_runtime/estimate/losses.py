@@ -1,4 +1,4 @@
-"""The loss of a dry run: token log-probabilities, by rl-logprobs where that is installed."""
+"""The loss of a dry run: token log-probabilities of rl-logprobs, or the user's function."""
 
 from __future__ import annotations
 
@@ -12,50 +12,49 @@ from torch import Tensor, nn
 from fsdp_runtime._torch_compat import children
 from fsdp_runtime.errors import EstimateError
 
-#: Called with the model and its inputs, token ids among them; runs forward and returns a function for the loss.
+#: Runs the model on its inputs, ``input_ids`` among them, and returns a function that computes the loss.
 Forward = Callable[[nn.Module, Mapping[str, Tensor]], Callable[[], Tensor]]
 
 
-def loss_named(told: str | Callable[..., Any], head: str | None) -> Forward:
-    """The forward and the loss that a name, a dotted path or a function stands for.
+def resolve_loss(loss: str | Callable[..., Any], lm_head: str | None) -> Forward:
+    """Return the forward and the loss for a name, a dotted path or a function.
 
     Args:
-        told: ``"logits"``, ``"linear"``, the dotted path of a function of model and inputs, or the function.
-        head: the path of the layer that makes logits, which ``"linear"`` leaves out.
+        loss: ``"logits"``, ``"linear"``, the dotted path of a function of model and inputs, or the function.
+        lm_head: path of the layer that computes logits, which ``"linear"`` leaves out.
 
     Raises:
-        EstimateError: the package or the function is not there.
+        EstimateError: the package or the function does not exist, or ``"linear"`` finds no LM head.
     """
-    if told == "logits":
-        return _on_logits(_rl_logprobs("token_logprobs"))
-    if told == "linear":
-        if head is None:
-            raise EstimateError("logprobs='linear' needs a head to be found, and the model has none: use 'logits'")
-        return _on_hidden(_rl_logprobs("linear_token_logprobs"), head)
-    function = told if callable(told) else _by_dotted_path(told)
-    return _as_one(function)
+    if loss == "logits":
+        return _on_logits(_from_rl_logprobs("token_logprobs"))
+    if loss == "linear":
+        if lm_head is None:
+            raise EstimateError("logprobs='linear' needs an LM head, and none was found in the model: use 'logits'")
+        return _on_hidden(_from_rl_logprobs("linear_token_logprobs"), lm_head)
+    return _as_forward(loss if callable(loss) else _by_dotted_path(loss))
 
 
-def clipping() -> Callable[[Any, float], Any] | None:
-    """``rl_logprobs.clip_grad_norm_``, or ``None`` where the package is not installed."""
+def clip_function() -> Callable[[Any, float], Any] | None:
+    """Return ``rl_logprobs.clip_grad_norm_``, ``None`` if the package is not installed."""
     try:
-        return _rl_logprobs("clip_grad_norm_")
+        return _from_rl_logprobs("clip_grad_norm_")
     except EstimateError:
         return None
 
 
-def accelerator_workspaces() -> AbstractContextManager[None]:
-    """Lets rl-logprobs take the workspaces of a device; with a CPU's it would take a hundred thousand small steps."""
+def assume_accelerator() -> AbstractContextManager[None]:
+    """Let rl-logprobs use accelerator block sizes; CPU ones would trace about 1e5 tiny operators."""
     try:
         row_blocks = import_module("rl_logprobs.softmax.row_blocks")
     except ImportError:
         return nullcontext()
-    workspaces: AbstractContextManager[None] = row_blocks.assume_accelerator()
-    return workspaces
+    context: AbstractContextManager[None] = row_blocks.assume_accelerator()
+    return context
 
 
-def _as_one(function: Callable[..., Tensor]) -> Forward:
-    """A function that runs the model and returns the loss: all of it counts as forward."""
+def _as_forward(function: Callable[..., Tensor]) -> Forward:
+    """Wrap a function that runs the model and returns the loss; all of it counts as forward."""
 
     def forward(model: nn.Module, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
         loss = function(model, inputs)
@@ -72,16 +71,16 @@ def _on_logits(token_logprobs: Callable[..., Tensor]) -> Forward:
     return forward
 
 
-def _on_hidden(linear_token_logprobs: Callable[..., Tensor], head: str) -> Forward:
+def _on_hidden(linear_token_logprobs: Callable[..., Tensor], lm_head: str) -> Forward:
     def forward(model: nn.Module, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
-        owner_path, _, name = head.rpartition(".")
-        owner = model.get_submodule(owner_path)
-        layer: Any = children(owner)[name]
-        children(owner)[name] = nn.Identity()  # what would be logits are the hidden states that the head would see
+        parent_path, _, name = lm_head.rpartition(".")
+        parent = model.get_submodule(parent_path)
+        layer: Any = children(parent)[name]
+        children(parent)[name] = nn.Identity()  # the model then returns the hidden states instead of logits
         try:
             hidden = _logits(model(**inputs))
         finally:
-            children(owner)[name] = layer
+            children(parent)[name] = layer
         return lambda: -linear_token_logprobs(hidden, layer.weight, inputs["input_ids"], bias=layer.bias).mean()
 
     return forward
@@ -98,12 +97,12 @@ def _logits(output: Any) -> Tensor:
     return found
 
 
-def _rl_logprobs(name: str) -> Callable[..., Any]:
+def _from_rl_logprobs(name: str) -> Callable[..., Any]:
     try:
         module = import_module("rl_logprobs")
     except ImportError as error:
         raise EstimateError(
-            "logprobs='logits' and 'linear' are rl-logprobs': pip install rl-logprobs, or pass "
+            "logprobs='logits' and 'linear' need rl-logprobs: pip install rl-logprobs, or pass "
             "logprobs=function(model, inputs) that returns the loss"
         ) from error
     function: Callable[..., Any] = getattr(module, name)

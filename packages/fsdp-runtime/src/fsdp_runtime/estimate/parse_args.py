@@ -1,21 +1,135 @@
-"""What a user may write, as what is meant: speeds by axis, dtypes, meshes, plans."""
+"""Parse arguments of ``estimate`` and of the command line: sizes, rates, dtypes, meshes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 
 import torch
 
 from fsdp_runtime.errors import EstimateError, MeshError
-from fsdp_runtime.estimate.report.format import parse_bandwidth
 from fsdp_runtime.mesh.spec import FLATTENED, MeshSpec
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}
+_NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
 
 
-def dtype_named(name: str | torch.dtype) -> torch.dtype:
-    """The dtype that a short name (``"bf16"``), or torch's own (``"bfloat16"``), stands for."""
+def parse_bytes(value: int | str) -> int:
+    """Return bytes from a number, or from text such as ``"80GiB"`` (powers of 1024) or ``"80GB"`` (powers of 1000).
+
+    Raises:
+        EstimateError: the value is not a size, or not positive.
+    """
+    if isinstance(value, str):
+        found = re.fullmatch(_NUMBER + r"([kmgtpe]?)(i?)B", value.strip(), re.IGNORECASE)
+        if found is None and re.fullmatch(r"\d+", value.strip()) is None:
+            raise EstimateError(f"{value!r} is not a size in bytes: write 80GiB, 80GB or a number of bytes")
+        value = int(value) if found is None else round(_scaled(found[1], found[2], 1024 if found[3] else 1000))
+    if value <= 0:
+        raise EstimateError(f"a size of {value} bytes: give a positive number")
+    return value
+
+
+def parse_bandwidth(value: float | str) -> float:
+    """Return bytes per second from a number, or from text: ``"450GB/s"``; ``"400Gb/s"`` and ``"400Gbit/s"`` are bits.
+
+    Raises:
+        EstimateError: the value is not a rate, or not positive.
+    """
+    if isinstance(value, str):
+        # The case of B and b separates bytes from bits; the case of prefixes has no meaning.
+        found = re.fullmatch(_NUMBER + r"([kmgtpeKMGTPE]?)(i?)(B|b|bit)(?:/s|ps)", value.strip())
+        if found is None and (found := re.fullmatch(_NUMBER + "()()()", value.strip())) is None:
+            raise EstimateError(
+                f"{value!r} is not a bandwidth: write 450GB/s (bytes), 400Gb/s (bits) or a number of bytes per second"
+            )
+        value = _scaled(found[1], found[2], 1024 if found[3] else 1000) / (8 if found[4] in ("b", "bit") else 1)
+    if value <= 0:
+        raise EstimateError(f"a bandwidth of {value} bytes per second: give a positive number")
+    return float(value)
+
+
+def parse_flops(value: float | str) -> float:
+    """Return floating-point operations per second from a number, or from text: ``"400TFLOP/s"``, ``"400TFLOPS"``.
+
+    Raises:
+        EstimateError: the value is not a rate, or not positive.
+    """
+    if isinstance(value, str):
+        found = re.fullmatch(_NUMBER + r"([kmgtpe]?)(?:FLOPS?(?:/s)?)?", value.strip(), re.IGNORECASE)
+        if found is None:
+            raise EstimateError(f"{value!r} is not a rate of operations: write 400TFLOP/s or a number per second")
+        value = _scaled(found[1], found[2], 1000)
+    if value <= 0:
+        raise EstimateError(f"a rate of {value} operations per second: give a positive number")
+    return float(value)
+
+
+def parse_mesh(text: str) -> MeshSpec:
+    """Return a mesh from text such as ``"dp_replicate=4,dp_shard=32,tp=8"``; axes that are not named have size 1.
+
+    Raises:
+        MeshError: an axis is unknown or named twice, or a size is not an integer.
+    """
+    sizes: dict[str, int] = {}
+    for axis, size in _pairs(text, MeshError, "dp_shard=32,tp=8"):
+        if axis not in MeshSpec().sizes:
+            raise MeshError(f"the mesh {text!r} has an axis {axis!r}; the axes are {', '.join(MeshSpec().sizes)}")
+        if re.fullmatch(r"-?\d+", size) is None:
+            raise MeshError(f"axis {axis} has size {size!r}: give a positive integer, as {axis}=8")
+        sizes[axis] = int(size)
+    return MeshSpec(**sizes)
+
+
+def parse_mesh_spec(mesh: MeshSpec | Mapping[str, int]) -> MeshSpec:
+    """Return a mesh whose sizes are all known.
+
+    Raises:
+        MeshError: an axis is unknown, or its size is -1.
+    """
+    if not isinstance(mesh, MeshSpec):
+        known = [field.name for field in fields(MeshSpec)]
+        if unknown := [axis for axis in mesh if axis not in known]:
+            raise MeshError(f"the mesh has axes {', '.join(unknown)}; the axes are {', '.join(known)}")
+        mesh = MeshSpec(**mesh)
+    if inferred := [axis for axis, size in mesh.sizes.items() if size == -1]:
+        raise MeshError(f"axis {inferred[0]} is -1, and a dry run has no world to infer it from: give its size")
+    return mesh
+
+
+def parse_bandwidths(value: Mapping[str, float | str] | float | str | None) -> dict[str, float]:
+    """Return bytes per second by axis; one number applies to all axes, under ``""``.
+
+    Raises:
+        EstimateError: an axis is unknown, or a value is not a rate.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        return {"": parse_bandwidth(value)}
+    known = [field.name for field in fields(MeshSpec)] + list(FLATTENED)
+    if unknown := [axis for axis in value if axis not in known]:
+        raise EstimateError(f"bandwidth of {', '.join(unknown)}: the axes are {', '.join(known)}")
+    return {axis: parse_bandwidth(speed) for axis, speed in value.items()}
+
+
+def split_bandwidths(text: str) -> Mapping[str, str] | str:
+    """Return bandwidths by axis from ``"tp=450GB/s,dp_shard=50GB/s"``; text without an axis, ``"50GB/s"``, as is.
+
+    Raises:
+        EstimateError: an axis has no value, or is named twice.
+    """
+    return dict(_pairs(text, EstimateError, "tp=450GB/s,dp_shard=50GB/s")) if "=" in text else text
+
+
+def parse_dtype(name: str | torch.dtype) -> torch.dtype:
+    """Return the dtype of a short name (``"bf16"``) or of torch's own (``"bfloat16"``).
+
+    Raises:
+        EstimateError: the name is not a floating-point dtype.
+    """
     if isinstance(name, torch.dtype):
         return name
     found = _DTYPES.get(name) or getattr(torch, name, None)
@@ -25,36 +139,28 @@ def dtype_named(name: str | torch.dtype) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The short name of a dtype."""
+    """Return the short name of a dtype."""
     return next((name for name, known in _DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
 
 
-def bandwidths(told: Mapping[str, float | str] | float | str | None) -> dict[str, float]:
-    """Bytes a second by axis; one number stands for all axes, under ``""``."""
-    if told is None:
-        return {}
-    if not isinstance(told, Mapping):
-        return {"": parse_bandwidth(told)}
-    known = [field.name for field in fields(MeshSpec)] + list(FLATTENED)
-    if unknown := [axis for axis in told if axis not in known]:
-        raise EstimateError(f"bandwidth of {', '.join(unknown)}: the axes are {', '.join(known)}")
-    return {axis: parse_bandwidth(speed) for axis, speed in told.items()}
-
-
-def mesh_spec(told: MeshSpec | Mapping[str, int]) -> MeshSpec:
-    """A mesh's sizes, every one known."""
-    if not isinstance(told, MeshSpec):
-        known = [field.name for field in fields(MeshSpec)]
-        if unknown := [axis for axis in told if axis not in known]:
-            raise MeshError(f"the mesh has axes {', '.join(unknown)}; the axes are {', '.join(known)}")
-        told = MeshSpec(**told)
-    if inferred := [axis for axis, size in told.sizes.items() if size == -1]:
-        raise MeshError(f"axis {inferred[0]} is -1, and a dry run has no world to infer it from: give its size")
-    return told
-
-
 def plan_name(plan: object) -> str:
-    """How the settings call a plan."""
+    """Return the name of a plan in :class:`Settings`."""
     if plan is None:
         return "none"
     return plan if isinstance(plan, str) else "custom"
+
+
+def _pairs(text: str, error: type[Exception], example: str) -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    for part in text.split(","):
+        name, equals, value = (side.strip() for side in part.partition("="))
+        if not (name and equals and value):
+            raise error(f"{part.strip()!r} in {text!r} is not axis=value: write {example}")
+        if name in dict(pairs):
+            raise error(f"axis {name} is named twice in {text!r}")
+        pairs.append((name, value))
+    return pairs
+
+
+def _scaled(number: str, prefix: str, base: int) -> float:
+    return float(number) * float(base ** _PREFIXES[prefix.lower()])

@@ -1,10 +1,10 @@
-"""One training step of a model on a mesh, recorded."""
+"""One training step of a model on a mesh, run on fake tensors and recorded."""
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,22 +16,29 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.debug.describe import describe_parallelism
 from fsdp_runtime.errors import EstimateError
-from fsdp_runtime.estimate.build_model import vocabulary_of
-from fsdp_runtime.estimate.losses import accelerator_workspaces, clipping, loss_named
-from fsdp_runtime.estimate.scale.summary import Summary, starred, summarize
-from fsdp_runtime.estimate.trace.fake_world import without_data
-from fsdp_runtime.estimate.trace.module_tracker import Places
+from fsdp_runtime.estimate.build_model import vocabulary_size
+from fsdp_runtime.estimate.losses import assume_accelerator, clip_function, resolve_loss
+from fsdp_runtime.estimate.scale.repeated_blocks import TracedModel
+from fsdp_runtime.estimate.scale.summary import Summary, summarize, wildcard
+from fsdp_runtime.estimate.trace.fake_world import fake_tensors_without_data
+from fsdp_runtime.estimate.trace.module_tracker import ModuleTracker
 from fsdp_runtime.estimate.trace.recorder import Recorder
 from fsdp_runtime.mesh.spec import axis_size
-from fsdp_runtime.model.structure import inspect_model
+from fsdp_runtime.parallel.activation_checkpoint import ActivationCheckpointing, modules_to_recompute
 from fsdp_runtime.parallel.context.sharding import sequence_layout
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
-from fsdp_runtime.parallelize import parallelize
+from fsdp_runtime.parallelism import Parallelism, PlanSource
+
+OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer] | None] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9, foreach=True),
+    "none": None,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """What a step is made of; the arguments of ``estimate`` that are about the step, as torch's objects."""
+class StepConfig:
+    """The arguments of ``estimate`` that define the step; see there."""
 
     seq_len: int
     micro_batch: int
@@ -41,102 +48,109 @@ class Step:
     logprobs: str | Callable[..., Any]
     clip: bool
     offload: bool
-    parallelize: Mapping[str, Any]
+    plan: PlanSource
+    sequence_parallel: bool
+    activation_checkpointing: ActivationCheckpointing
+
+    def __post_init__(self) -> None:
+        """Raise :class:`EstimateError` for an unknown optimizer."""
+        if self.optimizer not in OPTIMIZERS:
+            raise EstimateError(f"optimizer {self.optimizer!r}: write one of {', '.join(OPTIMIZERS)}")
+
+    @property
+    def fsdp_options(self) -> FSDPOptions:
+        """Dtypes and offload of FSDP2."""
+        offload_policy = CPUOffloadPolicy() if self.offload else None
+        if self.master_dtype is None:
+            return FSDPOptions(offload_policy=offload_policy)
+        return FSDPOptions(
+            mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.master_dtype),
+            master_dtype=self.master_dtype,
+            offload_policy=offload_policy,
+        )
 
 
-OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer] | None] = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9, foreach=True),
-    "none": None,
-}
-
-
-def trace(model: nn.Module, mesh: DeviceMesh, step: Step, idle: frozenset[str] = frozenset()) -> Summary:
-    """Parallelize a model on the meta device, run the step without data, and sum up what it did.
+def trace_step(
+    traced: TracedModel,
+    parallelism: Parallelism,
+    mesh: DeviceMesh,
+    step: StepConfig,
+    without_grad: frozenset[str] = frozenset(),
+) -> Summary:
+    """Parallelize a model on the meta device, run the step on fake tensors, and summarize it.
 
     Args:
-        model: on the meta device.
+        traced: the model, which is changed, and its structure.
+        parallelism: resolved for the full model; its structure is replaced by the traced model's.
         mesh: of the fake world.
-        step: what to run.
-        idle: patterns of trainable parameters that are known to get no gradient, and so no optimizer state.
+        step: the step to run.
+        without_grad: name patterns of trainable parameters known to get no gradient, and so no optimizer state.
     """
-    anatomy = inspect_model(model)
-    vocabulary = vocabulary_of(model, anatomy.embedding)
-    parallelize(model, mesh, fsdp=fsdp_options(step), **step.parallelize)
-    whole = _whole(model)
-    with without_data(), accelerator_workspaces():
+    model, structure = traced.model, traced.structure
+    vocabulary = vocabulary_size(model, structure.embedding)
+    recompute = modules_to_recompute(structure, step.activation_checkpointing)
+    replace(parallelism, structure=structure, recompute=recompute).apply(model)
+    replicated = _replicated(model)
+    with fake_tensors_without_data(), assume_accelerator():
         model.to_empty(device="cpu")
-        inputs = _inputs(model, mesh, step, vocabulary)
-        optimizer = _optimizer(model, step, idle)
-        recorder = Recorder(Places(model))
-        recorder.adopt(model.parameters(), "parameters")
-        recorder.adopt(model.buffers(), "buffers")
-        recorder.adopt(inputs.values(), "inputs")
+        inputs = _inputs(model, mesh, step)
+        optimizer = _optimizer(model, step, without_grad)
+        recorder = Recorder(ModuleTracker(model))
+        recorder.register(model.parameters(), "parameters")
+        recorder.register(model.buffers(), "buffers")
+        recorder.register(inputs.values(), "inputs")
         if optimizer is not None:
-            recorder.adopt(_state(optimizer), "optimizer_state")
-        forward = loss_named(step.logprobs, anatomy.lm_head)
+            recorder.register(_state_tensors(optimizer), "optimizer_state")
+        forward = resolve_loss(step.logprobs, structure.lm_head)
         with recorder.phase("forward"):
-            finish = forward(model, inputs)
+            compute_loss = forward(model, inputs)
         with recorder.phase("loss"):
-            loss = finish()
-        del finish
+            loss = compute_loss()
+        del compute_loss
         with recorder.phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
-        found_idle = _without_gradient(model)
+        found_without_grad = _params_without_grad(model)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         recorder.relabel(gradients, "gradients")
         del gradients
-        if step.clip and (clip := clipping()) is not None:
+        if step.clip and (clip := clip_function()) is not None:
             with recorder.phase("clip"):
                 clip(model.parameters(), 1.0)
         if optimizer is not None:
             with recorder.phase("optimizer"):
                 optimizer.step()
-        recording = recorder.recording
         widths = {vocabulary, -(-vocabulary // axis_size(mesh, "tp"))}
-        summary = summarize(recording, anatomy.decoder, widths)
-    return replace(summary, whole=whole, idle=found_idle)
+        summary = summarize(recorder.recording, structure.decoder, widths)
+    return replace(summary, replicated=replicated, params_without_grad=found_without_grad)
 
 
-def _without_gradient(model: nn.Module) -> frozenset[str]:
-    """By pattern of names, the trainable parameters of which none has a gradient, such as those of an unused tower."""
-    reached = {
+def _params_without_grad(model: nn.Module) -> frozenset[str]:
+    """Return the name patterns of trainable parameters none of which has a gradient, as in an unused vision tower."""
+    has_grad = {
         name: parameter.grad is not None for name, parameter in model.named_parameters() if parameter.requires_grad
     }
-    return frozenset(map(starred, reached)) - {starred(name) for name, has in reached.items() if has}
+    return frozenset(map(wildcard, has_grad)) - {wildcard(name) for name, has in has_grad.items() if has}
 
 
-def fsdp_options(step: Step) -> FSDPOptions:
-    """FSDP2's dtypes and offload."""
-    offload_policy = CPUOffloadPolicy() if step.offload else None
-    if step.master_dtype is None:
-        return FSDPOptions(offload_policy=offload_policy)
-    return FSDPOptions(
-        mp_policy=MixedPrecisionPolicy(param_dtype=step.dtype, reduce_dtype=step.master_dtype),
-        master_dtype=step.master_dtype,
-        offload_policy=offload_policy,
-    )
-
-
-def _whole(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """By pattern of names, the parameters that every rank holds whole, and their bytes."""
+def _replicated(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return number and bytes of the parameters that are replicated over all axes, by name pattern."""
     parameters = dict(model.named_parameters())
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     for name in describe_parallelism(model).replicated:
-        if name in parameters:  # aliases of tied ones are listed too
-            count[starred(name)] += 1
-            nbytes[starred(name)] += parameters[name].numel() * parameters[name].element_size()
+        if name in parameters:  # aliases of tied parameters are listed too
+            count[wildcard(name)] += 1
+            nbytes[wildcard(name)] += parameters[name].numel() * parameters[name].element_size()
     return {pattern: (count[pattern], nbytes[pattern]) for pattern in count}
 
 
-def _inputs(model: nn.Module, mesh: DeviceMesh, step: Step, vocabulary: int) -> dict[str, Tensor]:
-    """What the model is called with: this rank's token ids and what its ``forward`` asks for beside them."""
+def _inputs(model: nn.Module, mesh: DeviceMesh, step: StepConfig) -> dict[str, Tensor]:
+    """Return this rank's token ids, and the token types that multimodal models require."""
     shape = (step.micro_batch, step.seq_len)
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
     accepted = inspect.signature(model.forward).parameters
-    for name in ("token_type_ids", "mm_token_type_ids"):  # models with images tell the kinds of tokens apart
+    for name in ("token_type_ids", "mm_token_type_ids"):
         if name in accepted and hasattr(getattr(model, "config", None), "vision_config"):
             inputs[name] = torch.zeros(shape, dtype=torch.int64)
     if axis_size(mesh, "cp") > 1:
@@ -144,25 +158,23 @@ def _inputs(model: nn.Module, mesh: DeviceMesh, step: Step, vocabulary: int) -> 
     return inputs
 
 
-def _optimizer(model: nn.Module, step: Step, idle: frozenset[str]) -> torch.optim.Optimizer | None:
-    """The optimizer with its state made, as it is from the second step on; parameters without a gradient have none."""
-    if step.optimizer not in OPTIMIZERS:
-        raise EstimateError(f"optimizer {step.optimizer!r}: write one of {', '.join(OPTIMIZERS)}")
+def _optimizer(model: nn.Module, step: StepConfig, without_grad: frozenset[str]) -> torch.optim.Optimizer | None:
+    """Return the optimizer with the state that it has from the second step on."""
     make = OPTIMIZERS[step.optimizer]
     if make is None:
         return None
-    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)  # one call takes tensors of one mesh
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)  # a foreach call takes tensors of one mesh
     for parameter in model.parameters():
         if parameter.requires_grad:
             groups[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
     optimizer = make([{"params": parameters} for parameters in groups.values()])
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and starred(name) not in idle:
+        if parameter.requires_grad and wildcard(name) not in without_grad:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
 
 
-def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -1,4 +1,4 @@
-"""Many dry runs, to compare ways to train a model on the same ranks."""
+"""Compare ways to train a model on a number of ranks by many dry runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
 from fsdp_runtime.estimate.api import estimate
-from fsdp_runtime.estimate.candidates import Candidate, Sweep, candidates, meshes, ranked
-from fsdp_runtime.estimate.report.format import parse_flops
+from fsdp_runtime.estimate.candidates import candidate_meshes, make_candidates, rank_candidates
+from fsdp_runtime.estimate.parse_args import parse_flops
+from fsdp_runtime.estimate.sweep_types import Candidate, Sweep
 from fsdp_runtime.estimate.types import Estimate
 from tp_plans import TpPlansError
 
@@ -33,34 +34,59 @@ def sweep(
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Sweep:
-    """Estimate every mesh of so many ranks, with and without sequence parallelism and checkpointing, and rank them.
+    """Estimate every mesh of ``world_size`` ranks, with and without sequence parallelism and checkpointing; rank them.
 
-    What fits comes first.  With bandwidths, or the speed of a device, candidates are then ordered by seconds per token:
-    the traffic's floor plus the operations (those that are recomputed too) at that speed, nothing overlapped.  Without
-    either they are ordered by peak memory, then by bytes sent per token.  Each dry run has a process of the pool to
-    itself; a script that calls this needs the usual ``if __name__ == "__main__"``.
+    Fitting candidates come first.  With bandwidths, or the speed of a device, candidates are ordered by seconds per
+    token: the traffic's lower bound plus the operations (recomputed ones included) at that speed, without overlap.
+    Otherwise they are ordered by peak memory, then by bytes sent per token.  Each dry run uses a process of a pool; a
+    script that calls this function needs the usual ``if __name__ == "__main__"``.
 
     Args:
-        model: as for ``estimate``; what processes of their own can be sent, so no lambda.
-        world_size: ranks.
-        max_tp: the ranks of a node, which ``tp`` stays within.
+        model: a ``config.json``, a directory with one, a Hugging Face config, or a function without arguments that
+            builds any model; it is sent to other processes, so lambdas do not work.
+        world_size: number of ranks.
+        max_tp: number of ranks of a node, the largest size of ``tp``.
         cp: sizes of the context-parallel axis.
-        dp_replicate: numbers of replicas; by default one, and as many as leave each replica one node.
-        sequence_parallel: what to try.
+        dp_replicate: numbers of replicas; by default 1, and the number that gives each replica one node.
+        sequence_parallel: the values to try.
         activation_checkpointing: the modes to try.
-        device_flops: operations that a device really does in a second, as ``"400TFLOP/s"``.
-        workers: processes at once; 0 runs all in this one.
-        progress: is called with a candidate's label, how many are done and how many there are.
-        options: ``seq_len``, ``bandwidth``, ``device_memory`` and others, as for ``estimate``.
+        device_flops: operations per second that a device achieves, such as ``"400TFLOP/s"``.
+        workers: number of processes; 0 runs all dry runs in this process.
+        progress: called with a candidate's label, the number of finished candidates and the number of all.
+        options: other arguments of :func:`estimate`: ``seq_len``, ``bandwidth``, ``device_memory``, …
 
     Returns:
-        All candidates, best first; those that the model or its plan refuses come last, with the reason.
+        All candidates, best first; candidates that the model or its plan does not allow come last, with the error.
 
     Raises:
-        EstimateError: no mesh has so many ranks, or a value is not understood.
+        EstimateError: no mesh has this number of ranks, or a value is not valid.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime import sweep
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embedding = nn.Embedding(32, 16)
+        ...         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16)) for _ in range(2)])
+        ...
+        ...     def forward(self, input_ids):
+        ...         hidden = self.embedding(input_ids)
+        ...         for block in self.blocks:
+        ...             hidden = block(hidden)
+        ...         return hidden
+        >>> def loss(model, inputs):
+        ...     return model(**inputs).square().mean()
+        >>> options = {"seq_len": 8, "plan": None, "logprobs": loss, "clip": False}
+        >>> found = sweep(Model, 2, max_tp=1, activation_checkpointing=("none",), workers=0, **options)
+        >>> found.best.label
+        'dp_shard=2'
     """
-    specs = meshes(world_size, max_tp=max_tp, cp=cp, dp_replicate=dp_replicate)
-    waiting = candidates(specs, sequence_parallel=sequence_parallel, activation_checkpointing=activation_checkpointing)
+    specs = candidate_meshes(world_size, max_tp=max_tp, cp=cp, dp_replicate=dp_replicate)
+    waiting = make_candidates(
+        specs, sequence_parallel=sequence_parallel, activation_checkpointing=activation_checkpointing
+    )
     if not waiting:
         raise EstimateError(
             f"no mesh of {world_size} ranks has tp <= {max_tp}, cp in {tuple(cp)} and dp_replicate in "
@@ -70,16 +96,16 @@ def sweep(
     found = []
     for candidate, outcome in _outcomes(partial(_attempt, model, options), waiting, workers):
         if isinstance(outcome, str):
-            found.append(replace(candidate, refusal=outcome))
+            found.append(replace(candidate, error=outcome))
         else:
             found.append(candidate.with_estimate(outcome, device_flops=speed))
         if progress is not None:
             progress(candidate.label, len(found), len(waiting))
-    return ranked(world_size, found)
+    return rank_candidates(world_size, found)
 
 
 def _attempt(model: Any, options: Mapping[str, Any], candidate: Candidate) -> Estimate | str:
-    """The estimate of one candidate, or why there is none."""
+    """Return the estimate of one candidate, or the error message."""
     try:
         return estimate(
             model,
@@ -90,7 +116,7 @@ def _attempt(model: Any, options: Mapping[str, Any], candidate: Candidate) -> Es
         )
     except (FsdpRuntimeError, TpPlansError) as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001  # an operator that fails on one mesh must not cost the other estimates
+    except Exception as error:  # noqa: BLE001  # an operator that fails on one mesh must not stop the other estimates
         return f"{type(error).__name__}: {error}"
 
 
@@ -100,7 +126,7 @@ def _outcomes(
     if workers == 0:
         yield from ((candidate, attempt(candidate)) for candidate in waiting)
         return
-    lost = []
+    broken = []
     with _pool(workers) as pool:
         running: dict[Future[Estimate | str], Candidate] = {pool.submit(attempt, each): each for each in waiting}
         try:
@@ -108,13 +134,13 @@ def _outcomes(
                 try:
                     outcome = future.result()
                 except BrokenProcessPool:
-                    lost.append(running[future])
+                    broken.append(running[future])
                 else:
                     yield running[future], outcome
         finally:
             pool.shutdown(cancel_futures=True)
-    # A process that dies (of memory, say) takes all that were waiting with it, and does not say which killed it.
-    for candidate in lost:
+    # When a process dies (for lack of memory, say), the pool fails all waiting candidates, whichever killed it.
+    for candidate in broken:
         yield candidate, _alone(attempt, candidate)
 
 

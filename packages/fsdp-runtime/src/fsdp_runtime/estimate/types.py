@@ -1,4 +1,4 @@
-"""What a dry run tells: data for programs, in bytes and counts of one rank."""
+"""Results of a dry run: data for programs, in bytes and counts of one rank."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from typing import Any, Literal
 
 Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
 
-#: The parts of a training step in their order; a step that does not clip, or has no optimizer, lacks those.
+#: The phases of a training step in order; a step without clipping or optimizer lacks those.
 PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "clip", "optimizer")
+
+#: Version of the dicts that ``to_dict`` returns.
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bytes:
-    """Bytes of live tensors by what they are for; every byte is counted once.
+class MemoryBreakdown:
+    """Bytes of live tensors by category; every byte is counted once.
 
     Args:
         parameters: this rank's shards (with ``offload`` on the host, and then not counted here).
-        gathered: parameters that FSDP2 gathered for the units in use.
-        gradients: what stays in ``.grad`` after backward: this rank's shards.
-        optimizer_state: moments, steps; what the optimizer keeps between steps.
-        activations: what forward keeps for backward, apart from logits.
+        gathered: parameters that FSDP2 gathered for the modules in use.
+        gradients: gradients in ``.grad`` after backward: this rank's shards.
+        optimizer_state: tensors that the optimizer keeps between steps.
+        activations: tensors that forward keeps for backward, without logits.
         logits: tensors outside the blocks whose last dim is the vocabulary: the model's output, copies and gradients.
         buffers: the model's buffers.
-        inputs: token ids, and what the step is given beside them.
-        temporaries: everything else: intermediate results, gradients before they are reduced, recomputed
-            activations, flat buffers of communication.
+        inputs: token ids and other inputs of the step.
+        temporaries: all others: intermediate results, gradients before they are reduced, recomputed activations, flat
+            communication buffers.
     """
 
     parameters: int = 0
@@ -42,34 +45,34 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of all categories."""
         return sum(self.by_category().values())
 
     def by_category(self) -> dict[str, int]:
-        """Category name to bytes, in the order of the fields."""
+        """Return category name to bytes, in the order of the fields."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The moment of a phase at which most bytes were alive.
+    """The point of a phase with the most live bytes.
 
     Args:
-        phase: the part of the step.
-        module: the path of the innermost module that ran (in backward: whose operators' gradients did); of a scaled
-            estimate, with the index that the block has in the whole model; ``""`` outside the model.
-        operator: the operator that made the peak, as ``"aten.mm.default"``.
-        nbytes: bytes alive, by category.
+        phase: the phase of the step.
+        module: path of the innermost running module (in backward: the module whose operators' gradients are computed);
+            in a scaled estimate with the block's index in the full model; ``""`` outside the model.
+        operator: the operator that allocated last, such as ``"aten.mm.default"``.
+        nbytes: live bytes by category.
     """
 
     phase: Phase
     module: str
     operator: str
-    nbytes: Bytes
+    nbytes: MemoryBreakdown
 
     @property
     def total(self) -> int:
-        """Bytes alive at that moment."""
+        """Live bytes of all categories."""
         return self.nbytes.total
 
 
@@ -77,26 +80,26 @@ class Peak:
 class Memory:
     """Memory of one rank over a step, in bytes of tensors.
 
-    These are sizes of storages: what an allocator rounds up or leaves in fragments, workspaces of libraries, buffers of
-    NCCL and the CUDA context come on top (some GiB on a GPU).
+    The numbers are sizes of storages.  Rounding and fragmentation of the allocator, library workspaces, NCCL buffers
+    and the CUDA context come on top (some GiB on a GPU).
 
     Args:
-        held: what is alive between steps: parameters, optimizer state, buffers.
-        after_forward: alive once the model has run: what backward needs.
-        after_backward: alive before the optimizer: the gradients.
-        phases: the highest moment of each phase, in the order of the step.
+        resident: live between steps: parameters, optimizer state, buffers.
+        after_forward: live after the model has run: tensors needed by backward included.
+        after_backward: live before the optimizer: gradients included.
+        phases: the peak of each phase, in the order of the step.
         host: bytes on the host instead of the device (``offload=True``): parameters, gradients, optimizer state.
     """
 
-    held: Bytes
-    after_forward: Bytes
-    after_backward: Bytes
+    resident: MemoryBreakdown
+    after_forward: MemoryBreakdown
+    after_backward: MemoryBreakdown
     phases: tuple[Peak, ...]
-    host: Bytes = Bytes()
+    host: MemoryBreakdown = MemoryBreakdown()
 
     @property
     def peak(self) -> Peak:
-        """The highest moment of the step."""
+        """The peak of the step."""
         return max(self.phases, key=lambda peak: peak.total)
 
 
@@ -105,16 +108,16 @@ class Traffic:
     """Collectives of one kind, over one axis, in one phase of one step.
 
     Args:
-        axis: the mesh axis: one of its own, a flattened one (``"dp_shard_cp"``), or ``"ranks 0,1,…"`` for others.
-        ranks: how many ranks take part.
-        phase: the part of the step.
+        axis: the mesh axis: one of the mesh's own, a flattened one (``"dp_shard_cp"``), or ``"ranks 0,1,…"``.
+        ranks: number of ranks that take part.
+        phase: the phase of the step.
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, ``"broadcast"``, …
-        count: calls.
-        nbytes: bytes that this rank puts in, over all calls.
-        moved: bytes that must leave this rank at least, by the ring algorithm: all-gather ``(n-1) x nbytes``,
+        count: number of calls.
+        nbytes: bytes of this rank's inputs, over all calls.
+        bytes_sent: bytes that this rank sends at least, by the ring algorithm: all-gather ``(n-1) x nbytes``,
             reduce-scatter and all-to-all ``(n-1)/n x nbytes``, all-reduce twice that, others ``nbytes``.
-        seconds: ``moved`` at the bandwidth given for the axis; ``None`` without one.  A floor: no latency, nothing
-            overlapped, nothing that others send over the same links.
+        seconds: ``bytes_sent`` at the bandwidth given for the axis; ``None`` without one.  A bandwidth-only lower bound
+            per collective: no latency or link contention; overlap is not modelled.
     """
 
     axis: str
@@ -123,17 +126,17 @@ class Traffic:
     kind: str
     count: int
     nbytes: int
-    moved: int
+    bytes_sent: int
     seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """Parameters that every rank holds whole, blocks as ``*``.
+class ReplicatedParameters:
+    """Parameters that are replicated over all axes, grouped over blocks.
 
     Args:
-        pattern: their names, as ``"model.layers.*.input_layernorm.weight"``.
-        count: how many parameters.
+        pattern: their names with block indices as ``*``, such as ``"model.layers.*.input_layernorm.weight"``.
+        count: number of parameters.
         nbytes: bytes of all of them on this rank.
     """
 
@@ -143,14 +146,14 @@ class Whole:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assumed:
-    """An operator whose result depends on data, which a dry run does not have, and what was taken instead.
+class Assumption:
+    """An operator whose result depends on data, which a dry run lacks, and the result that was assumed.
 
     Args:
-        operator: as ``"aten.nonzero.default"``.
-        module: the path of the module that called it; blocks as ``*``.
-        assumption: in words, what was taken for its result; or that the module was left out of the estimate.
-        counted: whether the module's work is in the numbers; ``False`` where it had to be left out.
+        operator: such as ``"aten.nonzero.default"``.
+        module: path of the module that called it, block indices as ``*``.
+        assumption: the assumed result in words, or that the module was left out of the estimate.
+        counted: whether the module's work is in the numbers; ``False`` if it had to be left out.
     """
 
     operator: str
@@ -164,8 +167,8 @@ class Advice:
     """One change that would lower the peak.
 
     Args:
-        change: what to do, in words, with the option's name.
-        saves: bytes that it takes off the peak at most, where that can be told; else ``None``.
+        change: the change in words, with the option's name.
+        saves: upper bound of the bytes saved at the peak, ``None`` if it is unknown.
     """
 
     change: str
@@ -174,27 +177,27 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What was estimated.
+    """The model, mesh and step that were estimated.
 
     Args:
         model: the model's class.
         parameters: elements of all its parameters, tied ones once.
-        mesh: axis to size, in the mesh's order, axes of size 1 too.
-        world_size: ranks.
-        rank: whose numbers these are.
-        seq_len: tokens of a sequence, before it is cut over ``cp`` or ``tp``.
-        micro_batch: sequences a data-parallel rank takes in a step.
-        plan: the plan asked for: ``"auto"``, ``"none"``, ``"custom"`` or a dotted path.
-        sequence_parallel: whether the residual stream is cut over ``tp``.
-        activation_checkpointing: the mode asked for.
-        dtype: of computation, as ``"bf16"``.
-        master_dtype: of parameters, gradients and optimizer state where it is another.
+        mesh: axis to size, in the mesh's order, axes of size 1 included.
+        world_size: number of ranks.
+        rank: the rank that the numbers belong to.
+        seq_len: tokens per sequence, before sharding over ``cp`` or ``tp``.
+        micro_batch: sequences per data-parallel rank and step.
+        plan: the requested plan: ``"auto"``, ``"none"``, ``"custom"`` or a dotted path.
+        sequence_parallel: whether activations between blocks are sharded over ``tp``.
+        activation_checkpointing: the requested mode.
+        dtype: dtype of computation, such as ``"bf16"``.
+        master_dtype: dtype of parameters, gradients and optimizer state, if it differs.
         optimizer: ``"adamw"``, ``"sgd"`` or ``"none"``.
         logprobs: the loss.
         offload: whether shards and optimizer state stay on the host.
-        blocks: how many repeated blocks the model has.
-        traced: how many of them each trace ran: one number for an exact trace, two where the rest was scaled.
-        scaling: in words, what was traced and how the rest follows.
+        blocks: number of repeated blocks of the model.
+        traced: numbers of blocks that each trace ran: one for an exact trace, two if the rest was scaled.
+        scaling: which blocks were traced and how the others were scaled, in words.
     """
 
     model: str
@@ -224,52 +227,57 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a training step does on one rank of a mesh, without a device.
+    """Memory, traffic and work of a training step on one rank of a mesh.
 
     Args:
-        settings: what was estimated, and how.
-        memory: bytes alive.
+        settings: the model, mesh and step that were estimated.
+        memory: live bytes.
         traffic: collectives of a step, by axis, phase and kind.
         flops: floating-point operations of this rank in a step, recomputation included (a multiply-add is two).
-        whole: parameters that every rank holds whole, largest first.
-        findings: what the plan checker said of the plan that was applied.
-        assumed: operators whose results depend on data.
-        device_memory: bytes of a device, if they were given.
-        advice: what lowers the peak, what saves most first.
-        seconds: how long the dry run took.
+        replicated: parameters that are replicated over all axes, largest first.
+        findings: findings of the plan check.
+        assumptions: operators whose results depend on data.
+        device_memory: bytes of a device, if given.
+        advice: changes that lower the peak, largest savings first.
+        seconds: duration of the dry run.
     """
 
     settings: Settings
     memory: Memory
     traffic: tuple[Traffic, ...]
     flops: int
-    whole: tuple[Whole, ...] = ()
+    replicated: tuple[ReplicatedParameters, ...] = ()
     findings: tuple[str, ...] = ()
-    assumed: tuple[Assumed, ...] = ()
+    assumptions: tuple[Assumption, ...] = ()
     device_memory: int | None = None
     advice: tuple[Advice, ...] = ()
     seconds: float = 0.0
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within ``device_memory``; ``None`` where that was not given."""
+        """Whether the peak is within ``device_memory``; ``None`` without it."""
         return None if self.device_memory is None else self.memory.peak.total <= self.device_memory
 
     @property
     def communication_seconds(self) -> float | None:
-        """The time floor of all traffic that bandwidths were given for; ``None`` without any."""
+        """Lower bound of the time of all traffic with a known bandwidth; ``None`` without any."""
         known = [item.seconds for item in self.traffic if item.seconds is not None]
         return sum(known) if known else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, numbers and strings, with the totals that are computed."""
+        """Return plain dicts, lists, numbers and strings, with the computed totals."""
         found = asdict(self)
         found["memory"]["peak"] = asdict(self.memory.peak)
         for peak in (*found["memory"]["phases"], found["memory"]["peak"]):
             peak["total"] = sum(peak["nbytes"].values())
         found["settings"]["exact"] = self.settings.exact
-        return {"format": 1, **found, "fits": self.fits, "communication_seconds": self.communication_seconds}
+        return {
+            "format": FORMAT,
+            **found,
+            "fits": self.fits,
+            "communication_seconds": self.communication_seconds,
+        }
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as JSON."""
+        """Return :meth:`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=indent)

@@ -184,7 +184,7 @@ class _Run:
 
 def _head_path(model: nn.Module) -> str:
     if model not in _paths:
-        path = inspect_model(model).head
+        path = inspect_model(model).lm_head
         head = None if path is None else model.get_submodule(path)
         if path is None or getattr(getattr(head, "weight", None), "ndim", 0) != 2 or not hasattr(head, "bias"):
             raise ModelError(

@@ -1,14 +1,14 @@
-"""A report as one HTML file: no scripts, nothing from elsewhere; light or dark as the reader has it."""
+"""A report as one HTML file without scripts or external resources, in the reader's light or dark theme."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from fsdp_runtime.estimate.candidates import Sweep
-from fsdp_runtime.estimate.report.charts import MOST_BARS, charts_of
+from fsdp_runtime.estimate.report.charts import MAX_BARS, charts_of
 from fsdp_runtime.estimate.report.sections import Section, estimate_sections, sweep_sections
 from fsdp_runtime.estimate.report.svg import legend_of, svg_of
+from fsdp_runtime.estimate.sweep_types import Sweep
 from fsdp_runtime.estimate.types import Estimate
 
 _STYLE = """
@@ -41,18 +41,22 @@ svg { display: block; width: 100%; height: auto; font: 12px system-ui, sans-seri
 
 
 def html_report(found: Estimate | Sweep) -> str:
-    """The page: of an estimate all its sections, of a sweep the ranking and the sections of the best candidate."""
+    """Return the page: all sections of an estimate, or a sweep's ranking and the sections of its best candidate."""
     if isinstance(found, Sweep):
         title = f"Dry runs on {found.world_size:,} ranks"
         best = found.best
         body = [
             f"<h1>{title}</h1>",
             *_charts(found),
-            *([f"<p>The charts show the first {MOST_BARS}.</p>"] if len(found.estimated) > MOST_BARS else []),
+            *([f"<p>The charts show the first {MAX_BARS} candidates.</p>"] if len(found.estimated) > MAX_BARS else []),
             *_sections(sweep_sections(found)),
         ]
         if best is not None and best.estimate is not None:
-            body += [f"<h1>The first: {escape(best.label)}</h1>", *_charts(best.estimate), *_estimate(best.estimate)]
+            body += [
+                f"<h1>Best candidate: {escape(best.label)}</h1>",
+                *_charts(best.estimate),
+                *_estimate(best.estimate),
+            ]
     else:
         title = f"Dry run of {found.settings.model}"
         first, *others = estimate_sections(found)
@@ -79,8 +83,8 @@ def _charts(found: Estimate | Sweep) -> Iterator[str]:
 
 def _sections(sections: Iterable[Section]) -> Iterator[str]:
     for section in sections:
-        tone = f' class="{section.tone}"' if section.tone else ""
-        yield f"<h2{tone}>{escape(section.heading)}</h2>"
+        status = f' class="{section.status}"' if section.status else ""
+        yield f"<h2{status}>{escape(section.heading)}</h2>"
         if section.rows:
             yield from _table(section)
         if section.lines:
@@ -90,8 +94,8 @@ def _sections(sections: Iterable[Section]) -> Iterator[str]:
 
 def _table(section: Section) -> Iterator[str]:
     yield '<div class="wide"><table>'
-    for at, row in enumerate(section.rows):
-        tag = "td" if at else "th"
+    for index, row in enumerate(section.rows):
+        tag = "td" if index else "th"
         openings = [f'<{tag} class="word">' if column < section.left else f"<{tag}>" for column in range(len(row))]
         cells = (f"{opening}{escape(cell)}</{tag}>" for opening, cell in zip(openings, row, strict=True))
         yield f"<tr>{''.join(cells)}</tr>"

@@ -1,4 +1,4 @@
-"""How far a long command is: a bar on a terminal, a line a step elsewhere."""
+"""Show the progress of a long command: a bar on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TextIO
 _CELLS = 24
 
 
-class Progress:
-    """Shows steps done on a stream; called as ``progress(name, done, steps)``.
+class ProgressBar:
+    """Show finished steps on a stream; called as ``progress(name, done, steps)``.
 
     Args:
-        stream: where to; standard error by default, so that what a command prints stays clean.
+        stream: standard error by default, which keeps standard output clean.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -21,7 +21,7 @@ class Progress:
         self._redraws = self._stream.isatty()
 
     def __call__(self, name: str, done: int, steps: int) -> None:
-        """Show that ``done`` of ``steps`` are over, and ``name`` is the latest."""
+        """Show that ``done`` of ``steps`` are finished, the last one being ``name``."""
         if self._redraws:
             filled = _CELLS * done // max(steps, 1)
             line = f"[{'#' * filled}{'.' * (_CELLS - filled)}] {done}/{steps} {name}"

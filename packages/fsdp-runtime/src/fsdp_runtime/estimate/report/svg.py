@@ -1,4 +1,4 @@
-"""Stacked bars as SVG that stands in a page by itself; colours come from the page's style."""
+"""Draw stacked bars as inline SVG; the page's style selects light or dark colours."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from html import escape
 
 from fsdp_runtime.estimate.report.charts import Chart, ticks
-from fsdp_runtime.estimate.report.format import readable_bytes
+from fsdp_runtime.estimate.report.format import format_bytes
 
 _WIDTH, _BAR, _GAP, _TOP, _BOTTOM, _VALUE = 960, 20, 10, 26, 24, 86
 _LETTER = 6.7
 
 
 def svg_of(chart: Chart) -> str:
-    """A chart as one ``<svg>`` element; what a part holds shows when the pointer rests on it."""
+    """Return a chart as one ``<svg>`` element; each part has its bytes as a tooltip."""
     left = min(round(max((len(label) for label, _ in chart.bars), default=0) * _LETTER) + 12, _WIDTH // 2)
     height = _TOP + len(chart.bars) * (_BAR + _GAP) + _BOTTOM
     per_byte = (_WIDTH - left - _VALUE) / chart.longest
@@ -28,13 +28,13 @@ def svg_of(chart: Chart) -> str:
 
 
 def legend_of(chart: Chart) -> str:
-    """The names of a chart's parts beside their colours."""
+    """Return the legend of a chart as an HTML list."""
     items = (f'<li><i style="{colours(part.light, part.dark)}"></i>{escape(part.name)}</li>' for part in chart.parts)
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def colours(light: str, dark: str) -> str:
-    """A style that names both colours; the page's own style picks one."""
+    """Return a style with both colours; the page's style uses one of them."""
     return f"--light:{light};--dark:{dark}"
 
 
@@ -54,12 +54,12 @@ def _bars(chart: Chart, left: float, per_byte: float) -> Iterator[str]:
         for part, size in zip(chart.parts, sizes, strict=True):
             width = size * per_byte
             if width > 0:
-                told = f"<title>{escape(f'{label}: {part.name} {readable_bytes(size)}')}</title>"
+                tooltip = f"<title>{escape(f'{label}: {part.name} {format_bytes(size)}')}</title>"
                 style = colours(part.light, part.dark)
-                place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}"'
-                yield f'<rect class="part" style="{style}" {place}>{told}</rect>'
+                geometry = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}"'
+                yield f'<rect class="part" style="{style}" {geometry}>{tooltip}</rect>'
             x += width
-        yield f'<text class="value" x="{x + 6:.1f}" y="{y + 14}">{readable_bytes(sum(sizes))}</text>'
+        yield f'<text class="value" x="{x + 6:.1f}" y="{y + 14}">{format_bytes(sum(sizes))}</text>'
 
 
 def _limit(chart: Chart, left: float, per_byte: float, bottom: int) -> Iterator[str]:
@@ -67,4 +67,4 @@ def _limit(chart: Chart, left: float, per_byte: float, bottom: int) -> Iterator[
         size, name = chart.limit
         x = left + size * per_byte
         yield f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 8}" y2="{bottom}"/>'
-        yield f'<text class="limit-name" x="{x:.1f}" y="{_TOP - 12}">{escape(name)} {readable_bytes(size)}</text>'
+        yield f'<text class="limit-name" x="{x:.1f}" y="{_TOP - 12}">{escape(name)} {format_bytes(size)}</text>'

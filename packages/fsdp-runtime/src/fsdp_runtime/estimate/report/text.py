@@ -1,4 +1,4 @@
-"""A report as text for a terminal."""
+"""Format a report as text for a terminal."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from fsdp_runtime.estimate.report.sections import Section
 from tp_plans.text import colorize
 
-_TONES = {"good": "+", "bad": "error", "": "head"}
+#: Keys of the terminal colours by the status of a section.
+_COLOURS = {"good": "+", "bad": "error", "": "head"}
 
 
 def text_lines(sections: Iterable[Section]) -> Iterator[str]:
-    """The lines of a report, sections apart by an empty one; colours where a terminal shows them."""
-    for at, section in enumerate(sections):
-        if at:
+    """Yield the lines of a report, an empty line between sections; with colours on a terminal that supports them."""
+    for index, section in enumerate(sections):
+        if index:
             yield ""
         if section.rows:
             yield from _table(section)
         else:
-            yield colorize(_TONES[section.tone], section.heading)
+            yield colorize(_COLOURS[section.status], section.heading)
         yield from (f"  {line}" for line in section.lines)
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Lines of a table; the first ``left`` columns begin below one another, the others end so."""
+    """Return the lines of a table; the first ``left`` columns are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if at < left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]

@@ -1,1 +1,1 @@
-"""Totals of a traced step, extended to all repeated blocks."""
+"""Extend the totals of a traced step to all repeated blocks."""

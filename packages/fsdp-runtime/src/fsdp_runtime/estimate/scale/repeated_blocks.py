@@ -1,137 +1,157 @@
-"""Which blocks of a model are identical, and the model with fewer of them."""
+"""Find the identical blocks of a model, and copy the model with fewer of them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from fsdp_runtime._torch_compat import children
-from fsdp_runtime.model.structure import inspect_model
+from fsdp_runtime.model.structure import ModelStructure
 
-#: Attributes that say where a block stands, not what it computes.
-_INDICES = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")
-_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+#: Attributes that hold a block's index and do not change its computation.
+_INDEX_ATTRS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")
+_COUNT_ATTRS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
-#: Repetitions of a period that the smaller trace has: the first and the last block differ from those between them in
-#: what FSDP2 gathers beside them, so that some of each kind must stand between.
-_KEPT_BLOCKS = 3
+#: Repeated blocks in the smaller trace: the first and the last block differ from those between them in the neighbours
+#: that FSDP2 gathers at the same time, so at least one has to stand between them.
+_MIN_BLOCKS = 3
 
 
 @dataclass(frozen=True)
-class Repetition:
-    """The stretch of a stack of blocks in which a group of blocks repeats.
+class RepeatedBlocks:
+    """The part of a stack of blocks in which a group of blocks repeats.
 
     Args:
-        blocks: how many blocks the stack has.
-        start: the place of the first one that repeats.
-        period: how many blocks make a group.
-        times: how often the group comes, one after the other.
+        blocks: number of blocks of the stack.
+        start: index of the first repeated block.
+        period: number of blocks of a group.
+        count: number of consecutive groups.
     """
 
     blocks: int
     start: int
     period: int
-    times: int
+    count: int
 
     @property
-    def least(self) -> int:
-        """How many groups the smaller trace keeps."""
-        return max(2, -(-_KEPT_BLOCKS // self.period))
+    def min_count(self) -> int:
+        """Number of groups that the smaller trace keeps."""
+        return max(2, -(-_MIN_BLOCKS // self.period))
 
     @property
-    def worthwhile(self) -> bool:
+    def saves_work(self) -> bool:
         """Whether two traces run fewer blocks than the model has."""
-        return self.traced(self.least) + self.traced(self.least + 1) < self.blocks
+        return self.num_blocks(self.min_count) + self.num_blocks(self.min_count + 1) < self.blocks
 
-    def traced(self, times: int) -> int:
-        """How many blocks are left with so many groups."""
-        return self.blocks - (self.times - times) * self.period
+    def num_blocks(self, count: int) -> int:
+        """Return the number of blocks of the stack with ``count`` groups."""
+        return self.blocks - (self.count - count) * self.period
 
-    def kept(self, times: int) -> list[int]:
-        """The places of those blocks."""
-        cut = self.start + times * self.period
-        return [*range(cut), *range(cut + (self.times - times) * self.period, self.blocks)]
+    def block_indices(self, count: int) -> list[int]:
+        """Return the indices of those blocks."""
+        end = self.start + count * self.period
+        return [*range(end), *range(end + (self.count - count) * self.period, self.blocks)]
 
 
-def repetition(model: nn.Module) -> Repetition | None:
-    """The longest repetition among the decoder's blocks, by structure; ``None`` where they are not one list's."""
-    anatomy = inspect_model(model)
-    if len({path.rpartition(".")[0] for path in anatomy.decoder}) != 1:
+@dataclass(frozen=True)
+class TracedModel:
+    """A model and its structure; ``copy.deepcopy`` copies both consistently."""
+
+    model: nn.Module
+    structure: ModelStructure
+
+    def with_blocks(self, indices: Sequence[int]) -> TracedModel:
+        """Return a copy (on the meta device) with some of the decoder's blocks; per-layer lists of configs follow."""
+        structure = self.structure
+        parent_path, _, _ = structure.decoder[0].rpartition(".")
+        owner_path, _, name = parent_path.rpartition(".")
+        owner = children(self.model.get_submodule(owner_path))
+        all_blocks = owner[name]
+        owner[name] = nn.ModuleList([structure.blocks[structure.decoder[index]] for index in indices])
+        try:
+            model = copy.deepcopy(self.model)
+        finally:
+            owner[name] = all_blocks
+        _renumber(model.get_submodule(parent_path), indices)
+        for config in _configs(model):
+            _shorten(config, indices, len(structure.decoder))
+        decoder = {structure.decoder[old]: f"{parent_path}.{new}" for new, old in enumerate(indices)}
+        dropped = set(structure.decoder) - set(decoder)
+        paths = {path: decoder.get(path, path) for path in structure.blocks if path not in dropped}
+        return TracedModel(
+            model,
+            replace(
+                structure,
+                blocks={path: model.get_submodule(path) for path in paths.values()},
+                decoder=tuple(decoder.values()),
+                heads={paths[path]: heads for path, heads in structure.heads.items() if path in paths},
+            ),
+        )
+
+
+def find_repeated_blocks(structure: ModelStructure) -> RepeatedBlocks | None:
+    """Return the longest repetition among the decoder's blocks; ``None`` if there is none, or several containers."""
+    if len({path.rpartition(".")[0] for path in structure.decoder}) != 1:
         return None
-    names: dict[Any, int] = {}
-    kinds = [names.setdefault(signature(anatomy.blocks[path]), len(names)) for path in anatomy.decoder]
+    kinds_by_signature: dict[Any, int] = {}
+    kinds = [
+        kinds_by_signature.setdefault(block_signature(structure.blocks[path]), len(kinds_by_signature))
+        for path in structure.decoder
+    ]
     found = [
-        _from(kinds, start, period)
+        _repetition_at(kinds, start, period)
         for period in range(1, len(kinds) // 2 + 1)
         for start in range(len(kinds) - 2 * period + 1)
     ]
     return max(
         (item for item in found if item is not None),
-        key=lambda item: (item.times * item.period, -item.period, -item.start),
+        key=lambda item: (item.count * item.period, -item.period, -item.start),
         default=None,
     )
 
 
-def signature(block: nn.Module) -> Any:
-    """All that tells what a block computes: classes, shapes, dtypes and plain attributes of its modules."""
+def block_signature(block: nn.Module) -> Any:
+    """Return the classes, shapes, dtypes and plain attributes of a block's modules, which define its computation."""
     return tuple(
         (
             path,
             type(module),
             tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters(recurse=False)),
             tuple((n, tuple(b.shape), b.dtype) for n, b in module.named_buffers(recurse=False)),
-            tuple(sorted((n, repr(v)) for n, v in vars(module).items() if n not in _INDICES and _plain(v))),
+            tuple(sorted((n, repr(v)) for n, v in vars(module).items() if n not in _INDEX_ATTRS and _is_plain(v))),
         )
         for path, module in block.named_modules()
     )
 
 
-def with_blocks(model: nn.Module, kept: Sequence[int]) -> nn.Module:
-    """A copy of a model (on the meta device) with some of its decoder's blocks; per-layer lists of configs follow."""
-    anatomy = inspect_model(model)
-    parent_path, _, _ = anatomy.decoder[0].rpartition(".")
-    owner_path, _, name = parent_path.rpartition(".")
-    owner = model.get_submodule(owner_path)
-    everything = children(owner)[name]
-    children(owner)[name] = nn.ModuleList([anatomy.blocks[anatomy.decoder[index]] for index in kept])
-    try:
-        fewer = copy.deepcopy(model)
-    finally:
-        children(owner)[name] = everything
-    _renumber(fewer.get_submodule(parent_path), kept)
-    for config in _configs(fewer):
-        _shorten(config, kept, len(anatomy.decoder))
-    return fewer
-
-
-def _from(kinds: Sequence[int], start: int, period: int) -> Repetition | None:
+def _repetition_at(kinds: Sequence[int], start: int, period: int) -> RepeatedBlocks | None:
     end = start + period
     while end < len(kinds) and kinds[end] == kinds[end - period]:
         end += 1
-    times = (end - start) // period
-    return Repetition(len(kinds), start, period, times) if times > 1 else None
+    count = (end - start) // period
+    return RepeatedBlocks(len(kinds), start, period, count) if count > 1 else None
 
 
-def _plain(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(map(_plain, value))
+        return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _renumber(blocks: nn.Module, kept: Sequence[int]) -> None:
-    for new, (old, block) in enumerate(zip(kept, blocks.children(), strict=True)):
+def _renumber(blocks: nn.Module, indices: Sequence[int]) -> None:
+    for new, (old, block) in enumerate(zip(indices, blocks.children(), strict=True)):
         for module in block.modules():
-            for name in _INDICES:
+            for name in _INDEX_ATTRS:
                 if getattr(module, name, None) == old:
                     setattr(module, name, new)
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Every config that modules hold, and those inside them, once."""
+    """Return every config of the modules, and the configs inside those, once."""
     found: dict[int, Any] = {}
     waiting = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
     while waiting:
@@ -142,12 +162,12 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _shorten(config: Any, kept: Sequence[int], blocks: int) -> None:
+def _shorten(config: Any, indices: Sequence[int], blocks: int) -> None:
     values: Mapping[str, Any] = dict(vars(config))
-    if not any(values.get(name) == blocks for name in _COUNTS):
+    if not any(values.get(name) == blocks for name in _COUNT_ATTRS):
         return
     for name, value in values.items():
         if isinstance(value, list) and len(value) == blocks:
-            vars(config)[name] = [value[index] for index in kept]
-        elif name in _COUNTS and value == blocks:
-            vars(config)[name] = len(kept)
+            vars(config)[name] = [value[index] for index in indices]
+        elif name in _COUNT_ATTRS and value == blocks:
+            vars(config)[name] = len(indices)

@@ -1,8 +1,8 @@
-"""From a trace, or from two that differ by one group of identical blocks, to the whole model.
+"""Scale two traces that differ by one group of identical blocks to the full model.
 
-With blocks of one kind everything that is alive at a moment is a linear function of how many of them there are: before
-that moment, after it, and in all.  So the highest moments of the same region in two traces tell that of the whole
-model, and for a block between them the function is linear in its place, hence highest at one of the ends.
+With identical blocks, the live bytes at a point of the step are a linear function of the numbers of blocks before it,
+after it, and in total.  The peaks of the same region in two traces therefore determine the full model's.  For a block
+between them the function is linear in its index, hence largest at one of the ends.
 """
 
 from __future__ import annotations
@@ -11,83 +11,85 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TypeVar
 
-from fsdp_runtime.estimate.scale.repeated_blocks import Repetition
-from fsdp_runtime.estimate.scale.summary import High, Region, Summary
-from fsdp_runtime.estimate.trace.recorder import Moment
-from fsdp_runtime.estimate.types import PHASES, Bytes, Phase
+from fsdp_runtime.estimate.scale.repeated_blocks import RepeatedBlocks
+from fsdp_runtime.estimate.scale.summary import PeakSample, StepRegion, Summary
+from fsdp_runtime.estimate.types import PHASES, MemoryBreakdown, Phase
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-def scaled(small: Summary, large: Summary, repeated: Repetition, renamed: Callable[[str, int], str]) -> Summary:
-    """The summary of the whole model.
+def scale_up(
+    small: Summary, large: Summary, repeated: RepeatedBlocks, shift_block: Callable[[str, int], str]
+) -> Summary:
+    """Return the summary of the full model.
 
     Args:
-        small: the trace with the least number of groups of blocks.
+        small: the trace with the smallest number of groups of blocks.
         large: the trace with one group more.
-        repeated: how blocks repeat.
-        renamed: a module's path in the whole model, given that in the large trace and how many blocks the whole model
-            has more before it (0 where places count from the front).
+        repeated: the repeated blocks of the full model.
+        shift_block: returns a module's path in the full model from its path in the large trace and the number of blocks
+            that the full model has in addition before it (0 for blocks counted from the front).
     """
-    groups = repeated.times - repeated.least
+    groups = repeated.count - repeated.min_count
 
     def number(one: int, other: int) -> int:
         return one + (other - one) * groups
 
-    def size(one: Bytes, other: Bytes) -> Bytes:
-        theirs = other.by_category()
-        return Bytes(**{name: number(value, theirs[name]) for name, value in one.by_category().items()})
+    def breakdown(one: MemoryBreakdown, other: MemoryBreakdown) -> MemoryBreakdown:
+        larger = other.by_category()
+        return MemoryBreakdown(**{name: number(value, larger[name]) for name, value in one.by_category().items()})
 
     def counter(one: Counter[Key], other: Counter[Key]) -> Counter[Key]:
         return Counter({key: number(one[key], other[key]) for key in (*one, *(k for k in other if k not in one))})
 
-    more = repeated.blocks - large.blocks
-    regions: dict[Region, High] = {}
-    for mine, theirs, shift in _matched(small, large, repeated):
-        high = size(small.regions[mine].nbytes, large.regions[theirs].nbytes)
-        moment = large.regions[theirs].moment
-        where = theirs._replace(block=theirs.block + more * shift)
-        named = moment._replace(module=renamed(moment.module, more * shift))
-        if where not in regions or high.total > regions[where].nbytes.total:
-            regions[where] = High(high, named)
-    patterns = (*small.whole, *(pattern for pattern in large.whole if pattern not in small.whole))
+    added = repeated.blocks - large.blocks
+    regions: dict[StepRegion, PeakSample] = {}
+    for in_small, in_large, from_back in _matching_regions(small, large, repeated):
+        nbytes = breakdown(small.regions[in_small].nbytes, large.regions[in_large].nbytes)
+        event = large.regions[in_large].event
+        region = in_large._replace(block=in_large.block + added * from_back)
+        if region not in regions or nbytes.total > regions[region].nbytes.total:
+            regions[region] = PeakSample(nbytes, event._replace(module=shift_block(event.module, added * from_back)))
+    patterns = (*small.replicated, *(pattern for pattern in large.replicated if pattern not in small.replicated))
     none = (0, 0)
     return Summary(
         blocks=number(small.blocks, large.blocks),
         regions=regions,
-        before=size(small.before, large.before),
-        ends={phase: size(small.ends[phase], large.ends[phase]) for phase in small.ends},
+        before=breakdown(small.before, large.before),
+        ends={phase: breakdown(small.ends[phase], large.ends[phase]) for phase in small.ends},
         calls=counter(small.calls, large.calls),
         nbytes=counter(small.nbytes, large.nbytes),
         flops=number(small.flops, large.flops),
-        whole={
+        replicated={
             pattern: (
-                number(small.whole.get(pattern, none)[0], large.whole.get(pattern, none)[0]),
-                number(small.whole.get(pattern, none)[1], large.whole.get(pattern, none)[1]),
+                number(small.replicated.get(pattern, none)[0], large.replicated.get(pattern, none)[0]),
+                number(small.replicated.get(pattern, none)[1], large.replicated.get(pattern, none)[1]),
             )
             for pattern in patterns
         },
-        assumed=tuple(dict.fromkeys((*small.assumed, *large.assumed))),
+        assumptions=tuple(dict.fromkeys((*small.assumptions, *large.assumptions))),
     )
 
 
-def peaks(summary: Summary) -> dict[Phase, tuple[Bytes, Moment]]:
-    """The highest moment of every phase that allocated."""
-    found: dict[Phase, tuple[Bytes, Moment]] = {}
-    for region, (nbytes, moment) in summary.regions.items():
-        if region.phase not in found or nbytes.total > found[region.phase][0].total:
-            found[region.phase] = (nbytes, moment)
+def peaks(summary: Summary) -> dict[Phase, PeakSample]:
+    """Return the peak of every phase that allocated, in the order of the step."""
+    found: dict[Phase, PeakSample] = {}
+    for region, sample in summary.regions.items():
+        if region.phase not in found or sample.nbytes.total > found[region.phase].nbytes.total:
+            found[region.phase] = sample
     return {phase: found[phase] for phase in PHASES if phase in found}
 
 
-def _matched(small: Summary, large: Summary, repeated: Repetition) -> Iterator[tuple[Region, Region, int]]:
-    """Regions of the two traces that are the same: of the small one, of the large one, and whether from the back."""
-    # The last block that repeats has other neighbours in the large trace, and so has the first, seen from the back.
-    front = repeated.start + repeated.least * repeated.period - 1
-    lengths = [_steps(summary.regions) for summary in (small, large)]
+def _matching_regions(
+    small: Summary, large: Summary, repeated: RepeatedBlocks
+) -> Iterator[tuple[StepRegion, StepRegion, int]]:
+    """Yield equal regions of the two traces, and 1 for those whose blocks are counted from the back, else 0."""
+    # The last repeated block has other neighbours in the large trace, and so has the first, counted from the back.
+    front = repeated.start + repeated.min_count * repeated.period - 1
+    lengths = [_operator_counts(summary.regions) for summary in (small, large)]
     for phase in PHASES:
         if phase in ("clip", "optimizer") and lengths[0].get(phase) != lengths[1].get(phase):
-            yield from _highest_of(phase, small, large)
+            yield from _highest_regions(phase, small, large)
             continue
         for region in small.regions:
             if region.phase != phase:
@@ -99,8 +101,8 @@ def _matched(small: Summary, large: Summary, repeated: Repetition) -> Iterator[t
                 yield region, back, 1
 
 
-def _highest_of(phase: Phase, small: Summary, large: Summary) -> Iterator[tuple[Region, Region, int]]:
-    """Where operators run a parameter at a time, moments do not correspond, and only the highest ones do."""
+def _highest_regions(phase: Phase, small: Summary, large: Summary) -> Iterator[tuple[StepRegion, StepRegion, int]]:
+    """Yield only the highest regions of a phase whose operators run once per parameter, and so do not correspond."""
     highest = [
         max((r for r in s.regions if r.phase == phase), key=lambda r: s.regions[r].nbytes.total, default=None)
         for s in (small, large)
@@ -109,7 +111,7 @@ def _highest_of(phase: Phase, small: Summary, large: Summary) -> Iterator[tuple[
         yield highest[0], highest[1], 0
 
 
-def _steps(regions: Mapping[Region, High]) -> dict[Phase, int]:
+def _operator_counts(regions: Mapping[StepRegion, PeakSample]) -> dict[Phase, int]:
     found: dict[Phase, int] = {}
     for region in regions:
         found[region.phase] = max(found.get(region.phase, 0), region.step)

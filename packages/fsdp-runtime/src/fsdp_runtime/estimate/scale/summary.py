@@ -1,4 +1,4 @@
-"""A recording, summed up by what grows with the number of blocks: regions of the step, counts, bytes."""
+"""Summarize a recording by the quantities that grow with the number of blocks: peaks per region, counts, bytes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fsdp_runtime.estimate.trace.recorder import Moment, Recording, Stored
-from fsdp_runtime.estimate.types import Bytes, Phase
+from fsdp_runtime.estimate.trace.recorder import OpEvent, Recording, StorageInfo
+from fsdp_runtime.estimate.types import MemoryBreakdown, Phase
 
-#: By phase, kind of collective and ranks.
+#: Phase, kind of collective, and global ranks of its group.
 CallKey = tuple[Phase, str, tuple[int, ...]]
 
 
-class Region(NamedTuple):
-    """A part of a step in which as many blocks have run at every moment.
+class StepRegion(NamedTuple):
+    """A part of a step throughout which the same number of blocks have run.
 
     Args:
         phase: the phase.
-        block: the place of the last block that was entered, -1 before the first.
-        inside: whether that block still runs; else what comes after it.
-        step: of phases without blocks, the number of the operator; else 0.
+        block: index of the last block that was entered, -1 before the first.
+        inside: whether that block is still running; else the code after it.
+        step: in phases without blocks the number of the operator, else 0.
     """
 
     phase: Phase
@@ -31,57 +31,58 @@ class Region(NamedTuple):
     step: int = 0
 
 
-class High(NamedTuple):
-    """The highest moment of a region."""
+class PeakSample(NamedTuple):
+    """The peak of a region: live bytes, and the operator that allocated last."""
 
-    nbytes: Bytes
-    moment: Moment
+    nbytes: MemoryBreakdown
+    event: OpEvent
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One trace.
+    """Summary of one trace.
 
     Args:
-        blocks: how many blocks of the decoder ran.
-        regions: the highest moments.
-        before: alive before the step.
-        ends: alive at the end of each phase.
-        calls: collectives.
-        nbytes: what this rank puts into them.
+        blocks: number of the decoder's blocks that ran.
+        regions: peak of each region.
+        before: live bytes before the step.
+        ends: live bytes at the end of each phase.
+        calls: number of collectives.
+        nbytes: bytes of this rank's inputs of the collectives.
         flops: floating-point operations.
-        whole: by pattern of names, how many parameters every rank holds whole, and their bytes.
-        assumed: results that depend on data; blocks as ``*``.
-        idle: patterns of trainable parameters that got no gradient.
+        replicated: number and bytes of parameters that are replicated over all axes, by name pattern.
+        assumptions: ``(operator, module, assumption)`` for results that depend on data, block indices as ``*``.
+        params_without_grad: name patterns of trainable parameters that got no gradient.
     """
 
     blocks: int
-    regions: dict[Region, High]
-    before: Bytes
-    ends: dict[Phase, Bytes]
+    regions: dict[StepRegion, PeakSample]
+    before: MemoryBreakdown
+    ends: dict[Phase, MemoryBreakdown]
     calls: Counter[CallKey]
     nbytes: Counter[CallKey]
     flops: int
-    whole: dict[str, tuple[int, int]] = field(default_factory=dict)
-    assumed: tuple[tuple[str, str, str], ...] = ()
-    idle: frozenset[str] = frozenset()
+    replicated: dict[str, tuple[int, int]] = field(default_factory=dict)
+    assumptions: tuple[tuple[str, str, str], ...] = ()
+    params_without_grad: frozenset[str] = frozenset()
 
 
-def summarize(recording: Recording, blocks: Sequence[str], outside: set[int]) -> Summary:
-    """Sum up a recording.
+def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int]) -> Summary:
+    """Return the summary of a recording.
 
     Args:
-        recording: what happened.
-        blocks: the paths of the decoder's blocks.
-        outside: widths of the vocabulary, whole and local: tensors outside blocks with such a last dim are logits.
+        recording: one recorded step.
+        blocks: paths of the decoder's blocks.
+        vocabulary: full and local size of the vocabulary: tensors outside blocks with such a last dim are logits.
     """
-    categories = [_category(stored, recording.moments, blocks, outside) for stored in recording.stored]
-    regions, before, ends = _highest(recording, categories, _regions(recording.moments, blocks))
+    categories = [_category(info, recording.events, blocks, vocabulary) for info in recording.storages]
+    regions, before, ends = _replay(recording, categories, _regions(recording.events, blocks))
     calls: Counter[CallKey] = Counter()
     nbytes: Counter[CallKey] = Counter()
     for phase, call in recording.collectives:
         calls[phase, call.kind, call.ranks] += 1
         nbytes[phase, call.kind, call.ranks] += call.nbytes
+    assumptions = ((operator, wildcard(module), text) for operator, module, text in recording.assumptions)
     return Summary(
         blocks=len(blocks),
         regions=regions,
@@ -90,70 +91,70 @@ def summarize(recording: Recording, blocks: Sequence[str], outside: set[int]) ->
         calls=calls,
         nbytes=nbytes,
         flops=recording.flops,
-        assumed=tuple(dict.fromkeys((name, starred(path), told) for name, path, told in recording.assumed)),
+        assumptions=tuple(dict.fromkeys(assumptions)),
     )
 
 
-def starred(path: str) -> str:
-    """A path with every number in it as ``*``."""
+def wildcard(path: str) -> str:
+    """Return a path with every number as ``*``."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
-def _category(stored: Stored, moments: Sequence[Moment], blocks: Sequence[str], vocabulary: set[int]) -> str:
-    """What a storage is for, from what was said of it, else from its shape and from when it lived."""
-    if stored.category is not None:
-        return stored.category
-    moment = moments[stored.born]
-    if stored.last_dim in vocabulary and _block_of(moment.module, blocks) is None and moment.phase != "optimizer":
+def _category(info: StorageInfo, events: Sequence[OpEvent], blocks: Sequence[str], vocabulary: set[int]) -> str:
+    """Return the category of a storage: the registered one, else by its shape and lifetime."""
+    if info.category is not None:
+        return info.category
+    event = events[info.created_at]
+    if info.last_dim in vocabulary and _block_of(event.module, blocks) is None and event.phase != "optimizer":
         return "logits"
-    if moment.phase in ("forward", "loss") and stored.outlives_forward:
+    if event.phase in ("forward", "loss") and info.outlives_forward:
         return "activations"
     return "temporaries"
 
 
-def _highest(
-    recording: Recording, categories: Sequence[str], regions: Sequence[Region]
-) -> tuple[dict[Region, High], Bytes, dict[Phase, Bytes]]:
-    """Replay the changes."""
+def _replay(
+    recording: Recording, categories: Sequence[str], regions: Sequence[StepRegion]
+) -> tuple[dict[StepRegion, PeakSample], MemoryBreakdown, dict[Phase, MemoryBreakdown]]:
+    """Replay the allocations; return the regions' peaks, the bytes before the step and at the end of each phase."""
     live: Counter[str] = Counter()
     total = 0
-    highest: dict[Region, tuple[int, dict[str, int], Moment]] = {}
-    ending: dict[int, list[Phase]] = {}  # a phase that changes nothing ends where the one before it does
+    highest: dict[StepRegion, tuple[int, dict[str, int], OpEvent]] = {}
+    ending: dict[int, list[Phase]] = {}  # a phase without allocations ends where the previous one does
     for phase, position in recording.ends.items():
         ending.setdefault(position, []).append(phase)
-    at_end: dict[Phase, Bytes] = {}
-    before = Bytes()
-    for position, change in enumerate(recording.changes):
-        if change.moment >= 0 and before.total == 0:
-            before = Bytes(**live)
-        at_end |= {phase: Bytes(**live) for phase in ending.get(position, ())}
-        live[categories[change.storage]] += change.delta
-        total += change.delta
-        if change.moment < 0 or change.delta < 0:
+    at_end: dict[Phase, MemoryBreakdown] = {}
+    before = MemoryBreakdown()
+    for position, allocation in enumerate(recording.allocations):
+        if allocation.event >= 0 and before.total == 0:
+            before = MemoryBreakdown(**live)
+        at_end |= {phase: MemoryBreakdown(**live) for phase in ending.get(position, ())}
+        live[categories[allocation.storage]] += allocation.delta
+        total += allocation.delta
+        if allocation.event < 0 or allocation.delta < 0:
             continue
-        region = regions[change.moment]
+        region = regions[allocation.event]
         if region not in highest or total > highest[region][0]:
-            highest[region] = (total, dict(live), recording.moments[change.moment])
-    at_end |= {phase: Bytes(**live) for phase in ending.get(len(recording.changes), ())}
-    found = {region: High(Bytes(**parts), moment) for region, (_, parts, moment) in highest.items()}
+            highest[region] = (total, dict(live), recording.events[allocation.event])
+    at_end |= {phase: MemoryBreakdown(**live) for phase in ending.get(len(recording.allocations), ())}
+    found = {region: PeakSample(MemoryBreakdown(**parts), event) for region, (_, parts, event) in highest.items()}
     return found, before, at_end
 
 
-def _regions(moments: Sequence[Moment], blocks: Sequence[str]) -> list[Region]:
-    """The region of every moment."""
-    found: list[Region] = []
+def _regions(events: Sequence[OpEvent], blocks: Sequence[str]) -> list[StepRegion]:
+    """Return the region of every event."""
+    found: list[StepRegion] = []
     phase, last, step = None, -1, 0
-    for moment in moments:
-        assert moment.phase is not None  # noqa: S101  # moments are made in phases
-        if moment.phase != phase:
-            phase, last, step = moment.phase, -1, 0
-        if moment.phase in ("clip", "optimizer"):
-            found.append(Region(moment.phase, -1, False, step))
+    for event in events:
+        assert event.phase is not None  # noqa: S101  # events are recorded inside phases
+        if event.phase != phase:
+            phase, last, step = event.phase, -1, 0
+        if event.phase in ("clip", "optimizer"):
+            found.append(StepRegion(event.phase, -1, False, step))
             step += 1
             continue
-        block = _block_of(moment.module, blocks)
+        block = _block_of(event.module, blocks)
         last = last if block is None else block
-        found.append(Region(moment.phase, last, block is not None))
+        found.append(StepRegion(event.phase, last, block is not None))
     return found
 
 

@@ -1,1 +1,1 @@
-"""One step on fake tensors: allocations, modules and collectives."""
+"""Record one step on fake tensors: allocations, running modules, collectives, operations."""

@@ -1,4 +1,4 @@
-"""Collectives as operators: which they are, over which ranks, with how many bytes; and what they cost."""
+"""Recognize collective operators: kind, ranks and bytes; and summarize their traffic by axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_runtime.mesh.spec import FLATTENED, submesh
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor", "_c10d_functional_autograd")
 
-#: Parts of operators' names, in the order in which they are looked for; ``all_reduce`` is part of no other.
+#: Parts of operator names, in the order in which they are searched.
 _KINDS = {
     "reduce_scatter": "reduce_scatter",
     "alltoall": "all_to_all",
@@ -35,13 +35,13 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One call.
+class CollectiveCall:
+    """One call of a collective.
 
     Args:
         kind: ``"all_gather"``, …
-        ranks: the ranks of the group in the world.
-        nbytes: bytes that this rank puts in.
+        ranks: global ranks of the group.
+        nbytes: bytes of this rank's input.
     """
 
     kind: str
@@ -49,8 +49,8 @@ class Collective:
     nbytes: int
 
 
-def collective_of(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Collective | None:
-    """The collective that an operator is, functional or in place; ``None`` for all others."""
+def collective_call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> CollectiveCall | None:
+    """Return the collective that an operator runs, functional or in place; ``None`` for other operators."""
     if function.namespace not in _NAMESPACES:
         return None
     name = _name(function)
@@ -60,31 +60,31 @@ def collective_of(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Collec
     groups = (group_of(value) for value in (*args, *kwargs.values()))
     ranks = next((_ranks(group) for group in groups if group is not None), ())
     tensors = [value for value in args if isinstance(value, (Tensor, list))]
-    # In place, the result comes first where it is one flat tensor; as lists, own tensors come second too.
-    own = tensors[1] if name.endswith("_base_") else tensors[0]
-    return Collective(kind, ranks, sum(leaf.nbytes for leaf in leaves(own) if isinstance(leaf, Tensor)))
+    # In-place operators on one flat tensor take the output first; all others take the input first.
+    inputs = tensors[1] if name.endswith("_base_") else tensors[0]
+    return CollectiveCall(kind, ranks, sum(leaf.nbytes for leaf in leaves(inputs) if isinstance(leaf, Tensor)))
 
 
-def traffic_of(
+def summarize_traffic(
     collectives: Counter[tuple[Phase, str, tuple[int, ...]]],
     nbytes: Mapping[tuple[Phase, str, tuple[int, ...]], int],
     mesh: DeviceMesh,
     bandwidths: Mapping[str, float],
 ) -> tuple[Traffic, ...]:
-    """Counts and bytes by axis, phase and kind, in that order.
+    """Return counts and bytes by axis, phase and kind, in that order.
 
     Args:
-        collectives: calls by phase, kind and ranks.
-        nbytes: bytes that this rank puts in, by the same.
-        mesh: whose axes the ranks are.
-        bandwidths: bytes a second by axis; under ``""`` for all others.
+        collectives: number of calls by phase, kind and ranks.
+        nbytes: bytes of this rank's inputs, with the same keys.
+        mesh: the mesh whose axes connect the ranks.
+        bandwidths: bytes per second by axis; under ``""`` for all others.
     """
     axes = axis_names(mesh)
     found = []
     for key, count in collectives.items():
         phase, kind, ranks = key
         axis = axes.get(ranks, "ranks " + ",".join(map(str, ranks[:4])) + (",…" if len(ranks) > 4 else ""))
-        moved = bytes_moved(kind, nbytes[key], len(ranks))
+        sent = min_bytes_sent(kind, nbytes[key], len(ranks))
         speed = bandwidths.get(axis, bandwidths.get(""))
         found.append(
             Traffic(
@@ -94,17 +94,17 @@ def traffic_of(
                 kind=kind,
                 count=count,
                 nbytes=nbytes[key],
-                moved=moved,
-                seconds=None if speed is None else moved / speed,
+                bytes_sent=sent,
+                seconds=None if speed is None else sent / speed,
             )
         )
     order = list(dict.fromkeys(axes.values()))
-    rank = {axis: place for place, axis in enumerate(order)}
-    return tuple(sorted(found, key=lambda t: (rank.get(t.axis, len(order)), t.axis, PHASES.index(t.phase), t.kind)))
+    position = {axis: index for index, axis in enumerate(order)}
+    return tuple(sorted(found, key=lambda t: (position.get(t.axis, len(order)), t.axis, PHASES.index(t.phase), t.kind)))
 
 
 def axis_names(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
-    """The axis that a group of ranks is; a mesh's own axes before flattened ones, those of size 1 last."""
+    """Return the axis of each group of ranks; the mesh's own axes take precedence over flattened ones."""
     names = [*(mesh.mesh_dim_names or ()), *FLATTENED]
     found: dict[tuple[int, ...], str] = {}
     for name in names:
@@ -113,8 +113,8 @@ def axis_names(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     return found
 
 
-def bytes_moved(kind: str, nbytes: int, ranks: int) -> int:
-    """Bytes that must leave a rank at least, by the ring algorithm (Patarasuk and Yuan, 2009)."""
+def min_bytes_sent(kind: str, nbytes: int, ranks: int) -> int:
+    """Return the least bytes that a rank sends, by the ring algorithm (Patarasuk and Yuan, 2009)."""
     if ranks < 2:
         return 0
     match kind:

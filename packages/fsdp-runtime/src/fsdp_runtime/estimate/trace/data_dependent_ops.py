@@ -1,7 +1,4 @@
-"""What a dry run takes for results that depend on data: the one place where values are assumed.
-
-Tokens are spread evenly over experts, and checks pass.
-"""
+"""Assume results for operators whose results depend on data: tokens spread evenly over experts, checks pass."""
 
 from __future__ import annotations
 
@@ -11,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: What models call their number of experts.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
+from tp_plans.naming import EXPERT_COUNTS
 
 aten = torch.ops.aten
 
-#: Operators that a dry run answers itself.
+#: Operators whose results a dry run assumes.
 DATA_DEPENDENT = frozenset({aten._local_scalar_dense.default, aten.nonzero.default})
 
-#: Grouped products, which CPUs and GPUs run in every dtype, and fake tensors in bfloat16 only (torch 2.10 to 2.15).
-GROUPED = frozenset({aten._grouped_mm.default})
+#: Grouped matrix products: CPUs and GPUs run them in every dtype, fake tensors only in bfloat16 (torch 2.10 to 2.15).
+GROUPED_MM = frozenset({aten._grouped_mm.default})
 
 _CHECKS = frozenset({"all", "equal", "is_same_size", "allclose"})
 _COUNTS = frozenset({"histc", "bincount"})
@@ -28,23 +24,23 @@ _ORIGIN = "_fsdp_runtime_origin"
 
 
 def remember_origin(function: Any, args: Any, result: Any) -> None:
-    """Note which operator made a single truth value or a table of counts, for :func:`substitute`."""
+    """Attach to a boolean scalar or a table of counts the operator that made it, for :func:`assume_result`."""
     if isinstance(result, Tensor) and ((result.dtype == torch.bool and result.ndim == 0) or _name(function) in _COUNTS):
         setattr(result, _ORIGIN, (_name(function), args[0].numel() if isinstance(args[0], Tensor) else 0))
 
 
-def substitute(function: Any, tensor: Tensor, running: Sequence[nn.Module]) -> tuple[Any, str]:
-    """The result of an operator of ``DATA_DEPENDENT``, and in words what was assumed.
+def assume_result(function: Any, tensor: Tensor, running: Sequence[nn.Module]) -> tuple[Any, str]:
+    """Return an assumed result of an operator of ``DATA_DEPENDENT``, and the assumption in words.
 
     Args:
         function: the operator.
-        tensor: what it is applied to.
-        running: the modules that run, outermost first.
+        tensor: its input.
+        running: the running modules, outermost first.
     """
     if function is aten.nonzero.default:
-        rows = _selected(tensor, experts_of(running))
-        told = f"{rows} of {tensor.numel()} elements are selected: tokens are spread evenly over experts"
-        return tensor.new_empty((rows, tensor.ndim), dtype=torch.int64), told
+        rows = _selected(tensor, num_experts_of(running))
+        assumption = f"{rows} of {tensor.numel()} elements are selected: tokens are spread evenly over experts"
+        return tensor.new_empty((rows, tensor.ndim), dtype=torch.int64), assumption
     name, elements = getattr(tensor, _ORIGIN, ("", 0))
     if tensor.dtype == torch.bool:
         passes = name in _CHECKS
@@ -57,24 +53,24 @@ def substitute(function: Any, tensor: Tensor, running: Sequence[nn.Module]) -> t
     return 0, "an index is 0"
 
 
-def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """What a grouped product returns: a row for each of the left's, or a matrix for each group."""
+def grouped_mm(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Return the empty result of a grouped matrix product: one row per row of ``left``, or one matrix per group."""
     if left.ndim == 2 and right.ndim == 2 and offsets is not None:
         return left.new_empty(offsets.shape[0], left.shape[0], right.shape[1])
     return left.new_empty(*left.shape[:-1], right.shape[-1])
 
 
-def experts_of(running: Sequence[nn.Module]) -> int | None:
-    """The number of experts of the innermost module that says one."""
+def num_experts_of(running: Sequence[nn.Module]) -> int | None:
+    """Return the number of experts of the innermost module that has one."""
     for module in reversed(running):
-        for name in _EXPERTS:
+        for name in EXPERT_COUNTS:
             if isinstance(count := getattr(module, name, None), int) and count > 0:
                 return count
     return None
 
 
 def _selected(tensor: Tensor, experts: int | None) -> int:
-    """Of a mask over experts every expert, of one over tokens an even share."""
+    """Return the selected elements of a mask: every expert of one over experts, an even share of one over tokens."""
     if experts is None:
         return tensor.numel()
     if tensor.numel() in (experts, experts + 1):  # some models count an expert for tokens that have none

@@ -1,4 +1,4 @@
-"""A world of ranks that are not there, and tensors without storage."""
+"""A simulated world of one process, and tensors without data."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fsdp_runtime.mesh.spec import MeshSpec
 
 @contextmanager
 def fake_world(spec: MeshSpec, *, rank: int) -> Iterator[DeviceMesh]:
-    """This process as one rank of a mesh in which every collective returns at once; none of it is left afterwards.
+    """Make this process one rank of a mesh in which every collective returns at once; undone on exit.
 
     Raises:
-        EstimateError: ``torch.distributed`` is running already, or the mesh has no such rank.
+        EstimateError: ``torch.distributed`` is initialized already, or the mesh has no such rank.
     """
     world_size = 1
     for size in spec.sizes.values():
@@ -29,7 +29,7 @@ def fake_world(spec: MeshSpec, *, rank: int) -> Iterator[DeviceMesh]:
         raise EstimateError(f"rank {rank} of a mesh of {world_size} ranks: give one from 0 to {world_size - 1}")
     if dist.is_initialized():
         raise EstimateError(
-            "torch.distributed is running in this process, and a dry run needs a world of its own: call estimate "
+            "torch.distributed is initialized in this process, and a dry run needs its own world: call estimate "
             "before init_process_group, or in another process (the command fsdp-runtime estimate)"
         )
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
@@ -41,8 +41,8 @@ def fake_world(spec: MeshSpec, *, rank: int) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
-def without_data() -> Iterator[None]:
-    """Tensors made inside have shapes, dtypes and storages of a size, and no memory."""
+def fake_tensors_without_data() -> Iterator[None]:
+    """Create tensors with shapes, dtypes and storage sizes, but without memory."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

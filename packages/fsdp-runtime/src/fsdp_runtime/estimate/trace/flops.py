@@ -1,4 +1,4 @@
-"""Floating-point operations of an operator, by torch's own formulas and those that it lacks."""
+"""Floating-point operations of an operator, by torch's formulas, and formulas for operators that torch lacks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 
 def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Operations of one call, a multiply-add being two; 0 for operators that only move or add.
+    """Return the operations of one call, a multiply-add counted as two; 0 for operators that only copy or add.
 
-    Attention under a causal mask counts as without one, as in ``torch.utils.flop_counter``.
+    Causal attention counts as full attention, as in ``torch.utils.flop_counter``.
     """
     packet = function.overloadpacket
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
@@ -19,7 +19,7 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]
     if "grouped_mm" in str(packet) and getattr(args[0], "ndim", 0) == 2:
-        products = 2 if "backward" in str(packet) else 1  # transformers' operator gives both gradients
+        products = 2 if "backward" in str(packet) else 1  # transformers' operator computes both gradients
         return 2 * products * int(args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

@@ -1,4 +1,4 @@
-"""Which module of a model is running, in forward and in backward."""
+"""Track the running module of a model, in forward and in backward."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from torch.nn.modules.module import (
 
 from fsdp_runtime._torch_compat import autograd_position, running_backward_of
 
-#: Backward nodes of parameters have numbers beyond any that an operator gets.
+#: Backward nodes of parameters have sequence numbers above every operator's.
 _NO_OPERATOR = 2**63
 
 
-class Places:
-    """Follows the modules that run; backward is followed by the numbers that autograd gives its nodes in forward.
+class ModuleTracker:
+    """Track running modules; backward is attributed by the sequence numbers that autograd assigns in forward.
 
-    Hooks on gradients would tell too, but they change the graph, and with it what is alive.
+    ``torch.utils.module_tracker`` uses gradient hooks instead, which change the graph and extend lifetimes, so that
+    memory would be counted wrongly.
+
+    Args:
+        model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,11 +34,12 @@ class Places:
         self._modules = {path: module for module, path in self._paths.items()}
         self._stack: list[str] = []
         self._starts: list[int] = []
-        self._spans: list[str] = []
+        self._path_at_start: list[str] = []
+        self._last_backward = ""
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Follow modules that run inside."""
+    def track(self) -> Iterator[None]:
+        """Track modules that run inside."""
         handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -45,34 +50,32 @@ class Places:
             for handle in handles:
                 handle.remove()
 
-    def now(self) -> str:
-        """The path of the innermost module that runs, or whose backward does; ``""`` outside."""
+    def current_path(self) -> str:
+        """Return the path of the innermost module that runs, or whose backward runs; ``""`` outside."""
         if self._stack:
             return self._stack[-1]
         number = running_backward_of()
         if number is None:
             return ""
         if number >= _NO_OPERATOR:
-            return self._last
+            return self._last_backward
         index = bisect_right(self._starts, number) - 1
-        self._last = self._spans[index] if index >= 0 else ""
-        return self._last
+        self._last_backward = self._path_at_start[index] if index >= 0 else ""
+        return self._last_backward
 
-    _last = ""
-
-    def running(self) -> Sequence[nn.Module]:
-        """The modules that run, outermost first."""
+    def running_modules(self) -> Sequence[nn.Module]:
+        """Return the modules whose forward runs, outermost first."""
         return [self._modules[path] for path in self._stack]
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
         path = self._paths.get(module)
         self._stack.append(self._stack[-1] if path is None and self._stack else path or "")
-        self._note()
+        self._note_start()
 
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         self._stack.pop()
-        self._note()
+        self._note_start()
 
-    def _note(self) -> None:
+    def _note_start(self) -> None:
         self._starts.append(autograd_position())
-        self._spans.append(self._stack[-1] if self._stack else "")
+        self._path_at_start.append(self._stack[-1] if self._stack else "")

@@ -1,4 +1,4 @@
-"""Records what a step allocates, frees, communicates and computes, operator by operator."""
+"""Record the allocations, collectives and operations of a step, operator by operator."""
 
 from __future__ import annotations
 
@@ -12,34 +12,46 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import TorchDispatchMode, leaves, local_of, storage_key, untraceable
+from fsdp_runtime._torch_compat import (
+    TorchDispatchMode,
+    leaves,
+    local_of,
+    observe_storage_resizes,
+    storage_key,
+    untraceable,
+)
 from fsdp_runtime.errors import EstimateError
-from fsdp_runtime.estimate.trace.collectives import Collective, collective_of
+from fsdp_runtime.estimate.trace.collectives import CollectiveCall, collective_call
 from fsdp_runtime.estimate.trace.data_dependent_ops import (
     DATA_DEPENDENT,
-    GROUPED,
-    grouped_product,
+    GROUPED_MM,
+    assume_result,
+    grouped_mm,
     remember_origin,
-    substitute,
 )
 from fsdp_runtime.estimate.trace.flops import flops_of
-from fsdp_runtime.estimate.trace.module_tracker import Places
+from fsdp_runtime.estimate.trace.module_tracker import ModuleTracker
 from fsdp_runtime.estimate.types import Phase
 
 
 class UntraceableError(EstimateError):
-    """An operator whose result depends on data, and for which nothing is assumed."""
+    """An operator's result depends on data, and no result is assumed for it.
+
+    Args:
+        operator: the operator.
+        module: path of the running module.
+    """
 
     def __init__(self, operator: str, module: str) -> None:
         super().__init__(
-            f"{operator} in {module or 'code outside the model'} depends on values, which a dry run has not: take it "
-            "out of the model for the estimate, or give the model as a function that replaces it"
+            f"{operator} in {module or 'code outside the model'} depends on values, which a dry run does not have: "
+            "remove it from the model for the estimate, or give the model as a function that replaces it"
         )
         self.operator, self.module = operator, module
 
 
-class Moment(NamedTuple):
-    """An operator that allocated: where it ran."""
+class OpEvent(NamedTuple):
+    """An operator that allocated, with its phase and module."""
 
     phase: Phase | None
     module: str
@@ -47,163 +59,152 @@ class Moment(NamedTuple):
 
 
 @dataclass
-class Stored:
-    """What is known of one storage.
+class StorageInfo:
+    """Properties of one storage.
 
     Args:
-        born: the moment at which it was made; -1 for what was there before.
-        last_dim: of the first tensor on it.
-        category: what it is, where that is known; of all others it follows from when they lived.
+        created_at: index of the event that created it; -1 for storages that existed before the step.
+        last_dim: last dim of the first tensor on it.
+        category: its category, if registered; others follow from lifetimes.
         outlives_forward: whether it was alive when forward, or the loss, ended.
     """
 
-    born: int
+    created_at: int
     last_dim: int = 0
     category: str | None = None
     outlives_forward: bool = False
 
 
-class Change(NamedTuple):
-    """Bytes that came or went."""
+class AllocationEvent(NamedTuple):
+    """Bytes that were allocated or, as a negative ``delta``, freed."""
 
-    moment: int
+    event: int
     storage: int
     delta: int
 
 
 @dataclass
 class Recording:
-    """What happened, in order.
+    """Everything that was recorded, in order.
 
     Args:
-        moments: operators that allocated.
-        stored: every storage that was seen.
-        changes: bytes that came or went.
-        ends: by phase, how many changes there were at its end.
-        collectives: calls, with their phases.
+        events: operators that allocated.
+        storages: every storage that was seen.
+        allocations: bytes allocated and freed.
+        ends: number of allocations at the end of each phase.
+        collectives: calls with their phases.
         flops: floating-point operations.
-        assumed: ``(operator, module, assumption)`` of results that depend on data, with repetitions left out.
+        assumptions: ``(operator, module, assumption)`` for results that depend on data, without repetitions.
     """
 
-    moments: list[Moment] = field(default_factory=list)
-    stored: list[Stored] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
+    events: list[OpEvent] = field(default_factory=list)
+    storages: list[StorageInfo] = field(default_factory=list)
+    allocations: list[AllocationEvent] = field(default_factory=list)
     ends: dict[Phase, int] = field(default_factory=dict)
-    collectives: list[tuple[Phase, Collective]] = field(default_factory=list)
+    collectives: list[tuple[Phase, CollectiveCall]] = field(default_factory=list)
     flops: int = 0
-    assumed: dict[tuple[str, str, str], None] = field(default_factory=dict)
+    assumptions: dict[tuple[str, str, str], None] = field(default_factory=dict)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records local operators: those of DTensors come here afterwards, as what they are made of."""
+    """A dispatch mode that records operators on local tensors; DTensor operators arrive as the local ones they call.
 
-    def __init__(self, places: Places) -> None:
+    Args:
+        modules: tracks the running module.
+    """
+
+    def __init__(self, modules: ModuleTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
-        self._places = places
+        self._modules = modules
         self._phase: Phase | None = None
-        self._live: dict[int, tuple[int, int]] = {}  # by storage: its number, and its bytes
+        self._live: dict[int, tuple[int, int]] = {}  # storage key -> index in storages, bytes
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """Record what runs inside as a phase of the step."""
+        """Record the code inside as a phase of the step."""
         self._phase = name
-        with _resizes_reported(self._resized), self._places.followed(), self:
+        with observe_storage_resizes(self._resized), self._modules.track(), self:
             yield
         if name in ("forward", "loss"):
-            for number, _ in self._live.values():
-                self.recording.stored[number].outlives_forward = True
-        self.recording.ends[name] = len(self.recording.changes)
+            for index, _ in self._live.values():
+                self.recording.storages[index].outlives_forward = True
+        self.recording.ends[name] = len(self.recording.allocations)
         self._phase = None
 
-    def adopt(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Take tensors that are there, outside of every phase, as a category."""
+    def register(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Register tensors that exist before the step under a category."""
         for local in map(local_of, tensors):
             key = storage_key(local)
             if key not in self._live:
-                self._made(local, -1)
-            self.recording.stored[self._live[key][0]].category = category
+                self._allocated(local, -1)
+            self.recording.storages[self._live[key][0]].category = category
 
     def relabel(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Say what tensors are that were made in a phase."""
+        """Set the category of tensors that were created in a phase."""
         for local in map(local_of, tensors):
             if (live := self._live.get(storage_key(local))) is not None:
-                self.recording.stored[live[0]].category = category
+                self.recording.storages[live[0]].category = category
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and note what it did."""
+        """Run an operator and record it."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         assert self._phase is not None  # noqa: S101  # the mode is entered by phase()
         kwargs = kwargs or {}
-        if (call := collective_of(func, args, kwargs)) is not None:
+        if (call := collective_call(func, args, kwargs)) is not None:
             self.recording.collectives.append((self._phase, call))
         if func in DATA_DEPENDENT:
-            result, told = substitute(func, args[0], self._places.running())
-            if self._places.running():  # what loss and optimizer ask is whether targets are valid, which step it is
-                self.recording.assumed[str(func), self._places.now(), told] = None
-        elif func in GROUPED and args[0].dtype != torch.bfloat16:
-            result = grouped_product(*args, **kwargs)
+            running = self._modules.running_modules()
+            result, assumption = assume_result(func, args[0], running)
+            if running:  # checks of loss and optimizer (valid targets, step number) are not listed
+                self.recording.assumptions[str(func), self._modules.current_path(), assumption] = None
+        elif func in GROUPED_MM and args[0].dtype != torch.bfloat16:
+            result = grouped_mm(*args, **kwargs)
         else:
             result = self._run(func, args, kwargs)
             remember_origin(func, args, result)
         self.recording.flops += flops_of(func, args, kwargs, result)
-        self._note_results(func, result)
+        self._record_results(func, result)
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             return func(*args, **kwargs)
         except untraceable() as error:
-            raise UntraceableError(str(func), self._places.now()) from error
+            raise UntraceableError(str(func), self._modules.current_path()) from error
 
-    def _note_results(self, func: Any, result: Any) -> None:
-        moment = None
+    def _record_results(self, func: Any, result: Any) -> None:
+        event = None
         for leaf in leaves(result):
             if not isinstance(leaf, Tensor) or leaf.device.type == "meta":
                 continue
             if storage_key(leaf) not in self._live:
-                moment = self._moment(str(func)) if moment is None else moment
-                self._made(leaf, moment)
+                event = self._event(str(func)) if event is None else event
+                self._allocated(leaf, event)
 
-    def _moment(self, operator: str) -> int:
-        self.recording.moments.append(Moment(self._phase, self._places.now(), operator))
-        return len(self.recording.moments) - 1
+    def _event(self, operator: str) -> int:
+        self.recording.events.append(OpEvent(self._phase, self._modules.current_path(), operator))
+        return len(self.recording.events) - 1
 
-    def _made(self, tensor: Tensor, moment: int) -> None:
+    def _allocated(self, tensor: Tensor, event: int) -> None:
         storage = tensor.untyped_storage()
-        number, size = len(self.recording.stored), storage.nbytes()
-        self.recording.stored.append(Stored(moment, tensor.shape[-1] if tensor.ndim > 1 else 0))
-        self.recording.changes.append(Change(moment, number, size))
-        self._live[storage_key(storage)] = (number, size)
+        index, size = len(self.recording.storages), storage.nbytes()
+        self.recording.storages.append(StorageInfo(event, tensor.shape[-1] if tensor.ndim > 1 else 0))
+        self.recording.allocations.append(AllocationEvent(event, index, size))
+        self._live[storage_key(storage)] = (index, size)
         weakref.finalize(storage, self._freed, storage_key(storage))
 
     def _freed(self, key: int) -> None:
-        number, size = self._live.pop(key)
-        self.recording.changes.append(Change(len(self.recording.moments) - 1, number, -size))
+        index, size = self._live.pop(key)
+        self.recording.allocations.append(AllocationEvent(len(self.recording.events) - 1, index, -size))
 
     def _resized(self, storage: Any) -> None:
-        """FSDP2 frees and allocates what it gathers into by resizing storages, which no operator tells."""
+        """Record FSDP2's allocation of gathered parameters: it resizes storages, and no operator shows that."""
         if (live := self._live.get(storage_key(storage))) is None:
             return
-        number, before = live
+        index, before = live
         if (size := storage.nbytes()) != before:
-            self.recording.stored[number].category = "gathered"
-            self.recording.changes.append(Change(self._moment("resize_"), number, size - before))
-            self._live[storage_key(storage)] = (number, size)
-
-
-@contextmanager
-def _resizes_reported(report: Any) -> Iterator[None]:
-    original = torch.UntypedStorage.resize_
-
-    def resize_(storage: Any, size: int) -> Any:
-        result = original(storage, size)
-        report(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+            self.recording.storages[index].category = "gathered"
+            self.recording.allocations.append(AllocationEvent(self._event("resize_"), index, size - before))
+            self._live[storage_key(storage)] = (index, size)
