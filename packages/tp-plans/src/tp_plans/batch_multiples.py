@@ -33,6 +33,11 @@ def batch_divisibility(plan: Plan, *, tp: int) -> BatchDivisibility:
 
     Raises:
         PlanError: ``plan`` is no plan, or ``tp`` no size.
+
+    Example:
+        >>> import tp_plans
+        >>> tp_plans.batch_divisibility(tp_plans.plan_for("LlamaForCausalLM"), tp=8).batch
+        1
     """
     require_plan(plan)
     require_size(tp)

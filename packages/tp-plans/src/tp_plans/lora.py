@@ -36,8 +36,16 @@ def adapter_styles(style: Style, *, sequence_dim: int | None = None) -> AdapterS
         sequence_dim: the dim on which the layer's input arrives cut, where no module above gathers it (the head
             under sequence parallelism).
 
+    Returns:
+        The styles of the two factors.
+
     Raises:
         PlanError: a layer of this style cannot carry an adapter.
+
+    Example:
+        >>> import tp_plans
+        >>> tp_plans.adapter_styles(tp_plans.ColwiseParallel()).a
+        NoParallel(gradient='full')
     """
     match style:
         case ColwiseParallel():

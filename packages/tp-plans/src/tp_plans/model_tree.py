@@ -112,6 +112,13 @@ class ModelTree:
         is_product = runs in ("Linear", "_TensorParallelMixin")
         return is_product and _inherits(self.modules[path], {"Linear"}) and self.weight(path) is not None
 
+    def is_plain_linear(self, path: str) -> bool:
+        """Return whether a module is torch's linear layer itself: other code may read a subclass's weight.
+
+        ``nn.MultiheadAttention`` reads that of its ``NonDynamicallyQuantizableLinear``, without calling it.
+        """
+        return type(self.modules[path]).__name__ == "Linear"
+
     def is_embedding(self, path: str) -> bool:
         """Return whether a module is an embedding table ``[entries, features]``."""
         module = self.modules[path]

@@ -21,8 +21,22 @@ def get_hf_tp_plan(model: Any) -> dict[str, ParallelStyle]:
     Args:
         model: a transformers model.
 
+    Returns:
+        Module pattern to style, for ``parallelize_module``.
+
     Raises:
         PlanError: transformers ships none, or it cannot be read.
+
+    Example:
+        >>> import torch
+        >>> from tp_plans.nemo import get_hf_tp_plan
+        >>> class Model(torch.nn.Module):
+        ...     _tp_plan = {"head": "colwise"}
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.head = torch.nn.Linear(8, 32)
+        >>> list(get_hf_tp_plan(Model()))
+        ['head']
     """
     return dict(from_hugging_face(model).to_torch())
 
@@ -30,7 +44,18 @@ def get_hf_tp_plan(model: Any) -> dict[str, ParallelStyle]:
 def translate_parallel_style(style: str) -> ParallelStyle:
     """The style of torch that a word of transformers' plans means, as ``"colwise"``.
 
+    Args:
+        style: the word, as in a config's ``base_model_tp_plan``.
+
+    Returns:
+        The style.
+
     Raises:
         UnknownStyleError: the word is in no table.
+
+    Example:
+        >>> from tp_plans.nemo import translate_parallel_style
+        >>> type(translate_parallel_style("colwise")).__name__
+        'ColwiseParallelImpl'
     """
     return Plan({"module": style_from_name(style)}).to_torch()["module"]

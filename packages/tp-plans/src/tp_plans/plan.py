@@ -221,6 +221,13 @@ def styles_by_path(plan: Plan, model: Any) -> dict[str, ParallelStyle]:
 
     Returns:
         ``{module path: ParallelStyle}``; rules of bare parameters are folded onto the module that owns them.
+
+    Example:
+        >>> import torch, tp_plans
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8))
+        >>> plan = tp_plans.Plan({"0": tp_plans.ColwiseParallel(), "1": tp_plans.RowwiseParallel()})
+        >>> sorted(tp_plans.styles_by_path(plan, model))
+        ['0', '1']
     """
     from tp_plans.torch_styles import styles_by_path as make
 

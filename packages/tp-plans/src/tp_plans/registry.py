@@ -37,7 +37,16 @@ class _Names:
 
 
 def architectures() -> tuple[Architecture, ...]:
-    """Every architecture that has a plan of its own; those that were registered come last."""
+    """Every architecture that has a plan of its own; those that were registered come last.
+
+    Returns:
+        The registered architectures, in the order of registration.
+
+    Example:
+        >>> import tp_plans
+        >>> tp_plans.architectures()[0].class_name
+        'LlamaForCausalLM'
+    """
     return tuple({id(entry): entry for entry in _BY_NAME.values()}.values())
 
 
@@ -49,6 +58,10 @@ def register(entry: Architecture) -> None:
 
     Raises:
         PlanError: it is no :class:`Architecture`, or another one goes by one of its names.
+
+    Example:
+        >>> import tp_plans
+        >>> tp_plans.register(tp_plans.architectures()[0])  # an equal entry changes nothing
     """
     if not isinstance(entry, Architecture):
         raise PlanError(f"register takes an Architecture, not what is of type {type_name(entry)}")
@@ -75,10 +88,19 @@ def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool =
             results are those of one process.
         tp: the size of the axis, where it is known: one beyond the architecture's largest is refused.
 
+    Returns:
+        The plan; for a model, adapted to its config and without rules for modules that it does not have.
+
     Raises:
         UnknownArchitectureError: none of the target's names is known; the message lists those tried and the
             nearest known ones.  Or it is for a task of whose head nothing is known.
         CapabilityError: the architecture has no sequence-parallel form, or cannot be split over ``tp`` ranks.
+
+    Example:
+        >>> import tp_plans
+        >>> plan = tp_plans.plan_for("Qwen3ForCausalLM", sequence_parallel=True)
+        >>> plan["model.norm"]
+        SequenceParallel(sequence_dim=1)
     """
     names = _names(target.model if isinstance(target, ModelTree) else target)
     entry = next((_BY_NAME[name] for name in names if name in _BY_NAME), None) or _of_same_model(names)

@@ -34,11 +34,19 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False) -
         model: the model that the plan is for.
         sequence_parallel: wanted of ``"auto"``; a plan of the user's must then be a sequence-parallel one.
 
+    Returns:
+        The plan.
+
     Raises:
         CustomPlanError: the user's plan cannot be used; the message says what was wrong with it.
         UnknownStyleError: it holds a word that names no style.
         UnknownArchitectureError: ``"auto"`` found no plan.
         CapabilityError: sequence parallelism was asked of a model that has no such form.
+
+    Example:
+        >>> import tp_plans
+        >>> tp_plans.resolve_plan({"up": "colwise", "down": "rowwise"}, model=None)
+        <Plan the custom plan: TP, 2 rules>
     """
     if plan == "auto":
         return _automatic(model, sequence_parallel=sequence_parallel)

@@ -32,9 +32,21 @@ def rowwise_free(plan: Plan) -> Plan:
     Source: the batch-invariant plans that NeMo RL's users write by hand for equal log-probabilities in training
     and generation.
 
+    Args:
+        plan: the plan.
+
+    Returns:
+        The changed plan.
+
     Raises:
         PlanError: a layer's part of a sum is left to another module, or its input consists of pieces; or what was
             given is no plan.
+
+    Example:
+        >>> import tp_plans
+        >>> plan = tp_plans.rowwise_free(tp_plans.Plan({"down": tp_plans.RowwiseParallel()}))
+        >>> type(plan["down"]).__name__
+        'ColwiseParallel'
     """
     require_plan(plan)
     changed = {pattern: _without_sum(pattern, style) for pattern, style in plan.items()}

@@ -7,9 +7,9 @@ import sys
 SCRIPT = """
 from types import SimpleNamespace as Module
 
-from tp_plans import Plan
-from tp_plans.completion import completed
-from tp_plans.sequence_parallel import with_sequence_parallelism
+from tp_plans import ModelTree, Plan
+from tp_plans.infer.complete import complete_plan
+from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 
 
 class Linear(Module):
@@ -25,7 +25,7 @@ def norm(size):
     return type("Norm", (Module,), {})(_parameters={"weight": Module(shape=(size,), ndim=1)})
 
 
-modules = {"": Module(_parameters={}), "model": Module(_parameters={})}
+modules = {"": Module(_parameters={}, named_modules=lambda: modules.items()), "model": Module(_parameters={})}
 modules["model.embed_tokens"] = Module(
     _parameters={"weight": Module(shape=(640, 64), ndim=2)}, num_embeddings=640, padding_idx=None
 )
@@ -40,9 +40,10 @@ for block in range(2):
     modules[f"{path}.attn.q_norm"] = norm(16)
     modules[f"{path}.odd"] = Module(_parameters={"matrix": Module(shape=(64, 64), ndim=2)})
     modules[f"{path}.odd.first"], modules[f"{path}.odd.second"] = linear(96, 64), linear(64, 64)
-plan = completed(Plan({}), modules, root="model")
+tree = ModelTree.of(modules[""])
+plan = complete_plan(Plan({}), tree, root="model")
 print(list(plan))
-print(list(with_sequence_parallelism(plan, modules, embedding="model.embed_tokens")))
+print(list(with_sequence_parallelism(plan, tree, embedding="model.embed_tokens")))
 """
 
 

@@ -45,6 +45,13 @@ def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> CheckRep
     Raises:
         PlanError: ``plan`` is neither a plan nor a dict.
         ModelError: ``model`` is no model.
+
+    Example:
+        >>> import torch, tp_plans
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8))
+        >>> plan = tp_plans.Plan({"0": tp_plans.ColwiseParallel(), "1": tp_plans.RowwiseParallel()})
+        >>> tp_plans.check(plan, model, tp=2).errors
+        ()
     """
     plan, unread = (plan, []) if isinstance(plan, Plan) else parse_plan(plan)
     tree = ModelTree.of(model)

@@ -34,6 +34,13 @@ def explain(plan: Plan, model: Any, *, tp: int) -> Explanation:
         CheckFailedError: ``tp`` is no size.
         PlanError: ``plan`` is no plan.
         ModelError: ``model`` is no model.
+
+    Example:
+        >>> import torch, tp_plans
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8))
+        >>> plan = tp_plans.Plan({"0": tp_plans.ColwiseParallel(), "1": tp_plans.RowwiseParallel()})
+        >>> tp_plans.explain(plan, model, tp=2).collectives("forward")
+        {'all_reduce': 1}
     """
     require_plan(plan)
     tree = ModelTree.of(model)

@@ -30,10 +30,23 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
         model: a ``transformers`` model; the meta device is enough.
         sequence_parallel: give the plan's sequence-parallel form (arXiv:2205.05198).
 
+    Returns:
+        The plan.
+
     Raises:
         PlanError: the model ships no plan, or is no model.
         UnknownStyleError: it uses a style word that has no translation.
         CapabilityError: sequence parallelism is asked of a model that has no such form.
+
+    Example:
+        >>> import torch, tp_plans
+        >>> class Model(torch.nn.Module):
+        ...     _tp_plan = {"head": "colwise"}
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.head = torch.nn.Linear(8, 32)
+        >>> tp_plans.from_hugging_face(Model())
+        <Plan hf:Model: TP, 1 rules>
     """
     if not isinstance(model, ModelTree) and (isinstance(model, type) or not hasattr(model, "named_modules")):
         raise PlanError(
@@ -55,7 +68,7 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
             "use tp_plans.plan_for or give a plan of your own"
         )
     head, embedding = tree.declared("get_output_embeddings"), tree.declared("get_input_embeddings")
-    if head is not None and (words.get(head) in _HEAD_WORDS or (head not in rules and tree.is_linear(head))):
+    if head is not None and (words.get(head) in _HEAD_WORDS or (head not in rules and tree.is_plain_linear(head))):
         rules[head] = ColwiseParallel(use_local_output=False)
     if embedding is not None and embedding not in rules and _may_split(embedding, head, rules, tree):
         rules[embedding] = VocabParallelEmbedding()

@@ -59,7 +59,9 @@ def with_sequence_parallelism(plan: Plan, model: Any, *, embedding: str) -> Plan
         )
     block_rules = {path: _block_rules(path, planned) for path in blocks}
     per_sublayer = all(rules is not None for rules in block_rules.values())
-    rules = dict(planned.styles) | _rules_outside_blocks(root, embedding, planned, per_sublayer=per_sublayer)
+    places = (path for group in planned.tree.by_wildcard.values() for path in group)
+    rules = {path: planned.styles[path] for path in places if path in planned.styles}
+    rules |= _rules_outside_blocks(root, embedding, planned, per_sublayer=per_sublayer)
     for path, inside in block_rules.items():
         rules |= inside if per_sublayer and inside is not None else {path: _gather_rule(path, planned)}
     return Plan(merge_per_block(rules.items(), planned.tree), name=plan.name, sequence_parallel=True)

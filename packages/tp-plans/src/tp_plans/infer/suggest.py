@@ -67,6 +67,15 @@ def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
     Raises:
         PlanError: the model has no token embedding, or no list of blocks.
         ModelError: it is no model.
+
+    Example:
+        >>> import torch, tp_plans
+        >>> from collections import OrderedDict
+        >>> mlp = torch.nn.Sequential(OrderedDict(up=torch.nn.Linear(8, 32), down=torch.nn.Linear(32, 8)))
+        >>> block = torch.nn.Sequential(OrderedDict(mlp=mlp))
+        >>> parts = {"embed": torch.nn.Embedding(16, 8), "layers": torch.nn.ModuleList([block])}
+        >>> tp_plans.suggest(torch.nn.ModuleDict(parts)).plan["embed"]
+        VocabParallelEmbedding(output_layouts=Replicate(), use_local_output=True)
     """
     tree = ModelTree.of(model)
     name = type(tree.model).__name__

@@ -48,7 +48,7 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str]) -> Iterator
         wanted = [name for name, parameter in own.items() if _is_large(join(path, name), parameter.shape, large)]
         if not wanted or _is_stored_above(path, wanted[0], planned):
             continue
-        if tree.is_linear(path) and wanted == ["weight"]:
+        if tree.is_plain_linear(path) and wanted == ["weight"]:
             if tree.shape(path)[0] >= MIN_ROWS and _reads_full_activations(path, planned):
                 yield path, ColwiseParallel(output_layouts=Replicate())
         elif hasattr(module, "num_embeddings"):

@@ -137,7 +137,23 @@ class DecoderSpec:
 
 
 def decoder_plan(decoder: DecoderSpec, *, name: str, sequence_parallel: bool = False) -> Plan:
-    """The plan of a decoder: TP of Megatron-LM (arXiv:1909.08053), with SP of arXiv:2205.05198 when asked."""
+    """The plan of a decoder: TP of Megatron-LM (arXiv:1909.08053), with SP of arXiv:2205.05198 when asked.
+
+    Args:
+        decoder: the names of the decoder's layers.
+        name: what the plan is for, used in messages.
+        sequence_parallel: also shard the activations between blocks on the sequence.
+
+    Returns:
+        The plan.
+
+    Example:
+        >>> import tp_plans
+        >>> mlp = tp_plans.SublayerSpec(path="mlp", colwise=("up",), rowwise="down")
+        >>> plan = tp_plans.decoder_plan(tp_plans.DecoderSpec(sublayers=(mlp,), norms=("norm",)), name="tiny")
+        >>> plan
+        <Plan tiny: TP, 7 rules>
+    """
     stream: Layout = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
     return Plan(dict(_rules(decoder, stream)), name=name, sequence_parallel=sequence_parallel)
 

@@ -1,0 +1,39 @@
+"""Docstrings of public functions: complete, and with examples that run."""
+
+import doctest
+import inspect
+
+import pytest
+
+import tp_plans
+
+FUNCTIONS = [name for name in tp_plans.__all__ if inspect.isfunction(getattr(tp_plans, name))]
+
+
+def examples(value):
+    found = doctest.DocTestFinder(recurse=False).find(value, globs={})
+    return [test for test in found if test.examples]
+
+
+def needs_torch(test):
+    return any("import torch" in example.source for example in test.examples)
+
+
+def failures(test):
+    return doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_public_function_states_arguments_result_and_an_example(name):
+    function = getattr(tp_plans, name)
+    parts = [part for part in ("Args:", "Returns:", "Example:") if part not in function.__doc__]
+    allowed = {"register": {"Returns:"}, "architectures": {"Args:"}}  # nothing to state
+    assert set(parts) <= allowed.get(name, set())
+    assert examples(function)
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "ModelTree"])
+def test_the_example_runs_without_torch(name):
+    for test in examples(getattr(tp_plans, name)):
+        if not needs_torch(test):
+            assert failures(test) == 0
