@@ -1,4 +1,4 @@
-"""Every look into peft's modules, with its reason; seen to work on peft 0.21.
+"""Every use of peft's modules, with its reason; tested on peft 0.21.
 
 peft is imported only where the model is one of its own, so this package does not depend on it.
 """
@@ -36,18 +36,18 @@ class LoraLayer:
 
 
 def is_peft_model(module: nn.Module) -> bool:
-    """Whether a module is a ``PeftModel``; false without importing anything where peft is unused."""
+    """Return True if a module is a ``PeftModel``; false without importing anything where peft is unused."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(module, peft.PeftModel)
 
 
 def base_model(model: Any) -> Any:
-    """The model that a ``PeftModel`` adapts; any other model itself."""
+    """Return the model inside a ``PeftModel``; any other model itself."""
     return model.get_base_model() if is_peft_model(model) else model
 
 
 def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
-    """The layers of an adapted model (not of the ``PeftModel`` around it) that carry low-rank adapters."""
+    """Iterate over the layers with low-rank adapters of the model inside a ``PeftModel``."""
     peft = sys.modules.get("peft")
     if peft is None:
         return
@@ -66,7 +66,7 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
 
 
 def adapter_config(model: Any, adapter: str) -> Any:
-    """The config that peft writes beside an adapter's weights."""
+    """Return the config that peft saves with an adapter's weights."""
     config = model.peft_config[adapter]
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = model.get_base_model().__dict__.get("name_or_path")

@@ -21,31 +21,31 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
-    """Several axes of a mesh as one, registered under ``name``; the same mesh again when called again.
+    """Flatten several axes of a mesh into one, registered under ``name``; a repeated call returns the same mesh.
 
     ``DeviceMesh._flatten`` has no public equivalent in torch 2.10 to 2.15; torch's own tutorials and torchtitan
-    use it (pytorch/pytorch#133838).
+    use it (pytorch/pytorch#133838, and #159013 on a public form).
     """
     sliced = mesh[axes] if len(axes) > 1 else mesh[axes[0]]
     return sliced._flatten(name)
 
 
 def join_axes(*meshes: DeviceMesh) -> DeviceMesh:
-    """Meshes of one root side by side, where at least one is a flattened axis.
+    """Concatenate meshes of one root, at least one of which is a flattened axis.
 
-    Slicing the root by the name of a flattened axis warns from torch 2.11 on, and nothing public takes its place in
-    2.10 to 2.15.
+    Slicing the root by the name of a flattened axis warns from torch 2.11 on (pytorch/pytorch#164993, #169381), and
+    2.10 to 2.15 have no public replacement.
     """
     return DeviceMesh._concatenate(list(meshes))
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``mesh`` was sliced from, or itself (torch 2.10 to 2.15: no public way to ask)."""
+    """Return the mesh that ``mesh`` was sliced from, or itself (not public in torch 2.10 to 2.15; no issue found)."""
     return mesh._get_root_mesh()
 
 
 def is_strided(placement: Placement) -> bool:
-    """Whether a placement is ``_StridedShard``, the one that FSDP2 gives to a dim that is split over ``tp`` already.
+    """Return True for ``_StridedShard``, FSDP2's placement of a dim that is already sharded over ``tp``.
 
     The class is private in torch 2.10 to 2.15, where parameters of TP x FSDP2 carry it.
     """
@@ -72,14 +72,14 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Param
 
 
 def offloads_to_cpu(model: nn.Module) -> bool:
-    """Whether FSDP2 keeps the model's shards on the CPU (torch 2.10 to 2.15: the policy is not public again)."""
+    """Return True if FSDP2 keeps the model's shards on the CPU (torch 2.10 to 2.15: the policy is not public again)."""
     return any(bool(parameter.offload_to_cpu) for parameter in _fsdp_parameters(model))
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own buffers that its state dict holds.
+    """Return the buffers of a module that are part of its state dict.
 
-    Public API tells them from the others only through ``state_dict()``, whose hooks drop FSDP2's gathered
+    Public API distinguishes them from other buffers only through ``state_dict()``, whose hooks drop FSDP2's gathered
     parameters (torch 2.10 to 2.15).
     """
     hidden = module._non_persistent_buffers_set
@@ -87,7 +87,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """A module's own parameters, absent ones and plain tensors in their place included.
+    """Return a module's own parameters, including absent ones and plain tensors in their place.
 
     ``named_parameters`` hides both, and ``getattr`` runs the parametrisations of a module (torch 2.10 to 2.15).
     """
@@ -130,14 +130,14 @@ def context_parallel(mesh: DeviceMesh, **options: Any) -> AbstractContextManager
 
 
 def all_gather_flat(output: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
-    """Start to gather flat tensors of one size into one; torch 2.13 renamed the function, and the old name warns."""
+    """Start an all-gather of flat tensors; torch 2.13 renamed the function, and the old name warns."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work = gather(output, own, group=group, async_op=True)
     return work
 
 
 def reduce_scatter_flat(own: Tensor, everyone: Tensor, group: ProcessGroup) -> dist.Work:
-    """Start to sum flat tensors over ranks, each keeping its part; torch 2.13 renamed the function."""
+    """Start a reduce-scatter of flat tensors; torch 2.13 renamed the function."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dist.Work = scatter(own, everyone, group=group, async_op=True)
     return work
@@ -151,10 +151,10 @@ def own_store() -> Store:
 
 
 def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
-    """The causal mask of the last ``queries`` of ``keys`` tokens, in the form that fast kernels need no memory for.
+    """Return the causal mask of the last ``queries`` of ``keys`` tokens, in a form that kernels do not materialize.
 
     torch 2.10 to 2.15 cannot make a ``CausalBias`` inside a dispatch mode, such as selective checkpointing, and
-    compiles it only with a graph break; there the mask is an ordinary one.
+    compiles it only with a graph break (no upstream issue found); there the mask is an ordinary one.
     """
     if torch.compiler.is_compiling():
         return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
@@ -174,9 +174,9 @@ def enable_symmetric_memory(group: ProcessGroup) -> None:
 
 
 def gathered_bytes(unit: FSDPModule) -> int:
-    """Bytes that a unit's own parameters take while they are gathered, padding apart.
+    """Return the bytes of an FSDP module's own parameters while they are gathered, without padding.
 
-    In torch 2.10 to 2.15 neither the parameters of one unit nor the policy that it was wrapped with are public.
+    In torch 2.10 to 2.15 neither the parameters of one FSDP module nor its mixed-precision policy are public.
     """
     state: Any = unit._get_fsdp_state()
     dtype = state._mp_policy.param_dtype
@@ -201,7 +201,7 @@ def _parameter_groups(unit: FSDPModule) -> list[Any]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called (torch 2.10 to 2.15: there is no public way to ask)."""
+    """Return True if ``module.compile()`` was called (torch 2.10 to 2.15: there is no public way to ask)."""
     return module._compiled_call_impl is not None
 
 
@@ -226,10 +226,10 @@ def fake_store() -> Any:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """torch's mode of tensors without memory (private in 2.10 to 2.15), usable beside DTensor.
+    """torch's mode of tensors without memory (private in 2.10 to 2.15), usable together with DTensor.
 
-    DTensor computes where a shard lies with small tensors whose values it needs; those stay real.  What it runs on
-    whole shapes, to learn an operator's result, is no part of the program and is hidden from other modes.
+    DTensor computes shard offsets with small tensors whose values it needs; those stay real.  Operators that it runs on
+    full shapes, to infer the shape of a result, are not part of the program and are hidden from other modes.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import _utils

@@ -1,4 +1,4 @@
-"""Every use of transformers' semi-private API, with its reason; seen to work on transformers 5.6 to 5.23.
+"""Every use of transformers' semi-private API, with its reason; tested on transformers 5.6 to 5.23.
 
 transformers is imported only where the model is one of its own, so this package does not depend on it.
 """
@@ -30,42 +30,42 @@ _INITIALIZED = "_is_hf_initialized"
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether a module is a ``PreTrainedModel``; false without importing anything where transformers is unused."""
+    """Return True for a ``PreTrainedModel``; transformers is not imported for that."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
 def supports_sdpa(model: Any) -> bool:
-    """Whether the model's class says that it runs on torch's scaled dot product attention; no public flag does."""
+    """Return True if the model class supports scaled dot product attention; there is no public flag."""
     return bool(getattr(model, "_supports_sdpa", False))
 
 
 def attention_in_force(config: Any) -> str | None:
-    """The attention implementation in force; public is the setter only (``set_attn_implementation``)."""
+    """Return the attention implementation of a config; only its setter is public (``set_attn_implementation``)."""
     found: str | None = config._attn_implementation
     return found
 
 
 def has_model_for(auto: Any, config: Any) -> bool:
-    """Whether an auto class knows a model for a config; the public way is to build one, and catch what it raises."""
+    """Return True if an auto class has a model for a config; the public way is to build one and catch its error."""
     return type(config) in auto._model_mapping
 
 
 def is_stateful(model: Any) -> bool:
-    """Whether the model's class says that it carries a state from token to token, as ``generate`` asks."""
+    """Return True if the model's class says that it carries a state from token to token, as ``generate`` asks."""
     return bool(getattr(model, "_is_stateful", False))
 
 
 def use_attention(model: Any, name: str, attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Let the text part of a model compute attention and its masks by functions of ours.
+    """Replace attention and its masks in the text part of a model, through transformers' public interfaces.
 
-    The model gets a config of its own first: another one built from the same config must keep its attention.
+    The model gets a copy of its config first: another model built from the same config keeps its attention.
 
     Args:
         model: a ``PreTrainedModel``.
-        name: what to register the functions as.
-        attend: as ``AttentionInterface`` wants it.
-        mask: as ``AttentionMaskInterface`` wants it.
+        name: the name to register the functions under.
+        attend: a function for ``AttentionInterface``.
+        mask: a function for ``AttentionMaskInterface``.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -82,7 +82,7 @@ def use_attention(model: Any, name: str, attend: Callable[..., Any], mask: Calla
 
 
 def rope_types(config: Any) -> set[str]:
-    """The kinds of rotary embeddings that a text config asks for: one for all layers, or one a kind of layer."""
+    """Return the types of rotary embeddings of a text config: one for all layers, or one per kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
     return {str(each.get("rope_type", "default")) for each in nested or [rope]}
@@ -279,7 +279,7 @@ def ignored_on_save(model: Any) -> set[str]:
 
 
 def is_ignored_on_load(model: Any, name: str) -> bool:
-    """Whether the model's class says that a name may be in a checkpoint without being in the model."""
+    """Return True if the model's class says that a name may be in a checkpoint without being in the model."""
     patterns = (model._keys_to_ignore_on_load_unexpected or ()) if is_transformers_model(model) else ()
     return any(re.search(pattern, name) for pattern in patterns)
 

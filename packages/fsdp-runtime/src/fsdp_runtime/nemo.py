@@ -1,7 +1,7 @@
-"""The functions of NeMo RL's and NeMo Automodel's parallelizers, by their names and signatures.
+"""The functions of NeMo RL's and NeMo Automodel's parallelizers, with their names and signatures.
 
-A user changes one import line.  They are adapters over this package, whose functions say more and do more; where the
-originals assert, these raise errors that name the fix.
+They are adapters over ``fsdp_runtime.resolve_parallelism``: change one import line.  Everything is checked before a
+model changes, and errors name the fix where the originals assert.
 """
 
 from __future__ import annotations
@@ -44,26 +44,28 @@ def fsdp2_strategy_parallelize(
     dp_shard_cp_mesh_name: str = "dp_shard_cp",
     tp_mesh_name: str = "tp",
 ) -> nn.Module:
-    """Split over tensor-parallel ranks, recompute feed-forward parts, and shard with FSDP2, in place.
+    """Apply tensor parallelism, activation checkpointing and FSDP2, in place (Automodel).
 
     Args:
         model: the model.
         device_mesh: a mesh with the axes named below, flattened ones included.
         mp_policy: FSDP2's dtypes, ``None`` for none.
         offload_policy: a ``CPUOffloadPolicy`` to keep shards on the CPU.
-        sequence_parallel: keep activations between blocks cut on the sequence.
+        sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
         activation_checkpointing: recompute the feed-forward part of every block in backward.
         tp_shard_plan: styles of torch or of ``tp_plans`` by module path, or a dotted path to such a dict or to a
             function that returns one; by default the architecture's plan.
         dp_replicate_mesh_name: the axis of replicas.
         dp_shard_cp_mesh_name: the axis that parameters are sharded over.
-        tp_mesh_name: the axis that layers are split over.
+        tp_mesh_name: the axis that layers are sharded over.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError, OptionError, MeshError: as the steps of ``fsdp_runtime.parallelize``.
+        ModelError: the model has no blocks, or no feed-forward part to recompute, or is already parallelized.
+        OptionError: a setting contradicts another or the model's dtypes.
+        MeshError: the mesh lacks an axis.
         tp_plans.TpPlansError: no plan is known, or it does not fit.
     """
     shards = _axis(device_mesh, dp_shard_cp_mesh_name)
@@ -94,17 +96,18 @@ def _parallelize_model(
     cpu_offload: bool = False,
     custom_parallel_plan: Mapping[str, Any] | str | None = None,
 ) -> nn.Module:
-    """NeMo RL's one function: as :func:`fsdp2_strategy_parallelize`, with its mixed precision.
+    """Apply tensor parallelism, activation checkpointing and FSDP2 with mixed precision, in place (NeMo RL).
 
     Args:
         model: the model.
         dp_mesh: the mesh to shard over.
-        tp_mesh: the mesh to split layers over.
-        param_dtype: what to compute in; gradients are reduced and outputs given in float32.
-        sequence_parallel: keep activations between blocks cut on the sequence.
+        tp_mesh: the mesh to shard layers over.
+        param_dtype: compute dtype; gradients are reduced and outputs returned in float32.
+        sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
         activation_checkpointing: recompute the feed-forward part of every block in backward.
         cpu_offload: keep shards on the CPU.
-        custom_parallel_plan: as ``tp_shard_plan`` there.
+        custom_parallel_plan: styles of torch or of ``tp_plans`` by module path, or a dotted path to such a dict or to a
+            function that returns one; by default the architecture's plan.
 
     Returns:
         The same model.
@@ -146,7 +149,7 @@ def nvfsdp_strategy_parallelize(
     cp_mesh_name: str = "cp",
     tp_mesh_name: str = "tp",
 ) -> tuple[nn.Module, Optimizer | None]:
-    """Split over tensor-parallel ranks and shard with Megatron-FSDP, as nvFSDP is called now.
+    """Apply tensor parallelism and Megatron-FSDP, the successor of nvFSDP (Automodel).
 
     Arguments keep nvFSDP's names; ``preserve_fp32_weights`` and ``grad_reduce_in_fp32`` became dtypes of a policy, and
     ``check_for_nan_in_grad`` is ``report_nan_in_param_grad``.  Where one rank holds all shards nothing is wrapped.
@@ -156,7 +159,8 @@ def nvfsdp_strategy_parallelize(
 
     Raises:
         BackendError: the extra ``megatron-fsdp`` is not installed, or there is no CUDA device.
-        ModelError, OptionError: as ``fsdp_runtime.parallel.megatron_fsdp.shard_with_megatron``.
+        ModelError: no module is of the named classes, or the model is already parallelized.
+        OptionError: the installed release does not have a keyword.
     """
     names = device_mesh.mesh_dim_names or ()
     shard_dim, shards = dp_mesh_name, _axis(device_mesh, dp_mesh_name)
@@ -203,7 +207,7 @@ def apply_fsdp2_sharding_recursively(
 ) -> None:
     """Wrap the members of every module list below a module with FSDP2; the last of each list stays gathered.
 
-    Lists in lists are gone into; the module itself is left to the caller.
+    Nested lists are traversed; the module itself is not wrapped.
 
     Args:
         module: where to begin.
@@ -229,7 +233,7 @@ def apply_fsdp2_sharding_recursively(
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> TorchPlan:
-    """The plan that transformers ships for a model, as styles of torch.
+    """Return the plan that transformers ships for a model, as styles of torch.
 
     Raises:
         tp_plans.PlanError: it ships none.
@@ -238,16 +242,16 @@ def get_hf_tp_shard_plan(model: nn.Module) -> TorchPlan:
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """The style that a word of transformers' plans means.
+    """Return torch's style for a style name of transformers' plans.
 
     Raises:
-        tp_plans.UnknownStyleError: the word is in no table.
+        tp_plans.UnknownStyleError: the name is not known.
     """
     return resolve_plan({"module": style}, None).to_torch()["module"]
 
 
 def import_class_from_path(name: str) -> Any:
-    """What a dotted path names, as ``"torch.optim.AdamW"``.
+    """Import an object by its dotted path, such as ``"torch.optim.AdamW"``.
 
     Raises:
         OptionError: the module cannot be imported, or has nothing of that name.
@@ -260,38 +264,38 @@ def import_class_from_path(name: str) -> Any:
 
 
 def import_classes_from_paths(class_paths: list[str]) -> list[Any]:
-    """What several dotted paths name.
+    """Import several objects by their dotted paths.
 
     Raises:
-        OptionError: as :func:`import_class_from_path`.
+        OptionError: a module cannot be imported, or does not have the name.
     """
     return [import_class_from_path(path) for path in class_paths]
 
 
 def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Raise unless the heads of every block can be dealt over a mesh.
+    """Check that the attention heads of every block are divisible over a mesh.
 
-    Key/value heads that several ranks share are no fault here: ``tp_plans`` copies them.
+    More ranks than key/value heads are allowed: ranks then share a head.
 
     Raises:
-        ModelError: some cannot; the message has the sizes that would do.
+        ModelError: the heads of a block are not divisible; the message has the sizes of ``tp`` that are allowed.
     """
     tp = tp_mesh.size()
     for path, heads in inspect_model(model).heads.items():
-        if not _deals(heads, tp):
-            legal = ", ".join(str(size) for size in range(1, heads.query + 1) if _deals(heads, size))
+        if not _divisible(heads, tp):
+            legal = ", ".join(str(size) for size in range(1, heads.query + 1) if _divisible(heads, size))
             raise ModelError(
-                f"{path} has {heads.query} query and {heads.key_value} key/value heads, which cannot be dealt over "
+                f"{path} has {heads.query} query and {heads.key_value} key/value heads, which cannot be sharded over "
                 f"tp={tp}: use a tp out of {legal}"
             )
 
 
-def _deals(heads: AttentionHeads, tp: int) -> bool:
+def _divisible(heads: AttentionHeads, tp: int) -> bool:
     return not heads.query % tp and not (heads.key_value % tp and tp % heads.key_value)
 
 
 def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
-    """The blocks of the language model, which activation checkpointing is for."""
+    """Return the blocks of the language model, to which activation checkpointing applies."""
     structure = inspect_model(model)
     return [structure.blocks[path] for path in structure.decoder]
 
@@ -299,7 +303,7 @@ def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
 def _get_parallel_plan(
     model: nn.Module, sequence_parallel: bool = False, tp_shard_plan: Mapping[str, Any] | str | None = None
 ) -> TorchPlan:
-    """The plan for a model: the one given, else the architecture's, as styles of torch.
+    """Return the given plan, or that of the architecture, as styles of torch.
 
     Raises:
         tp_plans.TpPlansError: no plan is known, or the one given cannot be used.
@@ -310,7 +314,7 @@ def _get_parallel_plan(
 
 @contextmanager
 def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
-    """Hold the gathered parameters of a model inside the ``with``."""
+    """Keep the parameters of a model gathered inside the ``with``."""
     with unsharded(model):
         yield
 
@@ -326,5 +330,5 @@ def _resolve_plan(model: nn.Module, sequence_parallel: bool, plan: Mapping[str, 
 
 
 def _axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """One axis, also one that someone else flattened under a name of their own."""
+    """Return one axis, also one that was flattened under another name."""
     return submesh(mesh, name) if name in (*(mesh.mesh_dim_names or ()), *FLATTENED) else mesh[name]

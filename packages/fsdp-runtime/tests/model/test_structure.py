@@ -54,7 +54,7 @@ def test_dicts_and_sequences_of_one_class_are_stacks() -> None:
     model.layers = nn.ModuleDict({"first": _block(8), "second": _block(8)})
     structure = inspect_model(model)
     assert structure.decoder == ("layers.first", "layers.second")
-    assert structure.towers == ("vision",)
+    assert list(structure.tree.stacks) == ["vision", "layers"]
 
 
 def test_a_dict_of_a_models_unlike_parts_is_no_stack() -> None:
@@ -72,7 +72,11 @@ def test_embedding_and_head_of_any_model_are_found_by_shape() -> None:
     model.encoder.layers = nn.ModuleList([_block()])
     model.projection = nn.Linear(4, 9)
     structure = inspect_model(model)
-    assert (structure.decoder, structure.embedding, structure.head) == (("encoder.layers.0",), "tokens", "projection")
+    assert (structure.decoder, structure.embedding, structure.lm_head) == (
+        ("encoder.layers.0",),
+        "tokens",
+        "projection",
+    )
 
 
 def test_heads_are_counted_from_widths_layer_by_layer() -> None:
@@ -138,8 +142,8 @@ def test_the_parts_of_vision_language_families(
         model = getattr(transformers, f"{family}ForConditionalGeneration")(_config(family))
     structure = inspect_model(model)
     assert structure.decoder == tuple(f"{decoder}.{index}" for index in range(3))
-    assert structure.towers == (tower,)
-    assert (structure.embedding, structure.head) == (f"{embedding}.embed_tokens", head)
+    assert all(path.startswith((f"{tower}.", f"{decoder}.")) for path in structure.blocks)
+    assert (structure.embedding, structure.lm_head) == (f"{embedding}.embed_tokens", head)
     assert structure.heads[structure.decoder[0]] == AttentionHeads(query=4, key_value=2, dim=16)
     assert sum(path.startswith(tower) for path in structure.blocks) >= 2
 

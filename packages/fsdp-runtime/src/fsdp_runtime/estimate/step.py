@@ -101,7 +101,7 @@ def trace_step(
         recorder.register(inputs.values(), "inputs")
         if optimizer is not None:
             recorder.register(_state_tensors(optimizer), "optimizer_state")
-        forward = resolve_loss(step.logprobs, structure.head)
+        forward = resolve_loss(step.logprobs, structure.lm_head)
         with recorder.phase("forward"):
             compute_loss = forward(model, inputs)
         with recorder.phase("loss"):

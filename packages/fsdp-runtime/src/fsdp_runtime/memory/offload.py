@@ -189,9 +189,7 @@ def _storages(
         if storage.device.type != device.type or not storage.nbytes() or storage.data_ptr() in seen:
             continue
         if not storage.resizable():
-            raise OffloadError(
-                f"{name}: its memory belongs to a file or another process: replace the tensor by its clone()"
-            )
+            raise OffloadError(f"{name}: its memory belongs to a file or another process: replace it by its clone()")
         seen.add(storage.data_ptr())
         yield storage
 

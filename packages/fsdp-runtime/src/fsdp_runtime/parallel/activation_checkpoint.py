@@ -18,6 +18,7 @@ from fsdp_runtime._transformers_compat import disable_cache
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
+from tp_plans.naming import MLP_MODULES
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Mode = Literal["none", "mlp", "block", "selective"]
-
-#: Names of the feed-forward part of a block.
-MLP_NAMES = ("mlp", "feed_forward", "ffn", "moe", "block_sparse_moe")
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,8 @@ class SelectiveCheckpoint:
 
     Example:
         >>> from fsdp_runtime import SelectiveCheckpoint
-        >>> SelectiveCheckpoint(save=("aten.mm",)).overloads()
-        [<OpOverload(op='aten.mm', overload='default')>, <OpOverload(op='aten.mm', overload='out')>]
+        >>> SelectiveCheckpoint(save=("aten.mm",)).overloads()[0]
+        <OpOverload(op='aten.mm', overload='default')>
     """
 
     save: tuple[str, ...] = (
@@ -162,14 +160,14 @@ def _mlps(structure: ModelStructure) -> tuple[str, ...]:
         f"{path}.{name}"
         for path, block in structure.blocks.items()
         for name, _ in block.named_children()
-        if name in MLP_NAMES
+        if name in MLP_MODULES
     )
     if not any(path.startswith(f"{block}.") for path in found for block in structure.decoder):
         block = structure.decoder[0]
         parts = ", ".join(name for name, _ in structure.blocks[block].named_children())
         raise ModelError(
             f"activation_checkpointing='mlp': {block} has {parts}, none of which is called "
-            f"{', '.join(MLP_NAMES)}; use 'block' or 'selective'"
+            f"{', '.join(MLP_MODULES)}; use 'block' or 'selective'"
         )
     return found
 

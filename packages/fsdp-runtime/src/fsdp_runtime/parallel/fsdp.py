@@ -122,7 +122,7 @@ def _divide_gradients(model: nn.Module, scale: float) -> None:
     """Multiply the mean that FSDP2 reduces by ``scale``.
 
     FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides twice where replicas have no shards
-    (torch 2.10 to 2.15; no upstream issue found).
+    (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
     """
 
     def rescale(gradients: torch.Tensor) -> None:

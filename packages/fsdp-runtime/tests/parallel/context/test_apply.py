@@ -15,6 +15,7 @@ from fsdp_runtime import (
     MeshSpec,
     ModelError,
     SequenceLayout,
+    describe_parallelism,
     inspect_model,
     parallelize,
     sequence_layout,
@@ -140,3 +141,24 @@ def _gradients(**options: Any) -> float:
 )
 def test_recomputing_and_compiled_blocks_gather_alike(two_ranks: RankPool, options: dict[str, Any]) -> None:
     assert max(two_ranks.run(_gradients, **copy.deepcopy(options))) < 1e-9
+
+
+class _OwnModel(nn.Module):
+    """Not a transformers model; its attention would call ``ContextAttention`` itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])
+
+
+def _own_model_on_cp() -> tuple[int, set[tuple[str, ...]]]:
+    mesh = MeshSpec(cp=2).build(device_type="cpu")
+    model = parallelize(_OwnModel(), mesh, plan=None, cp_attention=False)
+    return len(model._forward_pre_hooks), set(describe_parallelism(model).sharded.values())
+
+
+def test_a_model_of_ones_own_keeps_its_attention_and_is_sharded_over_cp(two_ranks: RankPool) -> None:
+    plain = parallelize(_OwnModel(), MeshSpec(cp=1).build(device_type="cpu"), plan=None)
+    hooks, axes = two_ranks.run(_own_model_on_cp)[0]
+    assert axes == {("dp_shard_cp",)}
+    assert hooks == 1 + len(plain._forward_pre_hooks)  # FSDP2's only
