@@ -355,11 +355,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "missing shard": ("rank-00001.safetensors", Path.unlink, "lacks rank-00001.safetensors"),
     "truncated shard": ("rank-00000.safetensors", lambda f: os.truncate(f, 5000), "truncated or corrupt"),
     "empty shard": ("rank-00000.safetensors", lambda f: os.truncate(f, 0), "truncated or corrupt"),
-    "flipped bit in a shard": ("rank-00001.safetensors", _flip, "is not what was saved"),
+    "flipped bit in a shard": ("rank-00001.safetensors", _flip, "differs from what was saved"),
     "flipped bit in the manifest": ("manifest.json", _flip, "truncated or corrupt"),
     "truncated manifest": ("manifest.json", lambda f: os.truncate(f, 700), "truncated or corrupt"),
     "missing RNG states": ("rank-00001.rng.pt", Path.unlink, "lacks rank-00001.rng.pt"),
-    "flipped bit elsewhere": ("shared.pt", _flip, "or other content than was saved"),
+    "flipped bit elsewhere": ("shared.pt", _flip, "its content differs from what was saved"),
 }
 
 
@@ -395,7 +395,7 @@ class _Harm:
 
 def test_a_file_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(save, "encoded", lambda content: _pickled({**content, "harm": _Harm()}))
+    monkeypatch.setattr(save, "serialize", lambda content: _pickled({**content, "harm": _Harm()}))
     Run({}).save(tmp_path, step=1)
     with pytest.raises(WeightsError, match="would run code"):
         Run({}).load(tmp_path)
@@ -429,7 +429,7 @@ def test_every_difference_between_state_and_model_is_named(tmp_path: Path) -> No
         "in 6 tensors",
         "0.weight: float32 of shape (3, 2) was saved, the model has float32 of shape (4, 2)",
         "2.bias: missing; the model has shape (3,)",
-        "1.weight: saved, and the model has none",
+        "1.weight: saved, and not in the model",
     ):
         assert part in str(refusal.value)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -165,7 +164,7 @@ def _trace_traceable(
     """
     left_out: dict[str, str] = {}
     while True:
-        traced = copy.deepcopy(template)
+        traced = template.copy()
         for path, module in traced.model.named_modules():
             if wildcard(path) in left_out:
                 module.forward = _return_input

@@ -88,11 +88,13 @@ class WeightExport:
         """Return names, dtypes and shapes in the order of :meth:`stream`; no communication."""
         return [WeightInfo(item.name, item.dtype, item.shape) for item in self.tensors]
 
+    @torch.no_grad()
     def stream(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight as a full plain tensor, on every rank; see :func:`stream_weights`.  Collective."""
         for item, tensor in self._gather(bucket_bytes):
             yield item.name, tensor
 
+    @torch.no_grad()  # around the outermost generator: the decorator keeps the last item alive
     def buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
         """Yield lists of weights of one dtype, up to ``bucket_bytes``; see :func:`stream_buckets`.  Collective."""
         bucket: Bucket = []
@@ -106,7 +108,6 @@ class WeightExport:
             del tensor
         yield bucket
 
-    @torch.no_grad()
     def _gather(self, bucket_bytes: int) -> Iterator[tuple[ExportedTensor, Tensor]]:
         if bucket_bytes < 1:
             raise OptionError(f"bucket_bytes={bucket_bytes}: give a positive number of bytes")

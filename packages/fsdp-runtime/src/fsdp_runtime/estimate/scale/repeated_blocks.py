@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from fsdp_runtime._torch_compat import children
-from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.model.structure import ModelStructure, inspect_model
 
 #: Attributes that hold a block's index and do not change its computation.
 _INDEX_ATTRS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")
@@ -59,10 +59,15 @@ class RepeatedBlocks:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A model and its structure; ``copy.deepcopy`` copies both consistently."""
+    """A model and its structure."""
 
     model: nn.Module
     structure: ModelStructure
+
+    def copy(self) -> TracedModel:
+        """Return a copy of the model with the structure of the copy."""
+        model = copy.deepcopy(self.model)
+        return TracedModel(model, inspect_model(model))
 
     def with_blocks(self, indices: Sequence[int]) -> TracedModel:
         """Return a copy (on the meta device) with some of the decoder's blocks; per-layer lists of configs follow."""
@@ -79,18 +84,7 @@ class TracedModel:
         _renumber(model.get_submodule(parent_path), indices)
         for config in _configs(model):
             _shorten(config, indices, len(structure.decoder))
-        decoder = {structure.decoder[old]: f"{parent_path}.{new}" for new, old in enumerate(indices)}
-        dropped = set(structure.decoder) - set(decoder)
-        paths = {path: decoder.get(path, path) for path in structure.blocks if path not in dropped}
-        return TracedModel(
-            model,
-            replace(
-                structure,
-                blocks={path: model.get_submodule(path) for path in paths.values()},
-                decoder=tuple(decoder.values()),
-                heads={paths[path]: heads for path, heads in structure.heads.items() if path in paths},
-            ),
-        )
+        return TracedModel(model, inspect_model(model))
 
 
 def find_repeated_blocks(structure: ModelStructure) -> RepeatedBlocks | None:
