@@ -243,7 +243,7 @@ def _guard(offloaded: _Offloaded, model: nn.Module) -> None:
     for module in model.modules():
         guards = [
             module.register_forward_pre_hook(refuse_forward, prepend=True),
-            module.register_state_dict_pre_hook(refuse_forward),
+            module.register_state_dict_pre_hook(refuse_forward),  # type: ignore[no-untyped-call]
         ]
         offloaded.guards += guards
         names = ("__deepcopy__", "__reduce_ex__", *(("unshard",) if isinstance(module, FSDPModule) else ()))

@@ -44,7 +44,7 @@ class SelectiveContexts:
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of a forward and of its recomputation."""
-        forward, recompute = create_selective_checkpoint_contexts(list(self.saved))
+        forward, recompute = create_selective_checkpoint_contexts(list(self.saved))  # type: ignore[no-untyped-call]
         if torch.compiler.is_compiling():  # the compiler replaces in-place operators before it decides what to keep
             return forward, recompute
         return _both(forward, _WatchWrites(self.saved)), recompute
@@ -61,11 +61,11 @@ class SelectiveContexts:
                 _restore_random_states(states)
 
 
-class _WatchWrites(TorchDispatchMode):
+class _WatchWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises before an operator writes into the storage of a kept result."""
 
     def __init__(self, saved: Iterable[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.saved = frozenset(saved)
         self.kept: dict[int, Any] = {}
 
