@@ -99,5 +99,5 @@ def require_real_adapters(model: nn.Module) -> None:
     if on_meta:
         raise ModelError(
             f"{len(on_meta)} tensors of adapters are on the meta device, first {on_meta[0]}, and the base model's "
-            "checkpoint does not have them: wrap a model that is not on meta, or load a training state"
+            "checkpoint does not have them: call init_adapters or load_adapter first, or load a training state"
         )
