@@ -27,9 +27,9 @@ SUBSET = [
             "parallel/test_fsdp",
             "parallel/context/test_apply",
             "memory/test_unshard",
-            "test_weights_stream",
-            "test_estimate",
-            "test_estimate_cli",
+            "weights/test_stream",
+            "estimate/test_estimate",
+            "test_cli",
         )
     ),
     *(f"packages/rl-logprobs/tests/test_{name}.py" for name in ("vocab_parallel", "linear_logprobs", "reduction")),
@@ -115,7 +115,7 @@ def transformers_oldest(session: nox.Session, transformers: str) -> None:
     files = [f"packages/tp-plans/tests/torch/test_hugging_face_{name}.py" for name in ("models", "registry")]
     files += ["integration_tests/test_parity.py"]
     if transformers != OLDEST_TRANSFORMERS[0]:
-        files = [*SUBSET, *files, *map(str, sorted(Path("packages/fsdp-runtime/tests").glob("test_weights_*.py")))]
+        files = [*SUBSET, *files, *map(str, sorted(Path("packages/fsdp-runtime/tests").glob("weights/test_*.py")))]
     session.run("pytest", f"--junitxml=reports/transformers-{transformers}.xml", *files, *session.posargs)
 
 

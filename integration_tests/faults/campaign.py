@@ -46,7 +46,7 @@ class Campaign:
 
     Args:
         directory: an empty one.
-        timeout: of ``watch_ranks``, in seconds; every rank must end within twice that.
+        timeout: of ``monitor_ranks``, in seconds; every rank must end within twice that.
         seed: for the ranks that are struck.
     """
 

@@ -34,7 +34,7 @@ class Settings:
         states: the directory of training states.
         resume: a state, or the directory for the newest; nothing to begin.
         steps: how many there are in all.
-        timeout: of ``watch_ranks``, in seconds.
+        timeout: of ``monitor_ranks``, in seconds.
         fault: what happens on one rank.
     """
 
@@ -84,25 +84,25 @@ def train(settings: Settings) -> None:
     losses = Path(settings.folder, f"losses-{dist.get_rank()}.jsonl")
     with (
         fsdp_runtime.stop_on_signal() as must_stop,
-        fsdp_runtime.watch_ranks(timeout=settings.timeout) as watch,
+        fsdp_runtime.monitor_ranks(timeout=settings.timeout) as monitor,
         losses.open("a") as file,
     ):
-        with watch.phase("load"):
+        with monitor.phase("load"):
             first = training.load(settings.resume) if settings.resume else 0
         for step in range(first, settings.steps):
             planted.begin(step)
-            with watch.phase("forward"):
+            with monitor.phase("forward"):
                 loss = training.loss()
-            with watch.phase("backward"):
+            with monitor.phase("backward"):
                 loss.backward()
-            with watch.phase("update"):
+            with monitor.phase("update"):
                 training.update()
             record(file, step, loss)
             last = must_stop()
             if last or (step + 1) % SAVE_EVERY == 0:
-                with watch.phase("save"):
+                with monitor.phase("save"):
                     training.save(settings.states, step + 1)
-            with watch.phase("stream"):
+            with monitor.phase("stream"):
                 for number, _ in enumerate(fsdp_runtime.stream_weights(training.model, bucket_bytes=2**14)):
                     planted.streamed(number)
             if last:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime import inspect_model
-from fsdp_runtime.sharded.safetensors_io import SafetensorsFile
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 
 #: Name of the file that is made when the fault strikes.
 STRUCK = "struck"
@@ -67,13 +67,13 @@ class Planted:
             first.register_hook(lambda gradient: self._strike())
 
     def _in_save(self) -> None:
-        write = SafetensorsFile.write
+        write = SafetensorsWriter.write
 
-        def strike_and_write(file: SafetensorsFile, name: str, tensor: Tensor) -> None:
+        def strike_and_write(file: SafetensorsWriter, name: str, tensor: Tensor) -> None:
             self._strike()
             write(file, name, tensor)
 
-        SafetensorsFile.write = strike_and_write  # type: ignore[method-assign]
+        SafetensorsWriter.write = strike_and_write  # type: ignore[method-assign]
 
     def _strike(self) -> None:
         if self._fault is None or self._step != self._fault.step or self._struck.exists():

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the campaign; 1 where a fault was not survived."""
     parser = argparse.ArgumentParser(prog="faults.run", description=__doc__.partition(":")[0])
     parser.add_argument("--only", default="", help="a regular expression for the names of faults")
-    parser.add_argument("--timeout", type=float, default=10.0, help="of watch_ranks; the bound is twice that")
+    parser.add_argument("--timeout", type=float, default=10.0, help="of monitor_ranks; the bound is twice that")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="for the ranks that are struck")
     options = parser.parse_args(arguments)
     rows: list[Row] = []

@@ -56,7 +56,7 @@ class GeneratorActor:
         """
         # Ray hands on a view of shared memory that must not be written to, and torch has no read-only tensors.
         flat = torch.from_numpy(run_of_bytes.copy())
-        self._came |= self._generator.load_some(fsdp_runtime.unpacked(weights, flat))
+        self._came |= self._generator.load_some(fsdp_runtime.unflatten_bucket(weights, flat))
 
     def received_all(self) -> None:
         """Check that the stream that ends here left no weight out.
@@ -151,7 +151,7 @@ class TrainerActor:
         for bucket in fsdp_runtime.stream_buckets(model, bucket_bytes=STREAM_BUCKET, dtype=dtype, names="model"):
             if dist.get_rank() == 0:
                 weights = [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
-                ray.get(generator.receive.remote(weights, fsdp_runtime.packed(bucket).numpy()))
+                ray.get(generator.receive.remote(weights, fsdp_runtime.flatten_bucket(bucket).numpy()))
                 sent += 1
         if dist.get_rank() == 0:
             ray.get(generator.received_all.remote())
@@ -179,6 +179,6 @@ class TrainerActor:
 
 def _digests(weights: Iterable[tuple[str, torch.Tensor]]) -> Digests:
     return {
-        name: hashlib.sha256(fsdp_runtime.packed([(name, tensor.detach())]).numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(fsdp_runtime.flatten_bucket([(name, tensor.detach())]).numpy().tobytes()).hexdigest()
         for name, tensor in weights
     }

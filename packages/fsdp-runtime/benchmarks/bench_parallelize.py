@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_runtime import MeshSpec, parallel_report, parallelize
+from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
 
 Result = TypeVar("Result")
 RANKS = 1024
@@ -53,7 +53,7 @@ def main() -> None:
         model = timed("model on the meta device", seventy_billion)
         told = ", ".join(f"{name}={value}" for name, value in options.items()) or "defaults"
         timed(f"parallelize, {told}"[:42], lambda m=model, o=options: parallelize(m, mesh, **o))
-        report = timed("report", lambda m=model: parallel_report(m))
+        report = timed("report", lambda m=model: describe_parallelism(m))
     print(report)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from fsdp_runtime import MeshSpec, ModelError, OptionError, nemo, parallel_report
+from fsdp_runtime import BackendError, MeshSpec, ModelError, OptionError, describe_parallelism, nemo
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, assert_parity, compare
@@ -89,11 +89,11 @@ def _custom(plan: Any) -> dict[str, Any]:
         dp_shard_cp_mesh_name="shards",
         tp_mesh_name="model",
     )
-    report = parallel_report(model)
+    report = describe_parallelism(model)
     return {
         "up": report.sharded["model.layers.0.mlp.up_proj.weight"],
         "q": report.sharded["model.layers.0.self_attn.q_proj.weight"],
-        "units": report.units,
+        "units": report.fsdp_modules,
         "offloads": offloads_to_cpu(model),
     }
 
@@ -189,3 +189,51 @@ def test_classes_are_imported_from_paths_and_a_wrong_one_is_named() -> None:
 def test_a_model_without_blocks_is_refused_by_the_strategy() -> None:
     with pytest.raises(ModelError, match="keep the repeated layers"):
         nemo.fsdp2_strategy_parallelize(nn.Linear(2, 2), MeshSpec().build(device_type="cpu"))
+
+
+class _Block(nn.Module):
+    """A block whose feed-forward layers are its own children, as OPT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc2(self.fc1(x).relu())
+
+
+class _WithoutMLPs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Block(), _Block()])
+
+
+WITHOUT_MLPS_PLAN = {"layers.*.fc1": "colwise", "layers.*.fc2": "rowwise"}
+
+
+def _dtensors_after(error: type[Exception], strategy: Any, model: nn.Module, *arguments: Any, **options: Any) -> int:
+    """The number of DTensor parameters after a strategy has raised ``error``."""
+    with pytest.raises(error):
+        strategy(model, *arguments, **options)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    return sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _refused_by(adapter: str) -> int:
+    mesh = MeshSpec(dp_shard=2, tp=2).build(device_type="cpu")
+    match adapter:
+        case "fsdp2_strategy_parallelize":
+            options: dict[str, Any] = {"tp_shard_plan": WITHOUT_MLPS_PLAN, "activation_checkpointing": True}
+            return _dtensors_after(ModelError, nemo.fsdp2_strategy_parallelize, _WithoutMLPs(), mesh, **options)
+        case "_parallelize_model":
+            options = {"custom_parallel_plan": WITHOUT_MLPS_PLAN, "activation_checkpointing": True}
+            arguments = (mesh["dp_shard"], mesh["tp"], torch.float32)
+            return _dtensors_after(ModelError, nemo._parallelize_model, _WithoutMLPs(), *arguments, **options)
+        case _:
+            model = tiny_model("LlamaForCausalLM")
+            return _dtensors_after(BackendError, nemo.nvfsdp_strategy_parallelize, model, mesh)
+
+
+@pytest.mark.parametrize("adapter", ["fsdp2_strategy_parallelize", "_parallelize_model", "nvfsdp_strategy_parallelize"])
+def test_a_refusal_by_an_adapter_leaves_every_parameter_a_plain_tensor(four_ranks: RankPool, adapter: str) -> None:
+    assert four_ranks.run(_refused_by, adapter) == [0, 0, 0, 0]

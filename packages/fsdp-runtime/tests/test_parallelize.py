@@ -11,8 +11,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDPOptions, FsdpRuntimeError, MeshSpec, ModelError, parallelize
+from fsdp_runtime import (
+    FSDPOptions,
+    FsdpRuntimeError,
+    MeshSpec,
+    ModelError,
+    apply_ac,
+    apply_compile,
+    apply_cp,
+    apply_fsdp,
+    apply_tp,
+    describe_parallelism,
+    nemo,
+    parallelism,
+    parallelize,
+    resolve_parallelism,
+)
 from fsdp_runtime._torch_compat import offloads_to_cpu
+from fsdp_runtime.parallel import tensor
+from fsdp_runtime.parallel.tensor import with_logits
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, assert_parity, compare
 from harness.ranks import RankPool, RanksFailed
@@ -67,8 +84,26 @@ QWEN3_PLAN = plan_for("Qwen3ForCausalLM")
         ({}, {"plan": None, "sequence_parallel": True}, ["OptionError", "plan=None"]),
         ({}, {"logits": "whole"}, ["OptionError", "'sharded' or 'full'"]),
         ({}, {"activation_checkpointing": "all"}, ["OptionError", "'none', 'mlp', 'block'"]),
+        (
+            {},
+            {"compile": {"backend": "no_such"}},
+            ["OptionError", "refused by torch.compile", "no_such_compile"],
+        ),
+        ({}, {"compile": {"colour": True}}, ["OptionError", "refused by torch.compile", "colour"]),
     ],
-    ids=["heads", "pattern", "tie", "word", "path", "no-sp-plan", "sp-without-plan", "logits", "checkpointing"],
+    ids=[
+        "heads",
+        "pattern",
+        "tie",
+        "word",
+        "path",
+        "no-sp-plan",
+        "sp-without-plan",
+        "logits",
+        "checkpointing",
+        "backend",
+        "keyword",
+    ],
 )
 def test_a_refusal_names_the_fix_on_every_rank_and_leaves_the_model_untouched(
     two_ranks: RankPool, model_options: dict[str, Any], options: dict[str, Any], expected: list[str]
@@ -143,7 +178,7 @@ def test_compiled_blocks_compute_the_same_on_the_mesh(four_ranks: RankPool, opti
     assert_parity(four_ranks.run(compare, Case("Qwen3ForCausalLM", {"dp_shard": 2, "tp": 2}, parallelize, options)))
 
 
-def _given_twice() -> tuple[bool, bool]:
+def _fsdp_settings() -> tuple[bool, bool]:
     fsdp = FSDPOptions(offload_policy=CPUOffloadPolicy(), reshard_after_forward=False)
     mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
     model = parallelize(tiny_model("LlamaForCausalLM"), mesh, fsdp=fsdp)
@@ -151,8 +186,8 @@ def _given_twice() -> tuple[bool, bool]:
     return state._fsdp_param_group.post_forward_mesh_info is not None, offloads_to_cpu(model)
 
 
-def test_what_is_given_beside_the_sharding_options_wins(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_given_twice)[0] == (True, True)
+def test_fsdp_options_reach_fsdp2(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_fsdp_settings)[0] == (False, True)
 
 
 def _foreign_axes() -> None:
@@ -216,8 +251,69 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_parameters(two_r
 
 
 def test_plan_overrides_survive_the_choice_of_logits() -> None:
-    from fsdp_runtime.parallel.tensor import prepared_plan
-
-    full = prepared_plan(QWEN3_PLAN, logits="full")
+    full = with_logits(QWEN3_PLAN, "full")
     assert isinstance(full, Plan)
     assert {pattern for pattern in full if full[pattern] != QWEN3_PLAN[pattern]} == {"lm_head"}
+
+
+def _calls(function: Any) -> dict[str, int]:
+    """The number of times that a function reads the model's structure, resolves its plan and checks it."""
+    counts = dict.fromkeys(("inspect_model", "check"), 0)
+
+    def counting(name: str, original: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return original(*arguments, **options)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallelism, "inspect_model", counting("inspect_model", parallelism.inspect_model))
+        patch.setattr(tensor, "check", counting("check", tensor.check))
+        function()
+    return counts
+
+
+def _calls_of(name: str) -> dict[str, int]:
+    mesh = MeshSpec(dp_shard=2, tp=2).build(device_type="cpu")
+    model = tiny_model("Qwen3ForCausalLM")
+    match name:
+        case "parallelize":
+            return _calls(lambda: parallelize(model, mesh, activation_checkpointing="mlp"))
+        case "fsdp2_strategy_parallelize":
+            return _calls(lambda: nemo.fsdp2_strategy_parallelize(model, mesh, activation_checkpointing=True))
+        case "_parallelize_model":
+            return _calls(lambda: nemo._parallelize_model(model, mesh["dp_shard"], mesh["tp"], torch.float32))
+        case _:  # one rank of dp_shard: nothing for Megatron-FSDP to wrap
+            alone = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+            return _calls(lambda: nemo.nvfsdp_strategy_parallelize(model, alone))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["parallelize", "fsdp2_strategy_parallelize", "_parallelize_model", "nvfsdp_strategy_parallelize"],
+)
+def test_a_call_reads_the_structure_once_and_checks_the_plan_once(four_ranks: RankPool, name: str) -> None:
+    assert four_ranks.run(_calls_of, name)[0] == {"inspect_model": 1, "check": 1}
+
+
+def test_steps_called_one_by_one_do_what_parallelize_does() -> None:
+    mesh = MeshSpec().build(device_type="cpu")
+    options: dict[str, Any] = {
+        "activation_checkpointing": "block",
+        "fsdp": FSDPOptions(mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
+    }
+    model, expected = tiny_model("LlamaForCausalLM"), tiny_model("LlamaForCausalLM")
+    resolved = resolve_parallelism(model, mesh, **options)
+    for apply in (apply_tp, apply_cp, apply_ac, apply_compile, apply_fsdp):
+        assert apply(model, resolved) is None
+    parallelize(expected, mesh, **options)
+    assert describe_parallelism(model) == describe_parallelism(expected)
+
+
+def test_resolving_changes_nothing() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    before = _state(model)
+    options = FSDPOptions(mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    resolve_parallelism(model, MeshSpec().build(device_type="cpu"), activation_checkpointing="block", fsdp=options)
+    assert _state(model) == before

@@ -23,7 +23,7 @@ def _run(checkpoint: str) -> dict[str, Any]:
         "logits": tuple(names["logits"].shape),
         "targets": tuple(names["targets"].shape),
         "data_parallel": names["data_parallel"].size(),
-        "resumed": (names["state"].step, names["state"].random_restored),
+        "resumed": (names["state"].step, names["state"].rng_restored),
         "received": list(names["received"]) == [weight.name for weight in names["described"]],
         "merged": names["merged"].keys() == names["received"].keys(),
     }

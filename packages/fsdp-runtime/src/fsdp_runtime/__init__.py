@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_runtime.debug.describe import ParallelReport, parallel_report
+from fsdp_runtime.debug.describe import ParallelismReport, describe_parallelism
 from fsdp_runtime.debug.finite_grads import assert_finite_gradients
 from fsdp_runtime.debug.replica_check import assert_replicas_equal
 from fsdp_runtime.errors import (
@@ -31,7 +31,7 @@ from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.rendezvous import RankInfo, rank_info_from_env
 from fsdp_runtime.mesh.spec import MeshSpec, adopt_mesh, submesh
 from fsdp_runtime.model.structure import AttentionHeads, ModelStructure, inspect_model
-from fsdp_runtime.monitor import Watch, watch_ranks
+from fsdp_runtime.monitor import RankMonitor, monitor_ranks
 from fsdp_runtime.monitor.signals import stop_on_signal
 from fsdp_runtime.parallel.activation_checkpoint import SelectiveCheckpoint, apply_ac
 from fsdp_runtime.parallel.compile import apply_compile
@@ -39,26 +39,29 @@ from fsdp_runtime.parallel.context.apply import apply_cp
 from fsdp_runtime.parallel.context.attention import ContextAttention
 from fsdp_runtime.parallel.context.ring import ring_attention
 from fsdp_runtime.parallel.context.sharding import SequenceLayout, sequence_layout
-from fsdp_runtime.parallel.fsdp import FSDPOptions, apply_fsdp, fsdp_mesh
+from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_mesh
+from fsdp_runtime.parallel.fsdp_options import FSDPOptions
 from fsdp_runtime.parallel.lora import save_adapter
 from fsdp_runtime.parallel.tensor import apply_tp
+from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.weights import (
     LoadReport,
+    WeightExport,
     WeightInfo,
     describe_weights,
+    flatten_bucket,
     init_adapters,
     load_adapter,
     load_weights,
     materialize,
     meta_device,
-    packed,
     save_weights,
     send_weights,
     stream_buckets,
     stream_weights,
-    unpacked,
+    unflatten_bucket,
 )
 
 __version__ = "0.1.0"
@@ -87,14 +90,16 @@ __all__ = [
     "OffloadReport",
     "OptionError",
     "OtherRankError",
-    "ParallelReport",
+    "Parallelism",
+    "ParallelismReport",
     "RankInfo",
+    "RankMonitor",
     "ReplicaError",
     "SelectiveCheckpoint",
     "SequenceLayout",
     "Sweep",
     "TrainingState",
-    "Watch",
+    "WeightExport",
     "WeightInfo",
     "WeightsError",
     "adopt_mesh",
@@ -105,8 +110,10 @@ __all__ = [
     "apply_tp",
     "assert_finite_gradients",
     "assert_replicas_equal",
+    "describe_parallelism",
     "describe_weights",
     "estimate",
+    "flatten_bucket",
     "fsdp_mesh",
     "init_adapters",
     "inspect_model",
@@ -115,13 +122,13 @@ __all__ = [
     "load_weights",
     "materialize",
     "meta_device",
+    "monitor_ranks",
     "no_sync",
     "offload",
     "onload",
-    "packed",
-    "parallel_report",
     "parallelize",
     "rank_info_from_env",
+    "resolve_parallelism",
     "ring_attention",
     "save_adapter",
     "save_training_state",
@@ -133,7 +140,6 @@ __all__ = [
     "stream_weights",
     "submesh",
     "sweep",
-    "unpacked",
+    "unflatten_bucket",
     "unsharded",
-    "watch_ranks",
 ]

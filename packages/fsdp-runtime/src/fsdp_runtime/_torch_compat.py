@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import wraps
 from typing import Any, cast
 
@@ -15,11 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, in a private module
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
@@ -51,6 +49,8 @@ def is_strided(placement: Placement) -> bool:
 
     The class is private in torch 2.10 to 2.15, where parameters of TP x FSDP2 carry it.
     """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     return isinstance(placement, _StridedShard)
 
 
@@ -114,9 +114,19 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Everything in nested dicts, lists and tuples; ``torch.utils._pytree`` is private in torch 2.10 to 2.15."""
+    """Return the leaves of nested dicts, lists and tuples; ``torch.utils._pytree`` is private in torch 2.10 to 2.15."""
+    from torch.utils._pytree import tree_leaves
+
     found: list[Any] = tree_leaves(tree)
     return found
+
+
+def context_parallel(mesh: DeviceMesh, **options: Any) -> AbstractContextManager[None]:
+    """Enter torch's context of ring attention, experimental in torch 2.10 to 2.15 and imported when it is used."""
+    from torch.distributed.tensor import experimental
+
+    context: AbstractContextManager[None] = experimental.context_parallel(mesh, **options)
+    return context
 
 
 def all_gather_flat(output: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:

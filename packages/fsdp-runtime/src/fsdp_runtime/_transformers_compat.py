@@ -51,7 +51,7 @@ def has_model_for(auto: Any, config: Any) -> bool:
     return type(config) in auto._model_mapping
 
 
-def keeps_state(model: Any) -> bool:
+def is_stateful(model: Any) -> bool:
     """Whether the model's class says that it carries a state from token to token, as ``generate`` asks."""
     return bool(getattr(model, "_is_stateful", False))
 
@@ -86,6 +86,50 @@ def rope_types(config: Any) -> set[str]:
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
     return {str(each.get("rope_type", "default")) for each in nested or [rope]}
+
+
+def disable_cache(model: nn.Module) -> None:
+    """Set ``use_cache`` to ``False`` in every config of a model's modules."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
+
+
+def sdpa_mask_of_documents(
+    *, mask_function: Any, documents: Tensor | None, attention_mask: Tensor | None, q_offset: Tensor, **options: Any
+) -> Tensor | None:
+    """Build the boolean mask of ``scaled_dot_product_attention`` with transformers' own function.
+
+    ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.6 to
+    5.23).
+
+    Args:
+        mask_function: of batch, head, query and key index.
+        documents: ``[batch, seq]``, the number of each token's document in a packed batch, or ``None``.
+        attention_mask: ``[batch, seq]``, false where a token is padding, or ``None``.
+        q_offset: ``[seq / cp]``, the difference between a local token's position and its index.
+        options: the remaining keywords of ``AttentionMaskInterface``.
+    """
+    from transformers.masking_utils import and_masks, sdpa_mask
+
+    if documents is not None:
+        mask_function = and_masks(mask_function, lambda b, h, q, k: documents[b, q] == documents[b, k])
+    mask: Tensor | None = sdpa_mask(
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        q_offset=q_offset,  # type: ignore[arg-type]  # used in sums with a tensor of indices only
+        allow_is_causal_skip=False,
+        **options,
+    )
+    return mask
+
+
+def is_causal_mask_function(mask_function: Any) -> bool:
+    """Return True for transformers' plain causal mask function, which is not exported either."""
+    from transformers.masking_utils import causal_mask_function
+
+    return mask_function is causal_mask_function
 
 
 @dataclass(frozen=True)

@@ -68,17 +68,17 @@ class OtherRankError(WeightsError):
 
 
 class LostRankError(FsdpRuntimeError, RuntimeError):
-    """Another rank died, stalled or failed while all were watched.
+    """Another rank died, stalled or failed while all were monitored.
 
     Args:
         rank: that rank.
-        phase: what it was doing, as it said last.
-        what: what became of it.
+        phase: its last phase.
+        reason: the failure, as a verb phrase.
     """
 
-    def __init__(self, rank: int, phase: str, what: str) -> None:
-        super().__init__(rank, phase, what)
-        self.rank, self.phase, self.what = rank, phase, what
+    def __init__(self, rank: int, phase: str, reason: str) -> None:
+        super().__init__(rank, phase, reason)
+        self.rank, self.phase, self.reason = rank, phase, reason
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, in phase {self.phase!r}, {self.what}"
+        return f"rank {self.rank}, in phase {self.phase!r}, {self.reason}"

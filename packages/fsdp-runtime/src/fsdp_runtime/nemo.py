@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 
 from fsdp_runtime._torch_compat import flatten_axes, join_axes
@@ -23,10 +24,9 @@ from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import FLATTENED, submesh
 from fsdp_runtime.model.structure import AttentionHeads, inspect_model
-from fsdp_runtime.parallel.activation_checkpoint import apply_ac
-from fsdp_runtime.parallel.fsdp import FSDPOptions, apply_fsdp
-from fsdp_runtime.parallel.megatron_fsdp import shard_with_megatron
-from fsdp_runtime.parallel.tensor import apply_tp
+from fsdp_runtime.parallel.fsdp_options import FSDPOptions
+from fsdp_runtime.parallel.megatron_fsdp import resolve_megatron_fsdp
+from fsdp_runtime.parallelism import resolve_on
 from tp_plans import Plan, from_hugging_face, resolve_plan
 
 TorchPlan = dict[str, ParallelStyle]
@@ -69,13 +69,19 @@ def fsdp2_strategy_parallelize(
     shards = _axis(device_mesh, dp_shard_cp_mesh_name)
     names = device_mesh.mesh_dim_names or ()
     replicas = device_mesh[dp_replicate_mesh_name] if dp_replicate_mesh_name in names else None
-    data_parallel = join_axes(replicas, shards) if replicas is not None and replicas.size() > 1 else shards
-    options = FSDPOptions(mp_policy=mp_policy, offload_policy=offload_policy)
-    tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
-    structure = inspect_model(model)
-    _split(model, tp_mesh, sequence_parallel, tp_shard_plan)
-    apply_ac(model, structure, "mlp" if activation_checkpointing else "none")
-    return apply_fsdp(model, data_parallel, structure, options)
+    fsdp_mesh = join_axes(replicas, shards) if replicas is not None and replicas.size() > 1 else shards
+    offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None  # NeMo RL passes a class too
+    parallelism = resolve_on(
+        model,
+        resolve_plan=partial(_resolve_plan, model, sequence_parallel, tp_shard_plan),
+        tp_mesh=device_mesh[tp_mesh_name] if tp_mesh_name in names else None,
+        activation_checkpointing="mlp" if activation_checkpointing else "none",
+        fsdp_mesh=fsdp_mesh,
+        fsdp=FSDPOptions(mp_policy=mp_policy, offload_policy=offload),
+        allow_dtensors=True,
+    )
+    parallelism.apply(model)
+    return model
 
 
 def _parallelize_model(
@@ -104,11 +110,17 @@ def _parallelize_model(
         The same model.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    structure = inspect_model(model)
-    _split(model, tp_mesh, sequence_parallel, custom_parallel_plan)
-    apply_ac(model, structure, "mlp" if activation_checkpointing else "none")
-    options = FSDPOptions(mp_policy=policy, offload_policy=CPUOffloadPolicy() if cpu_offload else None)
-    return apply_fsdp(model, dp_mesh, structure, options)
+    parallelism = resolve_on(
+        model,
+        resolve_plan=partial(_resolve_plan, model, sequence_parallel, custom_parallel_plan),
+        tp_mesh=tp_mesh,
+        activation_checkpointing="mlp" if activation_checkpointing else "none",
+        fsdp_mesh=dp_mesh,
+        fsdp=FSDPOptions(mp_policy=policy, offload_policy=CPUOffloadPolicy() if cpu_offload else None),
+        allow_dtensors=True,
+    )
+    parallelism.apply(model)
+    return model
 
 
 def nvfsdp_strategy_parallelize(
@@ -152,18 +164,17 @@ def nvfsdp_strategy_parallelize(
         shard_dim = "dp_cp"
         shards = flatten_axes(device_mesh, (dp_mesh_name, cp_mesh_name), shard_dim)
     tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
-    structure = inspect_model(model)
-    _split(model, tp_mesh, False, tp_shard_plan)
+    parallelism = resolve_on(model, resolve_plan=partial(_resolve_plan, model, False, tp_shard_plan), tp_mesh=tp_mesh)
     if shards.size() == 1:
+        parallelism.apply(model)
         return model, optimizer
-    return shard_with_megatron(
+    megatron = resolve_megatron_fsdp(
         model,
         device_mesh,
-        structure,
+        parallelism.structure,
         dp_shard_dim=shard_dim,
         tp_dim=tp_mesh_name if tp_mesh is not None else None,
         unit_modules=nvfsdp_unit_modules,
-        optimizer=optimizer,
         main_params_dtype=torch.float32 if preserve_fp32_weights else None,
         main_grads_dtype=torch.float32 if grad_reduce_in_fp32 else None,
         options={
@@ -180,6 +191,8 @@ def nvfsdp_strategy_parallelize(
             "fsdp_double_buffer": fsdp_double_buffer,
         },
     )
+    parallelism.apply(model)
+    return megatron.apply(model, optimizer)
 
 
 def apply_fsdp2_sharding_recursively(
@@ -291,7 +304,7 @@ def _get_parallel_plan(
     Raises:
         tp_plans.TpPlansError: no plan is known, or the one given cannot be used.
     """
-    plan = _plan(model, sequence_parallel, tp_shard_plan)
+    plan = _resolve_plan(model, sequence_parallel, tp_shard_plan)
     return dict(plan.to_torch()) if isinstance(plan, Plan) else plan
 
 
@@ -302,27 +315,16 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _plan(model: nn.Module, sequence_parallel: bool, given: Mapping[str, Any] | str | None) -> Plan | TorchPlan:
-    if isinstance(given, str):
-        given = import_class_from_path(given)
-        given = given() if callable(given) else given
-    if isinstance(given, Mapping) and given and all(isinstance(style, ParallelStyle) for style in given.values()):
-        return dict(given)
-    return resolve_plan("auto" if given is None else given, model, sequence_parallel=sequence_parallel)
+def _resolve_plan(model: nn.Module, sequence_parallel: bool, plan: Mapping[str, Any] | str | None) -> Plan | TorchPlan:
+    """Return a plan, or torch's styles as given, which cannot be checked."""
+    if isinstance(plan, str):
+        plan = import_class_from_path(plan)
+        plan = plan() if callable(plan) else plan
+    if isinstance(plan, Mapping) and plan and all(isinstance(style, ParallelStyle) for style in plan.values()):
+        return dict(plan)
+    return resolve_plan("auto" if plan is None else plan, model, sequence_parallel=sequence_parallel)
 
 
 def _axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """One axis, also one that someone else flattened under a name of their own."""
     return submesh(mesh, name) if name in (*(mesh.mesh_dim_names or ()), *FLATTENED) else mesh[name]
-
-
-def _split(
-    model: nn.Module, tp_mesh: DeviceMesh | None, sequence_parallel: bool, given: Mapping[str, Any] | str | None
-) -> None:
-    if tp_mesh is None or tp_mesh.size() == 1:
-        return
-    plan = _plan(model, sequence_parallel, given)
-    if isinstance(plan, Plan):
-        apply_tp(model, plan, tp_mesh)
-    else:  # styles of torch, which nothing can check
-        parallelize_module(model, tp_mesh, plan)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_runtime import ModelError, OptionError, SelectiveCheckpoint, apply_ac, inspect_model
+from fsdp_runtime import MeshSpec, ModelError, OptionError, SelectiveCheckpoint, parallelize
 from harness.models import jitter, tiny_inputs, tiny_model
 
 
@@ -31,8 +31,7 @@ def _saved_bytes(model: nn.Module, inputs: dict[str, Tensor]) -> int:
 
 
 def _checkpointed(model: nn.Module, mode: Any = "block") -> nn.Module:
-    apply_ac(model, inspect_model(model), mode)
-    return model
+    return parallelize(model, MeshSpec().build(device_type="cpu"), activation_checkpointing=mode)
 
 
 def _assert_same_gradients(expected: nn.Module, actual: nn.Module) -> None:

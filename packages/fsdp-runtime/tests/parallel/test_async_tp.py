@@ -38,9 +38,9 @@ def test_the_compiler_is_asked_beside_the_users_own_options() -> None:
     ("compile_options", "sequence_parallel", "message"),
     [
         (True, False, "overlaps the collectives of sequence parallelism: it needs a mesh with tp larger than 1"),
-        (False, True, "a pass of the compiler: it needs compile=True, by Inductor"),
-        ({"backend": "aot_eager"}, True, "needs compile=True, by Inductor"),
-        ({"mode": "max-autotune"}, True, "cannot be had with mode='max-autotune'"),
+        (False, True, "a pass of Inductor: it needs compile=True"),
+        ({"backend": "aot_eager"}, True, "needs compile=True"),
+        ({"mode": "max-autotune"}, True, "cannot be combined with mode='max-autotune'"),
     ],
 )
 def test_what_leaves_nothing_to_overlap_is_refused(compile_options: Any, sequence_parallel: bool, message: str) -> None:

@@ -7,8 +7,10 @@ import copy
 import pytest
 import torch
 
-from fsdp_runtime import apply_ac, apply_compile, inspect_model, parallel_report
+from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
 from harness.models import tiny_inputs, tiny_model
+
+AOT = {"backend": "aot_eager"}
 
 
 @pytest.fixture(autouse=True)
@@ -16,15 +18,13 @@ def _fresh_compiler() -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("mode", ["none", "block"])
+@pytest.mark.parametrize("mode", ["none", "block", "selective"])
 def test_compiled_blocks_compute_the_same_gradients_under_the_same_names(mode: str) -> None:
     plain = tiny_model("Qwen3ForCausalLM")
     model = copy.deepcopy(plain)
-    structure = inspect_model(model)
-    apply_ac(model, structure, mode)
-    assert apply_compile(structure, {"backend": "aot_eager"}) == ["model.layers.0", "model.layers.1"]
+    parallelize(model, MeshSpec().build(device_type="cpu"), activation_checkpointing=mode, compile=AOT)
     assert list(model.state_dict()) == list(plain.state_dict())
-    assert parallel_report(model).compiled == ("model.layers.0", "model.layers.1")
+    assert describe_parallelism(model).compiled == ("model.layers.0", "model.layers.1")
     inputs = tiny_inputs(plain, batch=2, length=7)
     for each in (plain, model):
         each(**inputs, use_cache=False).logits.sum().backward()
@@ -40,7 +40,7 @@ def test_blocks_of_one_class_are_compiled_once() -> None:
         compiled.append(len(graph.graph.nodes))
         return graph
 
-    apply_compile(inspect_model(model), {"backend": backend})
+    parallelize(model, MeshSpec().build(device_type="cpu"), compile={"backend": backend})
     model(**tiny_inputs(model, batch=1, length=5), use_cache=False)
     once = len(compiled)
     assert once <= 2  # a second time where the compiler learns that a number differs between layers

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, inspect_model, parallel_report, parallelize
+from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, describe_parallelism, inspect_model, parallelize
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, compare
@@ -67,9 +67,9 @@ def _frozen_tower(frozen: str) -> dict[str, Any]:
     tower.requires_grad_(False)
     mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
     model = parallelize(model, mesh, fsdp=FSDPOptions(frozen_params=frozen))  # type: ignore[arg-type]
-    report = parallel_report(model)
+    report = describe_parallelism(model)
     return {
-        "units": [unit for unit in report.units if unit.startswith(VISION)],
+        "units": [unit for unit in report.fsdp_modules if unit.startswith(VISION)],
         "whole": all(name.startswith(VISION) for name in report.replicated) and bool(report.replicated),
         "step": _step(model),
         "gradients": all(p.grad is None for p in tower.parameters())
@@ -214,7 +214,7 @@ def _shared_between_blocks() -> tuple[tuple[str, ...], bool, float]:
         each(x).sum().backward()
     wanted = reference.layers[0][1].weight.grad
     error = (model.layers[0][1].weight.grad.full_tensor() - wanted).abs().max().item()
-    return parallel_report(model).units, model.layers[2][1].weight is model.layers[0][1].weight, error
+    return describe_parallelism(model).fsdp_modules, model.layers[2][1].weight is model.layers[0][1].weight, error
 
 
 def test_blocks_that_share_a_parameter_stay_tied_in_the_root(two_ranks: RankPool) -> None:

@@ -1,1 +1,1 @@
-"""Checks and descriptions of a parallelized model."""
+"""Checks and descriptions of parallelized models."""

@@ -1,4 +1,4 @@
-"""What became of a model: which modules were wrapped, recompute or are compiled, and how each parameter lies."""
+"""Describe a parallelized model: FSDP modules, recomputed and compiled modules, and each parameter's sharding."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime._torch_compat import is_compiled
-from fsdp_runtime.model.state import entries
+from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.parallel.activation_checkpoint import recomputes
 
 
 @dataclass(frozen=True)
-class ParallelReport:
-    """The state of a model, read off it.
+class ParallelismReport:
+    """The parallelism of a model, read from the model itself.
 
     Args:
-        units: modules that FSDP2 gathers and frees as one, the root as ``""``.
+        fsdp_modules: modules that FSDP2 gathers and frees as one group, the root as ``""``.
         recomputing: modules that recompute their activations in backward.
         compiled: modules that are compiled in place.
-        sharded: by parameter, the mesh axes that it is cut over.
-        replicated: parameters that every rank holds whole.
+        sharded: the mesh axes that each sharded parameter is sharded over.
+        replicated: parameters that are replicated over all axes.
         local_bytes: bytes of all parameters on this rank.
         full_bytes: bytes of all parameters of the model.
     """
 
-    units: tuple[str, ...]
+    fsdp_modules: tuple[str, ...]
     recomputing: tuple[str, ...]
     compiled: tuple[str, ...]
     sharded: Mapping[str, tuple[str, ...]]
@@ -40,30 +40,42 @@ class ParallelReport:
     def __str__(self) -> str:
         axes = Counter(self.sharded.values())
         lines = [
-            f"FSDP2 units: {_told(self.units)}",
-            f"recomputing: {_told(self.recomputing)}",
-            f"compiled: {_told(self.compiled)}",
-            *(f"cut over {' and '.join(names)}: {count} parameters" for names, count in axes.items()),
-            f"whole on every rank: {_told(self.replicated)}",
+            f"FSDP modules: {_summary(self.fsdp_modules)}",
+            f"recomputing: {_summary(self.recomputing)}",
+            f"compiled: {_summary(self.compiled)}",
+            *(f"sharded over {' and '.join(names)}: {count} parameters" for names, count in axes.items()),
+            f"replicated on every rank (all axes): {_summary(self.replicated)}",
             f"bytes on this rank: {self.local_bytes:,} of {self.full_bytes:,}",
         ]
         return "\n".join(lines)
 
 
-def parallel_report(model: nn.Module) -> ParallelReport:
-    """Read off a model what ``parallelize``, or the same steps called alone, made of it; no communication.
+def describe_parallelism(model: nn.Module) -> ParallelismReport:
+    """Return which modules are wrapped, recompute or are compiled, and how each parameter is sharded.
+
+    The description is read from the model, so it also covers models that other code parallelized.  No communication.
 
     Args:
-        model: any model, also one that something else wrapped.
+        model: any model.
+
+    Returns:
+        The report; ``str()`` of it is a summary of a few lines.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import describe_parallelism
+        >>> report = describe_parallelism(nn.Linear(2, 3))
+        >>> report.replicated, report.local_bytes
+        (('weight', 'bias'), 36)
     """
     modules = dict(model.named_modules())
     sharded: dict[str, tuple[str, ...]] = {}
     replicated: list[str] = []
     local_bytes = full_bytes = 0
-    for entry in entries(model):
+    for entry in state_entries(model):
         if not isinstance(entry.tensor, nn.Parameter):
             continue
-        axes = _cut_over(entry.tensor)
+        axes = _sharded_axes(entry.tensor)
         for name in entry.names:
             if axes:
                 sharded[name] = axes
@@ -72,8 +84,8 @@ def parallel_report(model: nn.Module) -> ParallelReport:
         local = entry.tensor.to_local() if isinstance(entry.tensor, DTensor) else entry.tensor
         local_bytes += local.nbytes
         full_bytes += entry.tensor.numel() * entry.tensor.element_size()
-    return ParallelReport(
-        units=tuple(path for path, module in modules.items() if isinstance(module, FSDPModule)),
+    return ParallelismReport(
+        fsdp_modules=tuple(path for path, module in modules.items() if isinstance(module, FSDPModule)),
         recomputing=tuple(path for path, module in modules.items() if recomputes(module)),
         compiled=tuple(path for path, module in modules.items() if is_compiled(module)),
         sharded=sharded,
@@ -83,7 +95,7 @@ def parallel_report(model: nn.Module) -> ParallelReport:
     )
 
 
-def _cut_over(tensor: Tensor) -> tuple[str, ...]:
+def _sharded_axes(tensor: Tensor) -> tuple[str, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
@@ -95,6 +107,6 @@ def _cut_over(tensor: Tensor) -> tuple[str, ...]:
     )
 
 
-def _told(names: tuple[str, ...]) -> str:
+def _summary(names: tuple[str, ...]) -> str:
     shown = ", ".join(name or "(root)" for name in names[:3])
     return f"{len(names)} ({shown}{', …' if len(names) > 3 else ''})" if names else "none"

@@ -1,7 +1,6 @@
-"""Whether gradients are numbers, asked on every rank at once.
+"""Check that gradients are finite, on every rank at once.
 
-A NaN on one rank reaches all of them with the next reduction or optimizer step, and by then nothing says where it
-came from.
+A NaN on one rank reaches all others with the next reduction or optimizer step; after that its origin is unknown.
 """
 
 from __future__ import annotations
@@ -12,27 +11,40 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import GradientError
-from fsdp_runtime.sharded.collectives import ranks_of, tell_all
+from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.collectives import all_gather_objects, mesh_ranks
 
-#: Parameters that a message names; the rest are counted.
-_NAMED = 8
+#: Parameters that a message names; the others are counted.
+_MAX_NAMED = 8
 
 
 @torch.no_grad()
 def assert_finite_gradients(model: nn.Module) -> None:
     """Raise on every rank unless every gradient on every rank is finite.
 
-    Collective: every rank of the model's mesh calls it, after backward and before the optimizer's step.  One
-    all-reduce of a number for each mesh axis, which the host waits for; a second exchange only where there is
-    something to tell.
+    Collective over the ranks of the model's mesh; call it after backward and before the optimizer's step.  One
+    all-reduce of one number per mesh axis, which the host waits for; a second exchange only after a failure.
+
+    Args:
+        model: plain or parallelized.
 
     Raises:
-        GradientError: some elements are infinite or NaN; names the parameters, how many elements and on which ranks.
+        GradientError: some elements are infinite or NaN; names the parameters, the numbers of elements and the ranks.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime import assert_finite_gradients
+        >>> model = nn.Linear(2, 3)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> assert_finite_gradients(model)
     """
     counts = {
-        name: _not_finite(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None
+        name: _count_nonfinite(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
-    ranks = ranks_of(model)
+    ranks = mesh_ranks(state_entries(model))
     device = next((p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)), None)
     total = torch.stack(list(counts.values())).sum() if counts else torch.zeros((), dtype=torch.int64)
     total = total.to(device)
@@ -41,20 +53,21 @@ def assert_finite_gradients(model: nn.Module) -> None:
     if not total.item():
         return
     found: dict[str, list[str]] = {}
-    for rank, told in sorted(tell_all(ranks, {name: int(count) for name, count in counts.items() if count}).items()):
-        for name, count in told.items():
+    nonzero = {name: int(count) for name, count in counts.items() if count}
+    for rank, rank_counts in sorted(all_gather_objects(ranks, nonzero).items()):
+        for name, count in rank_counts.items():
             found.setdefault(name, []).append(f"rank {rank}: {count}")
-    lines = [f"  {name} ({', '.join(where)})" for name, where in list(found.items())[:_NAMED]]
-    more = [f"  and {len(found) - _NAMED} more"] if len(found) > _NAMED else []
+    lines = [f"  {name} ({', '.join(by_rank)})" for name, by_rank in list(found.items())[:_MAX_NAMED]]
+    more = [f"  and {len(found) - _MAX_NAMED} more"] if len(found) > _MAX_NAMED else []
     raise GradientError(
         "\n".join([f"{len(found)} parameters have gradients that are not finite (elements by rank):", *lines, *more])
-        + "\nleave this step out (optimizer.zero_grad()), and look at the batch of the ranks named; in half precision, "
+        + "\nskip this step (optimizer.zero_grad()) and inspect the batch of the ranks named; in half precision, "
         "scale the loss down"
     )
 
 
-def _not_finite(gradient: Tensor) -> Tensor:
-    """How many elements of this rank's part are infinite or NaN, as a 0-d tensor where collectives run."""
+def _count_nonfinite(gradient: Tensor) -> Tensor:
+    """Return the number of infinite or NaN elements of the local shard, a 0-d tensor on the collectives' device."""
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     device = gradient.device_mesh.device_type if isinstance(gradient, DTensor) else gradient.device
     return local.isfinite().logical_not().sum().to(device)

@@ -1,7 +1,7 @@
-"""Whether copies that several ranks hold are still equal.
+"""Check that replicated tensors are equal on all ranks.
 
-A replica that misses one reduction trains on, a little different on each rank, and only one copy is ever saved
-or streamed (pytorch/pytorch#160169).  Comparing fingerprints finds it for one small collective an axis.
+A replica that misses one reduction keeps training with slightly different values on each rank, and only one replica is
+saved or streamed (pytorch/pytorch#160169).  Comparing hashes detects this at the cost of one small collective per axis.
 """
 
 from __future__ import annotations
@@ -21,49 +21,54 @@ from fsdp_runtime.errors import ReplicaError
 
 #: Elements hashed at a time, so that a large parameter needs no copy of itself in 64 bits.
 _CHUNK = 2**20
-#: An odd multiplier (Knuth's, from the golden ratio), so that equal values in other places hash differently.
+#: An odd multiplier (Knuth's, from the golden ratio), so that equal values in other positions hash differently.
 _MULTIPLIER = 2654435761
 
 
 @torch.no_grad()
 def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
-    """Raise unless every parameter and persistent buffer is bit-identical on all ranks that hold a copy of it.
+    """Raise unless every parameter and persistent buffer is bit-identical on all ranks that replicate it.
 
-    Collective: every rank of the mesh calls it; one all-gather of a number per tensor for each mesh axis.
+    Collective over all ranks of the mesh: one all-gather of one number per tensor for each mesh axis.
 
     Args:
-        model: before, during or after training; FSDP2's units must be sharded (not inside ``unsharded``).
-        mesh: the whole mesh; axes that a tensor's own mesh lacks then count as replicas too.  Without it only the
-            axes of each DTensor's mesh are compared, and plain tensors not at all.
+        model: before, during or after training; parameters must be sharded (not inside ``unsharded``).
+        mesh: the root mesh; tensors then count as replicated over the axes that their own mesh lacks.  Without it only
+            the axes of each DTensor's mesh are compared, and plain tensors are not compared.
 
     Raises:
-        ReplicaError: some differ; all are named, with the axis and the ranks, on every rank that compared them.
+        ReplicaError: tensors differ; all are named, with the axis and the ranks, on every rank that compared them.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import assert_replicas_equal
+        >>> assert_replicas_equal(nn.Linear(2, 3))  # nothing to compare without a mesh
     """
     groups: dict[ProcessGroup, tuple[str, list[tuple[str, Tensor]]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        for axis, group in _replicated_over(tensor, mesh):
+        for axis, group in _replica_groups(tensor, mesh):
             groups.setdefault(group, (axis, []))[1].append((name, tensor))
-    drifted: dict[str, list[str]] = defaultdict(list)
+    differing: dict[str, list[str]] = defaultdict(list)
     for group, (axis, tensors) in groups.items():
-        own = torch.stack([_fingerprint(tensor) for _, tensor in tensors])
-        everyone = own.new_empty(dist.get_world_size(group), len(own))
-        all_gather_flat(everyone.view(-1), own, group).wait()
-        differs = (everyone != everyone[0]).any(0).tolist()
-        told = f"axis {axis} (ranks {', '.join(map(str, dist.get_process_group_ranks(group)))})"
+        local = torch.stack([_hash(tensor) for _, tensor in tensors])
+        gathered = local.new_empty(dist.get_world_size(group), len(local))
+        all_gather_flat(gathered.view(-1), local, group).wait()
+        differs = (gathered != gathered[0]).any(0).tolist()
+        axis_label = f"axis {axis} (ranks {', '.join(map(str, dist.get_process_group_ranks(group)))})"
         for (name, _), different in zip(tensors, differs, strict=True):
             if different:
-                drifted[name].append(told)
-    if drifted:
-        lines = "\n".join(f"  {name}: over {' and '.join(axes)}" for name, axes in drifted.items())
+                differing[name].append(axis_label)
+    if differing:
+        lines = "\n".join(f"  {name}: over {' and '.join(axes)}" for name, axes in differing.items())
         raise ReplicaError(
-            f"{len(drifted)} tensors differ between ranks that hold copies of them:\n{lines}\n"
-            "their gradients were not the same on these ranks: check that the plan sums them over tp, that these ranks "
-            "saw the same batch, and that they began from the same weights"
+            f"{len(differing)} tensors differ between ranks that replicate them:\n{lines}\n"
+            "their gradients differed between these ranks: check that the plan sums them over tp, that these ranks "
+            "got the same batch, and that they started from the same weights"
         )
 
 
-def _replicated_over(tensor: Tensor, mesh: DeviceMesh | None) -> Iterator[tuple[str, ProcessGroup]]:
-    """The axes over which ranks hold copies of a tensor, with this rank's group on each."""
+def _replica_groups(tensor: Tensor, mesh: DeviceMesh | None) -> Iterator[tuple[str, ProcessGroup]]:
+    """Yield the axes over which a tensor is replicated, with this rank's group on each."""
     own_axes: tuple[str, ...] = ()
     if isinstance(tensor, DTensor):
         own = tensor.device_mesh
@@ -76,15 +81,15 @@ def _replicated_over(tensor: Tensor, mesh: DeviceMesh | None) -> Iterator[tuple[
             yield axis, mesh.get_group(index)
 
 
-def _fingerprint(tensor: Tensor) -> Tensor:
-    """A 64-bit hash of this rank's bits, as a 0-d tensor on the device that the collectives run on."""
+def _hash(tensor: Tensor) -> Tensor:
+    """Return a 64-bit hash of the local bits, a 0-d tensor on the collectives' device."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     flat = local.contiguous().view(-1).view(words) if local.numel() else local.new_empty(0, dtype=torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].long()
-        places = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
-        total += ((part + 1) * (places * _MULTIPLIER)).sum()  # wraps around in 64 bits, alike on every rank
+        positions = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
+        total += ((part + 1) * (positions * _MULTIPLIER)).sum()  # wraps around in 64 bits, equally on every rank
     device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
     return total.to(device)

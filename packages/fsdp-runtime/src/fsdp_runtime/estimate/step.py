@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.debug.describe import parallel_report
+from fsdp_runtime.debug.describe import describe_parallelism
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.estimate.build_model import vocabulary_of
 from fsdp_runtime.estimate.losses import accelerator_workspaces, clipping, loss_named
@@ -25,7 +25,7 @@ from fsdp_runtime.estimate.trace.recorder import Recorder
 from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.parallel.context.sharding import sequence_layout
-from fsdp_runtime.parallel.fsdp import FSDPOptions
+from fsdp_runtime.parallel.fsdp_options import FSDPOptions
 from fsdp_runtime.parallelize import parallelize
 
 
@@ -124,7 +124,7 @@ def _whole(model: nn.Module) -> dict[str, tuple[int, int]]:
     parameters = dict(model.named_parameters())
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
-    for name in parallel_report(model).replicated:
+    for name in describe_parallelism(model).replicated:
         if name in parameters:  # aliases of tied ones are listed too
             count[starred(name)] += 1
             nbytes[starred(name)] += parameters[name].numel() * parameters[name].element_size()

@@ -146,7 +146,9 @@ def replaced_globals(function: Callable[..., Any], **replacements: Any) -> Itera
     """
     namespace: dict[str, Any] = function.__globals__
     if missing := [name for name in replacements if name not in namespace]:
-        raise AttributeError(f"{namespace['__name__']} has no {missing[0]}: its version is not one that this was made for")
+        raise AttributeError(
+            f"{namespace['__name__']} has no {missing[0]}: its version is not one that this was made for"
+        )
     before: Mapping[str, Any] = {name: namespace[name] for name in replacements}
     namespace.update(replacements)
     try:

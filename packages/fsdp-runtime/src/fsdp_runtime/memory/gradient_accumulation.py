@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_runtime.parallel.fsdp import reshards_after_forward
-
-_UNSYNCED = "_fsdp_runtime_unsynced"
+from fsdp_runtime.runtime_state import reshards_after_forward, runtime_state
 
 
 @contextmanager
@@ -36,7 +34,7 @@ def no_sync(
     units = [
         (module, reshards_after_forward(module, is_root=module is model))
         for module in model.modules()
-        if isinstance(module, FSDPModule) and not module.__dict__.get(_UNSYNCED)
+        if isinstance(module, FSDPModule) and not runtime_state(module).no_sync
     ]
 
     def sync(on: bool) -> None:
@@ -50,11 +48,11 @@ def no_sync(
                 unit.set_reshard_after_forward(on and reshards, recurse=False)
 
     for unit, _ in units:
-        unit.__dict__[_UNSYNCED] = True
+        runtime_state(unit).no_sync = True
     try:
         sync(False)
         yield model
     finally:
         sync(True)
         for unit, _ in units:
-            unit.__dict__.pop(_UNSYNCED, None)
+            runtime_state(unit).no_sync = False

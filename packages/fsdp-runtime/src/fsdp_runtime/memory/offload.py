@@ -20,15 +20,14 @@ from torch.optim import Optimizer
 from fsdp_runtime._torch_compat import leaves
 from fsdp_runtime.errors import ModelError, OffloadError, OptionError
 from fsdp_runtime.memory.unshard import is_held
-from fsdp_runtime.model.materialize import home_device
-from fsdp_runtime.model.state import entries
+from fsdp_runtime.model.materialize import compute_device
+from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.runtime_state import runtime_state
 
 logger = logging.getLogger(__name__)
 
 Part = Literal["parameters", "gradients", "buffers", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
-
-_STATE = "_fsdp_runtime_offloaded"
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class OffloadReport:
 
 
 @dataclass
-class _Away:
+class _Offloaded:
     """The storages of a model that are in host memory, by part, and the guards against using them."""
 
     device: torch.device
@@ -88,7 +87,7 @@ def offload(
         OffloadError: the device did not get the bytes back, or a tensor's memory is not its own to free.
     """
     wanted = _require_parts(parts, optimizer)
-    target = torch.device(device) if device is not None else home_device(model)
+    target = torch.device(device) if device is not None else compute_device(state_entries(model))
     if target.type == "cpu" and device is None:
         logger.info("the model is on the CPU: nothing to offload")
         return OffloadReport(dict.fromkeys(wanted, 0), None, None)
@@ -97,7 +96,8 @@ def offload(
             if is_held(module):
                 raise ModelError("parameters are held gathered by unsharded(model): leave it before offload(model)")
             module.reshard()
-    away: _Away = model.__dict__.setdefault(_STATE, _Away(target))
+    state = runtime_state(model)
+    state.offloaded = offloaded = state.offloaded or _Offloaded(target)
     before = _allocated(target)
     moved: dict[Part, int] = {}
     for part in wanted:
@@ -105,9 +105,9 @@ def offload(
         _synchronize(target)
         for storage, _ in pairs:
             storage.resize_(0)
-        away.storages.setdefault(part, []).extend(pairs)
+        offloaded.storages.setdefault(part, []).extend(pairs)
         moved[part] = sum(host.nbytes for _, host in pairs)
-    _guard(away, model, optimizer)
+    _guard(offloaded, model, optimizer)
     report = OffloadReport(moved, before, _allocated(target))
     if before is not None and before - (report.allocated_after or 0) < report.total:
         raise OffloadError(
@@ -132,23 +132,23 @@ def onload(model: nn.Module, *, parts: Iterable[Part] = PARTS) -> OffloadReport:
         OptionError: an unknown part.
     """
     wanted = _require_parts(parts, None)
-    away: _Away | None = model.__dict__.get(_STATE)
-    if away is None:
+    offloaded: _Offloaded | None = runtime_state(model).offloaded
+    if offloaded is None:
         return OffloadReport(dict.fromkeys(wanted, 0), None, None)
-    before = _allocated(away.device)
+    before = _allocated(offloaded.device)
     moved: dict[Part, int] = {}
     for part in wanted:
-        pairs = away.storages.pop(part, [])
+        pairs = offloaded.storages.pop(part, [])
         for storage, host in pairs:
             storage.resize_(host.nbytes)
             storage.copy_(host.untyped_storage(), non_blocking=True)
-        _synchronize(away.device)
+        _synchronize(offloaded.device)
         moved[part] = sum(host.nbytes for _, host in pairs)
-    if not away.storages:
-        for guard in away.guards.values():
+    if not offloaded.storages:
+        for guard in offloaded.guards.values():
             guard.remove()
-        del model.__dict__[_STATE]
-    return OffloadReport(moved, before, _allocated(away.device))
+        runtime_state(model).offloaded = None
+    return OffloadReport(moved, before, _allocated(offloaded.device))
 
 
 def _require_parts(parts: Iterable[Part], optimizer: Optimizer | None) -> tuple[Part, ...]:
@@ -177,7 +177,9 @@ def _storages(
 
 
 def _tensors(part: Part, model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    parameters = [(entry.names[0], entry.tensor) for entry in entries(model) if isinstance(entry.tensor, nn.Parameter)]
+    parameters = [
+        (entry.names[0], entry.tensor) for entry in state_entries(model) if isinstance(entry.tensor, nn.Parameter)
+    ]
     match part:
         case "parameters":
             yield from parameters
@@ -202,19 +204,19 @@ _FORWARD: tuple[Part, ...] = ("parameters", "buffers")
 _STEP: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 
 
-def _guard(away: _Away, model: nn.Module, optimizer: Optimizer | None) -> None:
+def _guard(offloaded: _Offloaded, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Raise where freed memory would be used."""
 
     def refuse(needed: tuple[Part, ...]) -> None:
-        if missing := [part for part in away.storages if part in needed]:
+        if missing := [part for part in offloaded.storages if part in needed]:
             raise ModelError(
                 f"{', '.join(missing)} are offloaded to host memory: call onload(model, parts={tuple(missing)!r}) first"
             )
 
-    if id(model) not in away.guards:
-        away.guards[id(model)] = model.register_forward_pre_hook(lambda *_: refuse(_FORWARD))
-    if optimizer is not None and id(optimizer) not in away.guards:
-        away.guards[id(optimizer)] = optimizer.register_step_pre_hook(lambda *_: refuse(_STEP))
+    if id(model) not in offloaded.guards:
+        offloaded.guards[id(model)] = model.register_forward_pre_hook(lambda *_: refuse(_FORWARD))
+    if optimizer is not None and id(optimizer) not in offloaded.guards:
+        offloaded.guards[id(optimizer)] = optimizer.register_step_pre_hook(lambda *_: refuse(_STEP))
 
 
 def _allocated(device: torch.device) -> int | None:

@@ -6,17 +6,16 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime._torch_compat import gathered_bytes
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.parallel.fsdp import reshards_after_forward
+from fsdp_runtime.runtime_state import reshards_after_forward, runtime_state
 
 logger = logging.getLogger(__name__)
-
-_HELD = "_fsdp_runtime_held"
 
 
 @contextmanager
@@ -38,12 +37,12 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
     units = [
         _Unit(module, gathered_bytes(module), reshards_after_forward(module, is_root=module is model))
         for module in model.modules()
-        if isinstance(module, FSDPModule) and _HELD not in module.__dict__
+        if isinstance(module, FSDPModule) and runtime_state(module).unsharded is None
     ]
     held = units if max_bytes is None else _that_fit(units, max_bytes)
     try:
         for unit in units:
-            unit.module.__dict__[_HELD] = unit in held
+            runtime_state(unit.module).unsharded = unit in held
             if unit in held:
                 unit.module.set_reshard_after_forward(False, recurse=False)
                 unit.module.unshard()
@@ -55,17 +54,17 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
         for unit in units:
             unit.module.set_reshard_after_forward(unit.reshards, recurse=False)
             unit.module.reshard()
-            unit.module.__dict__.pop(_HELD, None)
+            runtime_state(unit.module).unsharded = None
 
 
 def is_held(module: nn.Module) -> bool:
     """Whether ``unsharded`` keeps a unit gathered at the moment."""
-    return bool(module.__dict__.get(_HELD))
+    return runtime_state(module).unsharded is True
 
 
 @dataclass(frozen=True, eq=False)
 class _Unit:
-    module: FSDPModule
+    module: Any
     nbytes: int
     reshards: bool
 

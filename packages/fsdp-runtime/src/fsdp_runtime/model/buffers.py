@@ -1,4 +1,4 @@
-"""Buffers that no checkpoint holds (rotary frequencies, embedding scales) on a model built on the meta device."""
+"""Compute the buffers that no checkpoint stores (rotary frequencies, embedding scales) of a meta-device model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,21 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def meta_device() -> Iterator[None]:
-    """Build a model with its parameters on the meta device and its buffers real.
+    """Build a model with parameters on the meta device and buffers on a real device.
 
-    ``torch.device("meta")`` works too, but then non-persistent buffers have to be computed again; here the
+    Under ``torch.device("meta")`` non-persistent buffers have to be computed again; under this context manager the
     constructor computes them.  Parameters are allocated one at a time and freed as soon as they are registered.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import meta_device
+        >>> with meta_device():
+        ...     norm = nn.BatchNorm1d(4)
+        >>> norm.weight.device.type, norm.running_mean.device.type
+        ('meta', 'cpu')
     """
 
     def to_meta(module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
@@ -40,45 +51,44 @@ def meta_device() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Holder:
-    """A module that owns non-persistent buffers on the meta device, and the ``PreTrainedModel`` around it."""
+class _BufferOwner:
+    """A module with non-persistent buffers on the meta device, and the ``PreTrainedModel`` that contains it."""
 
     path: str
     module: nn.Module
     buffers: dict[str, Tensor]
-    owner: Any
+    pretrained: Any
 
 
 def compute_meta_buffers(model: nn.Module) -> None:
-    """Compute every non-persistent buffer that is on the meta device, on the CPU, as a model built there has it.
+    """Compute every non-persistent buffer that is on the meta device, on the CPU.
 
-    A ``PreTrainedModel`` does so by its own initialisation, any other module by its ``reset_parameters()``.  Each
-    buffer is computed twice over different contents: one that comes out the same was written, whatever its
-    dtype; one that does not is an error, and then nothing has changed.
+    A ``PreTrainedModel`` initializes its modules itself; other modules use their ``reset_parameters()``.  Each buffer
+    is computed twice, over two different fill values: equal results show that the module writes the buffer.
 
     Raises:
-        MetaBufferError: buffers that nothing computes.
+        MetaBufferError: no module computes some of the buffers; nothing has changed then.
     """
-    holders = list(_holders(model))
-    if not holders:
+    found = list(_buffer_owners(model))
+    if not found:
         return
     with torch.random.fork_rng(devices=[]):
-        first = _computed(holders, 0)
-        second = _computed(holders, 1)
+        first = _compute_buffers(found, 0)
+        second = _compute_buffers(found, 1)
     lost = [name for name, buffer in first.items() if not _equal(buffer, second[name])]
     if lost:
-        for holder in holders:
-            _set(holder, holder.buffers)
+        for each in found:
+            _set_buffers(each, each.buffers)
         raise MetaBufferError(
-            f"{', '.join(lost)}: on the meta device, in no checkpoint, and not computed when the module is "
-            "initialised. Build the model under fsdp_runtime.meta_device(), which keeps buffers real, or compute them "
+            f"{', '.join(lost)}: on the meta device, not stored in checkpoints, and not computed when the module is "
+            "initialized. Build the model under fsdp_runtime.meta_device(), which allocates buffers, or compute them "
             "in the module's reset_parameters()"
         )
-    logger.debug("computed %d buffers of %d modules", len(first), len(holders))
+    logger.debug("computed %d buffers of %d modules", len(first), len(found))
 
 
-def _holders(model: nn.Module) -> Iterator[_Holder]:
-    owners = {
+def _buffer_owners(model: nn.Module) -> Iterator[_BufferOwner]:
+    pretrained = {
         path: module for path, module in model.named_modules() if transformers_compat.is_transformers_model(module)
     }
     for path, module in model.named_modules():
@@ -89,28 +99,28 @@ def _holders(model: nn.Module) -> Iterator[_Holder]:
             if buffer.is_meta and name not in persistent
         }
         if buffers:
-            around = [prefix for prefix in owners if prefix in ("", path) or path.startswith(f"{prefix}.")]
-            yield _Holder(path, module, buffers, owners[max(around, key=len)] if around else None)
+            parents = [prefix for prefix in pretrained if prefix in ("", path) or path.startswith(f"{prefix}.")]
+            yield _BufferOwner(path, module, buffers, pretrained[max(parents, key=len)] if parents else None)
 
 
-def _computed(holders: list[_Holder], before: int) -> dict[str, Tensor]:
-    """The buffers by full name, computed over tensors full of ``before``; they stay on their modules."""
-    torch.manual_seed(0)  # a buffer drawn at random must come out alike on every rank and in both passes
+def _compute_buffers(found: list[_BufferOwner], before: int) -> dict[str, Tensor]:
+    """Compute the buffers over tensors filled with ``before``, leave them on their modules, return them by name."""
+    torch.manual_seed(0)  # a random buffer must be equal on every rank and in both passes
     results: dict[str, Tensor] = {}
-    for holder in holders:
-        _set(holder, {name: torch.full_like(b, before, device="cpu") for name, b in holder.buffers.items()})
-        if holder.owner is not None:
-            transformers_compat.initialize_module(holder.owner, holder.module)
-        elif callable(reset := getattr(holder.module, "reset_parameters", None)):
+    for each in found:
+        _set_buffers(each, {name: torch.full_like(b, before, device="cpu") for name, b in each.buffers.items()})
+        if each.pretrained is not None:
+            transformers_compat.initialize_module(each.pretrained, each.module)
+        elif callable(reset := getattr(each.module, "reset_parameters", None)):
             reset()
-        prefix = f"{holder.path}." if holder.path else ""
-        results.update({prefix + name: getattr(holder.module, name) for name in holder.buffers})
+        prefix = f"{each.path}." if each.path else ""
+        results.update({prefix + name: getattr(each.module, name) for name in each.buffers})
     return results
 
 
-def _set(holder: _Holder, buffers: dict[str, Tensor]) -> None:
+def _set_buffers(owner: _BufferOwner, buffers: dict[str, Tensor]) -> None:
     for name, buffer in buffers.items():
-        setattr(holder.module, name, buffer)
+        setattr(owner.module, name, buffer)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -1,61 +1,91 @@
-"""What of a model belongs into a checkpoint: parameters and persistent buffers, each once, with all its names."""
+"""The tensors of a model's state dict: parameters and persistent buffers, tied ones once, with all their names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import persistent_buffers, sharded_parameters
 from fsdp_runtime.errors import ConversionError
 
-#: What activation checkpointing wrappers and ``torch.compile`` put into module paths.
+#: Path components that activation checkpointing wrappers and ``torch.compile`` add.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor of the model, FSDP2's shards for a gathered parameter, and its names in model order."""
+class StateEntry:
+    """One tensor of a model's state dict.
+
+    Args:
+        names: every name of the tensor, in model order; tied tensors have several.
+        tensor: the tensor; for a parameter that FSDP2 has gathered, its shard.
+        module: the first module that owns the tensor.
+        attribute: the tensor's name in that module.
+    """
 
     names: tuple[str, ...]
     tensor: Tensor
+    module: nn.Module
+    attribute: str
 
 
-def entries(model: nn.Module) -> list[Entry]:
-    """The tensors of the model's state dict in model order; tied ones once, under all their names."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
-    for name, tensor in _named_tensors(model):
-        tensors[id(tensor)] = tensor
-        names.setdefault(id(tensor), []).append(name)
-    return [Entry(tuple(names[key]), tensor) for key, tensor in tensors.items()]
+def state_entries(model: nn.Module) -> list[StateEntry]:
+    """Return the tensors of a model's state dict in model order; tied ones once, under all their names."""
+    entries: dict[int, StateEntry] = {}
+    for name, tensor, module, attribute in _named_tensors(model):
+        known = entries.get(id(tensor))
+        if known is None:
+            entries[id(tensor)] = StateEntry((name,), tensor, module, attribute)
+        else:
+            entries[id(tensor)] = replace(known, names=(*known.names, name))
+    return list(entries.values())
 
 
-def require_plain(found: Sequence[Entry]) -> None:
-    """Refuse weights that are packed in a form of their own, which neither read nor write as numbers.
+def refresh_buffers(entries: Sequence[StateEntry]) -> list[StateEntry]:
+    """Return the entries with the buffers that their modules hold now; parameters keep their identity."""
+    return [
+        entry
+        if isinstance(entry.tensor, nn.Parameter)
+        else replace(entry, tensor=getattr(entry.module, entry.attribute))
+        for entry in entries
+    ]
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Free every parameter that FSDP2 holds gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def require_unquantized(entries: Sequence[StateEntry]) -> None:
+    """Check that weights are plain floating-point tensors, not a quantization library's tensor subclass.
 
     Raises:
-        ConversionError: weights of a quantisation's own tensor class.
+        ConversionError: some weights have a tensor class of their own.
     """
-    packed = [entry for entry in found if _class_of(entry.tensor) not in (Tensor, nn.Parameter, nn.Buffer)]
-    if packed:
+    quantized = [entry for entry in entries if _local_class(entry.tensor) not in (Tensor, nn.Parameter, nn.Buffer)]
+    if quantized:
         raise ConversionError(
-            f"{len(packed)} weights are of class {_class_of(packed[0].tensor).__name__}, first {packed[0].names[0]}: "
-            "quantised weights are neither loaded nor streamed; dequantise the model, or quantise it at the receiver"
+            f"{len(quantized)} weights are of class {_local_class(quantized[0].tensor).__name__}, first "
+            f"{quantized[0].names[0]}: quantized weights are neither loaded nor streamed; dequantize the model, or "
+            "quantize it at the receiver"
         )
 
 
-def _class_of(tensor: Tensor) -> type[Tensor]:
+def _local_class(tensor: Tensor) -> type[Tensor]:
     return type(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module, str]]:
     shards = sharded_parameters(model)
     for path, module in model.named_modules(remove_duplicate=False):
         parts = [part for part in path.split(".") if part and part not in _WRAPPERS]
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield ".".join([*parts, name]), shards.get((module, name), parameter)
+            yield ".".join([*parts, name]), shards.get((module, name), parameter), module, name
         for name, buffer in persistent_buffers(module).items():
-            yield ".".join([*parts, name]), buffer
+            yield ".".join([*parts, name]), buffer, module, name

@@ -1,12 +1,12 @@
-"""Watching over the ranks of a job: who died, stalled or failed, in which phase, told to all within a bound.
+"""Monitor the ranks of a job by heartbeats: name the rank that died, stalled or failed, and its phase, on all others.
 
-A rank that waits for another inside a collective learns of its end as "Connection closed by peer", or, where the
-other only stopped, after the backend's time-out of minutes; neither names a rank.  Here every rank posts signs of life
-to the store that the ranks met at, beside whatever its main thread does.
+A rank that waits in a collective learns of another rank's end as "Connection closed by peer", or only after the
+backend's timeout of minutes; neither names the rank.  Here every rank writes heartbeats to the rendezvous store from a
+thread of its own.
 """
 
 from __future__ import annotations
 
-from fsdp_runtime.monitor.monitor import Watch, watch_ranks
+from fsdp_runtime.monitor.monitor import RankMonitor, monitor_ranks
 
-__all__ = ["Watch", "watch_ranks"]
+__all__ = ["RankMonitor", "monitor_ranks"]

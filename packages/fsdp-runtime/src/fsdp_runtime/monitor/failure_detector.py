@@ -1,43 +1,48 @@
-"""Judging other ranks by their signs of life."""
+"""Detect lost ranks from their heartbeats."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdp_runtime.monitor.heartbeat import Finding, Sign
+from fsdp_runtime.monitor.heartbeat import Heartbeat, LostRank
 
 
-class Lookout:
-    """Remembers for how many rounds a rank's sign has stayed the same.
+class FailureDetector:
+    """Count for how many rounds each rank's heartbeat has not changed.
 
-    Rounds are counted, and not seconds of any clock, so that a process that was itself stopped for a while does not
-    take the others for dead when it goes on.
+    Rounds are counted instead of clock seconds, so that a process that was itself stopped for a while does not take
+    the others for dead when it continues.
 
     Args:
-        interval: seconds from round to round.
-        timeout: seconds without a new sign after which a rank counts as lost.
+        interval: seconds between rounds.
+        timeout: seconds without a new heartbeat after which a rank is lost.
     """
 
     def __init__(self, interval: float, timeout: float) -> None:
         self._interval, self._timeout = interval, timeout
-        self._signs: dict[int, Sign] = {}
-        self._rounds: dict[int, int] = {}
+        self._heartbeats: dict[int, Heartbeat] = {}
+        self._unchanged_rounds: dict[int, int] = {}
 
-    def look(self, signs: Mapping[int, Sign]) -> Finding | None:
-        """Take in one round of signs; the first rank found to have raised, or else to be silent for too long."""
-        for rank, sign in signs.items():
-            same = rank in self._signs and self._signs[rank].beat == sign.beat
-            self._rounds[rank] = self._rounds[rank] + 1 if same else 0
-            self._signs[rank] = sign
-        for rank, sign in self._signs.items():
-            if sign.state == "failed":
-                return Finding(rank, sign.phase, f"raised {sign.message}")
-        for rank, sign in self._signs.items():
-            silence = self._rounds[rank] * self._interval
-            if sign.state == "running" and silence > self._timeout:
-                return Finding(rank, sign.phase, f"gave no sign of life for {silence:.3g} s (killed, stopped, cut off)")
+    def update(self, heartbeats: Mapping[int, Heartbeat]) -> LostRank | None:
+        """Process one round; return the first rank that raised, else the first that is silent for too long."""
+        for rank, heartbeat in heartbeats.items():
+            unchanged = rank in self._heartbeats and self._heartbeats[rank].count == heartbeat.count
+            self._unchanged_rounds[rank] = self._unchanged_rounds[rank] + 1 if unchanged else 0
+            self._heartbeats[rank] = heartbeat
+        for rank, heartbeat in self._heartbeats.items():
+            if heartbeat.state == "failed":
+                return LostRank(rank, heartbeat.phase, f"raised {heartbeat.message}")
+        for rank, heartbeat in self._heartbeats.items():
+            silence = self._unchanged_rounds[rank] * self._interval
+            if heartbeat.state == "running" and silence > self._timeout:
+                return LostRank(rank, heartbeat.phase, no_heartbeat(silence))
         return None
 
-    def all_left(self) -> bool:
-        """Whether every rank looked at is done."""
-        return all(sign.state == "left" for sign in self._signs.values())
+    def all_finished(self) -> bool:
+        """Return whether every rank has finished."""
+        return all(heartbeat.state == "finished" for heartbeat in self._heartbeats.values())
+
+
+def no_heartbeat(seconds: float) -> str:
+    """Return the reason for a rank that is silent."""
+    return f"sent no heartbeat for {seconds:.3g} s (killed, stopped or disconnected)"

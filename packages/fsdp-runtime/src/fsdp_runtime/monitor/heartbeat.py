@@ -1,4 +1,4 @@
-"""What ranks write for each other in a store: signs of life, and what one of them found."""
+"""Heartbeats of the ranks in a ``torch.distributed`` store, and the lost rank that rank 0 announced."""
 
 from __future__ import annotations
 
@@ -10,100 +10,99 @@ from typing import Literal
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+#: Tick keys of rank 0 that are kept for a rank that lags behind.
+_KEPT_TICKS = 64
+
 
 @dataclass(frozen=True)
-class Sign:
-    """A sign of life.
+class Heartbeat:
+    """A rank's last message.
 
     Args:
-        beat: a number that grows as long as the process runs.
-        phase: what the rank is doing, in the user's words.
-        state: ``"left"`` once it is done, ``"failed"`` once it raised.
-        message: what it raised.
+        count: increases as long as the process runs.
+        phase: the rank's current phase, as named by the user.
+        state: ``"finished"`` after the monitored block, ``"failed"`` after an exception.
+        message: the exception.
     """
 
-    beat: int = 0
+    count: int = 0
     phase: str = "start"
-    state: Literal["running", "left", "failed"] = "running"
+    state: Literal["running", "finished", "failed"] = "running"
     message: str = ""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The rank that is to blame, what it was doing, and what became of it."""
+class LostRank:
+    """A rank that is lost: its number, its last phase, and the reason as a verb phrase."""
 
     rank: int
     phase: str
-    what: str
+    reason: str
 
 
-#: Pulses of rank 0 that are kept for a rank that lags behind.
-_KEPT = 64
-
-
-class Board:
-    """The part of a store that belongs to one watch.
+class HeartbeatStore:
+    """The keys of one monitor in a store.
 
     Args:
-        connect: opens a connection of this watch's own to the store: one serves one call at a time, and some wait.
-        name: the same on every rank, and another for every watch.
+        connect: opens a connection to the store.  A connection serves one call at a time, and some calls wait.
+        name: equal on every rank, different for every monitor.
         timeout: seconds after which a call gives up.
     """
 
     def __init__(self, connect: Callable[[], Store], name: str, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
-        self._store, self._waiting = PrefixStore(name, connect()), PrefixStore(name, connect())
+        self._store, self._waiting_store = PrefixStore(name, connect()), PrefixStore(name, connect())
         self._store.set_timeout(self._timeout)
 
-    def post(self, rank: int, sign: Sign) -> None:
-        """Write a rank's sign; rank 0's wakes those that follow it."""
-        self._store.set(_key(rank), json.dumps(asdict(sign)))
+    def post(self, rank: int, heartbeat: Heartbeat) -> None:
+        """Write a rank's heartbeat; rank 0's wakes the ranks in :meth:`wait_for_rank0`."""
+        self._store.set(_rank_key(rank), json.dumps(asdict(heartbeat)))
         if rank == 0:
-            self._store.set(_pulse(sign.beat), "")
-            if sign.beat >= _KEPT:
-                self._store.delete_key(_pulse(sign.beat - _KEPT))
+            self._store.set(_tick_key(heartbeat.count), "")
+            if heartbeat.count >= _KEPT_TICKS:
+                self._store.delete_key(_tick_key(heartbeat.count - _KEPT_TICKS))
 
-    def follow(self, beat: int, timeout: float) -> Sign:
-        """Wait for rank 0's next sign after ``beat``.
+    def wait_for_rank0(self, count: int, timeout: float) -> Heartbeat:
+        """Wait for rank 0's first heartbeat after ``count`` and return its latest.
 
-        It comes as soon as it is posted, so that what rank 0 did last is known when its process ends, and the store
-        with it.
+        The call returns as soon as the heartbeat is posted, so that rank 0's last message is known before its process
+        ends, and the store with it.
 
         Raises:
-            RuntimeError: nothing came, or the store is gone.
+            RuntimeError: there was no heartbeat, or the store is gone.
         """
-        self._waiting.wait([_pulse(beat + 1)], timedelta(seconds=timeout))
-        return Sign(**json.loads(self._waiting.get(_key(0))))
+        self._waiting_store.wait([_tick_key(count + 1)], timedelta(seconds=timeout))
+        return Heartbeat(**json.loads(self._waiting_store.get(_rank_key(0))))
 
-    def signs(self, ranks: Iterable[int]) -> dict[int, Sign]:
-        """The last signs of ranks that are known to have posted one."""
+    def latest(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
+        """Return the latest heartbeats of ranks that have posted one."""
         wanted = list(ranks)
-        texts = self._store.multi_get([_key(rank) for rank in wanted])
-        return {rank: Sign(**json.loads(text)) for rank, text in zip(wanted, texts, strict=True)}
+        texts = self._store.multi_get([_rank_key(rank) for rank in wanted])
+        return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(wanted, texts, strict=True)}
 
-    def absent(self, ranks: Iterable[int]) -> list[int]:
-        """Those that have posted nothing after the time-out."""
+    def missing(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks that have posted nothing within the timeout."""
         wanted = list(ranks)
         try:
-            self._store.wait([_key(rank) for rank in wanted], self._timeout)
+            self._store.wait([_rank_key(rank) for rank in wanted], self._timeout)
         except RuntimeError:
-            return [rank for rank in wanted if not self._store.check([_key(rank)])]
+            return [rank for rank in wanted if not self._store.check([_rank_key(rank)])]
         return []
 
-    def announce(self, finding: Finding) -> None:
-        """Write what was found, for all."""
-        self._store.set("finding", json.dumps(asdict(finding)))
+    def announce(self, lost: LostRank) -> None:
+        """Write the lost rank for all ranks."""
+        self._store.set("lost", json.dumps(asdict(lost)))
 
-    def announced(self) -> Finding | None:
-        """What was found, if anything."""
-        if not self._store.check(["finding"]):
+    def announced(self) -> LostRank | None:
+        """Return the lost rank that rank 0 announced, if any."""
+        if not self._store.check(["lost"]):
             return None
-        return Finding(**json.loads(self._store.get("finding")))
+        return LostRank(**json.loads(self._store.get("lost")))
 
 
-def _key(rank: int) -> str:
+def _rank_key(rank: int) -> str:
     return f"rank/{rank}"
 
 
-def _pulse(beat: int) -> str:
-    return f"pulse/{beat}"
+def _tick_key(count: int) -> str:
+    return f"tick/{count}"

@@ -1,4 +1,4 @@
-"""Leaving a training loop in order when the job is told to end."""
+"""End a training loop in order when a signal asks the job to stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from fsdp_runtime.sharded.collectives import ranks_of_world, tell_all
+from fsdp_runtime.sharded.collectives import all_gather_objects, world_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -19,43 +19,49 @@ def stop_on_signal(signals: Sequence[int] = (signal.SIGTERM,)) -> Iterator[Calla
     """Let a loop finish its step, save and leave when a signal asks the job to end.
 
     Schedulers send SIGTERM some time before they kill (Slurm's ``--signal`` and ``KillWait``, Kubernetes' grace
-    period), and to some ranks before others or to one only::
-
-        with stop_on_signal() as must_stop:
-            for step in range(steps):
-                train_a_step()
-                if must_stop():
-                    save_training_state(directory, model, optimizer, step=step + 1)
-                    break
+    period), possibly to single ranks only.
 
     Args:
-        signals: which ones ask; a second one does what it did before.
+        signals: the signals to handle; a repeated signal reaches the previous handler.
 
     Yields:
-        A function to be called by every rank after each step.  It says, alike on all, whether any of them has been
-        asked; collective over the world, a few bytes a rank.
+        A function that every rank calls after each step.  It returns, equally on all ranks, whether any rank has
+        received a signal.  Collective over the world, a few bytes per rank.
 
     Raises:
-        ValueError: not in the main thread, the only one where Python installs handlers.
-    """
-    asked: list[int] = []
-    before: dict[int, Any] = {}
+        ValueError: not called in the main thread, the only one in which Python can install handlers.
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        signal.signal(number, before[number])
+    Example:
+        >>> import os, signal
+        >>> from fsdp_runtime import stop_on_signal
+        >>> with stop_on_signal() as must_stop:
+        ...     for step in range(10):
+        ...         if step == 3:
+        ...             os.kill(os.getpid(), signal.SIGTERM)
+        ...         if must_stop():
+        ...             print(f"save and leave after step {step}")
+        ...             break
+        save and leave after step 3
+    """
+    received: list[int] = []
+    previous: dict[int, Any] = {}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, previous[number])
 
     def must_stop() -> bool:
-        told = {rank for rank, was_asked in tell_all(ranks_of_world(), bool(asked)).items() if was_asked}
-        if told:
-            logger.warning("asked to stop (ranks %s): leaving after this step", sorted(told))
-        return bool(told)
+        flags = all_gather_objects(world_ranks(), bool(received))
+        ranks = sorted(rank for rank, flag in flags.items() if flag)
+        if ranks:
+            logger.warning("received a stop signal (ranks %s): leaving after this step", ranks)
+        return bool(ranks)
 
     try:
         for number in signals:
-            before[number] = signal.getsignal(number)
-            signal.signal(number, ask)
+            previous[number] = signal.getsignal(number)
+            signal.signal(number, handle)
         yield must_stop
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

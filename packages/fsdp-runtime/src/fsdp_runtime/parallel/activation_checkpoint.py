@@ -1,38 +1,48 @@
-"""Activation checkpointing: what a module computed is freed after forward and recomputed in backward."""
+"""Activation checkpointing: activations are freed after forward and recomputed in backward.
+
+Source of the method: Chen et al., arXiv:1604.06174; selective: torch's ``create_selective_checkpoint_contexts``.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fsdp_runtime._transformers_compat import disable_cache
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
+
+if TYPE_CHECKING:
+    from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["none", "mlp", "block", "selective"]
 
-#: What models call the feed-forward part of a block.
+#: Names of the feed-forward part of a block.
 MLP_NAMES = ("mlp", "feed_forward", "ffn", "moe", "block_sparse_moe")
-
-_SAVED = "_fsdp_runtime_saved"
 
 
 @dataclass(frozen=True)
 class SelectiveCheckpoint:
-    """Recompute every operator of a block but some, whose results are kept.
+    """Recompute every operator of a block except some, whose results are kept.
 
     Args:
-        save: names of ATen or collective operators, as ``"aten.mm"`` or ``"_c10d_functional.all_reduce"``, whose
-            results are kept; all overloads of each.  By default those that cost most to run again: matrix products,
+        save: names of ATen or collective operators, such as ``"aten.mm"`` or ``"_c10d_functional.all_reduce"``, whose
+            results are kept; a name stands for all its overloads.  By default the most expensive ones: matrix products,
             attention and collectives.
+
+    Example:
+        >>> from fsdp_runtime import SelectiveCheckpoint
+        >>> SelectiveCheckpoint(save=("aten.mm",)).overloads()
+        [<OpOverload(op='aten.mm', overload='default')>, <OpOverload(op='aten.mm', overload='out')>]
     """
 
     save: tuple[str, ...] = (
@@ -49,7 +59,7 @@ class SelectiveCheckpoint:
     )
 
     def overloads(self) -> list[Any]:
-        """The operators as torch's objects; those that this torch lacks are left out.
+        """Return the operators as torch's objects, without those that this torch lacks.
 
         Raises:
             OptionError: a name has no namespace, or none of the names exists.
@@ -71,12 +81,16 @@ class SelectiveCheckpoint:
 ActivationCheckpointing = Mode | SelectiveCheckpoint
 
 
-def modules_to_recompute(structure: ModelStructure, mode: object) -> dict[str, nn.Module]:
-    """The modules that :func:`apply_ac` would make recompute; nothing is changed.
+def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, ...]:
+    """Return the paths of the modules that a mode makes recompute; nothing is changed.
+
+    Args:
+        structure: the model's parts.
+        mode: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a :class:`SelectiveCheckpoint`.
 
     Raises:
         OptionError: an unknown mode.
-        ModelError: ``"mlp"`` of a model whose blocks have no part of that name.
+        ModelError: ``"mlp"`` for a model whose blocks have no part of that name.
     """
     if isinstance(mode, SelectiveCheckpoint):
         mode.overloads()
@@ -86,42 +100,43 @@ def modules_to_recompute(structure: ModelStructure, mode: object) -> dict[str, n
             f"activation_checkpointing={mode!r}: write one of {allowed}, or a SelectiveCheckpoint(save=...)"
         )
     if mode == "none":
-        return {}
-    return _mlps(structure) if mode == "mlp" else dict(structure.blocks)
+        return ()
+    return _mlps(structure) if mode == "mlp" else tuple(structure.blocks)
 
 
-def apply_ac(model: nn.Module, structure: ModelStructure, mode: ActivationCheckpointing) -> list[str]:
-    """Make modules recompute their activations in backward, in place.
+def apply_ac(model: nn.Module, parallelism: Parallelism) -> None:
+    """Make modules recompute their activations in backward, in place; the third of the five steps.
 
-    A key/value cache cannot survive recomputation (each key would be appended twice), so the configs'
-    ``use_cache`` is turned off.
+    Recomputation would append each key to a key/value cache twice, so ``use_cache`` of the model's configs is set to
+    ``False`` where whole blocks recompute.
 
     Args:
         model: the model.
-        structure: its parts.
-        mode: ``"none"``; ``"mlp"`` for the feed-forward part of every block; ``"block"`` for every block;
-            ``"selective"`` or a :class:`SelectiveCheckpoint` for every block but its costly operators.
+        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``recompute`` lists the modules.
 
-    Returns:
-        The paths of the modules that recompute.
-
-    Raises:
-        OptionError: an unknown mode.
-        ModelError: ``"mlp"`` of a model whose blocks have no part of that name.
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import MeshSpec, apply_ac, describe_parallelism, resolve_parallelism
+        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]))
+        >>> mesh = MeshSpec().build(device_type="cpu")
+        >>> apply_ac(model, resolve_parallelism(model, mesh, activation_checkpointing="block"))
+        >>> describe_parallelism(model).recomputing
+        ('0.0', '0.1')
     """
-    chosen = modules_to_recompute(structure, mode)
+    mode = parallelism.activation_checkpointing
+    if mode == "none":
+        return
     selective = SelectiveCheckpoint() if mode == "selective" else mode
     saved = selective.overloads() if isinstance(selective, SelectiveCheckpoint) else None
-    for module in chosen.values():
-        _recompute(module, saved)
-    if mode not in ("none", "mlp"):  # no cache is filled inside a feed-forward part
-        _turn_off_cache(model)
-    logger.info("activation checkpointing: %d modules recompute", len(chosen))
-    return list(chosen)
+    for path in parallelism.recompute:
+        _recompute(model.get_submodule(path), saved)
+    if mode != "mlp":  # no cache is filled inside a feed-forward part
+        disable_cache(model)
+    logger.info("activation checkpointing: %d modules recompute", len(parallelism.recompute))
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Whether a module recomputes its activations by :func:`apply_ac`."""
+    """Return True if :func:`apply_ac` made the module recompute its activations."""
     return isinstance(module, _Recomputing)
 
 
@@ -137,17 +152,18 @@ class _Recomputing:
                 f"{type(self).__name__} recomputes its activations but was given a key/value cache, which "
                 "recomputation would fill twice: pass use_cache=False"
             )
-        context = {} if (context_fn := self.__dict__.get(_SAVED)) is None else {"context_fn": context_fn}
-        return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+        contexts = self.__dict__[RUNTIME_STATE].checkpoint_contexts
+        options = {} if contexts is None else {"context_fn": contexts}
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
-def _mlps(structure: ModelStructure) -> dict[str, nn.Module]:
-    found = {
-        f"{path}.{name}": child
+def _mlps(structure: ModelStructure) -> tuple[str, ...]:
+    found = tuple(
+        f"{path}.{name}"
         for path, block in structure.blocks.items()
-        for name, child in block.named_children()
+        for name, _ in block.named_children()
         if name in MLP_NAMES
-    }
+    )
     if not any(path.startswith(f"{block}.") for path in found for block in structure.decoder):
         block = structure.decoder[0]
         parts = ", ".join(name for name, _ in structure.blocks[block].named_children())
@@ -161,18 +177,11 @@ def _mlps(structure: ModelStructure) -> dict[str, nn.Module]:
 def _recompute(module: nn.Module, saved: list[Any] | None) -> None:
     if not isinstance(module, _Recomputing):
         module.__class__ = _recomputing(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
-    context_fn: Callable[[], Any] | None = partial(create_selective_checkpoint_contexts, saved) if saved else None
-    module.__dict__[_SAVED] = context_fn
+    contexts = partial(create_selective_checkpoint_contexts, saved) if saved else None
+    runtime_state(module).checkpoint_contexts = contexts
 
 
 @cache
 def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
-    """One subclass a class: the compiler guards on types and would compile each block anew."""
+    """Return one subclass per class: the compiler guards on types and would compile each block anew."""
     return type(f"Recomputing{cls.__name__}", (_Recomputing, cls), {})
-
-
-def _turn_off_cache(model: nn.Module) -> None:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False  # type: ignore[union-attr]

@@ -1,7 +1,7 @@
-"""Async tensor parallelism: products and the collectives beside them cut into chunks that overlap, by the compiler.
+"""Async tensor parallelism: matrix products overlap with the collectives of sequence parallelism, by the compiler.
 
-Inductor rewrites an all-gather before a product and a reduce-scatter after one, which are the collectives of sequence
-parallelism, into pipelines over symmetric memory (torchtitan's "async TP"; CUDA with peer access between the ranks).
+Inductor splits an all-gather before a product and a reduce-scatter after one, the collectives of sequence parallelism,
+into pipelines over symmetric memory (torchtitan's "async TP"; CUDA with peer access between the ranks).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fsdp_runtime.mesh.spec import axis_size
 def async_compile_options(
     mesh: DeviceMesh, compile_options: bool | Mapping[str, Any], *, sequence_parallel: bool
 ) -> dict[str, Any]:
-    """The keywords of ``torch.compile`` that ask for async tensor parallelism, once it is known to be possible.
+    """Return the keywords of ``torch.compile`` that enable async tensor parallelism.
 
     Args:
-        mesh: the mesh that the model is to run on.
-        compile_options: what ``parallelize`` was given as ``compile``.
-        sequence_parallel: whether the stream between blocks is split over ``tp``.
+        mesh: the mesh to run on.
+        compile_options: the ``compile`` argument of ``parallelize``.
+        sequence_parallel: activations between blocks are sharded over ``tp``.
 
     Raises:
-        OptionError: it lacks ``tp``, sequence parallelism or the compiler, without which there is nothing to overlap.
+        OptionError: ``tp``, sequence parallelism or the compiler is missing, and there is nothing to overlap.
         BackendError: the mesh is not on CUDA.
     """
     if axis_size(mesh, "tp") == 1 or not sequence_parallel:
@@ -37,19 +37,19 @@ def async_compile_options(
         )
     options = {} if compile_options is True else dict(compile_options or {})
     if compile_options is False or options.get("backend", "inductor") != "inductor":
-        raise OptionError("async_tensor_parallel is a pass of the compiler: it needs compile=True, by Inductor")
+        raise OptionError("async_tensor_parallel is a pass of Inductor: it needs compile=True or backend='inductor'")
     if mesh.device_type != "cuda":
         raise BackendError(
             f"async_tensor_parallel needs CUDA devices with peer access, and the mesh is on {mesh.device_type}: leave "
-            "it off, the results are the same"
+            "it off, which does not change the results"
         )
     if options.get("mode") is not None:  # torch.compile takes a mode or options
         raise OptionError(
-            f"async_tensor_parallel cannot be had with mode={options['mode']!r}: give its options instead"
+            f"async_tensor_parallel cannot be combined with mode={options['mode']!r}: give options instead of a mode"
         )
     return {**options, "options": {**options.get("options", {}), MICRO_PIPELINE: True}}
 
 
-def prepare_async_tensor_parallel(tp_mesh: DeviceMesh) -> None:
+def enable_async_tp(tp_mesh: DeviceMesh) -> None:
     """Let the compiled pipelines of an axis share memory between its ranks."""
     enable_symmetric_memory(tp_mesh.get_group())

@@ -4,28 +4,57 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdp_runtime.model.structure import ModelStructure
+from torch import nn
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.parallel.async_tp import enable_async_tp
+
+if TYPE_CHECKING:
+    from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
 
 
-def apply_compile(structure: ModelStructure, options: Mapping[str, Any] | None = None) -> list[str]:
-    """Compile every block with ``nn.Module.compile``: names, classes and the state dict stay as they are.
+def check_compile_options(options: Mapping[str, Any]) -> None:
+    """Check that ``torch.compile`` accepts the keywords; nothing is compiled.
 
-    Blocks of one class share their compiled code.  Call it after layers are split and checkpointing is set, whose
-    hooks and recomputation are then compiled too, and before FSDP2, whose hooks run outside (the order of
-    torchtitan's ``parallelize_llama``).
+    Raises:
+        OptionError: it does not, as for a backend that does not exist.
+    """
+    try:
+        nn.Identity().compile(**options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise OptionError(f"compile={dict(options)!r} is refused by torch.compile: {reason}") from error
+
+
+def apply_compile(model: nn.Module, parallelism: Parallelism) -> None:
+    """Compile every block with ``nn.Module.compile``, in place; the fourth of the five steps.
+
+    Names, classes and the state dict do not change, and blocks of one class share their compiled code.  The hooks of
+    tensor parallelism and activation checkpointing are compiled too; FSDP2's hooks, applied later, run outside (the
+    order of torchtitan's ``parallelize_llama``).
 
     Args:
-        structure: the model's parts.
-        options: keywords of ``torch.compile``, as ``{"backend": "inductor", "mode": "max-autotune-no-cudagraphs"}``.
+        model: the model.
+        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``compile_options`` are ``None`` where nothing
+            is compiled, and then nothing changes.
 
-    Returns:
-        The paths of the blocks.
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import MeshSpec, apply_compile, describe_parallelism, resolve_parallelism
+        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
+        >>> mesh = MeshSpec().build(device_type="cpu")
+        >>> apply_compile(model, resolve_parallelism(model, mesh, compile={"backend": "eager"}))
+        >>> describe_parallelism(model).compiled
+        ('0.0',)
     """
-    for block in structure.blocks.values():
-        block.compile(**dict(options or {}))
-    logger.info("torch.compile: %d blocks", len(structure.blocks))
-    return list(structure.blocks)
+    if parallelism.compile_options is None:
+        return
+    if parallelism.async_tensor_parallel and parallelism.tp_mesh is not None:
+        enable_async_tp(parallelism.tp_mesh)
+    for path in parallelism.structure.blocks:
+        model.get_submodule(path).compile(**parallelism.compile_options)
+    logger.info("torch.compile: %d blocks", len(parallelism.structure.blocks))

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,73 @@ from fsdp_runtime.errors import BackendError, ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MegatronFSDP:
+    """A checked call of ``megatron_fsdp.fully_shard_model``.
+
+    Args:
+        package: the imported module ``megatron_fsdp``.
+        mesh: the mesh.
+        keywords: keywords of ``fully_shard_model``.
+    """
+
+    package: Any
+    mesh: DeviceMesh
+    keywords: Mapping[str, Any]
+
+    def apply(self, model: nn.Module, optimizer: Optimizer | None = None) -> tuple[nn.Module, Optimizer | None]:
+        """Wrap the model, already sharded over ``tp`` if that is asked for, and let the optimizer step its shards."""
+        wrapped: nn.Module = self.package.fully_shard_model(model, device_mesh=self.mesh, **self.keywords)
+        if optimizer is not None:
+            optimizer = self.package.fully_shard_optimizer(optimizer)
+        logger.info("Megatron-FSDP over %s", self.keywords["dp_shard_dim"])
+        return wrapped, optimizer
+
+
+def resolve_megatron_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    structure: ModelStructure,
+    *,
+    dp_shard_dim: str,
+    tp_dim: str | None = None,
+    unit_modules: Sequence[type[nn.Module] | str] | None = None,
+    main_params_dtype: torch.dtype | None = torch.float32,
+    main_grads_dtype: torch.dtype | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> MegatronFSDP:
+    """Check that Megatron-FSDP can shard a model, and return the call that does; the model is not changed.
+
+    Args:
+        model: the model.
+        mesh: the mesh that has the axes named below.
+        structure: the model's parts, from ``inspect_model``.
+        dp_shard_dim: name of the axis to shard over.
+        tp_dim: name of the axis of tensor parallelism, if there is one.
+        unit_modules: classes, or their names, to shard as units; by default those of the blocks.
+        main_params_dtype: dtype of the optimizer's copy of the parameters, ``None`` for their own.
+        main_grads_dtype: dtype that gradients are kept and reduced in, ``None`` for their own.
+        options: further keywords of ``fully_shard_model``.
+
+    Raises:
+        BackendError: the extra is not installed, or there is no CUDA device.
+        ModelError: no module is of the named classes.
+        OptionError: the installed release does not have a keyword.
+    """
+    megatron = _megatron()
+    keywords = {
+        "dp_shard_dim": dp_shard_dim,
+        "tp_dim": tp_dim,
+        "fsdp_unit_modules": _unit_classes(model, structure, unit_modules),
+        "mixed_precision_policy": megatron.MixedPrecisionPolicy(
+            main_params_dtype=main_params_dtype, main_grads_dtype=main_grads_dtype, grad_comm_dtype=main_grads_dtype
+        ),
+        **(options or {}),
+    }
+    _require_known(megatron, keywords)
+    return MegatronFSDP(megatron, mesh, keywords)
 
 
 def shard_with_megatron(
@@ -32,16 +100,16 @@ def shard_with_megatron(
     main_grads_dtype: torch.dtype | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, Optimizer | None]:
-    """Wrap a model, split over ``tp`` already where it is to be, with ``megatron_fsdp.fully_shard_model``.
+    """Wrap a model with ``megatron_fsdp.fully_shard_model``; call it after ``apply_tp`` if layers are sharded.
 
     Args:
         model: the model.
         mesh: the mesh that has the axes named below.
-        structure: the model's parts, by which the units are found.
-        dp_shard_dim: the axis to shard over.
-        tp_dim: the axis that layers are split over, if there is one.
-        unit_modules: classes, or their names, that are sharded as units; by default those of the blocks.
-        optimizer: is made to drive the shards too, if given.
+        structure: the model's parts, from ``inspect_model``.
+        dp_shard_dim: name of the axis to shard over.
+        tp_dim: name of the axis of tensor parallelism, if there is one.
+        unit_modules: classes, or their names, to shard as units; by default those of the blocks.
+        optimizer: an optimizer of the model, which then steps the shards.
         main_params_dtype: dtype of the optimizer's copy of the parameters, ``None`` for their own.
         main_grads_dtype: dtype that gradients are kept and reduced in, ``None`` for their own.
         options: further keywords of ``fully_shard_model``.
@@ -50,26 +118,22 @@ def shard_with_megatron(
         The wrapped model and the optimizer.
 
     Raises:
-        BackendError: the extra is not installed, or there is no CUDA device, which it needs.
-        ModelError: no module is of the classes named.
-        OptionError: the installed release has no such keyword.
+        BackendError: the extra is not installed, or there is no CUDA device.
+        ModelError: no module is of the named classes.
+        OptionError: the installed release does not have a keyword.
     """
-    megatron = _megatron()
-    keywords = {
-        "dp_shard_dim": dp_shard_dim,
-        "tp_dim": tp_dim,
-        "fsdp_unit_modules": _unit_classes(model, structure, unit_modules),
-        "mixed_precision_policy": megatron.MixedPrecisionPolicy(
-            main_params_dtype=main_params_dtype, main_grads_dtype=main_grads_dtype, grad_comm_dtype=main_grads_dtype
-        ),
-        **(options or {}),
-    }
-    _require_known(megatron, keywords)
-    wrapped: nn.Module = megatron.fully_shard_model(model, device_mesh=mesh, **keywords)
-    if optimizer is not None:
-        optimizer = megatron.fully_shard_optimizer(optimizer)
-    logger.info("Megatron-FSDP over %s", dp_shard_dim)
-    return wrapped, optimizer
+    resolved = resolve_megatron_fsdp(
+        model,
+        mesh,
+        structure,
+        dp_shard_dim=dp_shard_dim,
+        tp_dim=tp_dim,
+        unit_modules=unit_modules,
+        main_params_dtype=main_params_dtype,
+        main_grads_dtype=main_grads_dtype,
+        options=options,
+    )
+    return resolved.apply(model, optimizer)
 
 
 def _megatron() -> Any:
@@ -88,7 +152,7 @@ def _megatron() -> Any:
 def _unit_classes(
     model: nn.Module, structure: ModelStructure, wanted: Sequence[type[nn.Module] | str] | None
 ) -> list[type[nn.Module]]:
-    """The classes of the units, which must occur: Megatron-FSDP divides by how often they do."""
+    """Return the classes of the units, each of which occurs: Megatron-FSDP divides by their number."""
     present = {type(module): None for module in model.modules()}
     if wanted is None:
         return list({type(block): None for block in structure.blocks.values()})

@@ -1,33 +1,38 @@
-"""Applying a plan: checked as a whole, then handed to torch."""
+"""Tensor and sequence parallelism: a checked plan, applied with torch's ``parallelize_module``."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.errors import OptionError
 from tp_plans import ColwiseParallel, Plan, Replicate, Style, check
 from tp_plans.torch_styles import styles_by_path
+
+if TYPE_CHECKING:
+    from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
 
 Logits = Literal["sharded", "full"]
 
 
-def prepared_plan(plan: Plan, *, logits: Logits) -> Plan:
-    """The plan with logits as asked: sharded on the vocabulary, or gathered into a plain tensor on every rank.
+def require_logits(logits: object) -> None:
+    """Check that ``logits`` is ``"sharded"`` or ``"full"``.
 
     Raises:
-        OptionError: ``logits`` is neither ``"sharded"`` nor ``"full"``.
+        OptionError: it is neither.
     """
     if logits not in get_args(Logits):
         raise OptionError(f"logits={logits!r}: write 'sharded' or 'full'")
+
+
+def with_logits(plan: Plan, logits: Logits) -> Plan:
+    """Return the plan with logits sharded on the vocabulary, or gathered into a plain tensor on every rank."""
     if logits == "sharded":
         return plan
     heads: dict[str, Style | None] = {
@@ -38,33 +43,43 @@ def prepared_plan(plan: Plan, *, logits: Logits) -> Plan:
     return plan.override(heads)
 
 
-def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
-    """Raise unless the plan can be applied to the model at this size; nothing is changed.
+def check_plan(model: nn.Module, plan: Plan, tp: int) -> tuple[str, ...]:
+    """Check a plan against a model and a size of ``tp``; the model is not changed.
+
+    Returns:
+        The warnings, which are also logged.
 
     Raises:
-        ModelError: the model is parallelized already.
         tp_plans.CheckFailedError: the plan does not fit; every finding is listed.
     """
-    distributed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    if distributed:
-        raise ModelError(
-            f"{len(distributed)} parameters are DTensors already, first {distributed[0]}: a model is parallelized "
-            "once; build a fresh one"
-        )
     report = check(plan, model, tp=tp)
     report.raise_on_error()
-    for finding in report.findings:
+    findings = tuple(map(str, report.findings))
+    for finding in findings:
         logger.warning("%s", finding)
+    return findings
 
 
-def apply_tp(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh) -> None:
-    """Check a plan against the model, then split the model over a one-axis mesh, in place.
+def apply_tp(model: nn.Module, parallelism: Parallelism) -> None:
+    """Shard the layers of a model over ``tp`` by the resolved plan, in place; the first of the five steps.
 
-    Parameters that every rank already holds are taken from the first rank of the axis, as in torch.
+    Parameters that hold values on every rank are taken from the first rank of the axis, as in torch.
 
-    Raises:
-        ModelError: the model is parallelized already.
-        tp_plans.CheckFailedError: the plan does not fit; the model is untouched.
+    Args:
+        model: the model.
+        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its plan is ``None`` where layers stay replicated,
+            and then nothing changes.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import MeshSpec, apply_tp, resolve_parallelism
+        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
+        >>> parallelism = resolve_parallelism(model, MeshSpec(tp=1).build(device_type="cpu"))
+        >>> apply_tp(model, parallelism)  # one rank of tp: no layer is sharded
+        >>> type(model[0][0][0].weight).__name__
+        'Parameter'
     """
-    check_plan(model, plan, tp_mesh.size())
-    parallelize_module(model, tp_mesh, dict(styles_by_path(plan, model)))
+    plan, tp_mesh = parallelism.plan, parallelism.tp_mesh
+    if plan is not None and tp_mesh is not None:
+        styles = styles_by_path(plan, model) if isinstance(plan, Plan) else plan
+        parallelize_module(model, tp_mesh, dict(styles))

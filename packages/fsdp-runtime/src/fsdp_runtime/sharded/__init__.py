@@ -1,1 +1,1 @@
-"""Sharded tensors: offsets, chunks, gathering, collectives over the ranks of a model, and safetensors files."""
+"""Sharded tensors: shard offsets, chunks, gathering, collectives over a model's ranks, safetensors files."""

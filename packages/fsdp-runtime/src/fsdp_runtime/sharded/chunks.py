@@ -1,4 +1,4 @@
-"""A tensor assembled from boxes of stored ones, and only as much of each as this rank needs."""
+"""Fill this rank's shard of a tensor from slices of stored tensors, reading only the slices the rank needs."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.sharded.shard_offsets import local_slice
+from fsdp_runtime.sharded.shard_offsets import dtensor_slices
 
-#: One slice a dim.
-Box = tuple[slice, ...]
+#: A rectangular part of a tensor: one slice per dim.
+Slices = tuple[slice, ...]
 
-#: Reads a box of a stored tensor by name; the result has all of its dims.
-Read = Callable[[str, Box], Tensor]
+#: Reads slices of a stored tensor by name; the result has all dims of the stored tensor.
+ReadSlices = Callable[[str, Slices], Tensor]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a target tensor, and where in a stored tensor its elements are.
+class Chunk:
+    """A rectangular part of a target tensor and its position in a stored tensor.
 
     Args:
-        source: the stored tensor's name.
-        target: the box that is filled.
-        start: where the elements begin in the source, one index a dim of it.
-        dims: for every dim of the target the source's, ``None`` for one that the source lacks; what is left over
-            of the source's dims has the size 1 in the piece.
+        source: name of the stored tensor.
+        target: the slices of the target that the chunk fills.
+        start: index of the chunk's first element in the source, one number per source dim.
+        dims: the source dim of each target dim, ``None`` for a dim that the source lacks.  The chunk has size 1 in
+            source dims that are not listed.
     """
 
     source: str
-    target: Box
+    target: Slices
     start: tuple[int, ...]
     dims: tuple[int | None, ...]
 
-    def within(self, box: Box) -> Piece | None:
-        """The part of the piece inside a box of the target; ``None`` where there is none."""
+    def intersect(self, slices: Slices) -> Chunk | None:
+        """Return the part of the chunk inside slices of the target, ``None`` if it is empty."""
         target = tuple(
-            slice(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
-            for mine, theirs in zip(self.target, box, strict=True)
+            slice(max(own.start, other.start), min(own.stop, other.stop))
+            for own, other in zip(self.target, slices, strict=True)
         )
         if any(side.stop <= side.start for side in target):
             return None
@@ -51,51 +51,52 @@ class Piece:
         return replace(self, target=target, start=tuple(start))
 
     @property
-    def stored(self) -> Box:
-        """The box of the source that holds the elements."""
+    def source_slices(self) -> Slices:
+        """The slices of the source that hold the chunk's elements."""
         size = [1] * len(self.start)
         for side, dim in zip(self.target, self.dims, strict=True):
             if dim is not None:
                 size[dim] = side.stop - side.start
         return tuple(slice(first, first + count) for first, count in zip(self.start, size, strict=True))
 
-    def in_target(self, tensor: Tensor) -> Tensor:
-        """What was read from :attr:`stored`, with the target's dims."""
+    def to_target(self, tensor: Tensor) -> Tensor:
+        """Permute and reshape a tensor read from :attr:`source_slices` to the target's dims."""
         used = [dim for dim in self.dims if dim is not None]
-        left = [dim for dim in range(tensor.ndim) if dim not in used]
-        return tensor.permute([*used, *left]).reshape([side.stop - side.start for side in self.target])
+        unused = [dim for dim in range(tensor.ndim) if dim not in used]
+        return tensor.permute([*used, *unused]).reshape([side.stop - side.start for side in self.target])
 
 
-def whole(name: str, shape: Sequence[int]) -> Piece:
-    """The piece that takes a stored tensor as it is."""
-    return Piece(name, tuple(slice(0, size) for size in shape), (0,) * len(shape), tuple(range(len(shape))))
+def identity_chunk(name: str, shape: Sequence[int]) -> Chunk:
+    """Return the chunk that maps a stored tensor to an equal target."""
+    return Chunk(name, full_slices(shape), (0,) * len(shape), tuple(range(len(shape))))
 
 
-def covers(pieces: Iterable[Piece], shape: Sequence[int]) -> bool:
-    """Whether pieces that do not overlap fill a tensor."""
-    return sum(box_size(piece.target) for piece in pieces) == math.prod(shape)
+def full_slices(shape: Sequence[int]) -> Slices:
+    """Return the slices that select a full tensor of ``shape``."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def is_complete(chunks: Iterable[Chunk], shape: Sequence[int]) -> bool:
+    """Return whether chunks that do not overlap fill a tensor of ``shape``."""
+    covered: int = sum(math.prod(side.stop - side.start for side in chunk.target) for chunk in chunks)
+    return covered == math.prod(shape)
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, pieces: Sequence[Piece], read: Read) -> None:
-    """Fill this rank's part of a tensor, reading no more than that; values are converted to its dtype."""
-    local, own = own_part(tensor)
-    for piece in pieces:
-        if (needed := piece.within(own)) is not None:
+def fill_local(tensor: Tensor, chunks: Sequence[Chunk], read: ReadSlices) -> None:
+    """Fill this rank's shard of a tensor and read nothing else; values are converted to the tensor's dtype."""
+    local, own = local_part(tensor)
+    for chunk in chunks:
+        if (needed := chunk.intersect(own)) is not None:
             inside = tuple(
-                slice(side.start - mine.start, side.stop - mine.start)
-                for side, mine in zip(needed.target, own, strict=True)
+                slice(side.start - offset.start, side.stop - offset.start)
+                for side, offset in zip(needed.target, own, strict=True)
             )
-            local[inside].copy_(needed.in_target(read(needed.source, needed.stored)))
+            local[inside].copy_(needed.to_target(read(needed.source, needed.source_slices)))
 
 
-def own_part(tensor: Tensor) -> tuple[Tensor, Box]:
-    """This rank's plain tensor, and the box of the full one that it is."""
+def local_part(tensor: Tensor) -> tuple[Tensor, Slices]:
+    """Return this rank's local tensor and the slices of the full tensor that it holds."""
     if isinstance(tensor, DTensor):
-        return tensor.to_local(), local_slice(tensor)
-    return tensor, tuple(slice(0, size) for size in tensor.shape)
-
-
-def box_size(box: Box) -> int:
-    """How many elements a box has."""
-    return math.prod(side.stop - side.start for side in box)
+        return tensor.to_local(), dtensor_slices(tensor)
+    return tensor, full_slices(tensor.shape)

@@ -1,4 +1,4 @@
-"""The ranks that hold a model together, and how they all learn that one of them failed."""
+"""The ranks that hold a model, and collectives over them: gather objects, raise an error of one rank on all."""
 
 from __future__ import annotations
 
@@ -8,86 +8,92 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import OtherRankError
-from fsdp_runtime.model.state import entries
+from fsdp_runtime.model.state import StateEntry
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Process groups that together connect every rank of a model.
+class ModelRanks:
+    """The ranks that hold a model, and process groups that together connect all of them.
 
     Args:
-        groups: the groups, none for a single process.
-        index: this rank's place among them, from 0.
-        count: how many there are.
-        first: the world's number of the first of them.
+        groups: one process group per mesh axis larger than 1; empty for a single process.
+        index: index of this rank among them, from 0.
+        count: number of ranks.
+        global_first: global rank of the rank with index 0.
     """
 
     groups: Sequence[ProcessGroup] = ()
     index: int = 0
     count: int = 1
-    first: int = 0
+    global_first: int = 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that does what one rank must do for all."""
+        """Whether this rank has index 0 and does the work that one rank does for all."""
         return self.index == 0
 
 
-def ranks_of(model: nn.Module) -> Ranks:
-    """The ranks of the mesh that the model is on, replicas included; this rank alone for a model of plain tensors."""
-    mesh = mesh_of(model)
+def model_mesh(entries: Sequence[StateEntry]) -> DeviceMesh | None:
+    """Return the root mesh of a model's DTensors, ``None`` for a model of plain tensors."""
+    on_mesh = next((entry.tensor for entry in entries if isinstance(entry.tensor, DTensor)), None)
+    return None if on_mesh is None else root_mesh(on_mesh.device_mesh)
+
+
+def mesh_ranks(entries: Sequence[StateEntry]) -> ModelRanks:
+    """Return all ranks of the model's mesh, replicas included; this rank alone for a model of plain tensors."""
+    mesh = model_mesh(entries)
     if mesh is None:
-        return Ranks()
+        return ModelRanks()
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     index = 0
     for size, coordinate in zip(mesh.shape, mesh.get_coordinate() or (0,) * mesh.ndim, strict=True):
         index = index * size + coordinate
-    return Ranks(groups, index, mesh.size(), int(mesh.mesh.flatten()[0]))
+    return ModelRanks(groups, index, mesh.size(), int(mesh.mesh.flatten()[0]))
 
 
-def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The whole mesh that the model is on, ``None`` for a model of plain tensors."""
-    on_mesh = next((entry.tensor for entry in entries(model) if isinstance(entry.tensor, DTensor)), None)
-    return None if on_mesh is None else root_mesh(on_mesh.device_mesh)
-
-
-def ranks_of_world() -> Ranks:
-    """Every rank of the world, or this process alone where ``torch.distributed`` is not running."""
+def world_ranks() -> ModelRanks:
+    """Return every rank of the world, this process alone if ``torch.distributed`` is not initialized."""
     if not dist.is_initialized():
-        return Ranks()
+        return ModelRanks()
     world = dist.group.WORLD
-    return Ranks(() if world is None else (world,), dist.get_rank(), dist.get_world_size())
+    return ModelRanks(() if world is None else (world,), dist.get_rank(), dist.get_world_size())
+
+
+def mesh_or_world_ranks(entries: Sequence[StateEntry]) -> ModelRanks:
+    """Return the ranks that write a model's checkpoint: those of its mesh, for plain tensors the world."""
+    ranks = mesh_ranks(entries)
+    return ranks if ranks.groups else world_ranks()
 
 
 @contextmanager
-def all_or_none(ranks: Ranks) -> Iterator[None]:
-    """Run a rank-local step on every rank; if it raises on one, it raises on all.
+def raise_on_all(ranks: ModelRanks) -> Iterator[None]:
+    """Run a rank-local step on every rank; an exception on one rank raises on all.  Collective.
 
     Raises:
-        OtherRankError: another rank failed; what it raised itself is raised there.
+        OtherRankError: another rank failed.  The rank that failed raises its own exception.
     """
     try:
         yield
     except Exception as error:
-        tell_all(ranks, f"{type(error).__name__}: {error}")
+        all_gather_objects(ranks, f"{type(error).__name__}: {error}")
         raise
-    failures = {rank: message for rank, message in tell_all(ranks, None).items() if message is not None}
+    messages = all_gather_objects(ranks, None)
+    failures = {rank: message for rank, message in messages.items() if message is not None}
     if failures:
         raise OtherRankError("\n".join(f"rank {rank}: {message}" for rank, message in sorted(failures.items())))
 
 
-def tell_all(ranks: Ranks, value: Any) -> dict[int, Any]:
-    """What every rank says, by its number: axis by axis, so that each hears of the whole mesh.  Collective."""
-    known = {dist.get_rank() if dist.is_initialized() else 0: value}
+def all_gather_objects(ranks: ModelRanks, value: Any) -> dict[int, Any]:
+    """All-gather a picklable value; return the values by global rank.  One collective per group."""
+    values = {dist.get_rank() if dist.is_initialized() else 0: value}
     for group in ranks.groups:
-        heard: list[dict[int, Any]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(heard, known, group=group)
-        known = {rank: said for part in heard for rank, said in part.items()}
-    return known
+        gathered: list[dict[int, Any]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, values, group=group)
+        values = {rank: item for part in gathered for rank, item in part.items()}
+    return values

@@ -1,9 +1,9 @@
-"""Checkpoints to resume training from: model, optimizer, scheduler and random states, on this mesh or another.
+"""Checkpoints to resume training from: model, optimizer, scheduler and RNG states, on the same or another mesh.
 
-A checkpoint is a folder of safetensors files, one a rank, with a manifest in JSON; what is no tensor is read with
-``torch.load(weights_only=True)``.  ``torch.distributed.checkpoint`` is not used, because it unpickles its metadata
-and many of its values, and takes offsets from DTensor, whose arithmetic for uneven shards over ``tp`` differs from
-where FSDP2 puts the rows (see ``sharded.shard_offsets``).
+A training state is a directory of safetensors files, one per rank, with a JSON manifest; everything that is not a
+tensor is read with ``torch.load(weights_only=True)``.  ``torch.distributed.checkpoint`` is not used: it unpickles its
+metadata and many values, and takes offsets from DTensor, whose arithmetic for uneven shards over ``tp`` differs from
+FSDP2's layout (see ``sharded.shard_offsets``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Resuming from a training state, on the mesh that it was saved on or another."""
+"""Resume from a training state, on the mesh that it was saved on or another one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import MismatchError
-from fsdp_runtime.model.materialize import materialize
-from fsdp_runtime.model.state import Entry, entries
-from fsdp_runtime.sharded.collectives import Ranks, all_or_none, ranks_of, ranks_of_world
-from fsdp_runtime.training_state.directory import newest
+from fsdp_runtime.model.materialize import materialize_entries
+from fsdp_runtime.model.state import StateEntry, refresh_buffers, reshard_all, state_entries
+from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
+from fsdp_runtime.training_state.directory import newest_state
 from fsdp_runtime.training_state.manifest import Manifest, StoredTensor, read_manifest
-from fsdp_runtime.training_state.optimizers import parameter_names, require_same_groups, restore
+from fsdp_runtime.training_state.optimizers import parameter_names, require_same_groups, restore_optimizer
 from fsdp_runtime.training_state.reader import StateReader
-from fsdp_runtime.training_state.rng_state import set_random_states
+from fsdp_runtime.training_state.rng_state import set_rng_states
 from fsdp_runtime.training_state.safe_pickle import read_object
-from fsdp_runtime.training_state.save import SHARED_FILE, Stateful, mesh_sizes, random_file
+from fsdp_runtime.training_state.save import SHARED_FILE, Stateful, mesh_sizes, rng_file
 from fsdp_runtime.training_state.snapshot import as_list
 
 logger = logging.getLogger(__name__)
@@ -32,20 +31,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What was resumed beside model, optimizer and scheduler.
+    """Result of :func:`load_training_state`: the state that is not in model, optimizer and scheduler.
 
     Args:
-        folder: where it was read.
-        step: as given when it was saved.
+        folder: the directory it was read from.
+        step: the step given when it was saved.
         extra: the user's own data.
-        random_restored: whether the random number generators continue where they were; they do on a mesh of the
-            same axes and sizes, and are left alone on any other.
+        rng_restored: whether the random number generators were restored; they are if the mesh has the axes and sizes
+            of the saved one, and are not changed otherwise.
     """
 
     folder: Path
     step: int
     extra: dict[str, Any]
-    random_restored: bool
+    rng_restored: bool
 
 
 def load_training_state(
@@ -57,95 +56,102 @@ def load_training_state(
     device: torch.device | str | None = None,
     verify: bool = True,
 ) -> TrainingState:
-    """Load what :func:`save_training_state` saved, in place, each rank reading what it holds.
+    """Load a state of :func:`save_training_state` in place; each rank reads its own shards.
 
-    On the same mesh training goes on bit by bit as if it had not stopped.  Collective as the save was.
+    On the same mesh, training continues bit for bit as if it had not stopped.  Collective over the ranks of the model's
+    mesh, for a model of plain tensors over the world.
 
     Args:
-        directory: where states were saved, for the newest of them, or the folder of one.
-        model: on any mesh or none; on the meta device it is materialised first.
-        optimizer: as when saving, over this model's parameters; its groups hold the same parameters.  ``None``
-            leaves saved optimizers unread.
-        scheduler: as when saving; ``None`` leaves a saved one unread.
-        device: where to materialise, see :func:`materialize`.
-        verify: check the checksum of every tensor first; the ranks share the reading.
+        directory: the directory that states were saved to, for the newest of them, or the directory of one state.
+        model: on any mesh or none; a model on the meta device is materialized first.
+        optimizer: one or several, over the model's parameters, with the saved parameter groups.  ``None`` leaves saved
+            optimizers unread.
+        scheduler: the object whose state was saved; ``None`` leaves a saved one unread.
+        device: the device to materialize on, by default the current device of the mesh's type; see
+            :func:`materialize`.
+        verify: check the checksum of every tensor first; the ranks share this work.
 
     Returns:
-        The step, the user's data, and whether random numbers continue.
+        The step, the user's data, and whether the random number generators were restored.
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt.
-        MismatchError: the state is not that of this model or optimizer; every difference is listed.
+        MismatchError: the state does not fit the model or an optimizer; every difference is listed.
         OtherRankError: another rank raised one of these.
 
-    All are raised on every rank before anything changes, but for a file that fails while it is read.
+    All errors are raised on every rank before anything changes, except a read error in the middle of a file.
+
+    Example:
+        >>> import tempfile
+        >>> from torch import nn
+        >>> from fsdp_runtime import load_training_state, save_training_state
+        >>> model = nn.Linear(2, 3)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     _ = save_training_state(directory, model, step=7, extra={"tokens": 4096})
+        ...     state = load_training_state(directory, model)
+        >>> state.step, state.extra, state.rng_restored
+        (7, {'tokens': 4096}, True)
     """
-    ranks = ranks_of(model)
-    if not ranks.groups:
-        ranks = ranks_of_world()
+    entries = state_entries(model)
+    ranks = mesh_or_world_ranks(entries)
     optimizers = as_list(optimizer)
-    with all_or_none(ranks):
-        folder = newest(Path(directory))
+    with raise_on_all(ranks):
+        folder = newest_state(Path(directory))
         manifest = read_manifest(folder)
         reader = StateReader(folder, manifest)
     with reader:
-        with all_or_none(ranks):
+        with raise_on_all(ranks):
             shared = read_object(folder, SHARED_FILE, manifest.files)
-            same_mesh = _is_same_mesh(model, manifest, ranks)
-            random = read_object(folder, random_file(ranks.index), manifest.files) if same_mesh else None
-            _check(model, optimizers, scheduler, manifest, shared)
+            same_mesh = (mesh_sizes(entries), ranks.count) == (dict(manifest.mesh), manifest.world_size)
+            own = read_object(folder, rng_file(ranks.index), manifest.files) if same_mesh else None
+            _check(entries, optimizers, scheduler, manifest, shared)
             if verify:
                 reader.verify(range(ranks.index, len(manifest.tensors), ranks.count))
-        with all_or_none(ranks):
-            materialize(model, device)
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-            found = entries(model)
-            for entry in found:
+        with raise_on_all(ranks):
+            materialize_entries(model, entries, device)
+            reshard_all(model)
+            entries = refresh_buffers(entries)
+            for entry in entries:
                 reader.fill(f"model/{entry.names[0]}", entry.tensor)
-            _load_optimizers(optimizers, found, shared, reader)
+            _load_optimizers(optimizers, entries, shared, reader)
     if scheduler is not None:
         scheduler.load_state_dict(shared["scheduler"])
-    if random is not None:
-        set_random_states(random["random"])
+    if own is not None:
+        set_rng_states(own["rng"])
     elif ranks.is_first:
         logger.warning(
-            "%s was saved on %s: random number generators are left as they are", folder, manifest.mesh or "no mesh"
+            "%s was saved on %s: the random number generators are not restored", folder, manifest.mesh or "no mesh"
         )
-    return TrainingState(folder, manifest.step, shared["extra"], random is not None)
-
-
-def _is_same_mesh(model: nn.Module, manifest: Manifest, ranks: Ranks) -> bool:
-    return (mesh_sizes(model), ranks.count) == (dict(manifest.mesh), manifest.world_size)
+    return TrainingState(folder, manifest.step, shared["extra"], own is not None)
 
 
 def _check(
-    model: nn.Module,
+    entries: Sequence[StateEntry],
     optimizers: Sequence[Optimizer],
     scheduler: Stateful | None,
     manifest: Manifest,
     shared: Mapping[str, Any],
 ) -> None:
-    """Raise :class:`MismatchError` unless everything that is asked for was saved, and from a model like this one."""
-    found = entries(model)
+    """Raise :class:`MismatchError` unless everything that is to be restored was saved, from a model like this one."""
     stored = {name.removeprefix("model/"): t for name, t in manifest.tensors.items() if name.startswith("model/")}
-    problems = [problem for entry in found if (problem := _problem(entry, stored.get(entry.names[0]))) is not None]
-    known = {entry.names[0] for entry in found}
-    problems += [f"{name}: saved, and the model has none" for name in stored if name not in known]
+    problems = [problem for entry in entries if (problem := _problem(entry, stored.get(entry.names[0]))) is not None]
+    known = {entry.names[0] for entry in entries}
+    problems += [f"{name}: saved, and not in the model" for name in stored if name not in known]
     if problems:
         listed = "\n  ".join(problems)
         raise MismatchError(f"the training state does not fit the model in {len(problems)} tensors:\n  {listed}")
     if optimizers and len(optimizers) != len(shared["optimizers"]):
-        raise MismatchError(f"{len(optimizers)} optimizers to resume, and {len(shared['optimizers'])} were saved")
-    names = parameter_names(found, optimizers)
-    for number, (optimizer, saved) in enumerate(zip(optimizers, shared["optimizers"], strict=False)):
-        require_same_groups(number, optimizer, names, saved)
+        raise MismatchError(
+            f"{len(optimizers)} optimizers given, and {len(shared['optimizers'])} were saved: give as many, or none"
+        )
+    names = parameter_names(entries, optimizers)
+    for index, (optimizer, saved) in enumerate(zip(optimizers, shared["optimizers"], strict=False)):
+        require_same_groups(index, optimizer, names, saved)
     if scheduler is not None and shared["scheduler"] is None:
-        raise MismatchError("a scheduler to resume, and none was saved: pass scheduler=None")
+        raise MismatchError("a scheduler was given, and none was saved: pass scheduler=None")
 
 
-def _problem(entry: Entry, stored: StoredTensor | None) -> str | None:
+def _problem(entry: StateEntry, stored: StoredTensor | None) -> str | None:
     name, shape, dtype = entry.names[0], tuple(entry.tensor.shape), str(entry.tensor.dtype).removeprefix("torch.")
     if stored is None:
         return f"{name}: missing; the model has shape {shape}"
@@ -155,15 +161,15 @@ def _problem(entry: Entry, stored: StoredTensor | None) -> str | None:
 
 
 def _load_optimizers(
-    optimizers: Sequence[Optimizer], found: Sequence[Entry], shared: Mapping[str, Any], reader: StateReader
+    optimizers: Sequence[Optimizer], entries: Sequence[StateEntry], shared: Mapping[str, Any], reader: StateReader
 ) -> None:
-    parameters: dict[str, Tensor] = {entry.names[0]: entry.tensor for entry in found}
-    for number, (optimizer, saved) in enumerate(zip(optimizers, shared["optimizers"], strict=False)):
-        prefix = f"optimizer/{number}/"
+    parameters: dict[str, Tensor] = {entry.names[0]: entry.tensor for entry in entries}
+    for index, (optimizer, saved) in enumerate(zip(optimizers, shared["optimizers"], strict=False)):
+        prefix = f"optimizer/{index}/"
         stored = {
             name.removeprefix(prefix): (tensor.shape, getattr(torch, tensor.dtype))
             for name, tensor in reader.manifest.tensors.items()
             if name.startswith(prefix)
         }
-        for name, empty in restore(optimizer, parameters, saved, stored):
+        for name, empty in restore_optimizer(optimizer, parameters, saved, stored):
             reader.fill(prefix + name, empty)

@@ -1,4 +1,4 @@
-"""What a training state consists of: every tensor's pieces in the ranks' files, with sizes and checksums."""
+"""The manifest of a training state: every tensor's chunks in the ranks' files, with sizes and checksums."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
-from fsdp_runtime.sharded.fsync import write_synced
+from fsdp_runtime.sharded.fsync import write_and_fsync
 
 MANIFEST = "manifest.json"
-#: Raised when the layout of the files changes.
-FORMAT = 1
+#: Version of the files' layout.
+FORMAT = 2
 
 
 @dataclass(frozen=True)
-class StoredPiece:
-    """A box of a tensor in one rank's file, under the tensor's name.
+class StoredChunk:
+    """A chunk of a tensor in one rank's file, stored there under the tensor's name.
 
     Args:
         file: the file's name.
-        start: where the box begins in the full tensor.
-        shape: the box's shape.
+        start: index of the chunk's first element in the full tensor.
+        shape: the chunk's shape.
         checksum: CRC-32 of its bytes.
     """
 
@@ -39,23 +39,23 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor: its full shape, its dtype in torch's words (``"bfloat16"``) and its pieces."""
+    """A tensor: its full shape, its dtype in torch's notation (``"bfloat16"``) and its chunks."""
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[StoredPiece, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a training state but the values.
+    """Everything about a training state except the values.
 
     Args:
         step: the number that the user gave.
-        world_size: how many ranks wrote it.
-        mesh: the axes and sizes of the mesh that the model was on; empty for a plain model.
+        world_size: number of ranks that wrote it.
+        mesh: axes and sizes of the model's mesh; empty for a plain model.
         tensors: by name: ``model/<name>`` and ``optimizer/<index>/<name>/<state>``.
-        files: the size of every other file in bytes, and its checksum.
+        files: size in bytes and checksum of every other file.
     """
 
     step: int
@@ -64,42 +64,45 @@ class Manifest:
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, tuple[int, int]]
 
-    def write(self, folder: Path) -> None:
-        """Write the manifest; it carries a checksum of itself."""
+    def write(self, directory: Path) -> None:
+        """Write the manifest, preceded by its own checksum."""
         content = json.dumps({"format": FORMAT, **asdict(self)}).encode()
-        write_synced(folder / MANIFEST, b"%08x\n%s\n" % (zlib.crc32(content), content))
+        write_and_fsync(directory / MANIFEST, b"%08x\n%s\n" % (zlib.crc32(content), content))
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a training state.
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of a training state.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of a later version.
+        CheckpointError: it is missing, damaged, or of another version.
     """
-    path = folder / MANIFEST
+    path = directory / MANIFEST
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): {folder} is no training state") from error
+        raise CheckpointError(f"{path} cannot be read ({error}): {directory} is not a training state") from error
     checksum, _, content = text.removesuffix("\n").partition("\n")
     if f"{zlib.crc32(content.encode()):08x}" != checksum:
         raise CheckpointError(f"{path} ({len(text)} characters) is truncated or corrupt: resume from an older state")
     fields: dict[str, Any] = json.loads(content)
     if (found := fields.pop("format")) != FORMAT:
-        raise CheckpointError(f"{path} has format {found}, and this version reads {FORMAT}: update fsdp-runtime")
+        raise CheckpointError(
+            f"{path} has format {found}, and this version of fsdp-runtime reads format {FORMAT}: resume with the "
+            "version that saved it"
+        )
     tensors = {name: _tensor(stored) for name, stored in fields.pop("tensors").items()}
     files = {name: (size, checksum) for name, (size, checksum) in fields.pop("files").items()}
     return Manifest(tensors=tensors, files=files, **fields)
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of the bytes of a contiguous tensor on the CPU."""
+    """Return the CRC-32 of the bytes of a contiguous tensor on the CPU."""
     return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())) if tensor.nbytes else 0
 
 
 def _tensor(stored: Mapping[str, Any]) -> StoredTensor:
-    pieces = tuple(
-        StoredPiece(piece["file"], tuple(piece["start"]), tuple(piece["shape"]), piece["checksum"])
-        for piece in stored["pieces"]
+    chunks = tuple(
+        StoredChunk(chunk["file"], tuple(chunk["start"]), tuple(chunk["shape"]), chunk["checksum"])
+        for chunk in stored["chunks"]
     )
-    return StoredTensor(tuple(stored["shape"]), stored["dtype"], pieces)
+    return StoredTensor(tuple(stored["shape"]), stored["dtype"], chunks)

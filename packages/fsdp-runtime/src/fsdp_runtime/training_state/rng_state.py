@@ -1,4 +1,4 @@
-"""The states of the random number generators of a process."""
+"""The states of a process's random number generators."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 
-def random_states() -> dict[str, Any]:
-    """The states of torch's generators (CPU and the current accelerator), Python's, and NumPy's where it is used."""
+def rng_states() -> dict[str, Any]:
+    """Return the states of torch's generators (CPU, current accelerator), Python's, and NumPy's if it is imported."""
     states: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
     if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
         states[accelerator.type] = torch.get_device_module(accelerator).get_rng_state()
@@ -20,8 +20,8 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def set_random_states(states: dict[str, Any]) -> None:
-    """Put generators in the states that :func:`random_states` gave; those of devices that are not here are left out."""
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Restore the states that :func:`rng_states` returned; those of absent devices are skipped."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(states["cpu"])

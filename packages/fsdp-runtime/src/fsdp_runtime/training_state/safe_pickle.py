@@ -1,54 +1,55 @@
-"""What is no tensor of the model or optimizer: written by ``torch.save``, read back without running any code."""
+"""Save objects that are not tensors of the model or optimizer; loading them runs no code from the file."""
 
 from __future__ import annotations
 
 import io
 import pickle
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdp_runtime.errors import CheckpointError, OptionError
-from fsdp_runtime.sharded.fsync import write_synced
+from fsdp_runtime.sharded.fsync import write_and_fsync
 
 
-def encoded(content: dict[str, Any]) -> bytes:
-    """The content as bytes, once it is known that they can be read back.
+def serialize(content: dict[str, Any]) -> bytes:
+    """Return the content as bytes, after checking that it can be loaded with ``weights_only=True``.
 
     Raises:
-        OptionError: something in it could only be read by running code from the file.
+        OptionError: loading a value would need code to run.
     """
-    buffer = io.BytesIO()
     for name, value in content.items():
-        alone = io.BytesIO()
+        buffer = io.BytesIO()
         try:
-            torch.save(value, alone)
-            alone.seek(0)
-            torch.load(alone, weights_only=True)
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
         except (pickle.PickleError, TypeError, AttributeError, RuntimeError) as error:
             raise OptionError(
-                f"{name} cannot be saved so that it is safe to load: keep to tensors, numbers, strings, lists, tuples "
-                f"and dicts ({str(error).splitlines()[0]})"
+                f"{name} cannot be saved in a form that is safe to load: use only tensors, numbers, strings, lists, "
+                f"tuples and dicts ({str(error).splitlines()[0]})"
             ) from error
+    buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
-def write_object(folder: Path, name: str, content: bytes) -> dict[str, tuple[int, int]]:
-    """Write one file; its entry in the manifest."""
-    write_synced(folder / name, content)
+def write_object(directory: Path, name: str, content: bytes) -> dict[str, tuple[int, int]]:
+    """Write one file; return its entry in the manifest."""
+    write_and_fsync(directory / name, content)
     return {name: (len(content), zlib.crc32(content))}
 
 
-def read_object(folder: Path, name: str, files: Any) -> dict[str, Any]:
-    """The content of a file, checked against its entry in the manifest; tensors come on the CPU.
+def read_object(directory: Path, name: str, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """Return the content of a file, checked against its entry in the manifest; tensors are on the CPU.
 
     Raises:
         CheckpointError: the file is missing, or has another size or checksum.
     """
-    path = folder / name
+    path = directory / name
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -56,12 +57,11 @@ def read_object(folder: Path, name: str, files: Any) -> dict[str, Any]:
     size, checksum = files[name]
     if (len(content), zlib.crc32(content)) != (size, checksum):
         raise CheckpointError(
-            f"{path} has {len(content)} bytes of {size} or other content than was saved: resume from an older state"
+            f"{path} has {len(content)} bytes, expected {size}, or its content differs from what was saved: resume "
+            "from an older state"
         )
     try:
         loaded: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} wants to run code when it is loaded: it is no file of save_training_state"
-        ) from error
+        raise CheckpointError(f"{path} would run code when loaded: save_training_state did not write it") from error
     return loaded

@@ -1,10 +1,10 @@
-"""Saving a training state, whole or not at all."""
+"""Save a training state atomically."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,27 +14,33 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.model.state import entries
-from fsdp_runtime.sharded.collectives import Ranks, all_or_none, mesh_of, ranks_of, ranks_of_world, tell_all
-from fsdp_runtime.sharded.safetensors_io import Planned, SafetensorsFile
-from fsdp_runtime.training_state.directory import commit, work_folder
-from fsdp_runtime.training_state.manifest import Manifest, StoredPiece, StoredTensor, checksum
-from fsdp_runtime.training_state.optimizers import description, parameter_names
-from fsdp_runtime.training_state.rng_state import random_states
-from fsdp_runtime.training_state.safe_pickle import encoded, write_object
-from fsdp_runtime.training_state.snapshot import Named, as_list, named_tensors, own_boxes
+from fsdp_runtime.model.state import StateEntry, state_entries
+from fsdp_runtime.sharded.collectives import (
+    ModelRanks,
+    all_gather_objects,
+    mesh_or_world_ranks,
+    model_mesh,
+    raise_on_all,
+)
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.training_state.directory import commit, make_work_directory
+from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor, checksum
+from fsdp_runtime.training_state.optimizers import optimizer_metadata, parameter_names
+from fsdp_runtime.training_state.rng_state import rng_states
+from fsdp_runtime.training_state.safe_pickle import serialize, write_object
+from fsdp_runtime.training_state.snapshot import NamedTensor, as_list, chunks_to_write, named_tensors
 
 SHARED_FILE = "shared.pt"
 
 
 class Stateful(Protocol):
-    """Anything whose state is a dict, as a learning-rate scheduler."""
+    """An object whose state is a dict, such as a learning-rate scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take a state over."""
+        """Restore a state."""
 
 
 def save_training_state(
@@ -47,76 +53,87 @@ def save_training_state(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Save all that is needed to resume training, here or on another mesh.
+    """Save model, optimizer, scheduler and RNG states, to resume training on the same or another mesh.
 
-    Collective over the ranks of the model's mesh, for a model of plain tensors over the world; the directory must be
-    one that all of them see.  Every rank writes its own shards, copies are written once.  The new state takes effect
-    by one rename when all of it is on the disk, so a process killed at any moment leaves the old one or the new one
-    whole, and ``load_training_state`` finds it.
+    Collective over the ranks of the model's mesh, for a model of plain tensors over the world; all ranks need access
+    to the directory.  Every rank writes its own shards, and replicated tensors are written once.  The new state takes
+    effect by one rename when all of it is on the disk.  A process killed at any time leaves either the old or the new
+    state complete, and :func:`load_training_state` finds it.
 
     Args:
-        directory: made if it is not there; every state has a folder in it.
-        model: plain, split over ``tp``, sharded by FSDP2, or both.
+        directory: created if it does not exist; every state is a directory in it.
+        model: plain, sharded over ``tp``, sharded by FSDP2, or both.
         optimizer: one or several, over the model's parameters.
-        step: a number for the folder's name and for ``TrainingState.step``.
-        scheduler: a learning-rate scheduler, or anything with its two methods.
-        extra: the user's own data, the same on every rank: tensors, numbers, strings, lists, tuples and dicts.
-        keep: how many older states stay beside the new one; ``None`` for all.
+        step: a number for the directory's name and for ``TrainingState.step``.
+        scheduler: a learning-rate scheduler, or any object with ``state_dict`` and ``load_state_dict``.
+        extra: the user's own data, equal on every rank: tensors, numbers, strings, lists, tuples and dicts.
+        keep: number of older states to keep in addition to the new one; ``None`` for all.
 
     Returns:
-        The folder of the new state.
+        The directory of the new state.
 
     Raises:
-        OptionError: something cannot be saved so that it can be loaded safely; nothing has been written then.
-        WeightsError: a dtype that safetensors does not have.
-        OSError: on the rank that cannot write; the directory's old states are in force then.
+        OptionError: a value cannot be saved in a form that is safe to load, a number is negative, the model is on the
+            meta device, or an optimizer holds other parameters; nothing has been written then.
+        WeightsError: safetensors lacks the dtype of a tensor.
+        OSError: on the rank that cannot write; older states stay in effect.
         OtherRankError: on the other ranks.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime import save_training_state
+        >>> model = nn.Linear(2, 3)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save_training_state(directory, model, optimizer, step=7, extra={"tokens": 4096}).name
+        'step-00000007'
     """
     if step < 0 or (keep is not None and keep < 0):
-        raise OptionError(f"step={step}, keep={keep}: give numbers from 0 on")
-    ranks = ranks_of(model)
-    if not ranks.groups:
-        ranks = ranks_of_world()
+        raise OptionError(f"step={step}, keep={keep}: give numbers of at least 0")
+    entries = state_entries(model)
+    ranks = mesh_or_world_ranks(entries)
     optimizers = as_list(optimizer)
-    with all_or_none(ranks):
-        tensors = named_tensors(model, optimizers)
-        names = parameter_names(entries(model), optimizers)
-        shared = encoded(
+    with raise_on_all(ranks):
+        tensors = named_tensors(entries, optimizers)
+        names = parameter_names(entries, optimizers)
+        shared = serialize(
             {
-                "optimizers": [description(each, names) for each in optimizers],
+                "optimizers": [optimizer_metadata(each, names) for each in optimizers],
                 "scheduler": None if scheduler is None else scheduler.state_dict(),
                 "extra": dict(extra or {}),
             }
         )
-        own_random = encoded({"random": random_states()})
-    with _work_folder(Path(directory), ranks) as work:
-        with all_or_none(ranks):
-            pieces = _write_own(work, tensors, ranks)
-            files = write_object(work, random_file(ranks.index), own_random)
+        own_rng = serialize({"rng": rng_states()})
+    with _work_directory(Path(directory), ranks) as work:
+        with raise_on_all(ranks):
+            chunks = _write_shards(work, tensors, ranks)
+            files = write_object(work, rng_file(ranks.index), own_rng)
             if ranks.is_first:
                 files |= write_object(work, SHARED_FILE, shared)
-        written = tell_all(ranks, (pieces, files))
+        written = all_gather_objects(ranks, (chunks, files))
         final = None
-        with all_or_none(ranks):
+        with raise_on_all(ranks):
             if ranks.is_first:
-                _manifest(step, model, tensors, written.values(), ranks).write(work)
+                _manifest(step, mesh_sizes(entries), tensors, written.values(), ranks).write(work)
                 final = commit(work, step, keep)
     return _from_first(ranks, final)
 
 
 def rank_file(index: int) -> str:
-    """The file with a rank's tensors."""
+    """Return the name of the file with a rank's tensors."""
     return f"rank-{index:05d}.safetensors"
 
 
-def random_file(index: int) -> str:
-    """The file with the states of a rank's random number generators."""
-    return f"rank-{index:05d}.random.pt"
+def rng_file(index: int) -> str:
+    """Return the name of the file with a rank's RNG states."""
+    return f"rank-{index:05d}.rng.pt"
 
 
-def mesh_sizes(model: nn.Module) -> dict[str, int]:
-    """The axes of the model's mesh that are larger than 1, by name."""
-    mesh = mesh_of(model)
+def mesh_sizes(entries: Sequence[StateEntry]) -> dict[str, int]:
+    """Return the sizes of the axes of the model's mesh that are larger than 1, by name."""
+    mesh = model_mesh(entries)
     if mesh is None:
         return {}
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
@@ -124,52 +141,61 @@ def mesh_sizes(model: nn.Module) -> dict[str, int]:
 
 
 @contextmanager
-def _work_folder(directory: Path, ranks: Ranks) -> Iterator[Path]:
-    """The folder that all ranks write into, made by the first one and gone afterwards unless it was committed."""
-    made = None
+def _work_directory(directory: Path, ranks: ModelRanks) -> Iterator[Path]:
+    """Yield a directory that all ranks write into; the first rank creates it and removes it if it was not committed."""
+    created = None
     try:
-        with all_or_none(ranks):
+        with raise_on_all(ranks):
             if ranks.is_first:
-                made = work_folder(directory)
-        yield _from_first(ranks, made)
+                created = make_work_directory(directory)
+        yield _from_first(ranks, created)
     finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
+        if created is not None:
+            shutil.rmtree(created, ignore_errors=True)
 
 
-def _from_first(ranks: Ranks, path: Path | None) -> Path:
-    """What the first rank says, on every rank."""
-    found: Path = tell_all(ranks, path)[ranks.first]
+def _from_first(ranks: ModelRanks, path: Path | None) -> Path:
+    """Broadcast the first rank's path."""
+    found: Path = all_gather_objects(ranks, path)[ranks.global_first]
     return found
 
 
 @torch.no_grad()
-def _write_own(work: Path, tensors: Sequence[Named], ranks: Ranks) -> dict[str, StoredPiece]:
-    """Write this rank's file; what is in it by the tensor's name."""
-    own = list(own_boxes(tensors, ranks))
-    name = rank_file(ranks.index)
-    pieces = {}
-    planned = [Planned(part.name, tuple(part.local.shape), part.local.dtype, part.local.nbytes) for part in own]
-    with SafetensorsFile(work / name, planned) as file:
-        for part in own:
-            host = part.local.contiguous().cpu()
-            file.write(part.name, host)
-            start = tuple(side.start for side in part.box)
-            pieces[part.name] = StoredPiece(name, start, tuple(host.shape), checksum(host))
-    return pieces
+def _write_shards(work: Path, tensors: Sequence[NamedTensor], ranks: ModelRanks) -> dict[str, StoredChunk]:
+    """Write this rank's file; return its chunks by the tensor's name."""
+    local_chunks = list(chunks_to_write(tensors, ranks))
+    file_name = rank_file(ranks.index)
+    stored = {}
+    headers = [
+        TensorHeader(chunk.name, tuple(chunk.local.shape), chunk.local.dtype, chunk.local.nbytes)
+        for chunk in local_chunks
+    ]
+    with SafetensorsWriter(work / file_name, headers) as file:
+        for chunk in local_chunks:
+            on_cpu = chunk.local.contiguous().cpu()
+            file.write(chunk.name, on_cpu)
+            start = tuple(side.start for side in chunk.slices)
+            stored[chunk.name] = StoredChunk(file_name, start, tuple(on_cpu.shape), checksum(on_cpu))
+    return stored
 
 
-def _manifest(step: int, model: nn.Module, tensors: Sequence[Named], written: Any, ranks: Ranks) -> Manifest:
-    pieces: dict[str, list[StoredPiece]] = {named.name: [] for named in tensors}
+def _manifest(
+    step: int,
+    mesh: Mapping[str, int],
+    tensors: Sequence[NamedTensor],
+    written: Iterable[tuple[Mapping[str, StoredChunk], Mapping[str, tuple[int, int]]]],
+    ranks: ModelRanks,
+) -> Manifest:
+    chunks: dict[str, list[StoredChunk]] = {named.name: [] for named in tensors}
     files: dict[str, tuple[int, int]] = {}
-    for theirs, other_files in written:
-        files |= other_files
-        for name, piece in theirs.items():
-            pieces[name].append(piece)
+    for rank_chunks, rank_files in written:
+        files |= rank_files
+        for name, chunk in rank_chunks.items():
+            chunks[name].append(chunk)
     stored = {
         named.name: StoredTensor(
-            tuple(named.tensor.shape), str(named.tensor.dtype).removeprefix("torch."), tuple(pieces[named.name])
+            tuple(named.tensor.shape), str(named.tensor.dtype).removeprefix("torch."), tuple(chunks[named.name])
         )
         for named in tensors
     }
-    return Manifest(step=step, world_size=ranks.count, mesh=mesh_sizes(model), tensors=stored, files=files)
+    return Manifest(step=step, world_size=ranks.count, mesh=mesh, tensors=stored, files=files)

@@ -1,92 +1,91 @@
-"""What a rank contributes to a training state: the tensors by name, and which of their boxes it writes."""
+"""The tensors of a training state, and the chunks of them that each rank writes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.model.state import entries
-from fsdp_runtime.sharded.chunks import Box, own_part
-from fsdp_runtime.sharded.collectives import Ranks
-from fsdp_runtime.sharded.shard_offsets import cuts
-from fsdp_runtime.training_state.optimizers import parameter_names, state_tensors
+from fsdp_runtime.model.state import StateEntry
+from fsdp_runtime.sharded.chunks import Slices, local_part
+from fsdp_runtime.sharded.collectives import ModelRanks
+from fsdp_runtime.sharded.shard_offsets import shard_steps
+from fsdp_runtime.training_state.optimizers import optimizer_tensors, parameter_names
 
 
 @dataclass(frozen=True)
-class Named:
-    """A tensor of the training state under the name that it has in the manifest."""
+class NamedTensor:
+    """A tensor of the training state under its name in the manifest."""
 
     name: str
     tensor: Tensor
 
 
 @dataclass(frozen=True)
-class Own:
-    """A box of a tensor that this rank writes, and this rank's plain tensor with its elements."""
+class LocalChunk:
+    """A chunk that this rank writes: its tensor's name, its slices of the full tensor, and the local data."""
 
     name: str
-    box: Box
+    slices: Slices
     local: Tensor
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """One optimizer, several or none, as a list."""
+    """Return one optimizer, several or none as a list."""
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
-def named_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Named]:
-    """Every tensor of the model and of the optimizers' state, in an order that all ranks share.
+def named_tensors(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]) -> list[NamedTensor]:
+    """Return every tensor of the model and of the optimizers' state, in the same order on all ranks.
 
     Raises:
         OptionError: the model is on the meta device, or a tensor of an optimizer's state cannot be saved.
     """
-    found = entries(model)
-    if on_meta := [entry.names[0] for entry in found if entry.tensor.is_meta]:
+    if on_meta := [entry.names[0] for entry in entries if entry.tensor.is_meta]:
         raise OptionError(f"{len(on_meta)} tensors are on the meta device, first {on_meta[0]}: load weights first")
-    names = parameter_names(found, optimizers)
+    names = parameter_names(entries, optimizers)
     return [
-        *(Named(f"model/{entry.names[0]}", entry.tensor) for entry in found),
+        *(NamedTensor(f"model/{entry.names[0]}", entry.tensor) for entry in entries),
         *(
-            Named(f"optimizer/{number}/{item.parameter}/{item.key}", item.tensor)
-            for number, optimizer in enumerate(optimizers)
-            for item in state_tensors(optimizer, names)
+            NamedTensor(f"optimizer/{index}/{item.parameter}/{item.key}", item.tensor)
+            for index, optimizer in enumerate(optimizers)
+            for item in optimizer_tensors(optimizer, names)
         ),
     ]
 
 
-def own_boxes(tensors: Sequence[Named], ranks: Ranks) -> Iterator[Own]:
-    """What this rank writes, so that all together write every element once.
+def chunks_to_write(tensors: Sequence[NamedTensor], ranks: ModelRanks) -> Iterator[LocalChunk]:
+    """Yield the chunks that this rank writes; over all ranks, every element is written once.
 
     Args:
         tensors: the same on every rank.
         ranks: the ranks of the model.
     """
-    for number, named in enumerate(tensors):
+    for index, named in enumerate(tensors):
         tensor = named.tensor.detach()
-        if _writes(tensor, number, ranks):
-            local, box = own_part(tensor)
+        if _writes(tensor, index, ranks):
+            local, slices = local_part(tensor)
             if local.numel() or not tensor.numel():
-                yield Own(named.name, box, local)
+                yield LocalChunk(named.name, slices, local)
 
 
-def _writes(tensor: Tensor, number: int, ranks: Ranks) -> bool:
-    """Copies are dealt out, so that the ranks have about the same to write."""
+def _writes(tensor: Tensor, index: int, ranks: ModelRanks) -> bool:
+    """Assign replicated tensors to ranks round-robin, to balance the bytes that they write."""
     if not isinstance(tensor, DTensor):
-        return number % ranks.count == ranks.index
+        return index % ranks.count == ranks.index
     mesh = tensor.device_mesh
-    if ranks.first not in mesh.mesh:  # another part of the model's mesh holds all of it too
+    if ranks.global_first not in mesh.mesh:  # another part of the model's mesh holds the same tensor
         return False
-    cut_axes = {cut.axis for cut in cuts(tensor.placements, mesh.shape)}
-    copy, copies = 0, 1
+    sharded_axes = {step.axis for step in shard_steps(tensor.placements, mesh.shape)}
+    replica, replicas = 0, 1
     for axis, coordinate in enumerate(mesh.get_coordinate() or ()):
-        if axis not in cut_axes:
-            copy = copy * mesh.shape[axis] + coordinate
-            copies *= mesh.shape[axis]
-    return number % copies == copy
+        if axis not in sharded_axes:
+            replica = replica * mesh.shape[axis] + coordinate
+            replicas *= mesh.shape[axis]
+    return index % replicas == replica

@@ -1,4 +1,4 @@
-"""Weights in and out: meta device to real, safetensors to shards, shards to full tensors, shards to safetensors."""
+"""Weights of sharded models: load and save Hugging Face checkpoints, stream full tensors, send them elsewhere."""
 
 from __future__ import annotations
 
@@ -7,22 +7,29 @@ from fsdp_runtime.model.materialize import materialize
 from fsdp_runtime.weights.load import LoadReport, load_weights
 from fsdp_runtime.weights.load_adapter import init_adapters, load_adapter
 from fsdp_runtime.weights.save import save_weights
-from fsdp_runtime.weights.send import WeightInfo, describe_weights, packed, send_weights, stream_buckets, unpacked
-from fsdp_runtime.weights.stream import stream_weights
+from fsdp_runtime.weights.send import flatten_bucket, send_weights, unflatten_bucket
+from fsdp_runtime.weights.stream import (
+    WeightExport,
+    WeightInfo,
+    describe_weights,
+    stream_buckets,
+    stream_weights,
+)
 
 __all__ = [
     "LoadReport",
+    "WeightExport",
     "WeightInfo",
     "describe_weights",
+    "flatten_bucket",
     "init_adapters",
     "load_adapter",
     "load_weights",
     "materialize",
     "meta_device",
-    "packed",
     "save_weights",
     "send_weights",
     "stream_buckets",
     "stream_weights",
-    "unpacked",
+    "unflatten_bucket",
 ]

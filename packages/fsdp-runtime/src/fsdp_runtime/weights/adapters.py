@@ -1,21 +1,21 @@
-"""A model with low-rank adapters as its checkpoint sees it: without them, or with them merged."""
+"""LoRA adapters in checkpoints: state entries of the base model, and weights with the adapters merged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.model.state import Entry, entries
+from fsdp_runtime.model.state import StateEntry, state_entries
 
 
 @dataclass(frozen=True)
-class Factors:
-    """The factors of one adapter of a weight: it stands for ``scaling * B @ A``, transposed where the weight is.
+class LoraFactors:
+    """The factors of one adapter; it adds ``scaling * B @ A`` to a weight, transposed if the weight is.
 
     Args:
         a_name: a name for ``a``.
@@ -34,17 +34,22 @@ class Factors:
     transposed: bool
 
 
-def base_entries(model: nn.Module) -> list[Entry]:
-    """The tensors of a model by the names that they have without adapters, and no adapters."""
+def base_state_entries(model: nn.Module, entries: Sequence[StateEntry] | None = None) -> list[StateEntry]:
+    """Return the state entries of a model without its adapters, under the names of the base model.
+
+    Args:
+        model: any model, a ``PeftModel`` among them.
+        entries: ``state_entries(model)``, where they are known already.
+    """
     if not is_peft_model(model):
-        return entries(model)
+        return state_entries(model) if entries is None else list(entries)
     base = base_model(model)
     prefixes = {f"{layer.path}.": f"{layer.path}.base_layer." for layer in lora_layers(base)}
-    return list(_without_adapters(entries(base), prefixes))
+    return list(_without_adapters(state_entries(base), prefixes))
 
 
-def _without_adapters(found: Sequence[Entry], prefixes: Mapping[str, str]) -> Iterator[Entry]:
-    for entry in found:
+def _without_adapters(entries: Sequence[StateEntry], prefixes: Mapping[str, str]) -> Iterator[StateEntry]:
+    for entry in entries:
         names = []
         for name in entry.names:
             layer = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
@@ -53,36 +58,40 @@ def _without_adapters(found: Sequence[Entry], prefixes: Mapping[str, str]) -> It
             elif name.startswith(prefixes[layer]):
                 names.append(layer + name.removeprefix(prefixes[layer]))
         if names:
-            yield Entry(tuple(names), entry.tensor)
+            yield replace(entry, names=tuple(names))
 
 
-def factors_by_weight(model: nn.Module, found: Sequence[Entry]) -> dict[str, list[Factors]]:
-    """The adapters in force, by the name of the weight that each belongs to.
+def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, list[LoraFactors]]:
+    """Return the active adapters by the name of the weight that each belongs to.
+
+    Args:
+        model: any model, a ``PeftModel`` among them.
+        entries: from :func:`base_state_entries`.
 
     Raises:
-        OptionError: an adapter that is no plain LoRA, or one of a tied weight, which its other place does not have.
+        OptionError: an adapter is not plain LoRA on a linear layer, is merged already, or is on a tied weight.
     """
     if not is_peft_model(model):
         return {}
     base = base_model(model)
-    tensors = {name: entry.tensor for entry in entries(base) for name in entry.names}
-    tied = {name for entry in found for name in entry.names if len(entry.names) > 1}
-    factors: dict[str, list[Factors]] = {}
+    tensors = {name: entry.tensor for entry in state_entries(base) for name in entry.names}
+    tied = {name for entry in entries for name in entry.names if len(entry.names) > 1}
+    factors: dict[str, list[LoraFactors]] = {}
     for layer in lora_layers(base):
         weight = f"{layer.path}.weight"
         if not layer.plain or weight in tied:
             raise OptionError(
-                f"the adapters of {layer.path} cannot be added on the way out: they are merged already, no plain LoRA "
+                f"the adapters of {layer.path} cannot be merged for export: they are merged already, not plain LoRA "
                 "on a linear layer, or on a tied weight; unmerge them, or leave the layer out of target_modules"
             )
         for name, scaling in layer.scaling.items():
             a, b = (f"{layer.path}.{part}.{name}.weight" for part in ("lora_A", "lora_B"))
-            factors.setdefault(weight, []).append(Factors(a, b, tensors[a], tensors[b], scaling, layer.transposed))
+            factors.setdefault(weight, []).append(LoraFactors(a, b, tensors[a], tensors[b], scaling, layer.transposed))
     return factors
 
 
-def merge(weight: Tensor, factors: Sequence[Factors], full: Mapping[str, Tensor]) -> Tensor:
-    """A full weight with its adapters added, computed in float32 or better, in the weight's dtype."""
+def merge_lora(weight: Tensor, factors: Sequence[LoraFactors], full: Mapping[str, Tensor]) -> Tensor:
+    """Return a full weight plus its adapters, computed in float32 or a wider dtype, in the weight's dtype."""
     exact = torch.promote_types(weight.dtype, torch.float32)
     merged = weight.to(exact, copy=True)
     for each in factors:
@@ -91,13 +100,13 @@ def merge(weight: Tensor, factors: Sequence[Factors], full: Mapping[str, Tensor]
     return merged.to(weight.dtype)
 
 
-def require_real_adapters(model: nn.Module) -> None:
-    """Raise :class:`ModelError` where adapters are on the meta device: no checkpoint of the base model has them."""
+def require_materialized_adapters(model: nn.Module) -> None:
+    """Raise :class:`ModelError` if adapters are on the meta device: the base model's checkpoint lacks them."""
     if not is_peft_model(model):
         return
     on_meta = [name for name, parameter in model.named_parameters() if ".lora_" in name and parameter.is_meta]
     if on_meta:
         raise ModelError(
-            f"{len(on_meta)} tensors of adapters are on the meta device, first {on_meta[0]}, and the base model's "
+            f"{len(on_meta)} adapter tensors are on the meta device, first {on_meta[0]}, and the base model's "
             "checkpoint does not have them: call init_adapters or load_adapter first, or load a training state"
         )

@@ -1,4 +1,4 @@
-"""What leaves of a model: names, shapes and dtypes, and the tensors of the model that each is made of."""
+"""Plan an export of weights: checkpoint names, shapes, dtypes, and the model tensors each one is built from."""
 
 from __future__ import annotations
 
@@ -11,123 +11,139 @@ from torch import Tensor, nn
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat import Conversion
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.model.state import require_plain
-from fsdp_runtime.sharded.chunks import Piece, whole
-from fsdp_runtime.weights.adapters import Factors, base_entries, factors_by_weight, merge
-from fsdp_runtime.weights.conversion.convert import Source, results
-from fsdp_runtime.weights.naming import Names, canonical_names, translation_out
+from fsdp_runtime.model.state import StateEntry, require_unquantized
+from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
+from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, lora_factors, merge_lora
+from fsdp_runtime.weights.conversion.convert import TensorSpec, trace_conversion
+from fsdp_runtime.weights.naming import Names, canonical_names, export_mapping
 
 
 @dataclass(frozen=True)
-class Outgoing:
-    """A tensor that leaves: its name, full shape and dtype there.
+class ExportedTensor:
+    """A tensor as it is exported.
 
     Args:
-        name: its name.
-        shape: its shape.
-        dtype: its dtype.
-        pieces: which boxes of the model's tensors it is; ``None`` where only the conversion can make it.
+        name: its exported name.
+        shape: its full shape.
+        dtype: its exported dtype.
+        chunks: the chunks of the model's tensors that it consists of; ``None`` if only the conversion can produce it.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: Sequence[Piece] | None
+    chunks: Sequence[Chunk] | None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Bytes of the full tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Tensors of the model that are gathered together, and what leaves of them.
+class ExportGroup:
+    """Tensors of the model that are gathered together, and the exported tensors built from them.
 
     Args:
-        sources: the model's tensors, by the model's names.
-        outgoing: what is made of them.
-        conversion: what makes it, where it is not boxes of the sources.
-        adapters: low-rank factors to be added to a source, by its name; they are sources too.
+        sources: the model's tensors by the model's names.
+        tensors: the exported tensors.
+        conversion: the conversion that produces those without chunks.
+        adapters: LoRA factors to merge into a source, by the source's name; the factors are sources too.
         nbytes: bytes of the full sources.
     """
 
     sources: Mapping[str, Tensor]
-    outgoing: Sequence[Outgoing]
+    tensors: Sequence[ExportedTensor]
     conversion: Conversion | None
-    adapters: Mapping[str, Sequence[Factors]]
+    adapters: Mapping[str, Sequence[LoraFactors]]
     nbytes: int
 
-    def leave(self, full: Mapping[str, Tensor]) -> Iterator[tuple[Outgoing, Tensor]]:
-        """What leaves, made of the full sources; views of them where it can be."""
-        merged = {name: merge(full[name], factors, full) for name, factors in self.adapters.items()}
+    def produce(self, full: Mapping[str, Tensor]) -> Iterator[tuple[ExportedTensor, Tensor]]:
+        """Yield the exported tensors, built from the full sources; views of them where possible."""
+        merged = {name: merge_lora(full[name], factors, full) for name, factors in self.adapters.items()}
         full = {**full, **merged}
-        made: Mapping[str, Tensor] = {}
-        for item in self.outgoing:
-            if item.pieces is None and self.conversion is not None:
-                made = made or self.conversion.run(full)
-                yield item, made[item.name].contiguous()
+        converted: Mapping[str, Tensor] = {}
+        for item in self.tensors:
+            if item.chunks is None and self.conversion is not None:
+                converted = converted or self.conversion.run(full)
+                yield item, converted[item.name].contiguous()
             else:
-                yield item, _assembled(item, full)
+                yield item, _assemble(item, full)
 
 
-def outgoing_units(model: nn.Module, *, dtype: torch.dtype | None, names: Names) -> list[Unit]:
-    """What leaves of a model, in model order; the same on every rank, and without communication.
+def export_groups(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None,
+    names: Names,
+    entries: Sequence[StateEntry] | None = None,
+) -> list[ExportGroup]:
+    """Return the export of a model in model order; equal on every rank, without communication.
+
+    Args:
+        model: plain or parallelized.
+        dtype: dtype of exported floating-point tensors; ``None`` keeps each tensor's own.
+        names: ``"checkpoint"`` or ``"model"``.
+        entries: ``state_entries(model)``, where they are known already.
 
     Raises:
-        ConversionError: the model's tensors are not those that its class says, or quantised.
+        ConversionError: the model's tensors differ from those of its class, or are quantized.
         OptionError: ``dtype`` is not a floating-point dtype.
     """
     if dtype is not None and not dtype.is_floating_point:
-        raise OptionError(f"dtype={dtype}: weights leave in a floating-point dtype, as torch.bfloat16")
-    found = base_entries(model)
-    require_plain(found)
-    factors = factors_by_weight(model, found)
+        raise OptionError(f"dtype={dtype}: weights are exported in a floating-point dtype, such as torch.bfloat16")
+    base_entries = base_state_entries(model, entries)
+    require_unquantized(base_entries)
+    factors = lora_factors(model, base_entries)
     model = base_model(model)
     tensors = {
-        name: entry.tensor for name, entry in zip(canonical_names(model, found), found, strict=True) if name is not None
+        name: entry.tensor
+        for name, entry in zip(canonical_names(model, base_entries), base_entries, strict=True)
+        if name is not None
     }
-    described = {
-        name: Source(tuple(t.shape), dtype if dtype and t.is_floating_point() else t.dtype)
+    specs = {
+        name: TensorSpec(tuple(t.shape), dtype if dtype and t.is_floating_point() else t.dtype)
         for name, t in tensors.items()
     }
-    translation = translation_out(model, list(tensors), names)
-    place = {name: index for index, name in enumerate(tensors)}
-    by_first = {min(conversion.sources, key=place.__getitem__): conversion for conversion in translation.conversions}
-    units = []
+    mapping = export_mapping(model, list(tensors), names)
+    position = {name: index for index, name in enumerate(tensors)}
+    conversion_at = {
+        min(conversion.sources, key=position.__getitem__): conversion for conversion in mapping.conversions
+    }
+    groups = []
     for name in tensors:
-        if (target := translation.renamed.get(name)) is not None:
-            source = described[name]
-            items = [Outgoing(target, source.shape, source.dtype, [whole(name, source.shape)])]
-            units.append(_unit([name], items, None, tensors, factors))
-        elif (conversion := by_first.get(name)) is not None:
-            made = results(conversion, described)
-            items = [Outgoing(out, result.shape, result.dtype, result.pieces) for out, result in made.items()]
-            units.append(_unit(conversion.sources, items, conversion, tensors, factors))
-    return units
+        if (target := mapping.renamed.get(name)) is not None:
+            spec = specs[name]
+            exported = [ExportedTensor(target, spec.shape, spec.dtype, [identity_chunk(name, spec.shape)])]
+            groups.append(_group([name], exported, None, tensors, factors))
+        elif (conversion := conversion_at.get(name)) is not None:
+            converted = trace_conversion(conversion, specs)
+            exported = [ExportedTensor(out, item.shape, item.dtype, item.chunks) for out, item in converted.items()]
+            groups.append(_group(conversion.sources, exported, conversion, tensors, factors))
+    return groups
 
 
-def _unit(
+def _group(
     names: Sequence[str],
-    items: Sequence[Outgoing],
+    exported: Sequence[ExportedTensor],
     conversion: Conversion | None,
     tensors: Mapping[str, Tensor],
-    factors: Mapping[str, Sequence[Factors]],
-) -> Unit:
+    factors: Mapping[str, Sequence[LoraFactors]],
+) -> ExportGroup:
     adapters = {name: factors[name] for name in names if name in factors}
     sources = {name: tensors[name] for name in names}
     for each in (each for members in adapters.values() for each in members):
         sources |= {each.a_name: each.a, each.b_name: each.b}
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in sources.values())
-    return Unit(sources, items, conversion, adapters, nbytes)
+    return ExportGroup(sources, exported, conversion, adapters, nbytes)
 
 
-def _assembled(item: Outgoing, full: Mapping[str, Tensor]) -> Tensor:
-    boxes = [(piece, piece.in_target(full[piece.source][piece.stored])) for piece in item.pieces or ()]
-    if len(boxes) == 1:
-        return boxes[0][1].contiguous()
+def _assemble(item: ExportedTensor, full: Mapping[str, Tensor]) -> Tensor:
+    parts = [(chunk, chunk.to_target(full[chunk.source][chunk.source_slices])) for chunk in item.chunks or ()]
+    if len(parts) == 1:
+        return parts[0][1].contiguous()
     any_source = next(iter(full.values()))
     tensor = torch.empty(item.shape, dtype=item.dtype, device=any_source.device)
-    for piece, values in boxes:
-        tensor[piece.target] = values
+    for chunk, values in parts:
+        tensor[chunk.target] = values
     return tensor

@@ -1,38 +1,38 @@
-"""Loading a Hugging Face checkpoint into a sharded model, every rank its own slices."""
+"""Load a Hugging Face checkpoint into a sharded model; every rank reads its own slices."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat import Conversion
 from fsdp_runtime.errors import MismatchError
-from fsdp_runtime.model.materialize import materialize
-from fsdp_runtime.model.state import Entry, require_plain
-from fsdp_runtime.sharded.chunks import Read, fill, whole
-from fsdp_runtime.sharded.collectives import all_or_none, ranks_of
-from fsdp_runtime.weights.adapters import base_entries, require_real_adapters
-from fsdp_runtime.weights.hub_checkpoint import Checkpoint, StoredTensor
-from fsdp_runtime.weights.naming import Origin, Sources, sources
+from fsdp_runtime.model.materialize import materialize_entries
+from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
+from fsdp_runtime.sharded.chunks import ReadSlices, fill_local, identity_chunk
+from fsdp_runtime.sharded.collectives import mesh_ranks, raise_on_all
+from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
+from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, HubTensor
+from fsdp_runtime.weights.naming import TensorOrigin, WeightMap, map_weights
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one rank loaded.
+    """Result of :func:`load_weights` on one rank.
 
     Args:
-        tensors: how many of the model's tensors, tied ones counted once.
+        tensors: number of the model's tensors that were loaded, tied ones counted once.
         bytes_read: bytes of tensors that this rank read from the files.
-        unexpected: names in the checkpoint that the model does not have.
+        unexpected: names in the checkpoint that the model lacks.
     """
 
     tensors: int
@@ -49,116 +49,123 @@ def load_weights(
 ) -> LoadReport:
     """Load a Hugging Face safetensors checkpoint into a model, in place.
 
-    Every rank opens the files itself and reads only what it holds, also of tensors that the model has fused or merged
-    (experts, say); only where a conversion does more than to put boxes together does it read them whole.  A model
-    on the meta device is materialised first.  Values are converted to the dtype of the parameter.  Collective where
-    the model is on a mesh, so that a rank that cannot read ends all of them.
+    Every rank opens the files itself and reads only the slices of its shards, also of tensors that the model fuses or
+    merges (such as experts); a conversion that does more than rearrange slices reads full tensors.  A model on the meta
+    device is materialized first.  Values are converted to the parameter's dtype.  Collective over the model's mesh:
+    a rank that cannot read makes all ranks raise.
 
     Args:
-        model: plain, split over ``tp``, sharded by FSDP2, or both; FSDP2's gathered parameters are dropped.
-        path: a directory, a safetensors file, or a hub id (see :class:`Checkpoint`).
-        device: where to materialise, see :func:`materialize`.
-        strict: make tensors that the model lacks an error; they are listed in a warning otherwise.
+        model: plain, sharded over ``tp``, sharded by FSDP2, or both; parameters that FSDP2 holds gathered are freed.
+        path: a directory with ``model.safetensors`` or ``model.safetensors.index.json``, one safetensors file, or a
+            hub id (resolved by ``huggingface_hub`` if that is installed, from its local cache first).
+        device: the device to materialize on, by default the current device of the mesh's type; see
+            :func:`materialize`.
+        strict: raise if the checkpoint has tensors that the model lacks; otherwise they are listed in a warning.
 
     Returns:
-        What this rank read.
+        The number of tensors loaded, the bytes that this rank read, and the names that the model lacks.
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt.
         MismatchError: tensors are missing or of another shape, all listed.
-        ConversionError: tensors that are to be fused, merged or cut to fit the model do not fit together, or the
-            model's weights are quantised.
-        MetaBufferError: a buffer on the meta device that nothing computes.
+        ConversionError: tensors to be fused, merged or split for the model do not fit together, or the model's weights
+            are quantized.
+        MetaBufferError: a buffer is on the meta device and no module computes it.
         OtherRankError: another rank raised one of these.
 
-    All but a failure in the middle of a file are raised on every rank before any parameter changes.
+    All errors are raised on every rank before any parameter changes, except a read error in the middle of a file.
+
+    Example:
+        >>> import tempfile
+        >>> from torch import nn
+        >>> from fsdp_runtime import load_weights, save_weights
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save_weights(nn.Linear(2, 3), directory)
+        ...     load_weights(nn.Linear(2, 3), directory)
+        LoadReport(tensors=2, bytes_read=36, unexpected=())
     """
-    ranks = ranks_of(model)
-    with all_or_none(ranks):
-        checkpoint = Checkpoint(path)
+    entries = state_entries(model)
+    ranks = mesh_ranks(entries)
+    with raise_on_all(ranks):
+        checkpoint = HubCheckpoint(path)
     with checkpoint:
-        with all_or_none(ranks):
-            chosen = _chosen(model, checkpoint, strict=strict, warn=ranks.is_first)
-            materialize(model, device)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        with all_or_none(ranks):
-            loaded = base_entries(model)
+        with raise_on_all(ranks):
+            base_entries = base_state_entries(model, entries)
+            weights = _match(model, base_entries, checkpoint, strict=strict, warn=ranks.is_first)
+            materialize_entries(model, entries, device)
+        reshard_all(model)
+        with raise_on_all(ranks):
             converter = _Converter(checkpoint)
-            for entry in loaded:
-                name = _loaded_name(entry, chosen)
-                origin = chosen.by_model_name[name]
-                if origin.pieces is not None:
-                    fill(entry.tensor, origin.pieces, checkpoint.read)
+            for entry in refresh_buffers(base_entries):
+                name = next(name for name in entry.names if name in weights.by_model_name)
+                origin = weights.by_model_name[name]
+                if origin.chunks is not None:
+                    fill_local(entry.tensor, origin.chunks, checkpoint.read)
                 else:
-                    fill(entry.tensor, [whole(name, origin.shape)], converter.reader(origin))
-    transformers_compat.remember_rules(base_model(model), chosen.rules)
-    return LoadReport(len(loaded), checkpoint.bytes_read, tuple(chosen.unexpected))
+                    fill_local(entry.tensor, [identity_chunk(name, origin.shape)], converter.reader(origin))
+    transformers_compat.remember_rules(base_model(model), weights.rules)
+    return LoadReport(len(base_entries), checkpoint.bytes_read, tuple(weights.unexpected))
 
 
-def _chosen(model: nn.Module, checkpoint: Checkpoint, *, strict: bool, warn: bool) -> Sources:
-    """Where every tensor of the model comes from, checked from headers alone."""
-    require_real_adapters(model)
-    found = base_entries(model)
-    require_plain(found)
-    chosen = sources(base_model(model), found, checkpoint.tensors)
-    problems = [problem for entry in found if (problem := _problem(entry, chosen, checkpoint)) is not None]
+def _match(
+    model: nn.Module, entries: Sequence[StateEntry], checkpoint: HubCheckpoint, *, strict: bool, warn: bool
+) -> WeightMap:
+    """Return the origin of every tensor of the model, checked from headers alone."""
+    require_materialized_adapters(model)
+    require_unquantized(entries)
+    weights = map_weights(base_model(model), entries, checkpoint.tensors)
+    problems = [problem for entry in entries if (problem := _problem(entry, weights, checkpoint)) is not None]
     if problems:
         listed = "\n  ".join(problems)
         raise MismatchError(f"the checkpoint does not fit the model in {len(problems)} tensors:\n  {listed}")
-    if chosen.unexpected:
-        listed = ", ".join(chosen.unexpected)
-        told = f"the checkpoint has {len(chosen.unexpected)} tensors that the model lacks: {listed}"
+    if weights.unexpected:
+        listed = ", ".join(weights.unexpected)
+        message = f"the checkpoint has {len(weights.unexpected)} tensors that the model lacks: {listed}"
         if strict:
-            raise MismatchError(f"{told}; pass strict=False to load the others")
+            raise MismatchError(f"{message}; pass strict=False to load the others")
         if warn:
-            logger.warning("%s", told)
-    return chosen
+            logger.warning("%s", message)
+    return weights
 
 
-def _loaded_name(entry: Entry, chosen: Sources) -> str:
-    return next(name for name in entry.names if name in chosen.by_model_name)
-
-
-def _problem(entry: Entry, chosen: Sources, checkpoint: Checkpoint) -> str | None:
-    name = next((name for name in entry.names if name in chosen.by_model_name), None)
+def _problem(entry: StateEntry, weights: WeightMap, checkpoint: HubCheckpoint) -> str | None:
+    name = next((name for name in entry.names if name in weights.by_model_name), None)
     shape = tuple(entry.tensor.shape)
     if name is None:
         return f"{' = '.join(entry.names)}: missing; the model has shape {shape}"
-    origin = chosen.by_model_name[name]
+    origin = weights.by_model_name[name]
     stored = [checkpoint.tensors[part] for part in origin.stored]
     if origin.stored == (name,):
-        told = name
+        label = name
     else:
-        told = f"{name} (stored as {', '.join(origin.stored[:2])}{', ...' * (len(origin.stored) > 2)})"
+        label = f"{name} (stored as {', '.join(origin.stored[:2])}{', ...' * (len(origin.stored) > 2)})"
     files = " and ".join(sorted({str(part.file) for part in stored}))
     if origin.shape != shape:
-        return f"{told}: shape {origin.shape} in {files}, {shape} in the model"
+        return f"{label}: shape {origin.shape} in {files}, {shape} in the model"
     if entry.tensor.is_floating_point() and (quantized := {part.dtype for part in stored if _is_quantized(part)}):
         return (
-            f"{told}: {', '.join(sorted(quantized))} in {files}, which takes scales to become {entry.tensor.dtype}: "
+            f"{label}: {', '.join(sorted(quantized))} in {files} needs scales to be converted to {entry.tensor.dtype}: "
             "dequantize the checkpoint first"
         )
     return None
 
 
-def _is_quantized(stored: StoredTensor) -> bool:
+def _is_quantized(stored: HubTensor) -> bool:
     return stored.dtype not in ("F64", "F32", "F16", "BF16")
 
 
 class _Converter:
-    """Reads what a conversion makes of whole tensors; keeps the last one's results, since neighbours share them."""
+    """Run conversions on full tensors; keeps the last one's outputs, because neighbouring tensors share them."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: HubCheckpoint) -> None:
         self._checkpoint = checkpoint
         self._last: Conversion | None = None
-        self._made: dict[str, Tensor] = {}
+        self._outputs: dict[str, Tensor] = {}
 
-    def reader(self, origin: Origin) -> Read:
-        """What reads boxes of the tensors that a conversion makes."""
+    def reader(self, origin: TensorOrigin) -> ReadSlices:
+        """Return a function that reads slices of the conversion's outputs."""
         if self._last is not origin.conversion and origin.conversion is not None:
-            self._made.clear()
-            stored = {name: self._checkpoint.read(name, ()) for name in origin.conversion.sources}
-            self._last, self._made = origin.conversion, origin.conversion.run(stored)
-        return lambda name, box: self._made[name][box]
+            self._outputs.clear()
+            inputs = {name: self._checkpoint.read(name) for name in origin.conversion.sources}
+            self._last, self._outputs = origin.conversion, origin.conversion.run(inputs)
+        return lambda name, slices: self._outputs[name][slices]

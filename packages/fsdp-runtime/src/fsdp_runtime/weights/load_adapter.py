@@ -6,22 +6,21 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime._peft_compat import adapter_settings, base_model, is_peft_model, lora_layers
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
-from fsdp_runtime.model.materialize import home_device, materialize_parameter
-from fsdp_runtime.model.state import entries
-from fsdp_runtime.sharded.chunks import Box, fill, whole
-from fsdp_runtime.sharded.collectives import all_or_none, ranks_of, ranks_of_world
-from fsdp_runtime.weights.hub_checkpoint import Checkpoint
+from fsdp_runtime.model.materialize import compute_device, materialize_parameter
+from fsdp_runtime.model.state import StateEntry, reshard_all, state_entries
+from fsdp_runtime.sharded.chunks import Slices, fill_local, identity_chunk
+from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
+from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 #: Settings that change what an adapter computes and that its tensors do not show.
@@ -57,24 +56,22 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
         ...     "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"].any())
         False
     """
-    tensors = _adapter_tensors(model, adapter)
+    entries = state_entries(model)
+    tensors = _adapter_tensors(model, entries, adapter)
     how = adapter_settings(model, adapter)["init_lora_weights"]
     if how not in (True, False, "gaussian"):
         raise OptionError(
             f"init_lora_weights={how!r} is computed from the base model's full weights: use True, False or 'gaussian', "
             "or load_adapter"
         )
-    for tensor in tensors.values():
-        _materialize(model, tensor)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    _materialize(model, entries, tensors.values())
+    reshard_all(model)
     for name, tensor in tensors.items():
 
-        def read(source: str, box: Box, shape: Sequence[int] = tuple(tensor.shape)) -> Tensor:
-            return _initial(source, shape, how, seed)[box]
+        def read(source: str, slices: Slices, shape: Sequence[int] = tuple(tensor.shape)) -> Tensor:
+            return _initial(source, shape, how, seed)[slices]
 
-        fill(tensor, [whole(name, tensor.shape)], read)
+        fill_local(tensor, [identity_chunk(name, tensor.shape)], read)
 
 
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter: str = "default") -> None:
@@ -97,47 +94,45 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
 
     All are raised on every rank before anything changes, but for a file that fails while it is read.
     """
-    ranks = ranks_of(model)
-    if not ranks.groups:
-        ranks = ranks_of_world()
+    entries = state_entries(model)
+    ranks = mesh_or_world_ranks(entries)
     folder = Path(directory)
-    with all_or_none(ranks):
-        tensors = _adapter_tensors(model, adapter)
+    with raise_on_all(ranks):
+        tensors = _adapter_tensors(model, entries, adapter)
         saved = _saved_settings(folder)
-        checkpoint = Checkpoint(folder / _WEIGHTS)
+        checkpoint = HubCheckpoint(folder / _WEIGHTS)
     with checkpoint:
-        with all_or_none(ranks):
+        with raise_on_all(ranks):
             problems = [*_scaling_problems(saved, adapter_settings(model, adapter)), *_problems(tensors, checkpoint)]
             if problems:
                 listed = "\n  ".join(problems)
                 raise MismatchError(f"the adapter in {folder} does not fit the model's {adapter!r}:\n  {listed}")
-        for tensor in tensors.values():
-            _materialize(model, tensor)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        with all_or_none(ranks):
+        _materialize(model, entries, tensors.values())
+        reshard_all(model)
+        with raise_on_all(ranks):
             for name, tensor in tensors.items():
-                fill(tensor, [whole(name, tensor.shape)], checkpoint.read)
+                fill_local(tensor, [identity_chunk(name, tensor.shape)], checkpoint.read)
 
 
-def _adapter_tensors(model: nn.Module, adapter: str) -> dict[str, Tensor]:
+def _adapter_tensors(model: nn.Module, entries: Sequence[StateEntry], adapter: str) -> dict[str, Tensor]:
     """An adapter's tensors by the names that peft gives them on disk."""
     if not is_peft_model(model) or adapter not in getattr(model, "peft_config", ()):
         raise OptionError(f"{type(model).__name__} has no adapter {adapter!r}: pass the PeftModel and one of its names")
     if odd := next((layer.path for layer in lora_layers(base_model(model)) if not layer.plain), None):
         raise OptionError(f"{odd} has adapters that are merged, or no plain LoRA on a linear layer: unmerge them")
     found = {}
-    for entry in entries(model):
+    for entry in entries:
         for part in ("lora_A", "lora_B"):
             if f".{part}.{adapter}." in entry.names[0]:
                 found[entry.names[0].replace(f".{part}.{adapter}.", f".{part}.")] = entry.tensor
     return found
 
 
-def _materialize(model: nn.Module, tensor: Tensor) -> None:
-    if isinstance(tensor, nn.Parameter) and tensor.is_meta:
-        materialize_parameter(tensor, torch.device("cpu") if offloads_to_cpu(model) else home_device(model))
+def _materialize(model: nn.Module, entries: Sequence[StateEntry], tensors: Iterable[Tensor]) -> None:
+    device = torch.device("cpu") if offloads_to_cpu(model) else compute_device(entries)
+    for tensor in tensors:
+        if isinstance(tensor, nn.Parameter) and tensor.is_meta:
+            materialize_parameter(tensor, device)
 
 
 def _initial(name: str, shape: Sequence[int], how: bool | str, seed: int) -> Tensor:
@@ -159,7 +154,9 @@ def _saved_settings(folder: Path) -> dict[str, Any]:
         if not isinstance(settings, dict):
             raise TypeError(f"it holds a {type(settings).__name__}")
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder / _CONFIG} is missing or not a config of peft ({error}): save it again") from error
+        raise CheckpointError(
+            f"{folder / _CONFIG} is missing or not a config of peft ({error}): save it again"
+        ) from error
     if not (folder / _WEIGHTS).is_file():
         raise CheckpointError(f"{folder} has no {_WEIGHTS}: only safetensors are read")
     return settings
@@ -173,7 +170,7 @@ def _scaling_problems(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[
     ]
 
 
-def _problems(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> list[str]:
+def _problems(tensors: Mapping[str, Tensor], checkpoint: HubCheckpoint) -> list[str]:
     problems = [f"{name}: saved, and the model lacks it" for name in checkpoint.tensors if name not in tensors]
     for name, tensor in tensors.items():
         stored = checkpoint.tensors.get(name)

@@ -1,4 +1,4 @@
-"""Names: the model's, the checkpoint's, and which of several tied names is the one on disk."""
+"""Map names between a model and a checkpoint; choose the stored name of tied tensors."""
 
 from __future__ import annotations
 
@@ -12,87 +12,87 @@ from torch import nn
 from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime._transformers_compat import Conversion, Translation
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.model.state import Entry
-from fsdp_runtime.sharded.chunks import Piece, whole
-from fsdp_runtime.weights.conversion.convert import Source, results
-from fsdp_runtime.weights.hub_checkpoint import StoredTensor
+from fsdp_runtime.model.state import StateEntry
+from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
+from fsdp_runtime.weights.conversion.convert import TensorSpec, trace_conversion
+from fsdp_runtime.weights.hub_checkpoint import HubTensor
 
 Names = Literal["checkpoint", "model"]
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a tensor of the model comes from.
+class TensorOrigin:
+    """The stored tensors that a tensor of the model is built from.
 
     Args:
         shape: the shape that the checkpoint gives it.
-        stored: the checkpoint's names of what it is made of.
-        pieces: which boxes of those; ``None`` where it takes the conversion.
-        conversion: what makes it, where it is not stored as it is.
+        stored: names of the stored tensors.
+        chunks: the chunks of those tensors; ``None`` if only the conversion can produce it.
+        conversion: the conversion that produces it, if it is not stored as is.
     """
 
     shape: tuple[int, ...]
     stored: tuple[str, ...]
-    pieces: Sequence[Piece] | None
+    chunks: Sequence[Chunk] | None
     conversion: Conversion | None = None
 
 
 @dataclass(frozen=True)
-class Sources:
-    """Where a model's tensors come from.
+class WeightMap:
+    """A checkpoint's tensors matched with a model's.
 
     Args:
-        by_model_name: the origin by the model's name.
-        unexpected: names in the checkpoint that fit nothing.
-        rules: the renamings and conversions that applied, as transformers has them.
+        by_model_name: the origin of each tensor, by the model's name.
+        unexpected: names in the checkpoint that the model lacks.
+        rules: the renamings and conversions that applied, in transformers' form.
     """
 
-    by_model_name: Mapping[str, Origin]
+    by_model_name: Mapping[str, TensorOrigin]
     unexpected: Sequence[str]
     rules: list[Any]
 
 
-def sources(model: nn.Module, found: Sequence[Entry], stored: Mapping[str, StoredTensor]) -> Sources:
+def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor]) -> WeightMap:
     """Match a checkpoint's tensors with the model's.
 
     Raises:
-        ConversionError: tensors that are to be fused, merged or cut do not fit together.
+        ConversionError: tensors to be fused, merged or split do not fit together.
     """
-    known = {name for entry in found for name in entry.names}
-    translation = transformers_compat.into_model(model, stored, known)
+    known = {name for entry in entries for name in entry.names}
+    mapping = transformers_compat.into_model(model, stored, known)
     origins = {
-        target: Origin(stored[name].shape, (name,), [whole(name, stored[name].shape)])
-        for name, target in translation.renamed.items()
+        target: TensorOrigin(stored[name].shape, (name,), [identity_chunk(name, stored[name].shape)])
+        for name, target in mapping.renamed.items()
         if target in known
     }
-    shapes = {name: Source(tensor.shape, torch.float32) for name, tensor in stored.items()}
-    unexpected = {name: target for name, target in translation.renamed.items() if target not in known}
-    for conversion in translation.conversions:
-        made = results(conversion, shapes)
-        for target, result in made.items():
-            origins[target] = Origin(result.shape, _used(conversion, result.pieces), result.pieces, conversion)
-    return Sources(
+    specs = {name: TensorSpec(tensor.shape, torch.float32) for name, tensor in stored.items()}
+    unexpected = {name: target for name, target in mapping.renamed.items() if target not in known}
+    for conversion in mapping.conversions:
+        for target, result in trace_conversion(conversion, specs).items():
+            used = _used(conversion, result.chunks)
+            origins[target] = TensorOrigin(result.shape, used, result.chunks, conversion)
+    return WeightMap(
         by_model_name=origins,
         unexpected=[
             name for name, target in unexpected.items() if not transformers_compat.is_ignored_on_load(model, target)
         ],
-        rules=translation.rules,
+        rules=mapping.rules,
     )
 
 
-def _used(conversion: Conversion, pieces: Sequence[Piece] | None) -> tuple[str, ...]:
-    return conversion.sources if pieces is None else tuple(dict.fromkeys(piece.source for piece in pieces))
+def _used(conversion: Conversion, chunks: Sequence[Chunk] | None) -> tuple[str, ...]:
+    return conversion.sources if chunks is None else tuple(dict.fromkeys(chunk.source for chunk in chunks))
 
 
-def canonical_names(model: nn.Module, found: Sequence[Entry]) -> list[str | None]:
-    """For every entry the one of its names that counts, or ``None`` for an entry that is not saved."""
+def canonical_names(model: nn.Module, entries: Sequence[StateEntry]) -> list[str | None]:
+    """Return the name under which each entry is saved, ``None`` for entries that are not saved."""
     aliases, ignored = transformers_compat.declared_aliases(model), transformers_compat.ignored_on_save(model)
-    canonical = [next((name for name in entry.names if name not in aliases), entry.names[0]) for entry in found]
+    canonical = [next((name for name in entry.names if name not in aliases), entry.names[0]) for entry in entries]
     return [None if name in ignored else name for name in canonical]
 
 
-def translation_out(model: nn.Module, canonical: Sequence[str], names: Names) -> Translation:
-    """How the model's tensors leave.
+def export_mapping(model: nn.Module, canonical: Sequence[str], names: Names) -> Translation:
+    """Return the renamings and conversions of an export.
 
     Raises:
         OptionError: ``names`` is neither ``"checkpoint"`` nor ``"model"``.

@@ -1,4 +1,4 @@
-"""Saving a sharded model as an ordinary Hugging Face checkpoint."""
+"""Save a sharded model as an ordinary Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.sharded.collectives import Ranks, all_or_none, ranks_of, ranks_of_world
-from fsdp_runtime.sharded.fsync import sync, write_synced
-from fsdp_runtime.sharded.safetensors_io import Planned, SafetensorsFile
-from fsdp_runtime.weights.export import Outgoing, outgoing_units
+from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.collectives import ModelRanks, mesh_or_world_ranks, raise_on_all
+from fsdp_runtime.sharded.fsync import fsync_path, move_into_place, write_and_fsync
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
 from fsdp_runtime.weights.naming import Names
-from fsdp_runtime.weights.stream import buckets, gathered
+from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, WeightExport, split_by_bytes
 
-_WORK = ".saving-"
-_SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
+_WORK_PREFIX = ".saving-"
+_SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
 
 def save_weights(
@@ -35,60 +36,71 @@ def save_weights(
     directory: str | os.PathLike[str],
     *,
     max_shard_bytes: int = 5 * 10**9,
-    bucket_bytes: int = 256 * 2**20,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     dtype: torch.dtype | None = None,
     names: Names = "checkpoint",
 ) -> None:
-    """Save a model as safetensors, with ``config.json`` and ``generation_config.json`` where it has them.
+    """Save a model as safetensors, with its ``config.json`` and ``generation_config.json``, if it has them.
 
-    Collective: over the ranks of the model's mesh; for a model of plain tensors over the whole world.  The first
-    rank writes; none holds more than one bucket of full tensors.  Files are written aside and then renamed.  What
-    is in the directory stays valid until one last rename puts the new weights in force, so a process killed at
-    any moment leaves the old or the new ones whole; the config is renamed just before.
+    Collective: over the ranks of the model's mesh; for a model of plain tensors over the world.  The first rank writes;
+    no rank holds more than one bucket of full tensors.  Files are written to a temporary directory and then renamed.
+    One last rename makes the new weights take effect, so a process killed at any time leaves either the old or the new
+    weights complete; the config is renamed just before.
 
     Args:
-        model: plain, split over ``tp``, sharded by FSDP2, or both.
-        directory: made if it is not there; files that are no weights, as a tokenizer's, stay.
-        max_shard_bytes: begin another file beyond this; a larger tensor has a file of its own.
-        bucket_bytes: see :func:`stream_weights`.
-        dtype: see :func:`stream_weights`; also what the config says.
-        names: see :func:`stream_weights`.
+        model: plain, sharded over ``tp``, sharded by FSDP2, or both.
+        directory: created if it does not exist; other files in it, such as a tokenizer's, are kept.
+        max_shard_bytes: bytes of a file, as transformers' ``max_shard_size``; a larger tensor has a file of its own.
+        bucket_bytes: gather parameters together up to this many bytes of full tensors.
+        dtype: convert floating-point tensors to this dtype before they are communicated, and write it to the config;
+            ``None`` keeps each one's.
+        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
 
     Raises:
-        ConversionError: see :func:`stream_weights`.
-        WeightsError: a dtype that safetensors does not have.
-        OSError: on the first rank, when it cannot write; the directory's old contents are in force then.
-        OtherRankError: on the other ranks, when the first rank failed.
+        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
+        OptionError: a size is not positive, ``dtype`` not a floating-point dtype, or ``names`` unknown.
+        WeightsError: safetensors lacks the dtype of a tensor.
+        OSError: on the first rank, if it cannot write; the directory's old contents stay in effect.
+        OtherRankError: on the other ranks, if the first rank failed.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from torch import nn
+        >>> from fsdp_runtime import save_weights
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save_weights(nn.Linear(2, 3), directory)
+        ...     [file.name for file in Path(directory).iterdir()]
+        ['model.safetensors']
     """
     if max_shard_bytes < 1 or bucket_bytes < 1:
         raise OptionError(f"max_shard_bytes={max_shard_bytes}, bucket_bytes={bucket_bytes}: give positive numbers")
-    ranks = ranks_of(model)
-    if not ranks.groups:
-        ranks = ranks_of_world()
+    entries = state_entries(model)
+    ranks = mesh_or_world_ranks(entries)
     target = Path(directory)
-    with all_or_none(ranks):
-        units = outgoing_units(model, dtype=dtype, names=names)
-        items = [item for unit in units for item in unit.outgoing]
-        saved_dtype = next((item.dtype for item in items if item.dtype.is_floating_point), torch.get_default_dtype())
-        shards = list(buckets(items, max_shard_bytes))
+    with raise_on_all(ranks):
+        export = WeightExport(model, dtype=dtype, names=names, entries=entries)
+        items = export.tensors
+        config_dtype = next((item.dtype for item in items if item.dtype.is_floating_point), torch.get_default_dtype())
+        shards = list(split_by_bytes(items, max_shard_bytes))
     with _work_directory(target, ranks) as work:
-        _write_shards(shards, gathered(units, bucket_bytes, dtype=dtype), work, ranks)
-        with all_or_none(ranks):
+        _write_shards(shards, export.stream(bucket_bytes), work, ranks)
+        with raise_on_all(ranks):
             if work is not None:
                 if transformers_compat.is_transformers_model(base_model(model)):
-                    transformers_compat.save_config(base_model(model), work, saved_dtype)
-                _put_in_force(work, target, shards)
+                    transformers_compat.save_config(base_model(model), work, config_dtype)
+                _commit(work, target, shards)
 
 
 @contextmanager
-def _work_directory(target: Path, ranks: Ranks) -> Iterator[Path | None]:
-    """Where the first rank writes, ``None`` on the others; on the same file system, so that files can be renamed."""
-    work = target / f"{_WORK}{uuid.uuid4().hex[:8]}" if ranks.is_first else None
+def _work_directory(target: Path, ranks: ModelRanks) -> Iterator[Path | None]:
+    """Yield a temporary directory in the target on the first rank, ``None`` on the others."""
+    work = target / f"{_WORK_PREFIX}{uuid.uuid4().hex[:8]}" if ranks.is_first else None
     try:
-        with all_or_none(ranks):
+        with raise_on_all(ranks):
             if work is not None:
-                for left_over in target.glob(f"{_WORK}*"):
-                    shutil.rmtree(left_over)
+                for abandoned in target.glob(f"{_WORK_PREFIX}*"):
+                    shutil.rmtree(abandoned)
                 work.mkdir(parents=True)
         yield work
     finally:
@@ -98,25 +110,27 @@ def _work_directory(target: Path, ranks: Ranks) -> Iterator[Path | None]:
 
 @torch.no_grad()
 def _write_shards(
-    shards: list[list[Outgoing]], stream: Iterator[tuple[Outgoing, Tensor]], work: Path | None, ranks: Ranks
+    shards: list[list[ExportedTensor]], stream: Iterator[tuple[str, Tensor]], work: Path | None, ranks: ModelRanks
 ) -> None:
-    """Every rank gathers, the first one writes; a failure to write is known to all at the file's end at the latest."""
+    """Gather on every rank and write on the first; a write error reaches all ranks at the end of the file."""
     for number, items in enumerate(shards, start=1):
         path = work / _shard_name(number, len(shards)) if work is not None else None
-        with all_or_none(ranks):
-            own = islice(stream, len(items))
+        with raise_on_all(ranks):
+            tensors = islice(stream, len(items))
             try:
                 if path is not None:
-                    with SafetensorsFile(path, [Planned(i.name, i.shape, i.dtype, i.nbytes) for i in items]) as file:
-                        for item, tensor in own:
-                            file.write(item.name, tensor)
+                    headers = [TensorHeader(item.name, item.shape, item.dtype, item.nbytes) for item in items]
+                    with SafetensorsWriter(path, headers) as file:
+                        for name, tensor in tensors:
+                            file.write(name, tensor)
             finally:
-                for _ in own:  # the other ranks' part; and the first one's after a failure, so that none is stranded
+                # The other ranks only gather.  After a write error the first rank still joins the gathers.
+                for _ in tensors:
                     pass
 
 
-def _put_in_force(work: Path, target: Path, shards: list[list[Outgoing]]) -> None:
-    """Move the files of a complete checkpoint into the directory, the one that decides which weights count last."""
+def _commit(work: Path, target: Path, shards: list[list[ExportedTensor]]) -> None:
+    """Move the files of a complete checkpoint into the directory; the file that readers look for first comes last."""
     decisive = SINGLE_FILE if len(shards) == 1 else INDEX_FILE
     placed = {SINGLE_FILE}
     if decisive == INDEX_FILE:
@@ -124,26 +138,25 @@ def _put_in_force(work: Path, target: Path, shards: list[list[Outgoing]]) -> Non
         _write_index(work / INDEX_FILE, weight_map, sum(item.nbytes for items in shards for item in items))
     for file in work.iterdir():
         if file.name != decisive:
-            sync(file)
-            file.replace(target / file.name)
-    (work / decisive).replace(target / decisive)
+            move_into_place(file, target / file.name)
+    move_into_place(work / decisive, target / decisive)
     if decisive == INDEX_FILE:
         (target / SINGLE_FILE).unlink(missing_ok=True)  # readers prefer it to an index
-    sync(target)
+    fsync_path(target)
     for file in target.iterdir():
-        if file.name not in placed and _SHARD.fullmatch(file.name):
+        if file.name not in placed and _SHARD_FILE.fullmatch(file.name):
             file.unlink()
     if decisive == SINGLE_FILE:
         (target / INDEX_FILE).unlink(missing_ok=True)
 
 
-def _place_shards(work: Path, target: Path, shards: list[list[Outgoing]]) -> tuple[dict[str, str], set[str]]:
-    """Move shards next to those in force, under names of their own; which file holds what, and the names."""
+def _place_shards(work: Path, target: Path, shards: list[list[ExportedTensor]]) -> tuple[dict[str, str], set[str]]:
+    """Move shards next to the current ones under unused names; return the weight map and the names."""
     usual = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
-    mark = f"model-{uuid.uuid4().hex[:8]}" if any((target / name).exists() for name in usual) else "model"
+    stem = f"model-{uuid.uuid4().hex[:8]}" if any((target / name).exists() for name in usual) else "model"
     weight_map = {}
     for name, items in zip(usual, shards, strict=True):
-        final = name.replace("model", mark, 1)
+        final = name.replace("model", stem, 1)
         (work / name).replace(target / final)
         weight_map.update({item.name: final for item in items})
     return weight_map, set(weight_map.values())
@@ -151,7 +164,7 @@ def _place_shards(work: Path, target: Path, shards: list[list[Outgoing]]) -> tup
 
 def _write_index(path: Path, weight_map: dict[str, str], total_bytes: int) -> None:
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    write_synced(path, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    write_and_fsync(path, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _shard_name(number: int, count: int) -> str:

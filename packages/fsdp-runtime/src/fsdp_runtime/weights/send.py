@@ -1,83 +1,28 @@
-"""Handing weights to an inference engine: descriptions first, then buckets, by call or by broadcast.
+"""Send weights to processes outside the model's mesh: metadata over the caller's channel, bytes by broadcast.
 
-vLLM's ``load_weights`` takes lists of names and tensors; engines that are other processes get names, dtypes and shapes
-by their own channel, allocate, and take part in a broadcast: of one tensor after another, or of a whole bucket as one
-run of bytes (SGLang's ``flattened_bucket``).
+Receivers get names, dtypes and shapes by their own channel, allocate, and join a broadcast: of one tensor after
+another, or of a bucket as one flat byte tensor (SGLang's ``flattened_bucket``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_runtime.weights.export import outgoing_units
 from fsdp_runtime.weights.naming import Names
-from fsdp_runtime.weights.stream import buckets, gathered, require_bucket_bytes
-
-Bucket = list[tuple[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class WeightInfo:
-    """What a receiver must know of a weight to allocate it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def describe_weights(
-    model: nn.Module, *, dtype: torch.dtype | None = None, names: Names = "checkpoint"
-) -> list[WeightInfo]:
-    """What :func:`stream_weights` will give with these arguments, in its order; no communication."""
-    units = outgoing_units(model, dtype=dtype, names=names)
-    return [WeightInfo(item.name, item.dtype, item.shape) for unit in units for item in unit.outgoing]
-
-
-@torch.no_grad()
-def stream_buckets(
-    model: nn.Module,
-    *,
-    bucket_bytes: int = 256 * 2**20,
-    dtype: torch.dtype | None = None,
-    names: Names = "checkpoint",
-) -> Iterator[Bucket]:
-    """The weights of :func:`stream_weights` in lists, each of one dtype and up to ``bucket_bytes``, or one weight.
-
-    For receivers in this process: ``for bucket in stream_buckets(model): engine.load_weights(bucket)``.  Drop a
-    bucket before asking for the next.
-    """
-    require_bucket_bytes(bucket_bytes)
-    units = outgoing_units(model, dtype=dtype, names=names)
-    for together in buckets(units, bucket_bytes):  # so that no bucket waits while the next one is gathered
-        bucket: Bucket = []
-        size = 0
-        for item, tensor in gathered(together, bucket_bytes, dtype=dtype):
-            if bucket and (size + tensor.nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((item.name, tensor))
-            size += tensor.nbytes
-            del tensor
-        yield bucket
+from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, Bucket, WeightInfo, stream_buckets
 
 
 def send_weights(
     model: nn.Module,
     group: ProcessGroup | None,
-    announce: Callable[[list[WeightInfo]], object],
+    on_bucket: Callable[[list[WeightInfo]], object],
     *,
-    bucket_bytes: int = 256 * 2**20,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     dtype: torch.dtype | None = None,
     names: Names = "checkpoint",
     flat: bool = True,
@@ -87,35 +32,68 @@ def send_weights(
     Collective over the model's ranks; one of them sends, and the others only gather.
 
     Args:
-        model: see :func:`stream_weights`.
-        group: on the rank that sends, a group of it and the receivers; ``None`` on the model's other ranks.
-        announce: called on the sending rank before each bucket is broadcast, so that the receivers know what comes
-            and join; must not wait until they have received.
-        bucket_bytes: see :func:`stream_weights`; the peak is about twice this, with ``flat``.
-        dtype: see :func:`stream_weights`.
-        names: see :func:`stream_weights`.
-        flat: broadcast a bucket as one run of bytes, which :func:`unpacked` takes apart; else tensor by tensor.
+        model: plain, sharded over ``tp``, sharded by FSDP2, or both.
+        group: on the sending rank, a group of this rank and the receivers; ``None`` on the model's other ranks.
+        on_bucket: called on the sending rank before each bucket is broadcast, so that the receivers can allocate and
+            join; must not wait until they have received.
+        bucket_bytes: bytes of a bucket; with ``flat`` the peak is about twice this.
+        dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
+        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        flat: broadcast a bucket as one flat byte tensor, which :func:`unflatten_bucket` splits; else each tensor.
+
+    Raises:
+        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
+        OptionError: ``bucket_bytes`` is not positive, ``dtype`` not a floating-point dtype, or ``names`` unknown.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch import nn
+        >>> from fsdp_runtime import send_weights
+        >>> send_weights(nn.Linear(2, 3), None, print)  # a rank that does not send
     """
     for bucket in stream_buckets(model, bucket_bytes=bucket_bytes, dtype=dtype, names=names):
         if group is None:
             continue
-        announce([WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket])
-        own = dist.get_rank(group)
-        for tensor in [packed(bucket)] if flat else [tensor for _, tensor in bucket]:
-            dist.broadcast(tensor, group=group, group_src=own)
+        on_bucket([WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket])
+        group_rank = dist.get_rank(group)
+        for tensor in [flatten_bucket(bucket)] if flat else [tensor for _, tensor in bucket]:
+            dist.broadcast(tensor, group=group, group_src=group_rank)
 
 
-def packed(bucket: Bucket) -> Tensor:
-    """A bucket as one run of bytes, tensor after tensor without gaps: ``[bytes]``, uint8."""
+def flatten_bucket(bucket: Bucket) -> Tensor:
+    """Return the bytes of a bucket's tensors as one tensor, without gaps.
+
+    Args:
+        bucket: names and tensors, as :func:`stream_buckets` yields them.
+
+    Returns:
+        ``[bytes]``, uint8.
+
+    Example:
+        >>> import torch
+        >>> from fsdp_runtime import flatten_bucket
+        >>> flatten_bucket([("weight", torch.ones(2, 3))]).shape
+        torch.Size([24])
+    """
     return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
 
 
-def unpacked(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:
-    """The inverse of :func:`packed`: names and tensors that are views of ``flat``.
+def unflatten_bucket(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:
+    """Return the names and tensors of a flat bucket: the inverse of :func:`flatten_bucket`.
 
     Args:
-        weights: what was announced.
+        weights: metadata of the bucket, in order.
         flat: ``[bytes]``, uint8.
+
+    Returns:
+        Names and tensors, views of ``flat``.
+
+    Example:
+        >>> import torch
+        >>> from fsdp_runtime import WeightInfo, flatten_bucket, unflatten_bucket
+        >>> flat = flatten_bucket([("weight", torch.ones(2, 3))])
+        >>> unflatten_bucket([WeightInfo("weight", torch.float32, (2, 3))], flat)[0][1].shape
+        torch.Size([2, 3])
     """
     bucket, start = [], 0
     for weight in weights:

@@ -1,80 +1,235 @@
-"""Full weights out of a sharded model, a bucket at a time."""
+"""Gather the full weights of a sharded model a bucket at a time, and describe them without communication."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.gather import full_tensors
-from fsdp_runtime.weights.export import Outgoing, Unit, outgoing_units
+from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, export_groups
 from fsdp_runtime.weights.naming import Names
 
-_T = TypeVar("_T", Unit, Outgoing)
+#: Names and full tensors, all of one dtype.
+Bucket = list[tuple[str, Tensor]]
+
+DEFAULT_BUCKET_BYTES = 256 * 2**20
+
+_T = TypeVar("_T", ExportGroup, ExportedTensor)
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class WeightInfo:
+    """The metadata with which a receiver allocates a weight.
+
+    Args:
+        name: the weight's name.
+        dtype: its dtype.
+        shape: its full shape.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class WeightExport:
+    """A prepared export of a model's weights, for several uses: metadata, a stream, buckets.
+
+    Preparing resolves names and conversions, without communication.  The export refers to the model's parameters and
+    buffers: prepare a new one after these were replaced (values may change, as in training).
+
+    Args:
+        model: plain, sharded over ``tp``, sharded by FSDP2, or both.
+        dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
+        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+
+    Raises:
+        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
+        OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import WeightExport
+        >>> export = WeightExport(nn.Linear(2, 3))
+        >>> [(weight.name, weight.shape) for weight in export.metadata()]
+        [('weight', (3, 2)), ('bias', (3,))]
+        >>> [name for bucket in export.buckets() for name, tensor in bucket]
+        ['weight', 'bias']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        names: Names = "checkpoint",
+        entries: Sequence[StateEntry] | None = None,
+    ) -> None:
+        self._dtype = dtype
+        self._groups = export_groups(model, dtype=dtype, names=names, entries=entries)
+
+    @property
+    def tensors(self) -> list[ExportedTensor]:
+        """Every exported tensor in order, with the chunks that it is built from."""
+        return [item for group in self._groups for item in group.tensors]
+
+    def metadata(self) -> list[WeightInfo]:
+        """Return names, dtypes and shapes in the order of :meth:`stream`; no communication."""
+        return [WeightInfo(item.name, item.dtype, item.shape) for item in self.tensors]
+
+    def stream(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight as a full plain tensor, on every rank; see :func:`stream_weights`.  Collective."""
+        for item, tensor in self._gather(bucket_bytes):
+            yield item.name, tensor
+
+    def buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
+        """Yield lists of weights of one dtype, up to ``bucket_bytes``; see :func:`stream_buckets`.  Collective."""
+        bucket: Bucket = []
+        size = 0
+        for item, tensor in self._gather(bucket_bytes):
+            if bucket and (size + tensor.nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append((item.name, tensor))
+            size += tensor.nbytes
+            del tensor
+        yield bucket
+
+    @torch.no_grad()
+    def _gather(self, bucket_bytes: int) -> Iterator[tuple[ExportedTensor, Tensor]]:
+        if bucket_bytes < 1:
+            raise OptionError(f"bucket_bytes={bucket_bytes}: give a positive number of bytes")
+        for batch in split_by_bytes(self._groups, bucket_bytes):
+            full = full_tensors([tensor for group in batch for tensor in group.sources.values()], dtype=self._dtype)
+            for group in batch:
+                yield from group.produce({name: next(full) for name in group.sources})
+
+
 def stream_weights(
     model: nn.Module,
     *,
-    bucket_bytes: int = 256 * 2**20,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     dtype: torch.dtype | None = None,
     names: Names = "checkpoint",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a model as a full plain tensor, on every rank, in model order.
+    """Yield every weight of a model as a full plain tensor, on every rank, in model order.
 
-    Collective: every rank has to exhaust the iterator.  A tied weight comes once, under the name that
-    ``save_pretrained`` gives it.  Parameters are read as the optimizer sees them, also while ``unsharded`` holds
-    copies in another dtype.
+    Collective: every rank has to exhaust the iterator.  A tied weight is yielded once, under the name that
+    ``save_pretrained`` gives it.  The values are the optimizer's parameters, also while ``unsharded`` holds copies in
+    another dtype.
 
     Args:
-        model: plain, split over ``tp``, sharded by FSDP2, or both.
-        bucket_bytes: gather parameters together up to this many bytes of full tensors; at least one parameter is.
-            The peak is about this and the largest parameter, and the buffers of one more axis under TP x FSDP2.
-        dtype: convert floating-point tensors to this before they are communicated; ``None`` keeps each one's.
+        model: plain, sharded over ``tp``, sharded by FSDP2, or both.
+        bucket_bytes: gather parameters together up to this many bytes of full tensors, at least one parameter.  The
+            peak is about this plus the largest parameter, plus the buffers of one more axis under TP and FSDP2.
+        dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
 
     Yields:
-        Name and tensor, on the device that the model computes on.  A tensor that no axis cuts is the model's own
-        storage, and several that the checkpoint keeps apart may share theirs, so do not write to them; to bound
-        memory, drop each tensor before asking for the next.
+        Name and tensor, on the device that the model computes on.  A tensor that is not sharded is the model's own
+        storage, and weights that the checkpoint stores separately may share storage, so do not write to them.  To
+        bound memory, drop each tensor before requesting the next.
 
     Raises:
-        ConversionError: the model's tensors are not those that its class says; ``names="model"`` works.
+        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
+        OptionError: ``bucket_bytes`` is not positive, ``dtype`` not a floating-point dtype, or ``names`` unknown.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime import stream_weights
+        >>> for name, tensor in stream_weights(nn.Linear(2, 3), dtype=torch.bfloat16):
+        ...     print(name, tuple(tensor.shape), tensor.dtype)
+        weight (3, 2) torch.bfloat16
+        bias (3,) torch.bfloat16
     """
-    require_bucket_bytes(bucket_bytes)
-    for item, tensor in gathered(outgoing_units(model, dtype=dtype, names=names), bucket_bytes, dtype=dtype):
-        yield item.name, tensor
+    yield from WeightExport(model, dtype=dtype, names=names).stream(bucket_bytes)
 
 
-def require_bucket_bytes(bucket_bytes: int) -> None:
-    """Raise :class:`OptionError` unless a bucket can hold anything."""
-    if bucket_bytes < 1:
-        raise OptionError(f"bucket_bytes={bucket_bytes}: give a positive number of bytes")
+def stream_buckets(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    names: Names = "checkpoint",
+) -> Iterator[Bucket]:
+    """Yield the weights of :func:`stream_weights` in lists, each of one dtype and up to ``bucket_bytes``.
+
+    For receivers in this process, such as vLLM's ``load_weights``.  Collective: every rank has to exhaust the iterator.
+    Drop a bucket before requesting the next.
+
+    Args:
+        model: plain, sharded over ``tp``, sharded by FSDP2, or both.
+        bucket_bytes: bytes of a list; a larger weight has a list of its own.
+        dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
+        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+
+    Yields:
+        Lists of names and full tensors.
+
+    Raises:
+        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
+        OptionError: ``bucket_bytes`` is not positive, ``dtype`` not a floating-point dtype, or ``names`` unknown.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import stream_buckets
+        >>> engine = nn.Linear(2, 3)
+        >>> for bucket in stream_buckets(nn.Linear(2, 3)):
+        ...     _ = engine.load_state_dict(dict(bucket))
+    """
+    yield from WeightExport(model, dtype=dtype, names=names).buckets(bucket_bytes)
 
 
-def gathered(
-    units: Sequence[Unit], bucket_bytes: int, *, dtype: torch.dtype | None
-) -> Iterator[tuple[Outgoing, Tensor]]:
-    """Everything that leaves, with its full tensor, gathered a bucket at a time; collective."""
-    for bucket in buckets(units, bucket_bytes):
-        tensors = full_tensors([tensor for unit in bucket for tensor in unit.sources.values()], dtype=dtype)
-        for unit in bucket:
-            yield from unit.leave({name: next(tensors) for name in unit.sources})
+def describe_weights(
+    model: nn.Module, *, dtype: torch.dtype | None = None, names: Names = "checkpoint"
+) -> list[WeightInfo]:
+    """Return names, dtypes and shapes of :func:`stream_weights` with the same arguments, in its order.
+
+    No communication; equal on every rank.
+
+    Args:
+        model: plain, sharded over ``tp``, sharded by FSDP2, or both.
+        dtype: dtype of exported floating-point tensors; ``None`` keeps each one's.
+        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+
+    Returns:
+        One entry per weight.
+
+    Raises:
+        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
+        OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime import describe_weights
+        >>> describe_weights(nn.Linear(2, 3, bias=False), dtype=torch.bfloat16)
+        [WeightInfo(name='weight', dtype=torch.bfloat16, shape=(3, 2))]
+    """
+    return WeightExport(model, dtype=dtype, names=names).metadata()
 
 
-def buckets(items: Sequence[_T], limit: int) -> Iterator[list[_T]]:
-    """Runs of items that take up to ``limit`` bytes, or one item that is larger."""
-    bucket: list[_T] = []
+def split_by_bytes(items: Sequence[_T], limit: int) -> Iterator[list[_T]]:
+    """Yield runs of items of up to ``limit`` bytes, or one item that is larger."""
+    batch: list[_T] = []
     size = 0
     for item in items:
-        if bucket and size + item.nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(item)
+        if batch and size + item.nbytes > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
         size += item.nbytes
-    if bucket:
-        yield bucket
+    if batch:
+        yield batch

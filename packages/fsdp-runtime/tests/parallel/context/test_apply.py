@@ -15,25 +15,24 @@ from fsdp_runtime import (
     MeshSpec,
     ModelError,
     SequenceLayout,
-    apply_cp,
     inspect_model,
     parallelize,
     sequence_layout,
 )
-from fsdp_runtime.parallel.context.apply import require_context_parallel
+from fsdp_runtime.parallel.context.apply import check_context_parallel, replace_attention
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 
 
 def _refused(model: nn.Module, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        require_context_parallel(model, inspect_model(model))
+        check_context_parallel(model, inspect_model(model))
 
 
 def test_tokens_that_meet_outside_attention_are_refused() -> None:
     model = tiny_model("LlamaForCausalLM")
     model.config.layer_types = ["linear_attention", "full_attention"]
-    _refused(model, r"LlamaForCausalLM mixes tokens outside attention \(linear_attention\), which cp would cut apart")
+    _refused(model, r"LlamaForCausalLM mixes tokens outside attention \(linear_attention\), which cp would separate")
     model = tiny_model("LlamaForCausalLM")
     model.model.layers[0].short = nn.Conv1d(4, 4, 3)
     _refused(model, r"outside attention \(model\.layers\.0\.short\)")
@@ -42,7 +41,7 @@ def test_tokens_that_meet_outside_attention_are_refused() -> None:
 def test_attention_of_another_kind_is_refused_with_the_fix() -> None:
     model = tiny_model("LlamaForCausalLM")
     model.set_attn_implementation("eager")
-    _refused(model, r"computes attention by 'eager': cp needs 'sdpa', as by model\.set_attn_implementation")
+    _refused(model, r"computes attention by 'eager': cp needs 'sdpa', as set by model\.set_attn_implementation")
 
 
 def test_frequencies_that_depend_on_the_longest_position_are_refused() -> None:
@@ -54,21 +53,24 @@ def test_frequencies_that_depend_on_the_longest_position_are_refused() -> None:
 def test_a_model_of_ones_own_is_shown_what_to_call() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
-    _refused(model, r"no transformers model.*call ContextAttention\(group, load_balancer\)\.attend")
+    _refused(model, r"not a transformers model.*call ContextAttention\(group, load_balancer\)\.attend")
 
 
 def _alone() -> nn.Module:
     model = tiny_model("LlamaForCausalLM")
-    apply_cp(model, MeshSpec().build(device_type="cpu")["cp"], inspect_model(model))
+    replace_attention(model, MeshSpec().build(device_type="cpu").get_group("cp"), "headtail")
     return model
 
 
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"labels": torch.zeros(2, 6, dtype=torch.long)}, "labels are shifted inside the model, across the cut"),
-        ({"use_cache": True}, "a key/value cache would hold this rank's keys only: pass use_cache=False"),
-        ({"pixel_values": torch.zeros(2, 3)}, r"pixel_values \(2, 3\) cannot be cut along the tokens: compute the emb"),
+        ({"labels": torch.zeros(2, 6, dtype=torch.long)}, "labels are shifted inside the model, across shards"),
+        ({"use_cache": True}, "a key/value cache would hold the keys of this rank only: pass use_cache=False"),
+        (
+            {"pixel_values": torch.zeros(2, 3)},
+            r"pixel_values \(2, 3\) cannot be sharded along the tokens: compute th",
+        ),
         ({"attention_mask": torch.ones(2, 5)}, r"attention_mask \(2, 5\): give \[batch, 6\], this rank's tokens"),
         ({"input_ids": None}, "neither input_ids nor inputs_embeds"),
     ],
@@ -87,7 +89,7 @@ def test_inputs_by_position_are_refused() -> None:
 def test_another_model_of_the_same_config_keeps_its_attention() -> None:
     model = tiny_model("LlamaForCausalLM")
     twin = type(model)(model.config)
-    apply_cp(model, MeshSpec().build(device_type="cpu")["cp"], inspect_model(model))
+    replace_attention(model, MeshSpec().build(device_type="cpu").get_group("cp"), "headtail")
     assert twin.config._attn_implementation == "sdpa"
     assert model.config._attn_implementation != "sdpa"
     assert model.model.layers[0].self_attn.config is model.config

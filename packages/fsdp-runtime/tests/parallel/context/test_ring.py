@@ -16,11 +16,9 @@ from fsdp_runtime import (
     MeshSpec,
     ModelError,
     OptionError,
-    apply_cp,
-    inspect_model,
     ring_attention,
 )
-from fsdp_runtime.parallel.context.apply import attention_of
+from fsdp_runtime.parallel.context.apply import attention_of, replace_attention
 from harness.models import tiny_inputs, tiny_model
 
 LENGTH = 6
@@ -41,7 +39,7 @@ class _CudaMesh:
 
 def _model(architecture: str = "LlamaForCausalLM", load_balancer: Any = "headtail") -> nn.Module:
     model = tiny_model(architecture, num_key_value_heads=2)
-    apply_cp(model, MeshSpec().build(device_type="cpu")["cp"], inspect_model(model), load_balancer=load_balancer)
+    replace_attention(model, MeshSpec().build(device_type="cpu").get_group("cp"), load_balancer)
     return model
 
 

@@ -45,7 +45,7 @@ def test_a_batch_is_cut_along_its_tokens_and_gets_position_ids() -> None:
 
 
 def test_a_length_that_does_not_divide_is_refused_with_the_one_to_pad_to() -> None:
-    with pytest.raises(LayoutError, match="10 tokens do not divide over cp=4 with load_balancer='headtail': pad to 16"):
+    with pytest.raises(LayoutError, match=r"10 tokens are not divisible over cp=4 with .*: pad to 16, a multiple of 8"):
         SequenceLayout(10, 4, 0)
     with pytest.raises(LayoutError, match="3 entries on dim 1"):
         SequenceLayout(4, 2, 0).shard(torch.zeros(1, 3))

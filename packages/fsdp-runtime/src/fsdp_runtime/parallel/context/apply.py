@@ -1,56 +1,62 @@
-"""Context parallelism: a sequence split over ranks, with attention over all of it.
+"""Context parallelism: each rank runs the model on its own tokens, and attention spans the full sequence.
 
-A model computes everything but attention token by token.  So it runs on this rank's tokens, told their true
-positions, and only its attention function is another one.
+All operators except attention are token-wise.  So the model runs on local tokens with their positions in the full
+sequence, and only its attention function is replaced.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup
 
-from fsdp_runtime._torch_compat import all_gather_flat, forward_pre_hooks
+from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat import (
     attention_in_force,
+    is_stateful,
     is_transformers_model,
-    keeps_state,
     rope_types,
     supports_sdpa,
     use_attention,
 )
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.model.structure import ModelStructure
-from fsdp_runtime.parallel.context.attention import ContextAttention
-from fsdp_runtime.parallel.context.sharding import LoadBalancer, SequenceLayout, require_load_balancer
+from fsdp_runtime.parallel.context.attention import ContextAttention, gather_tokens
+from fsdp_runtime.parallel.context.sharding import LoadBalancer
+
+if TYPE_CHECKING:
+    from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
 
-#: Inputs that are cut like the tokens, or are no tensors of tokens at all.
-_TAKEN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-#: Kinds of layers whose tokens meet in attention only.
+#: Inputs that are sharded like the tokens, or are not tensors of tokens.
+_TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+#: Kinds of layers that mix tokens in attention only.
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 #: Rotary embeddings whose frequencies depend on the longest position that a rank sees.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def require_context_parallel(model: Any, structure: ModelStructure) -> None:
-    """Raise :class:`ModelError` unless the model's tokens meet in attention alone, and in one that can be replaced."""
+def check_context_parallel(model: Any, structure: ModelStructure) -> None:
+    """Check that self-attention is the only operator that mixes tokens, and that it can be replaced.
+
+    Raises:
+        ModelError: the model is not a transformers model, or mixes tokens elsewhere.
+    """
     name = type(model).__name__
     if not is_transformers_model(model):
         raise ModelError(
-            f"{name} is no transformers model: cp replaces attention through transformers.AttentionInterface; in a "
-            "model of your own call ContextAttention(group, load_balancer).attend, then apply_tp and "
-            "apply_fsdp(model, fsdp_mesh(mesh), inspect_model(model))"
+            f"{name} is not a transformers model: cp replaces attention through transformers.AttentionInterface; call "
+            "ContextAttention(group, load_balancer).attend in your model and pass cp_attention=False"
         )
     config = model.config.get_text_config()
     if not supports_sdpa(model) or attention_in_force(config) != "sdpa":
         raise ModelError(
-            f"{name} computes attention by {attention_in_force(config)!r}: cp needs 'sdpa', as by "
+            f"{name} computes attention by {attention_in_force(config)!r}: cp needs 'sdpa', as set by "
             "model.set_attn_implementation('sdpa') where the model supports it"
         )
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_ATTENTION_LAYERS)
@@ -60,9 +66,9 @@ def require_context_parallel(model: Any, structure: ModelStructure) -> None:
         for inner, module in structure.blocks[path].named_modules()
         if isinstance(module, nn.Conv1d)
     ]
-    if kinds or mixing or keeps_state(model):
+    if kinds or mixing or is_stateful(model):
         found = ", ".join([*sorted(kinds), *mixing[:1]]) or "a recurrent state"
-        raise ModelError(f"{name} mixes tokens outside attention ({found}), which cp would cut apart: use cp=1")
+        raise ModelError(f"{name} mixes tokens outside attention ({found}), which cp would separate: use cp=1")
     rope = rope_types(config) & set(_LENGTH_DEPENDENT)
     if rope:
         raise ModelError(
@@ -71,38 +77,44 @@ def require_context_parallel(model: Any, structure: ModelStructure) -> None:
         )
 
 
-def apply_cp(
-    model: Any, cp_mesh: DeviceMesh, structure: ModelStructure, *, load_balancer: LoadBalancer = "headtail"
-) -> None:
-    """Make a model take its tokens split over a one-axis mesh, in place.
+def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
+    """Make a model take its tokens sharded over ``cp``, in place; the second of the five steps.
 
-    Its forward then takes this rank's part of every input (see ``SequenceLayout.shard_batch``) and returns this rank's
-    tokens' outputs.  Position ids are filled in where they are missing.  ``attention_mask`` may also be the one of
-    the whole sequence, which saves gathering it.
+    Its forward then takes this rank's part of every input (see ``SequenceLayout.shard_batch``) and returns the outputs
+    of this rank's tokens.  Missing position ids are filled in.  ``attention_mask`` may also be the mask of the full
+    sequence, which saves an all-gather.
 
     Args:
         model: a transformers model whose attention is ``"sdpa"``.
-        cp_mesh: the axis.
-        structure: the model's parts.
-        load_balancer: the tokens that each rank holds.
+        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``cp_mesh`` is ``None`` without context
+            parallelism, and then nothing changes.
 
-    Raises:
-        ModelError: its tokens do not meet in attention alone.
-        OptionError: an unknown load balancer.
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import MeshSpec, apply_cp, resolve_parallelism
+        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
+        >>> parallelism = resolve_parallelism(model, MeshSpec(cp=1).build(device_type="cpu"))
+        >>> apply_cp(model, parallelism)  # one rank of cp: attention is left alone
+        >>> parallelism.cp_mesh is None
+        True
     """
-    require_load_balancer(load_balancer)
-    require_context_parallel(model, structure)
-    attention = ContextAttention(cp_mesh.get_group(), load_balancer)
+    if parallelism.cp_mesh is not None:
+        replace_attention(model, parallelism.cp_mesh.get_group(), parallelism.cp_load_balancer)
+
+
+def replace_attention(model: nn.Module, group: ProcessGroup, load_balancer: LoadBalancer) -> None:
+    """Replace a model's attention by :class:`ContextAttention` over a group, and complete its inputs in a hook."""
+    attention = ContextAttention(group, load_balancer)
     use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask)
     model.register_forward_pre_hook(_Inputs(attention), with_kwargs=True)
-    logger.info("context parallelism: attention over %d ranks, load balancer %s", cp_mesh.size(), load_balancer)
+    logger.info("context parallelism: attention over %d ranks, load balancer %s", group.size(), load_balancer)
 
 
 def attention_of(model: nn.Module) -> ContextAttention:
-    """The attention that :func:`apply_cp` gave a model.
+    """Return the attention that :func:`apply_cp` gave a model.
 
     Raises:
-        ModelError: it gave it none.
+        ModelError: the model is not under context parallelism.
     """
     hook = next(_hooks(model), None)
     if hook is None:
@@ -112,7 +124,7 @@ def attention_of(model: nn.Module) -> ContextAttention:
 
 
 def under_context_parallelism(model: nn.Module) -> bool:
-    """Whether :func:`apply_cp` was called on a model."""
+    """Return True if :func:`apply_cp` was called on the model."""
     return any(_hooks(model))
 
 
@@ -121,50 +133,43 @@ def _hooks(model: nn.Module) -> Iterator[_Inputs]:
 
 
 class _Inputs:
-    """The forward pre-hook that completes a rank's inputs and refuses what cannot be cut."""
+    """A forward pre-hook that completes the inputs of a rank and refuses inputs that cannot be sharded."""
 
     def __init__(self, attention: ContextAttention) -> None:
         self.attention = attention
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            raise LayoutError("a model under context parallelism takes its inputs by name, as input_ids=...")
-        _refuse_uncut(kwargs)
+            raise LayoutError("a model under context parallelism takes its inputs by name, such as input_ids=...")
+        _refuse_unshardable(kwargs)
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is None:
-            raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs to know the length")
+            raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs one for the length")
         attention = self.attention
         layout = attention.layout(tokens.shape[1])
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         attention.masked, attention.documents = mask is not None, None
         if mask is None:
             if positions is not None:
-                attention.documents = _documents(self._gathered(positions, layout))
-            # Of the whole length: transformers takes the number of keys from the mask.
+                attention.documents = _documents(gather_tokens(positions, layout, attention.group, dim=-1))
+            # Of the full length: transformers takes the number of keys from the mask.
             mask = tokens.new_ones((tokens.shape[0], layout.length), dtype=torch.bool)
         elif mask.dim() != 2 or mask.shape[1] not in (tokens.shape[1], layout.length):
             raise LayoutError(
                 f"attention_mask {tuple(mask.shape)}: give [batch, {tokens.shape[1]}], this rank's tokens, or "
-                f"[batch, {layout.length}], the whole sequence"
+                f"[batch, {layout.length}], the full sequence"
             )
         elif mask.shape[1] != layout.length:
-            mask = self._gathered(mask, layout)
+            mask = gather_tokens(mask, layout, attention.group, dim=-1)
         if positions is None:
             positions = layout.positions.to(tokens.device).expand(tokens.shape[0], -1)
         return args, {**kwargs, "attention_mask": mask, "position_ids": positions, "use_cache": False}
 
-    def _gathered(self, local: Tensor, layout: SequenceLayout) -> Tensor:
-        """``[..., seq]`` in sequence order, of a small tensor without gradient."""
-        first = local.movedim(-1, 0).contiguous()
-        everyone = first.new_empty(layout.length, *first.shape[1:])
-        all_gather_flat(everyone.view(-1), first.view(-1), self.attention.group).wait()
-        return everyone.index_select(0, layout.permutation.argsort().to(local.device)).movedim(0, -1)
-
 
 def _documents(positions: Tensor) -> Tensor | None:
-    """The documents of a packed batch, which begin where positions do not go on; ``None`` where there is but one.
+    """Number the documents of a packed batch, which begin where positions restart; ``None`` for a single document.
 
-    transformers reads position ids the same way, and like it this looks at values once a forward.
+    transformers interprets position ids in the same way.  Reads values once a forward.
     """
     if positions.dim() == 3:  # one for time, height and width (multimodal rotary embeddings)
         positions = positions[0]
@@ -172,17 +177,17 @@ def _documents(positions: Tensor) -> Tensor | None:
     return begins.cumsum(-1) if bool(begins.any()) else None
 
 
-def _refuse_uncut(kwargs: dict[str, Any]) -> None:
+def _refuse_unshardable(kwargs: dict[str, Any]) -> None:
     if kwargs.get("labels") is not None:
         raise LayoutError(
-            "labels are shifted inside the model, across the cut: shift them in the whole sequence, cut them with "
+            "labels are shifted inside the model, across shards: shift them in the full sequence, shard them with "
             "SequenceLayout.shard, and compute the loss from the logits (as rl_logprobs does)"
         )
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-        raise LayoutError("a key/value cache would hold this rank's keys only: pass use_cache=False")
+        raise LayoutError("a key/value cache would hold the keys of this rank only: pass use_cache=False")
     for name, value in kwargs.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and name not in _TAKEN and bool(value.numel()):
+        if isinstance(value, Tensor) and value.dim() > 0 and name not in _TOKEN_INPUTS and bool(value.numel()):
             raise LayoutError(
-                f"{name} {tuple(value.shape)} cannot be cut along the tokens: compute the embeddings of the whole "
+                f"{name} {tuple(value.shape)} cannot be sharded along the tokens: compute the embeddings of the full "
                 "sequence first, and pass this rank's part as inputs_embeds"
             )

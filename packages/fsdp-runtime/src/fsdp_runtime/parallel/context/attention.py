@@ -1,8 +1,8 @@
-"""Attention over a sequence that is split over ranks: keys and values are gathered, queries stay.
+"""Attention over a sequence sharded over ``cp``: keys and values are gathered, queries stay local.
 
-Each rank computes its own queries' rows against the whole sequence (all-gather context parallelism, Llama 3,
-arXiv:2407.21783, section 3.3.2), so any mask works, on any device, and with grouped-query attention what travels is
-small.  Without a mask no work above the diagonal is done and no mask is made.
+Each rank computes the rows of its own queries against the full sequence (all-gather context parallelism, Llama 3,
+arXiv:2407.21783, section 3.3.2).  So any mask works, on any device, and grouped-query attention keeps the messages
+small.  Without a mask, scores above the diagonal are not computed and no mask is built.
 """
 
 from __future__ import annotations
@@ -17,20 +17,32 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_runtime._torch_compat import all_gather_flat, causal_bias, reduce_scatter_flat
+from fsdp_runtime._transformers_compat import is_causal_mask_function, sdpa_mask_of_documents
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, SequenceLayout
 
 
 @dataclass
 class ContextAttention:
-    """One model's attention over a context-parallel axis.
+    """The attention of one model over a context-parallel axis.
 
     Args:
         group: the ranks of the axis.
         load_balancer: the tokens that each rank holds, see ``SequenceLayout``.
-        masked: whether the batch at hand has padding; decided once a forward, without looking at values.
+        masked: the current batch has an attention mask; set once a forward, without reading values.
         documents: ``[batch, seq]``, the number of each token's document in a packed batch, else ``None``.
-        ring: whether torch's ring is in force, which takes local tokens.
+        ring: torch's ring attention is active, which takes local tokens.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime import ContextAttention, MeshSpec
+        >>> mesh = MeshSpec(cp=1).build(device_type="cpu")
+        >>> attention = ContextAttention(mesh.get_group("cp"), load_balancer="headtail")
+        >>> query = key = value = torch.ones(1, 2, 4, 8)  # [batch, heads, seq / cp, head_dim]
+        >>> output, _ = attention.attend(nn.Identity(), query, key, value, attention_mask=None)
+        >>> output.shape  # [batch, seq / cp, heads, head_dim]
+        torch.Size([1, 4, 2, 8])
     """
 
     group: ProcessGroup
@@ -40,7 +52,7 @@ class ContextAttention:
     ring: bool = False
 
     def layout(self, local_length: int) -> SequenceLayout:
-        """The layout of sequences of which this rank holds ``local_length`` tokens."""
+        """Return the layout of sequences of which each rank holds ``local_length`` tokens."""
         ranks = dist.get_world_size(self.group)
         return SequenceLayout(local_length * ranks, ranks, dist.get_rank(self.group), self.load_balancer)
 
@@ -56,7 +68,7 @@ class ContextAttention:
         is_causal: bool | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Attention as ``transformers.AttentionInterface`` wants it.
+        """Compute attention with the signature of ``transformers.AttentionInterface``.
 
         Args:
             module: the attention module.
@@ -65,26 +77,32 @@ class ContextAttention:
             value: ``[batch, kv_heads, seq / cp, value_dim]``.
             attention_mask: ``[batch, 1, seq / cp, seq]`` from :meth:`mask`, or ``None`` for a causal one.
             dropout: the probability of dropping a weight.
-            scaling: what scores are multiplied by.
-            is_causal: whether ``None`` for a mask means a causal one; by default what the module says.
-            options: anything else, as a sliding window, which the mask has already.
+            scaling: factor of the scores.
+            is_causal: ``None`` for a mask means a causal one; by default the module's ``is_causal``.
+            options: further keywords, such as a sliding window, which the mask already contains.
 
         Returns:
-            ``[batch, seq / cp, heads, value_dim]``, and no weights.
+            ``[batch, seq / cp, heads, value_dim]``, and ``None`` for the weights.
+
+        Raises:
+            ModelError: queries and keys differ in length, or the module needs scores that torch's function cannot
+                compute.
         """
         if key.shape[2] != query.shape[2]:
             raise ModelError(
                 f"{type(module).__name__} attends from {query.shape[2]} tokens to {key.shape[2]}: only self-attention "
-                "without a cache can be split over cp"
+                "without a cache can be sharded over cp"
             )
         if any(options.get(name) is not None for name in ("position_bias", "s_aux", "softcap")):
-            raise ModelError(f"{type(module).__name__} adds to its scores what torch's attention cannot: use cp=1")
+            raise ModelError(
+                f"{type(module).__name__} changes scores in a way that scaled_dot_product_attention cannot: use cp=1"
+            )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         shared: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
         if self.ring and attention_mask is None and causal:
             return _ring(query, key, value, shared), None
         layout = self.layout(query.shape[2])
-        key, value = gather_sequence([key, value], layout, self.group)
+        key, value = gather_keys_and_values([key, value], layout, self.group)
         shared["enable_gqa"] = key.shape[1] != query.shape[1]
         if attention_mask is not None or not causal:
             output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **shared)
@@ -95,70 +113,72 @@ class ContextAttention:
     def mask(
         self, *, q_length: int, mask_function: Any, attention_mask: Tensor | None, **options: Any
     ) -> Tensor | None:
-        """A mask as ``transformers.AttentionMaskInterface`` wants it; ``None`` where it is causal and nothing else.
+        """Build a mask with the signature of ``transformers.AttentionMaskInterface``.
 
         Args:
-            q_length: this rank's tokens.
-            mask_function: of batch, head, query and key index, these two in the whole sequence.
+            q_length: number of local tokens.
+            mask_function: of batch, head, query and key index, the last two in the full sequence.
             attention_mask: ``[batch, seq]``, false where a token is padding.
-            options: the rest of the interface.
-        """
-        from transformers.masking_utils import and_masks, causal_mask_function, sdpa_mask
+            options: the remaining keywords of the interface.
 
+        Returns:
+            ``[batch, 1, seq / cp, seq]`` bool, or ``None`` for a plain causal mask.
+        """
         skip = options.pop("allow_is_causal_skip", True)
-        if skip and mask_function is causal_mask_function and not self.masked and self.documents is None:
+        if skip and is_causal_mask_function(mask_function) and not self.masked and self.documents is None:
             return None
-        if (documents := self.documents) is not None:
-            mask_function = and_masks(mask_function, lambda b, h, q, k: documents[b, q] == documents[b, k])
-        # The offset turns the numbers of this rank's tokens into their positions.
         positions = self.layout(q_length).positions.to(options["device"])
-        options["q_offset"] = positions - torch.arange(q_length, device=positions.device)
-        return sdpa_mask(
+        return sdpa_mask_of_documents(
             q_length=q_length,
             mask_function=mask_function,
+            documents=self.documents,
             attention_mask=attention_mask if self.masked else None,
-            allow_is_causal_skip=False,
+            q_offset=positions - torch.arange(q_length, device=positions.device),  # from local indices to positions
             **options,
         )
 
 
-def gather_sequence(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
-    """The tokens of all ranks in sequence order, of several tensors by one all-gather.
+def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
+    """All-gather several tensors over ``cp`` in sequence order, by one collective.
 
-    Backward sums the gradients of all ranks and gives each its own tokens', by one reduce-scatter.
+    Backward sums the gradients of all ranks and returns each rank's own tokens, by one reduce-scatter.
 
     Args:
-        parts: tensors ``[batch, heads, seq / cp, *]`` alike but for the last dim.
-        layout: where each token belongs.
-        group: the ranks.
+        parts: tensors ``[batch, heads, seq / cp, *]`` that differ in the last dim only.
+        layout: the position of each token.
+        group: the ranks of ``cp``.
 
     Returns:
-        The same tensors with all ``seq`` tokens.
+        The same tensors as ``[batch, heads, seq, *]``.
     """
     gathered: Tensor = _Gather.apply(torch.cat(parts, dim=-1), layout, group)  # type: ignore[no-untyped-call]
     return list(torch.split(gathered, [part.shape[-1] for part in parts], dim=-1))
 
 
+def gather_tokens(local: Tensor, layout: SequenceLayout, group: ProcessGroup, *, dim: int) -> Tensor:
+    """All-gather the tokens on ``dim`` of a tensor in sequence order, without gradient."""
+    first = local.movedim(dim, 0).contiguous()
+    by_rank = first.new_empty(layout.length, *first.shape[1:])
+    all_gather_flat(by_rank.view(-1), first.view(-1), group).wait()
+    return by_rank.index_select(0, layout.permutation.to(local.device).argsort()).movedim(0, dim)
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: SequenceLayout, group: ProcessGroup) -> Tensor:
-        first = local.movedim(2, 0).contiguous()
-        everyone = first.new_empty(layout.length, *first.shape[1:])
-        all_gather_flat(everyone.view(-1), first.view(-1), group).wait()
-        ctx.group = group
-        ctx.permutation = layout.permutation.to(local.device)
-        return everyone.index_select(0, ctx.permutation.argsort()).movedim(0, 2)
+        ctx.group, ctx.permutation = group, layout.permutation.to(local.device)
+        return gather_tokens(local, layout, group, dim=2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         by_rank = gradients[0].movedim(2, 0).index_select(0, ctx.permutation)
-        own = by_rank.new_empty(len(by_rank) // dist.get_world_size(ctx.group), *by_rank.shape[1:])
-        reduce_scatter_flat(own.view(-1), by_rank.view(-1), ctx.group).wait()
-        return own.movedim(0, 2), None, None
+        local = by_rank.new_empty(len(by_rank) // dist.get_world_size(ctx.group), *by_rank.shape[1:])
+        reduce_scatter_flat(local.view(-1), by_rank.view(-1), ctx.group).wait()
+        return local.movedim(0, 2), None, None
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, shared: dict[str, Any]) -> Tensor:
-    """Each run of queries against the keys up to its end."""
+    """Attend from each contiguous chunk of queries to the keys up to its end."""
     run = query.shape[2] // layout.chunks_per_rank
     outputs = []
     for index, chunk in enumerate(layout.chunks):
@@ -171,7 +191,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, s
 
 
 def _ring(query: Tensor, key: Tensor, value: Tensor, shared: dict[str, Any]) -> Tensor:
-    """Through torch's name for attention, which its ring replaces; it knows no grouped heads."""
+    """Call torch's function by its public name, which its ring replaces; the ring has no grouped-query attention."""
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
     output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, **shared)

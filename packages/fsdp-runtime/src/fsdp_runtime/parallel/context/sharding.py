@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each context-parallel rank holds: the one object that model, loss and targets follow."""
+"""The tokens of a sequence that each rank of ``cp`` holds; model inputs, targets and losses are sharded by it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,26 @@ LoadBalancer = Literal["headtail"] | None
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How ``length`` tokens lie over the ranks of the ``cp`` axis.
+    """The sharding of ``length`` tokens over the ranks of the ``cp`` axis.
 
     Args:
-        length: tokens of a whole sequence, padding included.
+        length: tokens of a full sequence, padding included.
         ranks: size of the axis.
-        rank: this process's place on it.
+        rank: this process's index on it.
         load_balancer: ``"headtail"`` splits the sequence into ``2 * ranks`` chunks and gives rank ``r`` the ``r``-th
             and the ``r``-th from the end, so that causal attention costs the same on every rank (Llama 3,
             arXiv:2407.21783, section 3.3.2); ``None`` gives each rank one contiguous chunk.
 
     Raises:
-        LayoutError: the length does not divide; the message has the length to pad to.
+        LayoutError: the length is not divisible; the message has the length to pad to.
+        OptionError: an unknown load balancer.
+
+    Example:
+        >>> from fsdp_runtime import SequenceLayout
+        >>> SequenceLayout(length=8, ranks=2, rank=0).positions.tolist()
+        [0, 1, 6, 7]
+        >>> SequenceLayout(length=8, ranks=2, rank=0, load_balancer=None).positions.tolist()
+        [0, 1, 2, 3]
     """
 
     length: int
@@ -44,33 +52,33 @@ class SequenceLayout:
         if self.length % self.multiple:
             padded = -(-self.length // self.multiple) * self.multiple
             raise LayoutError(
-                f"{self.length} tokens do not divide over cp={self.ranks} with load_balancer={self.load_balancer!r}: "
-                f"pad to {padded}, a multiple of {self.multiple}"
+                f"{self.length} tokens are not divisible over cp={self.ranks} with "
+                f"load_balancer={self.load_balancer!r}: pad to {padded}, a multiple of {self.multiple}"
             )
 
     @property
     def multiple(self) -> int:
-        """What a sequence's length must be a multiple of."""
+        """The number that a sequence's length must be a multiple of."""
         return self.ranks * self.chunks_per_rank
 
     @property
     def chunks_per_rank(self) -> int:
-        """How many runs of neighbouring tokens a rank holds."""
+        """The number of contiguous chunks of tokens per rank."""
         return 2 if self.load_balancer == "headtail" and self.ranks > 1 else 1
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """This rank's runs, by their place among all ``ranks * chunks_per_rank`` runs of the sequence."""
+        """The indices of this rank's chunks among all ``ranks * chunks_per_rank`` chunks of the sequence."""
         return self._chunks_of(self.rank)
 
     @cached_property
     def permutation(self) -> Tensor:
-        """``[length]`` int64: each token's position in the sequence, one rank's tokens after another's.
+        """``[length]`` int64: the positions of the tokens of rank 0, then of rank 1, and so on.
 
         The *permutation* that ``rl_logprobs.sequence_shard`` and ``gather_sequence`` take.
         """
-        runs = torch.arange(self.length).view(self.ranks * self.chunks_per_rank, -1)
-        return torch.cat([runs[chunk] for rank in range(self.ranks) for chunk in self._chunks_of(rank)])
+        chunks = torch.arange(self.length).view(self.ranks * self.chunks_per_rank, -1)
+        return torch.cat([chunks[chunk] for rank in range(self.ranks) for chunk in self._chunks_of(rank)])
 
     @property
     def positions(self) -> Tensor:
@@ -78,17 +86,30 @@ class SequenceLayout:
         return self.permutation.chunk(self.ranks)[self.rank]
 
     def shard(self, full: Tensor, *, dim: int = 1) -> Tensor:
-        """This rank's tokens of a tensor in sequence order; no communication.
+        """Return this rank's tokens of a tensor in sequence order; no communication.
+
+        Args:
+            full: a tensor with ``length`` entries on ``dim``.
+            dim: the dim of the tokens.
+
+        Returns:
+            The tensor with ``length / ranks`` entries on ``dim``.
 
         Raises:
-            LayoutError: the tensor does not have ``length`` entries there.
+            LayoutError: the tensor does not have ``length`` entries on ``dim``.
         """
         if full.shape[dim] != self.length:
             raise LayoutError(f"{full.shape[dim]} entries on dim {dim} of {tuple(full.shape)}, not {self.length}")
         return full.index_select(dim, self.positions.to(full.device))
 
     def shard_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of a model's inputs ``[batch, length, ...]``; position ids are added where there are none.
+        """Return this rank's part of a model's inputs, with position ids if they are missing.
+
+        Args:
+            batch: tensors ``[batch, length, ...]`` by name; ``position_ids`` may be ``[..., length]``.
+
+        Returns:
+            Tensors ``[batch, length / ranks, ...]`` by name.
 
         Raises:
             LayoutError: a tensor does not have ``length`` tokens on its second dim (on its last for position ids).
@@ -107,21 +128,35 @@ class SequenceLayout:
 
 
 def sequence_layout(mesh: DeviceMesh, length: int, *, load_balancer: LoadBalancer = "headtail") -> SequenceLayout:
-    """The layout of sequences of ``length`` tokens on a mesh; the whole sequence on each rank without ``cp``.
+    """Return the layout of sequences of ``length`` tokens on a mesh; without ``cp`` each rank has the full sequence.
 
     Args:
         mesh: the mesh that the model is parallelized on.
-        length: tokens of a whole sequence, padding included.
+        length: tokens of a full sequence, padding included.
         load_balancer: the ``cp_load_balancer`` that ``parallelize`` was given.
 
+    Returns:
+        The layout of this rank.
+
     Raises:
-        LayoutError: the length does not divide.
+        LayoutError: the length is not divisible.
+
+    Example:
+        >>> import torch
+        >>> from fsdp_runtime import MeshSpec, sequence_layout
+        >>> layout = sequence_layout(MeshSpec(cp=1).build(device_type="cpu"), length=4)
+        >>> layout.shard_batch({"input_ids": torch.tensor([[5, 6, 7, 8]])})["position_ids"]
+        tensor([[0, 1, 2, 3]])
     """
     ranks = axis_size(mesh, "cp")
     return SequenceLayout(length, ranks, mesh.get_local_rank("cp") if ranks > 1 else 0, load_balancer)
 
 
 def require_load_balancer(load_balancer: object) -> None:
-    """Raise :class:`OptionError` unless :class:`SequenceLayout` knows the load balancer."""
+    """Check the name of a load balancer.
+
+    Raises:
+        OptionError: it is neither ``"headtail"`` nor ``None``.
+    """
     if load_balancer not in ("headtail", None):
         raise OptionError(f"load_balancer={load_balancer!r}: write 'headtail' or None")

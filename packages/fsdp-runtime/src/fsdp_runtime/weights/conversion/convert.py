@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint fuses, merges or cuts otherwise than the model, in both directions."""
+"""Shapes and chunks of tensors that are fused, merged or split between a checkpoint and a model."""
 
 from __future__ import annotations
 
@@ -10,59 +10,61 @@ from torch import Tensor
 
 from fsdp_runtime._transformers_compat import Conversion
 from fsdp_runtime.errors import ConversionError
-from fsdp_runtime.sharded.chunks import Piece
-from fsdp_runtime.weights.conversion.trace import Assembled, NotAssembledError, stored
+from fsdp_runtime.sharded.chunks import Chunk
+from fsdp_runtime.weights.conversion.trace import NotAChunkError, TracedTensor, traced_input
 
 
 @dataclass(frozen=True)
-class Source:
-    """A tensor that goes into a conversion: its full shape and dtype."""
+class TensorSpec:
+    """Full shape and dtype of an input of a conversion."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class Result:
-    """A tensor that comes out of a conversion.
+class ConvertedTensor:
+    """An output of a conversion.
 
     Args:
         shape: its full shape.
         dtype: its dtype.
-        pieces: where its elements are in the sources; ``None`` where they are not boxes of them, so that it takes
-            the whole sources and the conversion itself.
+        chunks: the chunks of the inputs that it consists of; ``None`` if it is not made of chunks, so that the
+            conversion has to run on full inputs.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: Sequence[Piece] | None
+    chunks: Sequence[Chunk] | None
 
 
-def results(conversion: Conversion, sources: Mapping[str, Source]) -> dict[str, Result]:
-    """What a conversion gives, by name, found without any data.
+def trace_conversion(conversion: Conversion, specs: Mapping[str, TensorSpec]) -> dict[str, ConvertedTensor]:
+    """Return the outputs of a conversion by name, without data.
 
     Raises:
-        ConversionError: it does not take sources of these shapes, or of this number.
+        ConversionError: the conversion does not accept inputs of these shapes, or this number of inputs.
     """
-    members = {name: sources[name] for name in conversion.sources}
+    inputs = {name: specs[name] for name in conversion.sources}
     try:
         try:
-            made = conversion.run({n: stored(n, source.shape, source.dtype) for n, source in members.items()})
-        except NotAssembledError:
-            made = conversion.run({n: _on_meta(source) for n, source in members.items()})
+            outputs = conversion.run(
+                {name: traced_input(name, spec.shape, spec.dtype) for name, spec in inputs.items()}
+            )
+        except NotAChunkError:
+            outputs = conversion.run({name: _on_meta(spec) for name, spec in inputs.items()})
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-        listed = ", ".join(f"{name} {source.shape}" for name, source in list(members.items())[:8])
+        listed = ", ".join(f"{name} {spec.shape}" for name, spec in list(inputs.items())[:8])
         raise ConversionError(
-            f"{len(members)} tensors cannot be converted between checkpoint and model ({error}): {listed}. Tensors are "
-            "missing, or of other shapes than the config says"
+            f"{len(inputs)} tensors cannot be converted between checkpoint and model ({error}): {listed}. Tensors are "
+            "missing, or their shapes differ from the config's"
         ) from error
-    return {name: _result(tensor) for name, tensor in made.items()}
+    return {name: _converted(tensor) for name, tensor in outputs.items()}
 
 
-def _result(tensor: Tensor) -> Result:
-    pieces = tensor.pieces if isinstance(tensor, Assembled) else None
-    return Result(tuple(tensor.shape), tensor.dtype, pieces)
+def _converted(tensor: Tensor) -> ConvertedTensor:
+    chunks = tensor.chunks if isinstance(tensor, TracedTensor) else None
+    return ConvertedTensor(tuple(tensor.shape), tensor.dtype, chunks)
 
 
-def _on_meta(source: Source) -> Tensor:
-    return torch.empty(source.shape, dtype=source.dtype, device="meta")
+def _on_meta(spec: TensorSpec) -> Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")

@@ -1,8 +1,8 @@
-"""Tensors that only remember where their elements come from: a conversion run on them yields a reading plan.
+"""Tensors without data that record where their elements come from.
 
-transformers' conversion operations are ordinary tensor code.  Run on these tensors, stacking, concatenating,
-splitting and transposing become arithmetic on boxes, so that a rank can read the slices that it needs of what would
-be merged, and no operation has to be known by name.
+The conversion operations of transformers are ordinary tensor code.  Run on these tensors, stacking, concatenating,
+splitting and transposing become arithmetic on chunks.  A rank can then read only the slices that it needs of a merged
+tensor, and no conversion has to be known by name.
 """
 
 from __future__ import annotations
@@ -15,147 +15,147 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime._torch_compat import wrapper_tensor
-from fsdp_runtime.sharded.chunks import Piece, whole
+from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
 
 _aten = torch.ops.aten
 
 
-class NotAssembledError(Exception):
-    """An operation does more than to put boxes together (it interleaves, or computes)."""
+class NotAChunkError(Exception):
+    """An operation does more than rearrange chunks: it interleaves elements, or computes."""
 
 
-class Assembled(Tensor):
-    """A tensor without elements, made of boxes of stored tensors.
+class TracedTensor(Tensor):
+    """A tensor without data, made of chunks of stored tensors.
 
     Args:
         shape: the tensor's shape.
         dtype: its dtype.
-        pieces: boxes that fill it and do not overlap.
+        chunks: chunks that fill it and do not overlap.
     """
 
-    pieces: list[Piece]
+    chunks: list[Chunk]
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: list[Piece]) -> Assembled:
-        """A subclass of Tensor is made here and not in ``__init__``."""
-        made: Assembled = wrapper_tensor(cls, shape, dtype)
-        made.pieces = pieces
-        return made
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, chunks: list[Chunk]) -> TracedTensor:
+        """Create the wrapper subclass; tensors are created here, not in ``__init__``."""
+        tensor: TracedTensor = wrapper_tensor(cls, shape, dtype)
+        tensor.chunks = chunks
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Every operation that torch breaks down into those below works; others are refused."""
+        """Run an operation on chunks; operations without a handler below are refused."""
         handler = _HANDLERS.get(function)
         if handler is None:
-            raise NotAssembledError(f"{function} does not only move boxes")
+            raise NotAChunkError(f"{function} is not a rearrangement of chunks")
         return handler(*args, **(kwargs or {}))
 
 
-def stored(name: str, shape: Sequence[int], dtype: torch.dtype) -> Assembled:
-    """A stored tensor as it is."""
-    return Assembled(shape, dtype, [whole(name, shape)])
+def traced_input(name: str, shape: Sequence[int], dtype: torch.dtype) -> TracedTensor:
+    """Return the traced form of a stored tensor."""
+    return TracedTensor(shape, dtype, [identity_chunk(name, shape)])
 
 
-def _same(tensor: Assembled, **_: Any) -> Assembled:
-    return Assembled(tensor.shape, tensor.dtype, tensor.pieces)
+def _same(tensor: TracedTensor, **_: Any) -> TracedTensor:
+    return TracedTensor(tensor.shape, tensor.dtype, tensor.chunks)
 
 
-def _permute(tensor: Assembled, order: Sequence[int]) -> Assembled:
+def _permute(tensor: TracedTensor, order: Sequence[int]) -> TracedTensor:
     order = [dim % tensor.ndim for dim in order]
-    pieces = [
+    chunks = [
         replace(
-            piece,
-            target=tuple(piece.target[dim] for dim in order),
-            dims=tuple(piece.dims[dim] for dim in order),
+            chunk,
+            target=tuple(chunk.target[dim] for dim in order),
+            dims=tuple(chunk.dims[dim] for dim in order),
         )
-        for piece in tensor.pieces
+        for chunk in tensor.chunks
     ]
-    return Assembled([tensor.shape[dim] for dim in order], tensor.dtype, pieces)
+    return TracedTensor([tensor.shape[dim] for dim in order], tensor.dtype, chunks)
 
 
-def _transpose(tensor: Assembled, one: int, other: int) -> Assembled:
+def _transpose(tensor: TracedTensor, one: int, other: int) -> TracedTensor:
     order = list(range(tensor.ndim))
     order[one], order[other] = order[other], order[one]
     return _permute(tensor, order)
 
 
-def _cat(tensors: Sequence[Assembled], dim: int = 0) -> Assembled:
+def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
     first = tensors[0]
     dim %= first.ndim
     shape = list(first.shape)
     shape[dim] = 0
-    pieces: list[Piece] = []
+    chunks: list[Chunk] = []
     for tensor in tensors:
         if [*tensor.shape[:dim], *tensor.shape[dim + 1 :]] != [*shape[:dim], *shape[dim + 1 :]]:
-            raise ValueError(f"tensors of shapes {tuple(first.shape)} and {tuple(tensor.shape)} cannot be joined")
-        pieces += [_moved(piece, dim, shape[dim]) for piece in tensor.pieces]
+            raise ValueError(f"tensors of shapes {tuple(first.shape)} and {tuple(tensor.shape)} cannot be concatenated")
+        chunks += [_shifted(chunk, dim, shape[dim]) for chunk in tensor.chunks]
         shape[dim] += tensor.shape[dim]
-    return Assembled(shape, first.dtype, pieces)
+    return TracedTensor(shape, first.dtype, chunks)
 
 
-def _stack(tensors: Sequence[Assembled], dim: int = 0) -> Assembled:
+def _stack(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
     return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim)
 
 
-def _unsqueeze(tensor: Assembled, dim: int) -> Assembled:
+def _unsqueeze(tensor: TracedTensor, dim: int) -> TracedTensor:
     dim %= tensor.ndim + 1
-    pieces = [
+    chunks = [
         replace(
-            piece,
-            target=(*piece.target[:dim], slice(0, 1), *piece.target[dim:]),
-            dims=(*piece.dims[:dim], None, *piece.dims[dim:]),
+            chunk,
+            target=(*chunk.target[:dim], slice(0, 1), *chunk.target[dim:]),
+            dims=(*chunk.dims[:dim], None, *chunk.dims[dim:]),
         )
-        for piece in tensor.pieces
+        for chunk in tensor.chunks
     ]
-    return Assembled([*tensor.shape[:dim], 1, *tensor.shape[dim:]], tensor.dtype, pieces)
+    return TracedTensor([*tensor.shape[:dim], 1, *tensor.shape[dim:]], tensor.dtype, chunks)
 
 
-def _squeeze(tensor: Assembled, dim: int) -> Assembled:
+def _squeeze(tensor: TracedTensor, dim: int) -> TracedTensor:
     dim %= tensor.ndim
     if tensor.shape[dim] != 1:
         return _same(tensor)
-    pieces = [
+    chunks = [
         replace(
-            piece,
-            target=(*piece.target[:dim], *piece.target[dim + 1 :]),
-            dims=(*piece.dims[:dim], *piece.dims[dim + 1 :]),
+            chunk,
+            target=(*chunk.target[:dim], *chunk.target[dim + 1 :]),
+            dims=(*chunk.dims[:dim], *chunk.dims[dim + 1 :]),
         )
-        for piece in tensor.pieces
+        for chunk in tensor.chunks
     ]
-    return Assembled([*tensor.shape[:dim], *tensor.shape[dim + 1 :]], tensor.dtype, pieces)
+    return TracedTensor([*tensor.shape[:dim], *tensor.shape[dim + 1 :]], tensor.dtype, chunks)
 
 
 def _slice(
-    tensor: Assembled, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Assembled:
+    tensor: TracedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> TracedTensor:
     if step != 1:
-        raise NotAssembledError(f"a slice with step {step} is no box")
+        raise NotAChunkError(f"a slice with step {step} is not one chunk")
     dim %= tensor.ndim
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
-    box = [slice(0, size) for size in tensor.shape]
-    box[dim] = slice(first, last)
-    inside = (piece.within(tuple(box)) for piece in tensor.pieces)
-    shape = [side.stop - side.start for side in box]
-    return Assembled(shape, tensor.dtype, [_moved(piece, dim, -first) for piece in inside if piece is not None])
+    slices = [slice(0, size) for size in tensor.shape]
+    slices[dim] = slice(first, last)
+    inside = (chunk.intersect(tuple(slices)) for chunk in tensor.chunks)
+    shape = [side.stop - side.start for side in slices]
+    return TracedTensor(shape, tensor.dtype, [_shifted(chunk, dim, -first) for chunk in inside if chunk is not None])
 
 
-def _select(tensor: Assembled, dim: int, index: int) -> Assembled:
+def _select(tensor: TracedTensor, dim: int, index: int) -> TracedTensor:
     index %= tensor.shape[dim]
     return _squeeze(_slice(tensor, dim, index, index + 1), dim)
 
 
-def _unbind(tensor: Assembled, dim: int = 0) -> list[Assembled]:
+def _unbind(tensor: TracedTensor, dim: int = 0) -> list[TracedTensor]:
     return [_select(tensor, dim, index) for index in range(tensor.shape[dim])]
 
 
-def _split(tensor: Assembled, size: int, dim: int = 0) -> list[Assembled]:
+def _split(tensor: TracedTensor, size: int, dim: int = 0) -> list[TracedTensor]:
     return [_slice(tensor, dim, start, start + size) for start in range(0, tensor.shape[dim], size)]
 
 
-def _split_with_sizes(tensor: Assembled, sizes: Sequence[int], dim: int = 0) -> list[Assembled]:
-    def parts() -> Iterator[Assembled]:
+def _split_with_sizes(tensor: TracedTensor, sizes: Sequence[int], dim: int = 0) -> list[TracedTensor]:
+    def parts() -> Iterator[TracedTensor]:
         start = 0
         for size in sizes:
             yield _slice(tensor, dim, start, start + size)
@@ -164,10 +164,10 @@ def _split_with_sizes(tensor: Assembled, sizes: Sequence[int], dim: int = 0) -> 
     return list(parts())
 
 
-def _moved(piece: Piece, dim: int, by: int) -> Piece:
-    side = piece.target[dim]
+def _shifted(chunk: Chunk, dim: int, by: int) -> Chunk:
+    side = chunk.target[dim]
     moved = slice(side.start + by, side.stop + by)
-    return replace(piece, target=(*piece.target[:dim], moved, *piece.target[dim + 1 :]))
+    return replace(chunk, target=(*chunk.target[:dim], moved, *chunk.target[dim + 1 :]))
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

@@ -23,11 +23,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_runtime import FSDPOptions, MismatchError, OptionError, WeightsError, parallelize
-from fsdp_runtime.sharded.collectives import Ranks
-from fsdp_runtime.sharded.safetensors_io import SafetensorsFile
+from fsdp_runtime.sharded.collectives import ModelRanks
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.training_state import directory as step_directories
 from fsdp_runtime.training_state import load_training_state, save, save_training_state
-from fsdp_runtime.training_state.snapshot import Named, own_boxes
+from fsdp_runtime.training_state.snapshot import NamedTensor, chunks_to_write
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for, own_part
 from harness.ranks import RankPool, RanksFailed
@@ -100,7 +100,7 @@ def _resumed(axes: Mapping[str, int], directory: Path, options: Mapping[str, Any
     expected = run.steps(3)
     other = Run(axes, **{**options, "seed": 5})
     state = other.load(directory)
-    assert (state.step, state.random_restored) == (2, True)
+    assert (state.step, state.rng_restored) == (2, True)
     assert state.extra == {"tokens": 2000, "best": {"reward": 0.5, "when": (1, 2)}}
     assert other.scheduler.last_epoch == 2
     return expected, other.steps(3)
@@ -141,7 +141,7 @@ def _from_mesh_to_mesh(before: Mapping[str, int], after: Mapping[str, int], dire
     run = Run(after, seed=step)
     state = run.load(directory)
     assert state.step == step
-    assert not state.random_restored
+    assert not state.rng_restored
     found = _state(run)
     wrong = sorted(found.keys() ^ expected.keys())
     for name, tensor in found.items():
@@ -181,7 +181,7 @@ def _shard_of_seven_rows(rank: int) -> list[tuple[list[int], list[float]]]:
     module = nn.Module()
     module.weight = nn.Parameter(distribute_tensor(torch.arange(7.0), mesh["tp"], [Shard(0)], src_data_rank=None))
     fully_shard(module, mesh=mesh["dp_shard"])
-    own = own_boxes([Named("weight", module.weight)], Ranks(index=rank, count=6))
+    own = chunks_to_write([NamedTensor("weight", module.weight)], ModelRanks(index=rank, count=6))
     return [([part.box[0].start, part.box[0].stop], part.local.tolist()) for part in own]
 
 
@@ -262,7 +262,7 @@ def _arm(moment: str) -> None:
 
     match moment:
         case "first tensor":
-            SafetensorsFile.write = kill  # type: ignore[method-assign]
+            SafetensorsWriter.write = kill  # type: ignore[method-assign]
         case "after the tensors":
             save.write_object = kill  # type: ignore[assignment]
         case "before the rename":
@@ -310,21 +310,21 @@ def test_a_killed_rank_leaves_the_old_or_the_new_state_whole_and_the_other_rank_
 def _full_disk(directory: Path, rank: int) -> str:
     run = Run({"dp_shard": 2})
     run.save(directory, step=1)
-    original = SafetensorsFile.write
+    original = SafetensorsWriter.write
 
-    def write(self: SafetensorsFile, name: str, tensor: Tensor) -> None:
+    def write(self: SafetensorsWriter, name: str, tensor: Tensor) -> None:
         if dist.get_rank() == rank:
             raise OSError("no space left on device")
         original(self, name, tensor)
 
-    SafetensorsFile.write = write  # type: ignore[method-assign]
+    SafetensorsWriter.write = write  # type: ignore[method-assign]
     try:
         run.save(directory, step=2)
     except (OSError, WeightsError) as error:
         dist.barrier()  # the ranks are still in step
         return f"{type(error).__name__}: {error}"
     finally:
-        SafetensorsFile.write = original  # type: ignore[method-assign]
+        SafetensorsWriter.write = original  # type: ignore[method-assign]
     return "saved"
 
 
@@ -352,7 +352,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "flipped bit in a shard": ("rank-00001.safetensors", _flip, "is not what was saved"),
     "flipped bit in the manifest": ("manifest.json", _flip, "truncated or corrupt"),
     "truncated manifest": ("manifest.json", lambda f: os.truncate(f, 700), "truncated or corrupt"),
-    "missing random states": ("rank-00001.random.pt", Path.unlink, "lacks rank-00001.random.pt"),
+    "missing RNG states": ("rank-00001.rng.pt", Path.unlink, "lacks rank-00001.rng.pt"),
     "flipped bit elsewhere": ("shared.pt", _flip, "or other content than was saved"),
 }
 
@@ -391,7 +391,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(save, "encoded", lambda content: _pickled({**content, "harm": _Harm()}))
     Run({}).save(tmp_path, step=1)
-    with pytest.raises(WeightsError, match="wants to run code"):
+    with pytest.raises(WeightsError, match="would run code"):
         Run({}).load(tmp_path)
     assert not (tmp_path / "harmed").exists()
 
@@ -406,7 +406,7 @@ def _pickled(content: dict[str, Any]) -> bytes:
 
 def test_what_could_not_be_loaded_safely_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(OptionError, match="extra cannot be saved so that it is safe to load"):
+    with pytest.raises(OptionError, match="extra cannot be saved in a form that is safe to load"):
         save_training_state(tmp_path, model, step=1, extra={"path": tmp_path})
     assert not list(tmp_path.iterdir())
 
@@ -435,7 +435,7 @@ def test_optimizers_that_are_built_otherwise_are_refused(tmp_path: Path) -> None
         load_training_state(tmp_path, model, SGD([model.weight]))
     with pytest.raises(MismatchError, match="has 2 parameter groups, the saved one 1"):
         load_training_state(tmp_path, model, SGD([{"params": [model.weight]}, {"params": [model.bias]}]))
-    with pytest.raises(MismatchError, match="2 optimizers to resume, and 1 were saved"):
+    with pytest.raises(MismatchError, match="2 optimizers given, and 1 were saved"):
         load_training_state(tmp_path, model, [SGD([model.weight]), SGD([model.bias])])
     with pytest.raises(OptionError, match="holds 2 parameters that are not the model's"):
         load_training_state(tmp_path, model, SGD(nn.Linear(2, 2).parameters()))

@@ -15,14 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdp_runtime import WeightsError, apply_tp, parallelize
-from fsdp_runtime.sharded.safetensors_io import Planned, SafetensorsFile
+from fsdp_runtime import WeightsError, apply_tp, parallelize, resolve_parallelism
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.weights import load_weights, save, save_weights
-from fsdp_runtime.weights.hub_checkpoint import Checkpoint
+from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 from harness.models import ARCHITECTURES, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
-from tp_plans import plan_for
 
 AXES = ({"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2})
 
@@ -66,7 +65,7 @@ def test_transformers_loads_what_is_saved_and_finds_what_it_would_have_written(
 def _files_written_by_a_replica(directory: Path) -> list[str]:
     """Split over ``tp`` only, so that no parameter knows of the replicas; each rank saves to its own directory."""
     model = _model()
-    apply_tp(model, plan_for(model), mesh_for({"dp_replicate": 2, "tp": 2})["tp"])
+    apply_tp(model, resolve_parallelism(model, mesh_for({"dp_replicate": 2, "tp": 2})))
     own = directory / str(dist.get_rank())
     save_weights(model, own)
     return sorted(file.name for file in own.iterdir()) if own.exists() else []
@@ -105,8 +104,8 @@ def test_files_hold_any_dtype_and_shape_aligned_and_in_any_order(tmp_path: Path)
         "nothing": torch.empty(0, 4),
         "wide": torch.randn(2, 3, dtype=torch.float64).T,
     }
-    planned = [Planned(name, tuple(t.shape), t.dtype, t.nbytes) for name, t in tensors.items()]
-    with SafetensorsFile(tmp_path / "x.safetensors", planned) as file:
+    planned = [TensorHeader(name, tuple(t.shape), t.dtype, t.nbytes) for name, t in tensors.items()]
+    with SafetensorsWriter(tmp_path / "x.safetensors", planned) as file:
         for name in reversed(tensors):
             file.write(name, tensors[name])
     _assert_equal(load_file(tmp_path / "x.safetensors"), tensors)
@@ -118,7 +117,7 @@ def test_files_hold_any_dtype_and_shape_aligned_and_in_any_order(tmp_path: Path)
 
 
 def _tensors(directory: Path) -> dict[str, Tensor]:
-    with Checkpoint(directory) as checkpoint:
+    with HubCheckpoint(directory) as checkpoint:
         return {name: checkpoint.read(name, ()) for name in checkpoint.tensors}
 
 
@@ -201,22 +200,22 @@ def _failing_save(directory: Path, *, tensors_before_failure: int) -> str:
     """What this rank is told when the first rank's disk is full after some tensors."""
     model = parallelize(_model(seed=2), mesh_for({"dp_shard": 2}))
     written = []
-    original = SafetensorsFile.write
+    original = SafetensorsWriter.write
 
-    def write(self: SafetensorsFile, name: str, tensor: Tensor) -> None:
+    def write(self: SafetensorsWriter, name: str, tensor: Tensor) -> None:
         if len(written) == tensors_before_failure:
             raise OSError("no space left on device")
         written.append(name)
         original(self, name, tensor)
 
-    SafetensorsFile.write = write  # type: ignore[method-assign]
+    SafetensorsWriter.write = write  # type: ignore[method-assign]
     try:
         save_weights(model, directory, max_shard_bytes=100_000, bucket_bytes=20_000)
     except (OSError, WeightsError) as error:
         dist.barrier()  # the ranks are still in step
         return f"{type(error).__name__}: {error}"
     finally:
-        SafetensorsFile.write = original  # type: ignore[method-assign]
+        SafetensorsWriter.write = original  # type: ignore[method-assign]
     return "saved"
 
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from fsdp_runtime import ConversionError, MismatchError
 from fsdp_runtime._transformers_compat import Conversion
 from fsdp_runtime.weights import load_weights, save_weights, stream_weights
-from fsdp_runtime.weights.conversion.convert import Source, results
-from fsdp_runtime.weights.conversion.trace import stored
+from fsdp_runtime.weights.conversion.convert import TensorSpec, trace_conversion
+from fsdp_runtime.weights.conversion.trace import traced_input
 from harness.memory import LiveBytes
 from harness.parity import mesh_for, own_part
 from harness.ranks import RankPool
@@ -194,11 +194,11 @@ def test_an_operation_on_boxes_is_what_it_is_on_values(name: str) -> None:
     operation = OPERATIONS[name]
     values = {"a": torch.arange(24.0).view(6, 4), "b": torch.arange(24.0, 48.0).view(6, 4)}
     expected = operation(values["a"], values["b"])
-    plan = operation(*(stored(key, value.shape, value.dtype) for key, value in values.items()))
+    plan = operation(*(traced_input(key, value.shape, value.dtype) for key, value in values.items()))
     assert plan.shape == expected.shape
     found = torch.full_like(expected, -1)
-    for piece in plan.pieces:
-        found[piece.target] = piece.in_target(values[piece.source][piece.stored])
+    for chunk in plan.chunks:
+        found[chunk.target] = chunk.to_target(values[chunk.source][chunk.source_slices])
     assert torch.equal(found, expected)
 
 
@@ -206,6 +206,6 @@ def test_an_operation_that_mixes_elements_takes_whole_tensors() -> None:
     def run(tensors: Any) -> dict[str, Tensor]:
         return {"out": tensors["a"].reshape(3, 2, 4).transpose(0, 1).reshape(6, 4)}
 
-    (result,) = results(Conversion(("a",), run), {"a": Source((6, 4), torch.float32)}).values()
-    assert result.pieces is None
+    (result,) = trace_conversion(Conversion(("a",), run), {"a": TensorSpec((6, 4), torch.float32)}).values()
+    assert result.chunks is None
     assert result.shape == (6, 4)

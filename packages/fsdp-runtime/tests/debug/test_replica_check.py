@@ -60,7 +60,7 @@ def test_one_drifted_element_is_found_on_the_ranks_that_hold_a_copy(four_ranks: 
 def test_a_tower_that_no_plan_covers_is_compared_over_tp_too(two_ranks: RankPool) -> None:
     name = "model.multi_modal_projector.mm_input_projection_weight"
     for told in two_ranks.run(_drift, {"tp": 2}, name, 1, 1e-12):
-        assert f"1 tensors differ between ranks that hold copies of them:\n  {name}: over axis tp (ranks 0, 1)" in told
+        assert f"1 tensors differ between ranks that replicate them:\n  {name}: over axis tp (ranks 0, 1)" in told
 
 
 def test_a_plain_model_has_no_replicas() -> None:

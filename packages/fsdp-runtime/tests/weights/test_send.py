@@ -16,12 +16,12 @@ from fsdp_runtime import ConversionError, parallelize, save_weights
 from fsdp_runtime.weights import (
     WeightInfo,
     describe_weights,
+    flatten_bucket,
     load_weights,
-    packed,
     send_weights,
     stream_buckets,
     stream_weights,
-    unpacked,
+    unflatten_bucket,
 )
 from harness.memory import LiveBytes
 from harness.models import tiny_model
@@ -81,21 +81,21 @@ def _train_here_infer_there(path: Path, *, flat: bool, dtype: torch.dtype | None
     if rank < 2:
         described = describe_weights(model, dtype=dtype)
 
-        def announce(weights: list[WeightInfo] | None) -> None:
+        def on_bucket(weights: list[WeightInfo] | None) -> None:
             dist.broadcast_object_list([weights], src=0, group=group)
 
         if rank == 0:
-            announce(described)
-        send_weights(model, group if rank == 0 else None, announce, bucket_bytes=40_000, dtype=dtype, flat=flat)
+            on_bucket(described)
+        send_weights(model, group if rank == 0 else None, on_bucket, bucket_bytes=40_000, dtype=dtype, flat=flat)
         if rank == 0:
-            announce(None)
+            on_bucket(None)
         return []
-    engine = Engine(_told(group) or [])
-    while (weights := _told(group)) is not None:
+    engine = Engine(_received(group) or [])
+    while (weights := _received(group)) is not None:
         if flat:
             run = torch.empty(sum(weight.nbytes for weight in weights), dtype=torch.uint8)
             dist.broadcast(run, src=0, group=group)
-            engine.load_weights(unpacked(weights, run))
+            engine.load_weights(unflatten_bucket(weights, run))
         else:
             for weight in weights:
                 tensor = torch.empty(weight.shape, dtype=weight.dtype)
@@ -104,7 +104,7 @@ def _train_here_infer_there(path: Path, *, flat: bool, dtype: torch.dtype | None
     return engine.differences(path)
 
 
-def _told(group: Any) -> list[WeightInfo] | None:
+def _received(group: Any) -> list[WeightInfo] | None:
     heard: list[Any] = [None]
     dist.broadcast_object_list(heard, src=0, group=group)
     return heard[0]
@@ -150,7 +150,9 @@ def test_packing_is_undone_by_unpacking() -> None:
     tensors = [torch.randn(3, 5).T, torch.randn(()), torch.empty(0, 4), torch.randn(7)]
     bucket = [(str(number), tensor.to(torch.bfloat16)) for number, tensor in enumerate(tensors)]
     described = [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
-    for (name, tensor), (wanted_name, wanted) in zip(unpacked(described, packed(bucket)), bucket, strict=True):
+    for (name, tensor), (wanted_name, wanted) in zip(
+        unflatten_bucket(described, flatten_bucket(bucket)), bucket, strict=True
+    ):
         assert name == wanted_name
         assert torch.equal(tensor, wanted)
 
@@ -170,7 +172,7 @@ def _peak(bucket_bytes: int) -> tuple[int, int, int]:
 def test_sending_holds_a_few_buckets_and_never_the_model(two_ranks: RankPool) -> None:
     for bucket in (30_000, 60_000):
         for peak, total, largest in two_ranks.run(_peak, bucket):
-            # Gathered (and the bucket before, while gloo holds on to it), the shards that went in, and packed.
+            # Gathered (and the bucket before, while gloo holds on to it), the shards that went in, and flatten_bucket.
             assert peak <= 4 * 1.02 * max(bucket, largest) + largest
             assert peak < total / 3
 
@@ -179,10 +181,10 @@ class _Packed(nn.Parameter):
     """Stands for a quantisation's own class of weights."""
 
 
-def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
+def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].weight = _Packed(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ConversionError, match=r"1 weights are of class _Packed, first 0\.weight: quantised"):
+    with pytest.raises(ConversionError, match=r"1 weights are of class _Packed, first 0\.weight: quantized"):
         list(stream_weights(model))
     plain = nn.Sequential(nn.Linear(2, 2))
     save_weights(plain, tmp_path)

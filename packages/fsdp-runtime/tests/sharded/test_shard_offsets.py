@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_runtime import WeightsError
-from fsdp_runtime.sharded.shard_offsets import local_slice, own_slice
+from fsdp_runtime.sharded.shard_offsets import dtensor_slices, local_slices
 from harness.parity import mesh_for
 from harness.ranks import RankPool
 
@@ -33,7 +33,7 @@ def _agrees(shape: tuple[int, ...], placements: Sequence[Placement]) -> bool:
     full = _full(*shape)
     mesh = mesh_for({"dp_shard": 2, "tp": 2})["dp_shard", "tp"]
     tensor = distribute_tensor(full, mesh, placements)
-    return torch.equal(full[local_slice(tensor)], tensor.to_local())
+    return torch.equal(full[dtensor_slices(tensor)], tensor.to_local())
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def _agrees_after_fsdp(size: int, tp_dim: int) -> bool:
     module.weight = nn.Parameter(distribute_tensor(full, mesh["tp"], [Shard(tp_dim)]))
     fully_shard(module, mesh=mesh["dp_shard"])
     with torch.no_grad():
-        held = torch.equal(full[local_slice(module.weight)], module.weight.to_local())
+        held = torch.equal(full[dtensor_slices(module.weight)], module.weight.to_local())
         return held and torch.equal(module.weight.full_tensor(), full)
 
 
@@ -80,7 +80,7 @@ def _uneven_shard(rank: int) -> tuple[list[float], list[float]]:
     module.weight = nn.Parameter(distribute_tensor(full, mesh["tp"], [Shard(0)], src_data_rank=None))
     fully_shard(module, mesh=mesh["dp_shard"])
     with torch.no_grad():
-        return module.weight.to_local().tolist(), full[local_slice(module.weight)].tolist()
+        return module.weight.to_local().tolist(), full[dtensor_slices(module.weight)].tolist()
 
 
 def test_uneven_shards_over_tp_lie_where_fsdp_puts_them() -> None:
@@ -99,7 +99,7 @@ def test_slices_of_all_ranks_cover_every_element_once_a_replica(
 ) -> None:
     count = torch.zeros(size)
     for coordinate in ((i, j) for i in range(mesh[0]) for j in range(mesh[1])):
-        count[own_slice((size,), placements, mesh, coordinate)] += 1
+        count[local_slices((size,), placements, mesh, coordinate)] += 1
     replicas = math.prod(n for n, placement in zip(mesh, placements, strict=True) if placement.is_replicate())
     assert (count == replicas).all()
 
@@ -107,9 +107,9 @@ def test_slices_of_all_ranks_cover_every_element_once_a_replica(
 def _refusal_of_a_partial() -> str:
     mesh = mesh_for({"tp": 2})["tp"]
     with pytest.raises(WeightsError) as refusal:
-        local_slice(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+        dtensor_slices(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     return str(refusal.value)
 
 
 def test_a_partial_sum_is_refused(two_ranks: RankPool) -> None:
-    assert all("only shards and replicas" in message for message in two_ranks.run(_refusal_of_a_partial))
+    assert all("only Shard and Replicate" in message for message in two_ranks.run(_refusal_of_a_partial))

@@ -8,54 +8,56 @@ import time
 import pytest
 import torch.distributed as dist
 
-from fsdp_runtime import LostRankError, OptionError, watch_ranks
-from fsdp_runtime.monitor.failure_detector import Lookout
-from fsdp_runtime.monitor.heartbeat import Sign
+from fsdp_runtime import LostRankError, OptionError, monitor_ranks
+from fsdp_runtime.monitor.failure_detector import FailureDetector
+from fsdp_runtime.monitor.heartbeat import Heartbeat
 from harness.ranks import RankError, RankPool, RanksFailed
 
 # What signs of life tell.
 
 
 def test_a_rank_is_lost_once_its_sign_has_stayed_the_same_for_longer_than_the_timeout() -> None:
-    lookout = Lookout(interval=1.0, timeout=3.0)
-    lookout.look({2: Sign(beat=5, phase="backward")})
-    found = [lookout.look({2: Sign(beat=5, phase="backward")}) for _ in range(4)]
+    detector = FailureDetector(interval=1.0, timeout=3.0)
+    detector.update({2: Heartbeat(count=5, phase="backward")})
+    found = [detector.update({2: Heartbeat(count=5, phase="backward")}) for _ in range(4)]
     assert found[:3] == [None] * 3
     assert (found[3].rank, found[3].phase) == (2, "backward")
 
 
 def test_any_new_sign_begins_the_wait_anew() -> None:
-    lookout = Lookout(interval=1.0, timeout=3.0)
+    detector = FailureDetector(interval=1.0, timeout=3.0)
     for beat in (1, 1, 1, 2, 2, 2, 3, 3, 3):
-        assert lookout.look({2: Sign(beat=beat)}) is None
+        assert detector.update({2: Heartbeat(count=beat)}) is None
 
 
 def test_a_rank_that_left_may_be_silent() -> None:
-    lookout = Lookout(interval=1.0, timeout=3.0)
-    assert not any(lookout.look({2: Sign(beat=1, state="left")}) for _ in range(9))
-    assert lookout.all_left()
+    detector = FailureDetector(interval=1.0, timeout=3.0)
+    assert not any(detector.update({2: Heartbeat(count=1, state="finished")}) for _ in range(9))
+    assert detector.all_finished()
 
 
 def test_a_rank_that_raised_is_named_rather_than_those_that_fell_silent_over_it() -> None:
-    lookout = Lookout(interval=1.0, timeout=3.0)
+    detector = FailureDetector(interval=1.0, timeout=3.0)
     for _ in range(4):
-        lookout.look({1: Sign(beat=1)})
-    found = lookout.look({1: Sign(beat=1), 2: Sign(beat=7, phase="save", state="failed", message="OSError: full")})
-    assert (found.rank, found.phase, found.what) == (2, "save", "raised OSError: full")
+        detector.update({1: Heartbeat(count=1)})
+    found = detector.update(
+        {1: Heartbeat(count=1), 2: Heartbeat(count=7, phase="save", state="failed", message="OSError: full")}
+    )
+    assert (found.rank, found.phase, found.reason) == (2, "save", "raised OSError: full")
 
 
 # On running ranks; dead and stopped ones are for ``nox -s faults``.
 
 
 def _one_raises(guilty: int, error: Exception) -> None:
-    with watch_ranks(timeout=3.0) as watch:
-        with watch.phase("load"):
+    with monitor_ranks(timeout=3.0) as monitor:
+        with monitor.phase("load"):
             dist.barrier()
-        with watch.phase("forward"):
+        with monitor.phase("forward"):
             if dist.get_rank() == guilty:
                 raise error
             while True:
-                with watch.phase("waiting"):
+                with monitor.phase("waiting"):
                     time.sleep(0.02)
 
 
@@ -73,13 +75,13 @@ def test_the_rank_that_raises_keeps_its_error_and_the_other_names_it(
     assert f"on rank {guilty}, in phase 'forward'" in own.traceback
     assert other.type_name == "LostRankError"
     assert f"rank {guilty}, in phase 'forward', raised {type(error).__name__}: {error}" in other.message
-    assert f"rank {1 - guilty}, which says this, was in phase" in other.message  # whichever it had got to
+    assert f"reported by rank {1 - guilty} in phase" in other.message  # whichever it had got to
 
 
 def _quiet_work(seconds: float) -> str:
     """One rank waits for the other for longer than the time-out, and nothing is wrong; then once more."""
     for _ in range(2):
-        with watch_ranks(timeout=2.0) as watch, watch.phase("backward"):
+        with monitor_ranks(timeout=2.0) as monitor, monitor.phase("backward"):
             if dist.get_rank() == 1:
                 time.sleep(seconds)
             dist.barrier()
@@ -92,7 +94,7 @@ def test_waiting_for_a_slow_rank_is_no_loss(two_ranks: RankPool) -> None:
 
 def _never_watches() -> None:
     if dist.get_rank() == 0:
-        with watch_ranks(timeout=1.0):
+        with monitor_ranks(timeout=1.0):
             pass
 
 
@@ -100,17 +102,17 @@ def test_a_rank_that_never_begins_is_named(two_ranks: RankPool) -> None:
     with pytest.raises(RanksFailed) as failure:
         two_ranks.run(_never_watches)
     error: RankError = failure.value.errors[0]
-    assert "ranks [1] did not begin to watch within 1 s" in error.message
+    assert "ranks [1] did not start monitoring within 1 s" in error.message
 
 
 def test_a_single_process_is_not_watched_but_its_errors_say_the_phase() -> None:
-    with pytest.raises(RuntimeError, match="own") as failure, watch_ranks() as watch, watch.phase("forward"):
+    with pytest.raises(RuntimeError, match="own") as failure, monitor_ranks() as monitor, monitor.phase("forward"):
         raise RuntimeError("own")
     assert failure.value.__notes__ == ["on rank 0, in phase 'forward'"]
 
 
 def test_a_timeout_of_nothing_is_refused() -> None:
-    with pytest.raises(OptionError, match="timeout=0"), watch_ranks(timeout=0):
+    with pytest.raises(OptionError, match="timeout=0"), monitor_ranks(timeout=0):
         pass
 
 

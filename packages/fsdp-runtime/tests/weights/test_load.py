@@ -259,14 +259,14 @@ def test_an_index_of_other_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"lists 1 tensors .*model\.norm\.weight in model-00001"):
         load_weights(_on_meta("Qwen3ForCausalLM"), tmp_path)
     index.write_text("{")
-    with pytest.raises(WeightsError, match="is no index"):
+    with pytest.raises(WeightsError, match="is not an index"):
         load_weights(_on_meta("Qwen3ForCausalLM"), tmp_path)
 
 
 def test_a_path_that_holds_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"holds neither model\.safetensors nor"):
         load_weights(nn.Linear(2, 2), tmp_path)
-    with pytest.raises(WeightsError, match="is no directory"):
+    with pytest.raises(WeightsError, match="is not a directory"):
         load_weights(nn.Linear(2, 2), tmp_path / "nowhere" / "at" / "all")
 
 

@@ -1,0 +1,183 @@
+"""The monitor of several ranks: a heartbeat thread, a thread that ends a blocked process, and their state."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_runtime._torch_compat import own_store
+from fsdp_runtime.errors import FsdpRuntimeError, LostRankError
+from fsdp_runtime.monitor.failure_detector import FailureDetector, no_heartbeat
+from fsdp_runtime.monitor.heartbeat import Heartbeat, HeartbeatStore, LostRank
+from fsdp_runtime.monitor.monitor import RankMonitor
+
+logger = logging.getLogger(__name__)
+
+#: Exit status of a process that waits for a lost rank: EX_TEMPFAIL of sysexits.h, "try again".
+LOST_RANK_STATUS = 75
+#: Heartbeats within the timeout.
+_ROUNDS = 10
+#: Monitors are numbered equally on every rank.
+_numbers = itertools.count()
+
+
+class DistributedMonitor(RankMonitor):
+    """A monitor of all ranks of the world.
+
+    Args:
+        timeout: seconds without a heartbeat after which a rank is lost.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__(dist.get_rank())
+        self._timeout, self._interval = timeout, timeout / _ROUNDS
+        self._observed = range(1, dist.get_world_size()) if self.rank == 0 else range(1)
+        self._store = HeartbeatStore(own_store, f"fsdp_runtime/monitor/{next(_numbers)}", timeout)
+        self._detector = FailureDetector(self._interval, timeout)
+        self._threads: list[threading.Thread] = []
+        self._stopping, self._lost_known, self._others_finished = (threading.Event() for _ in range(3))
+        self._post_lock = threading.Lock()
+        self._heartbeat = Heartbeat()
+        self._rank0_heartbeat = Heartbeat()
+        self._lost: LostRank | None = None
+        self._rounds_missed = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name this rank's current phase; raises :class:`LostRankError` if another rank is known to be lost."""
+        if self._lost_known.is_set():
+            raise self._error()
+        with super().phase(name):
+            yield
+
+    def set_phase(self, name: str) -> None:
+        """Change the current phase and send it."""
+        super().set_phase(name)
+        self._post(phase=name)
+
+    def start(self) -> None:
+        """Wait until all observed ranks have sent a heartbeat, and start the threads."""
+        self._post()
+        if missing := self._store.missing(self._observed):
+            reason = f"ranks {missing} did not start monitoring within {self._timeout:g} s"
+            raise LostRankError(missing[0], "start", reason)
+        for run in (self._exchange, self._exit_if_blocked):
+            self._threads.append(threading.Thread(target=run, name=f"monitor_ranks {run.__name__}", daemon=True))
+            self._threads[-1].start()
+
+    def finish(self) -> None:
+        """Report the end; rank 0 waits for all others, because it observes them and may host the store."""
+        self._post(state="finished")
+        while self.rank == 0 and not self._others_finished.wait(self._interval):
+            if self._lost_known.is_set():
+                raise self._error()
+
+    def fail(self, error: BaseException) -> None:
+        """Report an exception of this rank, unless another rank's failure caused it.
+
+        Raises:
+            LostRankError: another rank is lost.
+        """
+        if not isinstance(error, LostRankError):
+            if isinstance(error, RuntimeError) and not isinstance(error, FsdpRuntimeError):
+                self._lost_known.wait(self._timeout + 3 * self._interval)
+            if self._lost_known.is_set():
+                self._drain()
+                raise self._error() from error
+            with suppress(RuntimeError):  # the store may be gone; the exception matters more
+                message = f"{type(error).__name__}: {error}"
+                self._post(state="failed", message=message)
+                if self.rank == 0:
+                    self._store.announce(LostRank(0, self._phase, f"raised {message}"))
+        super().fail(error)
+        self._drain()
+
+    def stop(self) -> None:
+        """End the threads."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(timeout=3 * self._interval)
+
+    def _post(self, **changes: Any) -> None:
+        with self._post_lock:
+            self._heartbeat = replace(self._heartbeat, count=self._heartbeat.count + 1, **changes)
+            self._store.post(self.rank, self._heartbeat)
+
+    def _exchange(self) -> None:
+        """Send and read heartbeats until stopped; this thread may block in the store."""
+        posted = time.monotonic()
+        while not self._stopping.is_set():
+            try:
+                if time.monotonic() - posted >= 0.9 * self._interval:
+                    self._post()
+                    posted = time.monotonic()
+                if self.rank == 0:
+                    self._poll_all()
+                else:
+                    self._wait_for_rank0()
+            except RuntimeError as error:
+                self._record(self._lost_rank0(f"ended and its store with it ({str(error).splitlines()[0]})"))
+                return
+            self._rounds_missed = 0
+
+    def _poll_all(self) -> None:
+        """On rank 0: read all heartbeats and announce a lost rank."""
+        lost = self._detector.update(self._store.latest(self._observed))
+        if lost is not None and not self._lost_known.is_set():
+            self._store.announce(lost)
+            self._post()  # wakes the other ranks
+        self._record(lost)
+        if self._detector.all_finished():
+            self._others_finished.set()
+        self._stopping.wait(self._interval)
+
+    def _wait_for_rank0(self) -> None:
+        """On the other ranks: wait for rank 0's next heartbeat and read its announcement."""
+        self._rank0_heartbeat = self._store.wait_for_rank0(self._rank0_heartbeat.count, 2 * self._timeout)
+        failed = LostRank(0, self._rank0_heartbeat.phase, f"raised {self._rank0_heartbeat.message}")
+        self._record(failed if self._rank0_heartbeat.state == "failed" else self._store.announced())
+
+    def _exit_if_blocked(self) -> None:
+        """Exit if a rank is lost and the main thread does not raise; this thread never waits for another rank."""
+        rounds_since_lost = 0
+        while not self._stopping.wait(self._interval):
+            self._rounds_missed += 1
+            if self._rounds_missed > _ROUNDS:
+                self._record(self._lost_rank0(no_heartbeat(self._timeout)))
+            rounds_since_lost = rounds_since_lost + 1 if self._lost_known.is_set() else 0
+            if rounds_since_lost > _ROUNDS // 2:
+                logger.critical(
+                    "%s; this process is blocked in a collective and exits with status %d",
+                    self._error(),
+                    LOST_RANK_STATUS,
+                )
+                logging.shutdown()
+                os._exit(LOST_RANK_STATUS)
+
+    def _record(self, lost: LostRank | None) -> None:
+        if lost is not None and not self._lost_known.is_set():
+            self._lost = lost
+            self._lost_known.set()
+
+    def _lost_rank0(self, reason: str) -> LostRank:
+        return LostRank(0, self._rank0_heartbeat.phase if self.rank else self._phase, reason)
+
+    def _error(self) -> LostRankError:
+        lost = self._lost or LostRank(self.rank, self._phase, "failed")
+        return LostRankError(
+            lost.rank, lost.phase, f"{lost.reason}; reported by rank {self.rank} in phase {self._phase!r}"
+        )
+
+    def _drain(self) -> None:
+        """On rank 0: give the others time to read the announcement, because the store may end with this process."""
+        if self.rank == 0:
+            time.sleep(3 * self._interval)

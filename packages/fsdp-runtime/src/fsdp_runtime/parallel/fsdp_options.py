@@ -1,0 +1,109 @@
+"""The settings of FSDP2, and their checks against a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from fsdp_runtime.errors import OptionError
+
+FrozenParams = Literal["layer", "root", "replicate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPOptions:
+    """Settings of FSDP2: dtypes, offload, resharding, prefetching, frozen parameters.
+
+    Args:
+        mp_policy: dtypes of gathered parameters, reduced gradients and the model's outputs; ``None`` leaves every dtype
+            as it is.
+        master_dtype: dtype that trainable parameters are converted to before they are sharded, and so the dtype of
+            gradients and optimizer state: ``torch.float32`` under an ``mp_policy`` that computes in a lower precision.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU between uses, in
+            pinned memory if the mesh is on an accelerator; ``None`` leaves them on the device.
+        reshard_after_forward: free a block's gathered parameters after its forward.
+        reshard_last_block: also free those of the last block and of the root, which backward needs first.
+        prefetch_forward: number of blocks whose all-gather starts before the forward of the current one; 0 leaves the
+            overlap to the host running ahead of the device.
+        prefetch_backward: the same in backward, at least 1, torch's default.
+        frozen_params: treatment of parameters that need no gradient: ``"layer"`` shards them like all others,
+            ``"root"`` adds blocks without trainable parameters to the root, which is gathered once a step, and
+            ``"replicate"`` keeps every frozen parameter replicated, without communication.
+        gradient_divide_factor: divisor of summed gradients, such as 1 for a loss that is already divided by its number
+            of tokens; by default the number of ranks with different batches.
+
+    Raises:
+        OptionError: a value is not allowed.
+
+    Example:
+        >>> import torch
+        >>> from torch.distributed.fsdp import MixedPrecisionPolicy
+        >>> from fsdp_runtime import FSDPOptions
+        >>> policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        >>> options = FSDPOptions(mp_policy=policy, master_dtype=torch.float32, prefetch_forward=1)
+        >>> options.requires_fsdp
+        True
+    """
+
+    mp_policy: MixedPrecisionPolicy | None = None
+    master_dtype: torch.dtype | None = None
+    offload_policy: OffloadPolicy | None = None
+    reshard_after_forward: bool = True
+    reshard_last_block: bool = False
+    prefetch_forward: int = 0
+    prefetch_backward: int = 1
+    frozen_params: FrozenParams = "layer"
+    gradient_divide_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.frozen_params not in get_args(FrozenParams):
+            allowed = ", ".join(map(repr, get_args(FrozenParams)))
+            raise OptionError(f"frozen_params={self.frozen_params!r}: write one of {allowed}")
+        for name, minimum in (("prefetch_forward", 0), ("prefetch_backward", 1)):
+            if type(depth := getattr(self, name)) is not int or depth < minimum:
+                raise OptionError(f"{name}={depth!r}: give a number of blocks, {minimum} or more")
+        if (factor := self.gradient_divide_factor) is not None and not factor > 0:
+            raise OptionError(f"gradient_divide_factor={factor!r}: give a positive number")
+
+    @property
+    def requires_fsdp(self) -> bool:
+        """True if a setting needs FSDP2 even where a single rank holds all shards."""
+        return self.mp_policy is not None or isinstance(self.offload_policy, CPUOffloadPolicy)
+
+
+def check_fsdp_options(model: nn.Module, options: FSDPOptions) -> None:
+    """Check options against each other and against a model.
+
+    Raises:
+        OptionError: options contradict each other or the model's dtypes.
+    """
+    policy = options.mp_policy
+    if options.master_dtype is not None and (policy is None or policy.param_dtype is None):
+        raise OptionError(
+            f"master_dtype={options.master_dtype} without a dtype to compute in: give "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        )
+    replicated_parameters(model, options)
+
+
+def replicated_parameters(model: nn.Module, options: FSDPOptions) -> set[nn.Parameter]:
+    """Return the parameters that ``frozen_params="replicate"`` keeps out of FSDP2.
+
+    Raises:
+        OptionError: some are not in the compute dtype, to which FSDP2 does not convert them.
+    """
+    if options.frozen_params != "replicate":
+        return set()
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    dtype = options.mp_policy.param_dtype if options.mp_policy is not None else None
+    mismatched = [name for name, parameter in frozen.items() if dtype is not None and parameter.dtype != dtype]
+    if mismatched:
+        raise OptionError(
+            f"frozen_params='replicate' keeps {len(mismatched)} parameters in their dtype, first {mismatched[0]} in "
+            f"{frozen[mismatched[0]].dtype}, but mp_policy computes in {dtype}: convert them first"
+        )
+    return set(frozen.values())

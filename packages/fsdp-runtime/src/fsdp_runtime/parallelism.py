@@ -1,0 +1,285 @@
+"""All decisions of ``parallelize`` as one frozen value: resolved and checked once, then applied."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.mesh.spec import axis_size, require_axes
+from fsdp_runtime.model.structure import ModelStructure, inspect_model
+from fsdp_runtime.parallel.activation_checkpoint import (
+    ActivationCheckpointing,
+    apply_ac,
+    modules_to_recompute,
+    recomputes,
+)
+from fsdp_runtime.parallel.async_tp import async_compile_options
+from fsdp_runtime.parallel.compile import apply_compile, check_compile_options
+from fsdp_runtime.parallel.context.apply import apply_cp, check_context_parallel, under_context_parallelism
+from fsdp_runtime.parallel.context.sharding import LoadBalancer, require_load_balancer
+from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_mesh
+from fsdp_runtime.parallel.fsdp_options import FSDPOptions, check_fsdp_options
+from fsdp_runtime.parallel.lora import resolve_adapted_plan
+from fsdp_runtime.parallel.tensor import Logits, apply_tp, check_plan, require_logits, with_logits
+from tp_plans import Plan, Style
+
+logger = logging.getLogger(__name__)
+
+PlanSource = Plan | Mapping[str, Style | str] | str | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parallelism:
+    """What to do with a model on a mesh; the result of :func:`resolve_parallelism`.
+
+    Args:
+        structure: the model's blocks, embedding and head.
+        plan: the checked plan, or ``None`` where layers stay replicated; a dict of torch's styles, which nothing can
+            check, only through ``fsdp_runtime.nemo``.
+        findings: warnings of the plan check.
+        tp_mesh: the axis that layers are sharded over, ``None`` without a plan.
+        cp_mesh: the axis that sequences are sharded over, ``None`` where attention is left alone.
+        cp_load_balancer: the tokens that each rank of ``cp`` holds.
+        activation_checkpointing: the mode.
+        recompute: paths of the modules that recompute their activations.
+        compile_options: keywords of ``torch.compile``, ``None`` where nothing is compiled.
+        async_tensor_parallel: the compiler overlaps products with collectives of sequence parallelism.
+        fsdp_mesh: the axis, or the two axes (replicas, shards), of FSDP2; ``None`` where it is not needed.
+        fsdp: the settings of FSDP2, with ``gradient_divide_factor`` resolved.
+    """
+
+    structure: ModelStructure
+    plan: Plan | Mapping[str, ParallelStyle] | None = None
+    findings: tuple[str, ...] = ()
+    tp_mesh: DeviceMesh | None = None
+    cp_mesh: DeviceMesh | None = None
+    cp_load_balancer: LoadBalancer = "headtail"
+    activation_checkpointing: ActivationCheckpointing = "none"
+    recompute: tuple[str, ...] = ()
+    compile_options: Mapping[str, Any] | None = None
+    async_tensor_parallel: bool = False
+    fsdp_mesh: DeviceMesh | None = None
+    fsdp: FSDPOptions = field(default_factory=FSDPOptions)
+
+    def apply(self, model: nn.Module) -> None:
+        """Apply TP, CP, activation checkpointing, compile and FSDP2, in that order and in place.
+
+        Args:
+            model: the model that was resolved.
+        """
+        apply_tp(model, self)
+        apply_cp(model, self)
+        apply_ac(model, self)
+        apply_compile(model, self)
+        apply_fsdp(model, self)
+
+
+def resolve_parallelism(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    plan: PlanSource = "auto",
+    sequence_parallel: bool = False,
+    cp_load_balancer: LoadBalancer = "headtail",
+    cp_attention: bool = True,
+    logits: Logits = "sharded",
+    activation_checkpointing: ActivationCheckpointing = "none",
+    compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
+    async_tensor_parallel: bool = False,
+    fsdp: FSDPOptions | None = None,
+) -> Parallelism:
+    """Check everything that :func:`parallelize` does to a model, and change nothing.
+
+    Apply the result with ``parallelism.apply(model)``, or step by step with ``apply_tp``, ``apply_cp``, ``apply_ac``,
+    ``apply_compile`` and ``apply_fsdp``, each called with ``(model, parallelism)``, in this order.
+
+    Args:
+        model: the model, on the meta device or with data, the same on every rank.
+        mesh: from ``MeshSpec(...).build()`` or ``adopt_mesh(...)``, or any mesh with those axis names.
+        plan: ``"auto"`` (the architecture's plan), a plan, a dict of pattern to style or style name, a dotted path to
+            one, or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
+        sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
+        cp_load_balancer: the tokens that each rank of ``cp`` holds: ``"headtail"`` or ``None`` (contiguous).
+        cp_attention: replace attention for ``cp``; ``False`` for a model that calls ``ContextAttention`` itself.
+        logits: ``"sharded"`` on the vocabulary (a DTensor), or ``"full"``: a plain tensor on every rank.
+        activation_checkpointing: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a ``SelectiveCheckpoint``.
+        compile: compile every block: ``True``, or keywords of ``torch.compile``.
+        async_tensor_parallel: overlap products with the collectives of sequence parallelism; needs ``compile``
+            and CUDA.
+        fsdp: settings of FSDP2.
+
+    Returns:
+        The resolved parallelism.
+
+    Raises:
+        MeshError: the mesh has other axis names.
+        ModelError: no blocks are found, the model is already parallelized, no module would recompute, or the model's
+            sequences cannot be sharded over ``cp``.
+        BackendError: an option needs a device that is not available.
+        OptionError: an option is not allowed, or needs an axis that the mesh lacks.
+        tp_plans.TpPlansError: no plan is known, or it does not fit the model.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import MeshSpec, resolve_parallelism
+        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]))
+        >>> mesh = MeshSpec().build(device_type="cpu")
+        >>> parallelism = resolve_parallelism(model, mesh, activation_checkpointing="block")
+        >>> parallelism.recompute
+        ('0.0', '0.1')
+        >>> parallelism.apply(model)
+    """
+    require_axes(mesh)
+    options = fsdp or FSDPOptions()
+    shards = _fsdp_mesh(mesh, options)
+    tp, cp = axis_size(mesh, "tp"), axis_size(mesh, "cp")
+    require_logits(logits)
+    if plan is None and sequence_parallel:
+        raise OptionError("sequence_parallel=True needs a plan, and plan=None was given")
+    if plan is None and tp > 1:
+        logger.warning("plan=None on a mesh with tp=%d: every rank of tp computes the same", tp)
+    if cp > 1 and options.gradient_divide_factor is None:
+        options = replace(options, gradient_divide_factor=float(_ranks_with_different_batches(mesh)))
+    if async_tensor_parallel:
+        compile = async_compile_options(mesh, compile, sequence_parallel=sequence_parallel)  # noqa: A001
+
+    def resolve_plan() -> Plan:
+        return with_logits(resolve_adapted_plan(plan, model, sequence_parallel=sequence_parallel), logits)
+
+    return resolve_on(
+        model,
+        resolve_plan=resolve_plan if plan is not None else None,
+        tp_mesh=mesh["tp"] if tp > 1 else None,
+        cp_mesh=mesh["cp"] if cp > 1 and cp_attention else None,
+        cp_load_balancer=cp_load_balancer,
+        activation_checkpointing=activation_checkpointing,
+        compile_options=None if compile is False else {} if compile is True else compile,
+        async_tensor_parallel=async_tensor_parallel,
+        fsdp_mesh=shards,
+        fsdp=options,
+    )
+
+
+def resolve_on(
+    model: nn.Module,
+    *,
+    resolve_plan: Any = None,
+    tp_mesh: DeviceMesh | None = None,
+    cp_mesh: DeviceMesh | None = None,
+    cp_load_balancer: LoadBalancer = "headtail",
+    activation_checkpointing: ActivationCheckpointing = "none",
+    compile_options: Mapping[str, Any] | None = None,
+    async_tensor_parallel: bool = False,
+    fsdp_mesh: DeviceMesh | None = None,
+    fsdp: FSDPOptions | None = None,
+    allow_dtensors: bool = False,
+) -> Parallelism:
+    """Check a model against one mesh per axis, whatever the axes are called; the model is not changed.
+
+    Args:
+        model: the model.
+        resolve_plan: returns the plan, or a dict of torch's styles; called only where ``tp`` has more than one rank.
+        tp_mesh: the axis of tensor parallelism.
+        cp_mesh: the axis of context parallelism whose attention is to be replaced.
+        cp_load_balancer: the tokens that each rank of ``cp`` holds.
+        activation_checkpointing: the mode.
+        compile_options: keywords of ``torch.compile``.
+        async_tensor_parallel: see :func:`resolve_parallelism`.
+        fsdp_mesh: the axis or axes of FSDP2.
+        fsdp: settings of FSDP2.
+        allow_dtensors: accept parameters that are DTensors already, unless a plan is to be applied.
+
+    Returns:
+        The resolved parallelism.
+
+    Raises:
+        ModelError: see :func:`resolve_parallelism`.
+        OptionError: see :func:`resolve_parallelism`.
+        tp_plans.TpPlansError: no plan is known, or it does not fit the model.
+    """
+    require_load_balancer(cp_load_balancer)
+    _require_not_wrapped(model)
+    has_plan = resolve_plan is not None and tp_mesh is not None and tp_mesh.size() > 1
+    if has_plan or not allow_dtensors:
+        _require_plain_parameters(model)
+    options = fsdp or FSDPOptions()
+    structure = inspect_model(model)
+    recompute = modules_to_recompute(structure, activation_checkpointing)
+    check_fsdp_options(model, options)
+    if cp_mesh is not None:
+        check_context_parallel(model, structure)
+    if compile_options is not None:
+        check_compile_options(compile_options)
+    plan = resolve_plan() if has_plan else None
+    findings = check_plan(model, plan, tp_mesh.size()) if tp_mesh is not None and isinstance(plan, Plan) else ()
+    return Parallelism(
+        structure=structure,
+        plan=plan,
+        findings=findings,
+        tp_mesh=tp_mesh if plan is not None else None,
+        cp_mesh=cp_mesh,
+        cp_load_balancer=cp_load_balancer,
+        activation_checkpointing=activation_checkpointing,
+        recompute=recompute,
+        compile_options=compile_options,
+        async_tensor_parallel=async_tensor_parallel,
+        fsdp_mesh=fsdp_mesh,
+        fsdp=options,
+    )
+
+
+def _require_not_wrapped(model: nn.Module) -> None:
+    """Refuse a model that this package or another has already wrapped."""
+    for path, module in model.named_modules():
+        names = {cls.__name__ for cls in type(module).__mro__}
+        wrapper = next(iter(names & {"DistributedDataParallel", "FullyShardedDataParallel", "MegatronFSDP"}), None)
+        if isinstance(module, FSDPModule):
+            raise ModelError(f"{path or 'the model'} is wrapped by FSDP2 already: parallelize a fresh model")
+        if wrapper is not None:
+            raise ModelError(f"{path or 'the model'} is wrapped by {wrapper}: parallelize the model inside it, fresh")
+        if recomputes(module):
+            raise ModelError(f"{path} recomputes its activations already: parallelize a fresh model")
+    if under_context_parallelism(model):
+        raise ModelError("the model is under context parallelism already: parallelize a fresh model")
+
+
+def _require_plain_parameters(model: nn.Module) -> None:
+    """Refuse a model with DTensor parameters."""
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            axes = " and ".join(parameter.device_mesh.mesh_dim_names or ()) or "a mesh"
+            raise ModelError(
+                f"{path} is a DTensor over {axes} already: parallelize a fresh model; to add steps of your own, call "
+                "resolve_parallelism on the fresh model and then the steps one by one, such as apply_fsdp"
+            )
+
+
+def _ranks_with_different_batches(mesh: DeviceMesh) -> int:
+    """Return the size of ``dp``: gradients are summed over ``cp``, whose ranks have parts of one batch."""
+    return axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard")
+
+
+def _fsdp_mesh(mesh: DeviceMesh, options: FSDPOptions) -> DeviceMesh | None:
+    """Return the mesh to shard over, or ``None`` where one rank holds everything and no setting needs FSDP2.
+
+    Raises:
+        OptionError: a setting needs FSDP2, and the mesh has no data-parallel axis.
+    """
+    shards = fsdp_mesh(mesh)
+    if shards is not None and (shards.size() > 1 or options.requires_fsdp):
+        return shards
+    if options.requires_fsdp:
+        raise OptionError(
+            "mp_policy and offload_policy need FSDP2, and the mesh has no dp_shard axis: add one (size 1 is enough), "
+            "or pass adopt_mesh(mesh)"
+        )
+    return None

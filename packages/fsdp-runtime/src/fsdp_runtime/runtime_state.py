@@ -1,0 +1,44 @@
+"""The one record that this package keeps on a module of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+#: The key in ``module.__dict__``; not a parameter, buffer or child, so state dicts do not contain it.
+RUNTIME_STATE = "_fsdp_runtime_state"
+
+
+@dataclass
+class RuntimeState:
+    """Settings and flags of one module.
+
+    Args:
+        reshard_after_forward: the value that ``apply_fsdp`` gave the FSDP module; ``None`` where other code wrapped it.
+        checkpoint_contexts: the ``context_fn`` of ``torch.utils.checkpoint`` for selective checkpointing, or ``None``.
+        unsharded: set inside :func:`fsdp_runtime.unsharded`: ``True`` for a module that is kept gathered, ``False`` for
+            one that ``max_bytes`` excludes; ``None`` outside.
+        no_sync: the module is inside :func:`fsdp_runtime.no_sync`.
+        offloaded: of a model, the host copies that :func:`fsdp_runtime.offload` made, or ``None``.
+    """
+
+    reshard_after_forward: bool | None = None
+    checkpoint_contexts: Callable[[], Any] | None = None
+    unsharded: bool | None = None
+    no_sync: bool = False
+    offloaded: Any = None
+
+
+def runtime_state(module: nn.Module) -> RuntimeState:
+    """Return the module's record; an empty one is created on first use."""
+    state: RuntimeState = module.__dict__.setdefault(RUNTIME_STATE, RuntimeState())
+    return state
+
+
+def reshards_after_forward(module: nn.Module, *, is_root: bool) -> bool:
+    """Return the FSDP module's ``reshard_after_forward``; torch's default for one that other code wrapped."""
+    recorded = runtime_state(module).reshard_after_forward
+    return not is_root if recorded is None else recorded
