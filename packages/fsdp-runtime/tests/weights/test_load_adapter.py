@@ -181,9 +181,9 @@ def test_what_has_no_such_adapter_is_refused(base: Path) -> None:
         init_adapters(_on_meta(), adapter="other")
     with pytest.raises(OptionError, match="no adapter 'default'"):
         init_adapters(tiny_model("Qwen3ForCausalLM"))
+    model = _on_meta()
+    model.peft_config["default"].init_lora_weights = "pissa"
     with pytest.raises(OptionError, match="pissa"):
-        model = _on_meta()
-        model.peft_config["default"].init_lora_weights = "pissa"
         init_adapters(model)
     with pytest.raises(ModelError, match="call init_adapters or load_adapter first"):
         load_weights(_on_meta(), base)

@@ -65,7 +65,7 @@ def build(model: Any, mesh: Any, dp: int, *, output: str, **options: Any) -> Any
         "model": model,
         "args": trl.SFTConfig(**{**given, **options}),
         "train_dataset": rows(),
-        "eval_dataset": rows(6),
+        "eval_dataset": rows(8),
         "processing_class": tokenizer(),
     }
     return trl.SFTTrainer(**common) if mesh is None else SFTTrainer(**common, mesh=mesh)

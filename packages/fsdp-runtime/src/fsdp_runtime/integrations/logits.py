@@ -116,8 +116,8 @@ def per_token(logits: Tensor, labels: Tensor, *, temperature: float, entropy: bo
         "entropy": found.entropy,
         "is_top1": ((found.argmax == recent) & (recent != -100)).to(torch.float32) if is_top1 else None,
     }
-    aside = targets.size(1) - kept
+    unscored = targets.size(1) - kept
     return {
-        name: None if value is None else nn.functional.pad(value[:, :kept], (aside, 0))
+        name: None if value is None else nn.functional.pad(value[:, :kept], (unscored, 0))
         for name, value in fields.items()
     }

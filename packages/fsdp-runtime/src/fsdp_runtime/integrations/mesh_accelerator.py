@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_runtime.errors import BackendError
 from fsdp_runtime.integrations.rl_logprobs_backend import clip_grad_norm_
 from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.mesh.spec import submesh
@@ -142,13 +143,11 @@ def replaced_globals(function: Callable[..., Any], **replacements: Any) -> Itera
     """Let a function of another package find these objects under global names of its module, inside the ``with``.
 
     Raises:
-        AttributeError: the module has no such name, so the package has changed.
+        BackendError: the module has no such name, so its version is another one.
     """
     namespace: dict[str, Any] = function.__globals__
     if missing := [name for name in replacements if name not in namespace]:
-        raise AttributeError(
-            f"{namespace['__name__']} has no {missing[0]}: its version is not one that this was made for"
-        )
+        raise BackendError(f"{namespace['__name__']} has no {missing[0]}: install the version that the extra pins")
     before: Mapping[str, Any] = {name: namespace[name] for name in replacements}
     namespace.update(replacements)
     try:

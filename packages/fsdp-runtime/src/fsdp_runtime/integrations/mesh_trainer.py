@@ -141,7 +141,7 @@ class MeshTrainerMixin:
             )
         elif Path(checkpoint, "optimizer.pt").exists():
             raise CheckpointError(
-                f"{checkpoint} has the optimizer state of an unsharded trainer, optimizer.pt: resume it there, or start "
+                f"{checkpoint} has optimizer.pt, the state of an unsharded trainer: resume it there, or start "
                 "from its weights with load_weights"
             )
         else:

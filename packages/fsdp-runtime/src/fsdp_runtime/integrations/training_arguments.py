@@ -105,12 +105,12 @@ def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:
         )
     if on_meta := next((name for name, tensor in model.named_parameters() if tensor.is_meta), None):
         raise ModelError(f"{on_meta} is on the meta device: call load_weights before the trainer")
-    if submodule := next((path for path, module in model.named_modules() if recomputes(module)), None):
-        if recompute:
-            raise OptionError(
-                f"{submodule} recomputes its activations by parallelize(activation_checkpointing=...): set "
-                "gradient_checkpointing=False in the training arguments"
-            )
+    submodule = next((path for path, module in model.named_modules() if recomputes(module)), None)
+    if recompute and submodule is not None:
+        raise OptionError(
+            f"{submodule} recomputes its activations by parallelize(activation_checkpointing=...): set "
+            "gradient_checkpointing=False in the training arguments"
+        )
     sharded = [tensor.device_mesh for tensor in model.parameters() if isinstance(tensor, DTensor)]
     if axis_size(mesh, "tp") > 1 and not sharded:
         raise ModelError("the model has no sharded parameter, and tp > 1: call parallelize(model, mesh) first")

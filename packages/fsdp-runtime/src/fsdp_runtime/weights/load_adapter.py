@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import adapter_settings, base_model, is_peft_model, lora_layers
+from fsdp_runtime._peft_compat import adapter_settings, base_model, lora_layers
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.materialize import compute_device, materialize_parameter
 from fsdp_runtime.model.state import StateEntry, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import Slices, fill_local, identity_chunk
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
+from fsdp_runtime.weights.adapters import adapter_tensors
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -57,7 +58,7 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
         False
     """
     entries = state_entries(model)
-    tensors = _adapter_tensors(model, entries, adapter)
+    tensors = _plain_adapter_tensors(model, entries, adapter)
     how = adapter_settings(model, adapter)["init_lora_weights"]
     if how not in (True, False, "gaussian"):
         raise OptionError(
@@ -98,7 +99,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     ranks = mesh_or_world_ranks(entries)
     folder = Path(directory)
     with raise_on_all(ranks):
-        tensors = _adapter_tensors(model, entries, adapter)
+        tensors = _plain_adapter_tensors(model, entries, adapter)
         saved = _saved_settings(folder)
         checkpoint = HubCheckpoint(folder / _WEIGHTS)
     with checkpoint:
@@ -114,18 +115,12 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
                 fill_local(tensor, [identity_chunk(name, tensor.shape)], checkpoint.read)
 
 
-def _adapter_tensors(model: nn.Module, entries: Sequence[StateEntry], adapter: str) -> dict[str, Tensor]:
-    """An adapter's tensors by the names that peft gives them on disk."""
-    if not is_peft_model(model) or adapter not in getattr(model, "peft_config", ()):
-        raise OptionError(f"{type(model).__name__} has no adapter {adapter!r}: pass the PeftModel and one of its names")
+def _plain_adapter_tensors(model: nn.Module, entries: Sequence[StateEntry], adapter: str) -> dict[str, Tensor]:
+    """Return :func:`adapter_tensors` of a model whose adapters are plain LoRA on linear layers, not merged."""
+    tensors = adapter_tensors(model, entries, adapter)
     if odd := next((layer.path for layer in lora_layers(base_model(model)) if not layer.plain), None):
-        raise OptionError(f"{odd} has adapters that are merged, or no plain LoRA on a linear layer: unmerge them")
-    found = {}
-    for entry in entries:
-        for part in ("lora_A", "lora_B"):
-            if f".{part}.{adapter}." in entry.names[0]:
-                found[entry.names[0].replace(f".{part}.{adapter}.", f".{part}.")] = entry.tensor
-    return found
+        raise OptionError(f"{odd} has adapters that are merged, or not plain LoRA on a linear layer: unmerge them")
+    return tensors
 
 
 def _materialize(model: nn.Module, entries: Sequence[StateEntry], tensors: Iterable[Tensor]) -> None:
