@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp_runtime.weights import unflatten_bucket
+from fsdp_runtime import unflatten_bucket
 
 ADDRESS = ("localhost", int(os.environ["MASTER_PORT"]) + 1)
 KEY = b"an example"
@@ -22,7 +22,7 @@ def small_model() -> LlamaForCausalLM:
 
 @torch.no_grad()
 def main() -> None:
-    """Serve one trainer until it sends ``None``."""
+    """Serve one trainer until it says ``stop``."""
     with Listener(ADDRESS, authkey=KEY) as listener:
         dist.init_process_group("gloo")
         own = dist.get_rank()
@@ -31,13 +31,14 @@ def main() -> None:
         model = small_model()
         parameters = dict(model.named_parameters())
         connection = listener.accept()
-        while (message := connection.recv()) is not None:
-            if isinstance(message, torch.Tensor):
-                connection.send(model(message).logits)
+        while (message := connection.recv())[0] != "stop":
+            kind, content = message
+            if kind == "tokens":
+                connection.send(model(torch.tensor(content)).logits.tolist())
                 continue
-            flat = torch.empty(sum(weight.nbytes for weight in message), dtype=torch.uint8)
+            flat = torch.empty(sum(weight.nbytes for weight in content), dtype=torch.uint8)
             dist.broadcast(flat, group=from_trainer, group_src=0)
-            for name, tensor in unflatten_bucket(message, flat):
+            for name, tensor in unflatten_bucket(content, flat):
                 parameters[name].copy_(tensor)
     dist.barrier()
     dist.destroy_process_group()

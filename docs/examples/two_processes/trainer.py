@@ -1,6 +1,5 @@
 """The trainer: two tensor-parallel ranks that train, and send their weights to the engine after every step."""
 
-import os
 from multiprocessing.connection import Client
 
 import torch
@@ -28,19 +27,18 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        send_weights(model, group, engine.send if engine else lambda _: None)
+        send_weights(model, group, lambda bucket: engine.send(("weights", bucket)))
         with torch.no_grad():
             expected = model(tokens).logits
         if engine is not None:
-            engine.send(tokens)  # what is no list of weights is a request
-            difference = (engine.recv() - expected).abs().max()
+            engine.send(("tokens", tokens.tolist()))
+            difference = (torch.tensor(engine.recv()) - expected).abs().max()
             print(f"step {step}: loss {loss:.3f}, the engine's logits differ by {difference:.1e}", flush=True)
     if engine is not None:
-        engine.send(None)
+        engine.send(("stop", None))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()
