@@ -91,6 +91,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "label smoothing": ({"logits": "full"}, {"label_smoothing_factor": 0.1}),
     "sequence parallelism": ({"sequence_parallel": True}, {}),
     "full logits": ({"logits": "full"}, {}),
     "accumulated gradients": ({}, {"gradient_accumulation_steps": 2}),
@@ -229,11 +230,44 @@ def _refusals(folder: Path, output: Path) -> list[str]:
     recomputing, _ = model_on(folder, {"tp": 2}, activation_checkpointing="block")
     again = TrainingArguments(output_dir=str(output), use_cpu=True, report_to=[], activation_checkpointing=True)
     expect(OptionError, "gradient_checkpointing=False", model=recomputing, args=again)
+    smoothing = {**COMMON, "label_smoothing_factor": 0.1, "max_steps": 1, "output_dir": str(output)}
+    trainer = Trainer(model=model, mesh=mesh, args=TrainingArguments(**smoothing), train_dataset=token_rows())
+    try:
+        trainer.train()
+    except OptionError as error:
+        if "logits='full'" not in str(error):
+            failures.append(str(error))
+    else:
+        failures.append("label smoothing: accepted")
     return failures
 
 
 def test_what_cannot_be_right_is_refused_with_the_fix(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     assert two_ranks.run(_refusals, folder, tmp_path) == [[], []]
+
+
+def _noisy(samples: Any) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([sample["input_ids"] for sample in samples]), "noise": torch.rand(1)}
+
+
+def _drawn(folder: Path, output: Path) -> list[tuple[Any, float]]:
+    """What the data loader's worker makes of every batch."""
+    forget_accelerate()
+    model, mesh = model_on(folder, {"dp_shard": 2, "tp": 2})
+    arguments = TrainingArguments(
+        **{**COMMON, "output_dir": str(output), "dataloader_num_workers": 1, "remove_unused_columns": False}
+    )
+    trainer = Trainer(model=model, mesh=mesh, args=arguments, train_dataset=token_rows(), data_collator=_noisy)
+    return [(batch["input_ids"].tolist(), float(batch["noise"])) for batch in trainer.get_train_dataloader()]
+
+
+def test_workers_of_one_tp_group_draw_the_same_and_of_others_not(
+    four_ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    first, second, third, fourth = four_ranks.run(_drawn, folder, tmp_path)
+    assert first == second
+    assert third == fourth
+    assert all(ours != theirs for ours, theirs in zip(first, third, strict=True))
 
 
 def test_one_process_alone_may_use_it_too(folder: Path, tmp_path: Path) -> None:

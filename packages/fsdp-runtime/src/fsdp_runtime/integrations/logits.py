@@ -76,6 +76,17 @@ def causal_lm_loss(loss_function: Callable[..., Tensor], *, is_causal_lm: bool) 
     return loss
 
 
+def plain_logits_only(label_smoother: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return transformers' label smoother, with an error that names the fix where logits are sharded."""
+
+    def smooth(outputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(outputs["logits"] if isinstance(outputs, dict) else outputs[0], DTensor):
+            raise OptionError("label_smoothing_factor needs plain logits: parallelize(..., logits='full')")
+        return label_smoother(outputs, *args, **kwargs)
+
+    return smooth
+
+
 def take_sharded_logits(model: Any) -> None:
     """Give a Hugging Face model a loss that takes sharded logits, in place of its own; once a model.
 

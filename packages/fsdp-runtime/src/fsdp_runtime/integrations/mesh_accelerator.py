@@ -6,8 +6,10 @@ differ only in ``tp`` compute on the same batch, so to a trainer they are one pr
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_runtime.errors import BackendError
 from fsdp_runtime.integrations.rl_logprobs_backend import clip_grad_norm_
 from fsdp_runtime.memory.gradient_accumulation import no_sync
-from fsdp_runtime.mesh.spec import submesh
+from fsdp_runtime.mesh.spec import axis_size, submesh
 
 
 class MeshAccelerator(Accelerator):
@@ -54,7 +56,16 @@ class MeshAccelerator(Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Apply autocast if ``mixed_precision`` asks for it; no wrapper around the model, no move of its shards."""
-        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        prepared: nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Deal the batches over ``dp``; workers of the ranks of one ``tp`` group draw the same random numbers."""
+        seed_worker = data_loader.worker_init_fn
+        if isinstance(seed_worker, partial) and "rank" in seed_worker.keywords:  # transformers passes the world's rank
+            own = {**seed_worker.keywords, "rank": self.process_index}
+            data_loader.worker_init_fn = partial(seed_worker.func, *seed_worker.args, **own)
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """Accumulate gradients locally; the first backward after the ``with`` reduces them over ``dp``."""
@@ -104,8 +115,7 @@ class MeshAccelerator(Accelerator):
     @property
     def model_group(self) -> ProcessGroup | None:
         """The ranks that hold one replica of the batch, or ``None`` where each rank has its own."""
-        tp = submesh(self.mesh, "tp")
-        return tp.get_group() if tp.size() > 1 else None
+        return self.mesh["tp"].get_group() if axis_size(self.mesh, "tp") > 1 else None
 
     def share_random_state(self) -> None:
         """Give every rank of ``tp`` the random state of the first one, so that they sample the same tokens."""
@@ -134,8 +144,9 @@ class MeshAccelerator(Accelerator):
 def over_mesh(accelerator: Accelerator, mesh: DeviceMesh) -> MeshAccelerator:
     """Turn an accelerator, with all its settings, into one over ``mesh``, in place."""
     accelerator.__class__ = MeshAccelerator
-    accelerator.mesh = mesh
-    return accelerator
+    over: MeshAccelerator = accelerator
+    over.mesh = mesh
+    return over
 
 
 @contextmanager
@@ -145,7 +156,7 @@ def replaced_globals(function: Callable[..., Any], **replacements: Any) -> Itera
     Raises:
         BackendError: the module has no such name, so its version is another one.
     """
-    namespace: dict[str, Any] = function.__globals__
+    namespace: dict[str, Any] = inspect.unwrap(function).__globals__
     if missing := [name for name in replacements if name not in namespace]:
         raise BackendError(f"{namespace['__name__']} has no {missing[0]}: install the version that the extra pins")
     before: Mapping[str, Any] = {name: namespace[name] for name in replacements}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import CheckpointError, OptionError
-from fsdp_runtime.integrations.logits import full, take_sharded_logits
-from fsdp_runtime.integrations.mesh_accelerator import over_mesh
+from fsdp_runtime.integrations.logits import full, plain_logits_only, take_sharded_logits
+from fsdp_runtime.integrations.mesh_accelerator import MeshAccelerator, over_mesh
 from fsdp_runtime.integrations.rl_logprobs_backend import clip_grad_norm_, grad_norm, require_rl_logprobs
 from fsdp_runtime.integrations.training_arguments import check_arguments, check_mesh, check_model, check_optimizer
 from fsdp_runtime.mesh.spec import submesh
@@ -29,7 +28,11 @@ logger = logging.getLogger(__name__)
 STATE_FOLDER = "training_state"
 
 
-class MeshTrainerMixin:
+#: The trainer that the mixin precedes; its class is known where the two are joined.
+_AnyTrainer: Any = object
+
+
+class MeshTrainerMixin(_AnyTrainer):
     """Let a trainer derived from ``transformers.Trainer`` train a model that ``parallelize`` has sharded.
 
     Put it before the trainer's class: ``class MyTrainer(MeshTrainerMixin, TheirTrainer)``.  What it changes:
@@ -53,7 +56,7 @@ class MeshTrainerMixin:
         OptionError: an option that cannot be right on a sharded model.
     """
 
-    model: Any
+    accelerator: MeshAccelerator
     mesh: DeviceMesh
 
     def __init__(self, model: nn.Module | None = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
@@ -72,10 +75,12 @@ class MeshTrainerMixin:
         if hasattr(base_model(model), "loss_function"):
             take_sharded_logits(base_model(model))
         super().__init__(model=model, args=args, **kwargs)
+        if self.label_smoother is not None:
+            self.label_smoother = plain_logits_only(self.label_smoother)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, over the ranks of ``dp``."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise OptionError("accelerate is set up for DeepSpeed or FSDP: start the script with torchrun")
         self.accelerator = over_mesh(self.accelerator, self.mesh)
@@ -88,18 +93,17 @@ class MeshTrainerMixin:
         size: int = self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
         return size
 
-    def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
+    def floating_point_ops(self, inputs: Any) -> Any:
         """Return this rank's part of the operations of a forward and backward on ``inputs``."""
-        operations: float = super().floating_point_ops(inputs)  # type: ignore[misc]
-        return operations * self.accelerator.num_processes / self.mesh.size()
+        return super().floating_point_ops(inputs) * self.accelerator.num_processes / self.mesh.size()
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch; logits come back as plain tensors."""
-        return full(super().prediction_step(*args, **kwargs))  # type: ignore[misc]
+        return full(super().prediction_step(*args, **kwargs))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            super()._move_model_to_device(model, device)  # type: ignore[misc]
+            super()._move_model_to_device(model, device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return clip_grad_norm_(model.parameters(), self.args.max_grad_norm)

@@ -114,7 +114,7 @@ def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:
     sharded = [tensor.device_mesh for tensor in model.parameters() if isinstance(tensor, DTensor)]
     if axis_size(mesh, "tp") > 1 and not sharded:
         raise ModelError("the model has no sharded parameter, and tp > 1: call parallelize(model, mesh) first")
-    if mesh["dp_shard"].size() * axis_size(mesh, "dp_replicate") > 1 and not isinstance(model, FSDPModule):
+    if axis_size(mesh, "dp_shard") * axis_size(mesh, "dp_replicate") > 1 and not isinstance(model, FSDPModule):
         raise ModelError("the model is not sharded by FSDP2, and dp > 1: call parallelize(model, mesh) first")
     ranks = set(mesh.mesh.flatten().tolist())
     if stray := [own for own in sharded if not set(own.mesh.flatten().tolist()) <= ranks]:

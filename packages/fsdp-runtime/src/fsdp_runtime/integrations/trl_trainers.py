@@ -37,6 +37,14 @@ class SFTTrainer(MeshTrainerMixin, trl.SFTTrainer):
         with replaced_globals(trl.SFTTrainer.__init__, add_fused_lm_head=add_fused_lm_head):
             super().__init__(model, mesh=mesh, args=args, **kwargs)
 
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss; in evaluation too, divide it by the labels of all ranks, as the trainer of one process."""
+        if num_items_in_batch is None and not self.model.training and self.args.average_tokens_across_devices:
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
 
 class GRPOTrainer(MeshTrainerMixin, trl.GRPOTrainer):
     """``trl.GRPOTrainer`` for a model that ``parallelize`` has sharded.
@@ -54,6 +62,8 @@ class GRPOTrainer(MeshTrainerMixin, trl.GRPOTrainer):
             ``PeftModel``, whose base model is the reference.
         kwargs: the trainer's other arguments, ``reward_funcs`` among them.
     """
+
+    rollout_func: Any
 
     def __init__(
         self,
@@ -76,7 +86,8 @@ class GRPOTrainer(MeshTrainerMixin, trl.GRPOTrainer):
         replacements = {"add_fused_lm_head": add_fused_lm_head, "create_model_from_path": lambda *_, **__: ref_model}
         with replaced_globals(trl.GRPOTrainer.__init__, **replacements):
             super().__init__(model, mesh=mesh, args=_generation_over_dp(args, mesh), **kwargs)
-        if (rollout := self.rollout_func) is not None:
+        rollout = self.rollout_func
+        if rollout is not None:
             self.rollout_func = lambda prompts, trainer: self._from_first([rollout(prompts, trainer)])[0]
         # TRL seeds every process of the world differently; the ranks of tp must draw the same numbers.
         transformers.set_seed(self.args.seed + data_parallel_rank(mesh))
