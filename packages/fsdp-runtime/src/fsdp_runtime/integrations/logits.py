@@ -9,15 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.integrations.rl_logprobs_backend import token_statistics
 
 
 def full(values: Any) -> Any:
-    """Gather the DTensors in a nested structure into plain tensors; collective."""
-    return tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, values)
+    """Gather the DTensors in nested tuples, lists and dicts into plain tensors; collective."""
+    if isinstance(values, DTensor):
+        return values.full_tensor()
+    if isinstance(values, (tuple, list)):
+        return type(values)(full(value) for value in values)
+    if isinstance(values, dict):
+        return type(values)({name: full(value) for name, value in values.items()})
+    return values
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class GRPOTrainer(MeshTrainerMixin, trl.GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         gathering = {"gather": self.accelerator.gather_from_first, "gather_object": self.accelerator.gather_objects}
-        with replaced_globals(trl.GRPOTrainer._calculate_rewards, **gathering):
+        with replaced_globals(trl.GRPOTrainer.__init__, **gathering):
             return super()._generate_and_score_completions(inputs)
 
     def _from_first(self, values: list[Any]) -> list[Any]:
