@@ -166,6 +166,15 @@ def ray(session: nox.Session) -> None:
 
 
 @nox.session
+def trainers(session: nox.Session) -> None:
+    """Run the trainers of transformers and TRL on a mesh against those of one process, and their examples."""
+    install_editable(session, "trainers")
+    session.env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    files = sorted(map(str, Path("packages/fsdp-runtime/tests/with_trainers").glob("*.py")))
+    session.run("pytest", *files, *session.posargs)
+
+
+@nox.session
 def triton(session: nox.Session) -> None:
     """Run the tests of log-probabilities from logits on the Triton kernels, in Triton's interpreter on the CPU."""
     install_editable(session, "test")

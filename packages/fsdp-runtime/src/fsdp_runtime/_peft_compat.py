@@ -65,6 +65,12 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
             )
 
 
+def adapter_settings(model: Any, adapter: str) -> dict[str, Any]:
+    """Return the fields of an adapter's config."""
+    settings: dict[str, Any] = model.peft_config[adapter].to_dict()
+    return settings
+
+
 def adapter_config(model: Any, adapter: str) -> Any:
     """Return the config that peft saves with an adapter's weights."""
     config = model.peft_config[adapter]

@@ -183,7 +183,7 @@ def test_the_base_models_checkpoint_loads_under_the_adapters(two_ranks: RankPool
 
 def test_adapters_on_meta_are_refused(tmp_path: Path) -> None:
     tiny_model("Qwen3ForCausalLM", dtype=torch.float32).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="tensors of adapters are on the meta device"):
+    with pytest.raises(ModelError, match="adapter tensors are on the meta device"):
         load_weights(_adapted().to("meta"), tmp_path)
 
 

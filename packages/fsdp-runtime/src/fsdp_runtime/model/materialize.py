@@ -56,7 +56,7 @@ def materialize_entries(
     parameter_device = torch.device("cpu") if offloads_to_cpu(model) else target
     for entry in entries:
         if isinstance(entry.tensor, nn.Parameter) and entry.tensor.is_meta:
-            _materialize_parameter(entry.tensor, parameter_device)
+            materialize_parameter(entry.tensor, parameter_device)
     for module in model.modules():
         for name, buffer in persistent_buffers(module).items():
             if buffer.is_meta:
@@ -84,7 +84,8 @@ def _any_on_meta(model: nn.Module, entries: Sequence[StateEntry]) -> bool:
     return any(tensor.is_meta for tensor in (*(entry.tensor for entry in entries), *model.buffers()))
 
 
-def _materialize_parameter(parameter: nn.Parameter, device: torch.device) -> None:
+def materialize_parameter(parameter: nn.Parameter, device: torch.device) -> None:
+    """Give one parameter that is on the meta device storage on ``device``, in place; its values are undefined."""
     real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
     real.__dict__.update(parameter.__dict__)  # swap_tensors exchanges attributes too
     torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from fsdp_runtime._peft_compat import BASE, adapter_config, base_model, is_peft_model, lora_layers
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.model.state import StateEntry, state_entries
+from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
 from fsdp_runtime.sharded.fsync import move_into_place
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.weights.adapters import adapter_tensors
 from tp_plans import (
     GatherSequence,
     ParallelAttention,
@@ -110,7 +110,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     ranks = mesh_or_world_ranks(entries)
     target = Path(directory)
     with raise_on_all(ranks):
-        tensors = _adapter_tensors(model, entries, adapter)
+        tensors = adapter_tensors(model, entries, adapter)
         if ranks.is_first:
             target.mkdir(parents=True, exist_ok=True)
     full = dict(zip(tensors, full_tensors(list(tensors.values())), strict=True))
@@ -140,15 +140,3 @@ def _adapted(style: Style, path: str, plan: Plan, model: nn.Module) -> dict[str,
 
 def _below(path: str, styles: Mapping[str, Style]) -> dict[str, Style]:
     return {f"{path}.{name}": style for name, style in styles.items()}
-
-
-def _adapter_tensors(model: Any, entries: Sequence[StateEntry], adapter: str) -> Mapping[str, Any]:
-    """Return an adapter's tensors by their names in peft's files."""
-    if not is_peft_model(model) or adapter not in model.peft_config:
-        raise OptionError(f"{type(model).__name__} has no adapter {adapter!r}: pass the PeftModel and one of its names")
-    found = {}
-    for entry in entries:
-        for part in ("lora_A", "lora_B"):
-            if f".{part}.{adapter}." in entry.names[0]:
-                found[entry.names[0].replace(f".{part}.{adapter}.", f".{part}.")] = entry.tensor
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fsdp_runtime.model.buffers import meta_device
 from fsdp_runtime.model.materialize import materialize
 from fsdp_runtime.weights.load import LoadReport, load_weights
+from fsdp_runtime.weights.load_adapter import init_adapters, load_adapter
 from fsdp_runtime.weights.save import save_weights
 from fsdp_runtime.weights.send import flatten_bucket, send_weights, unflatten_bucket
 from fsdp_runtime.weights.stream import (
@@ -21,6 +22,8 @@ __all__ = [
     "WeightInfo",
     "describe_weights",
     "flatten_bucket",
+    "init_adapters",
+    "load_adapter",
     "load_weights",
     "materialize",
     "meta_device",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,5 +109,21 @@ def require_materialized_adapters(model: nn.Module) -> None:
     if on_meta:
         raise ModelError(
             f"{len(on_meta)} adapter tensors are on the meta device, first {on_meta[0]}, and the base model's "
-            "checkpoint does not have them: wrap a model that is not on meta, or load a training state"
+            "checkpoint does not have them: call init_adapters or load_adapter first, or load a training state"
         )
+
+
+def adapter_tensors(model: Any, entries: Sequence[StateEntry], adapter: str) -> dict[str, Tensor]:
+    """Return an adapter's tensors by the names that peft gives them on disk.
+
+    Raises:
+        OptionError: the model has no such adapter.
+    """
+    if not is_peft_model(model) or adapter not in model.peft_config:
+        raise OptionError(f"{type(model).__name__} has no adapter {adapter!r}: pass the PeftModel and one of its names")
+    tensors = {}
+    for entry in entries:
+        for part in ("lora_A", "lora_B"):
+            if f".{part}.{adapter}." in entry.names[0]:
+                tensors[entry.names[0].replace(f".{part}.{adapter}.", f".{part}.")] = entry.tensor
+    return tensors

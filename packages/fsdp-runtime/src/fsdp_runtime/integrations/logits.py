@@ -1,0 +1,139 @@
+"""Losses, log-probabilities and generation from logits that are sharded on the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.integrations.rl_logprobs_backend import token_statistics
+
+
+def full(values: Any) -> Any:
+    """Gather the DTensors in nested tuples, lists and dicts into plain tensors; collective."""
+    if isinstance(values, DTensor):
+        return values.full_tensor()
+    if isinstance(values, (tuple, list)):
+        return type(values)(full(value) for value in values)
+    if isinstance(values, dict):
+        return type(values)({name: full(value) for name, value in values.items()})
+    return values
+
+
+@contextmanager
+def full_logits(model: nn.Module) -> Iterator[nn.Module]:
+    """Let a model return plain logits inside the ``with``, for code such as ``generate``.
+
+    Generation asks for the logits of the last position only, so what is gathered is ``[batch, vocab]``.
+    """
+
+    def gather(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(getattr(output, "logits", None), DTensor):
+            output.logits = output.logits.full_tensor()
+        return output
+
+    handle = model.register_forward_hook(gather)
+    try:
+        yield model
+    finally:
+        handle.remove()
+
+
+def causal_lm_loss(loss_function: Callable[..., Tensor], *, is_causal_lm: bool) -> Callable[..., Tensor]:
+    """Return a loss with the signature of transformers' losses that takes sharded logits too.
+
+    Args:
+        loss_function: the model's own loss, for plain logits.
+        is_causal_lm: ``loss_function`` is transformers' ``ForCausalLMLoss``.
+    """
+
+    def loss(
+        logits: Tensor,
+        labels: Tensor | None = None,
+        *args: Any,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not isinstance(logits, DTensor):
+            options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **kwargs}
+            if shift_labels is not None:
+                options["shift_labels"] = shift_labels
+            return loss_function(logits, labels, *args, **options)
+        if not is_causal_lm:
+            name = getattr(loss_function, "__name__", "the model's loss")
+            raise OptionError(f"{name} needs plain logits: parallelize(..., logits='full')")
+        targets = labels if shift_labels is None else shift_labels
+        if targets is None:
+            raise OptionError("a loss needs labels or shift_labels")
+        statistics = token_statistics(logits, targets, shift=shift_labels is None, ignore_index=ignore_index)
+        scored = targets[..., 1:] if shift_labels is None else targets
+        count = (scored != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        total: Tensor = -statistics.logprobs.sum()
+        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+    return loss
+
+
+def plain_logits_only(label_smoother: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return transformers' label smoother, with an error that names the fix where logits are sharded."""
+
+    def smooth(outputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(outputs["logits"] if isinstance(outputs, dict) else outputs[0], DTensor):
+            raise OptionError("label_smoothing_factor needs plain logits: parallelize(..., logits='full')")
+        return label_smoother(outputs, *args, **kwargs)
+
+    return smooth
+
+
+def take_sharded_logits(model: Any) -> None:
+    """Give a Hugging Face model a loss that takes sharded logits, in place of its own; once a model.
+
+    Args:
+        model: the model itself, not a ``PeftModel`` around it.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    own = model.loss_function
+    if not getattr(own, "takes_sharded_logits", False):
+        model.loss_function = causal_lm_loss(own, is_causal_lm=own is ForCausalLMLoss)
+        model.loss_function.takes_sharded_logits = True
+
+
+def scored_positions(labels: Tensor) -> int:
+    """How many positions at the end of the sequence predict a label: what ``logits_to_keep`` may be, at least 1."""
+    columns = (labels != -100).any(dim=0).nonzero()
+    first = int(columns[0]) if len(columns) else labels.size(1)
+    return max(1, labels.size(1) - max(first, 1) + 1)
+
+
+def per_token(logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool, is_top1: bool) -> dict[str, Any]:
+    """Return log-probabilities and what else is asked, all ``[batch, seq - 1]``, zero where there is no label.
+
+    Args:
+        logits: ``[batch, kept, vocab]``, those of the last positions; sharded on the vocabulary, or plain.
+        labels: ``[batch, seq]``, not shifted; -100 where there is none.
+        temperature: the logits are divided by this.
+        entropy: compute the entropy, in nats.
+        is_top1: tell where the label is the most probable token.
+    """
+    targets = labels[:, 1:]
+    kept = min(logits.size(1) - 1, targets.size(1))
+    recent = nn.functional.pad(targets[:, targets.size(1) - kept :], (0, logits.size(1) - kept), value=-100)
+    found = token_statistics(logits, recent, temperature=temperature, entropy=entropy, argmax=is_top1)
+    fields = {
+        "log_probs": found.logprobs,
+        "entropy": found.entropy,
+        "is_top1": ((found.argmax == recent) & (recent != -100)).to(torch.float32) if is_top1 else None,
+    }
+    unscored = targets.size(1) - kept
+    return {
+        name: None if value is None else nn.functional.pad(value[:, :kept], (unscored, 0))
+        for name, value in fields.items()
+    }

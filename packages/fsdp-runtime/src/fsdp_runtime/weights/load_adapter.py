@@ -1,0 +1,176 @@
+"""Adapters of a model that fits on no host: initialised, or read from peft's folder, shard by shard."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_runtime._peft_compat import adapter_settings, base_model, lora_layers
+from fsdp_runtime._torch_compat import offloads_to_cpu
+from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
+from fsdp_runtime.model.materialize import compute_device, materialize_parameter
+from fsdp_runtime.model.state import StateEntry, reshard_all, state_entries
+from fsdp_runtime.sharded.chunks import Slices, fill_local, identity_chunk
+from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
+from fsdp_runtime.weights.adapters import adapter_tensors
+from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
+
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+#: Settings that change what an adapter computes and that its tensors do not show.
+_SCALING = ("lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out")
+
+
+def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) -> None:
+    """Give a low-rank adapter the initial values that peft draws, on this rank's shards.
+
+    For a ``PeftModel`` built under ``meta_device``: call it after ``parallelize`` and before ``load_weights``, whose
+    checkpoint has the base model only.  Each tensor has a random generator of its own, seeded by ``seed`` and the
+    tensor's name, so the values do not depend on the mesh.
+
+    Args:
+        model: the ``PeftModel``, plain, split over ``tp``, sharded by FSDP2, or both; on the meta device or not.
+        adapter: the adapter's name.
+        seed: chooses the values.
+
+    Raises:
+        OptionError: the model has no such adapter, or its config asks for an initialisation that is computed from
+            the base model's weights.
+
+    Example:
+        >>> import peft, torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> import fsdp_runtime
+        >>> sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1)
+        >>> with fsdp_runtime.meta_device():
+        ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+        ...     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+        >>> fsdp_runtime.init_adapters(model, seed=1)
+        >>> bool(dict(model.named_parameters())[
+        ...     "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"].any())
+        False
+    """
+    entries = state_entries(model)
+    tensors = _plain_adapter_tensors(model, entries, adapter)
+    how = adapter_settings(model, adapter)["init_lora_weights"]
+    if how not in (True, False, "gaussian"):
+        raise OptionError(
+            f"init_lora_weights={how!r} is computed from the base model's full weights: use True, False or 'gaussian', "
+            "or load_adapter"
+        )
+    _materialize(model, entries, tensors.values())
+    reshard_all(model)
+    for name, tensor in tensors.items():
+
+        def read(source: str, slices: Slices, shape: Sequence[int] = tuple(tensor.shape)) -> Tensor:
+            return _initial(source, shape, how, seed)[slices]
+
+        fill_local(tensor, [identity_chunk(name, tensor.shape)], read)
+
+
+def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter: str = "default") -> None:
+    """Load an adapter that ``save_adapter`` or peft's ``save_pretrained`` wrote into a sharded model, in place.
+
+    Every rank reads its own slices.  Collective over the ranks of the model's mesh; for a model of plain tensors over
+    the world.  An adapter on the meta device is materialised first; its base model may still be on meta.
+
+    Args:
+        model: the ``PeftModel``, plain, split over ``tp``, sharded by FSDP2, or both.
+        directory: holds ``adapter_model.safetensors`` and ``adapter_config.json``.
+        adapter: the name of the model's adapter that takes the weights.
+
+    Raises:
+        OptionError: the model has no such adapter.
+        CheckpointError: a file is missing, truncated or corrupt.
+        MismatchError: tensors are missing, left over or of another shape, or the config scales the adapter otherwise;
+            all are listed.
+        OtherRankError: another rank raised one of these.
+
+    All are raised on every rank before anything changes, but for a file that fails while it is read.
+    """
+    entries = state_entries(model)
+    ranks = mesh_or_world_ranks(entries)
+    folder = Path(directory)
+    with raise_on_all(ranks):
+        tensors = _plain_adapter_tensors(model, entries, adapter)
+        saved = _saved_settings(folder)
+        checkpoint = HubCheckpoint(folder / _WEIGHTS)
+    with checkpoint:
+        with raise_on_all(ranks):
+            problems = [*_scaling_problems(saved, adapter_settings(model, adapter)), *_problems(tensors, checkpoint)]
+            if problems:
+                listed = "\n  ".join(problems)
+                raise MismatchError(f"the adapter in {folder} does not fit the model's {adapter!r}:\n  {listed}")
+        _materialize(model, entries, tensors.values())
+        reshard_all(model)
+        with raise_on_all(ranks):
+            for name, tensor in tensors.items():
+                fill_local(tensor, [identity_chunk(name, tensor.shape)], checkpoint.read)
+
+
+def _plain_adapter_tensors(model: nn.Module, entries: Sequence[StateEntry], adapter: str) -> dict[str, Tensor]:
+    """Return :func:`adapter_tensors` of a model whose adapters are plain LoRA on linear layers, not merged."""
+    tensors = adapter_tensors(model, entries, adapter)
+    if odd := next((layer.path for layer in lora_layers(base_model(model)) if not layer.plain), None):
+        raise OptionError(f"{odd} has adapters that are merged, or not plain LoRA on a linear layer: unmerge them")
+    return tensors
+
+
+def _materialize(model: nn.Module, entries: Sequence[StateEntry], tensors: Iterable[Tensor]) -> None:
+    device = torch.device("cpu") if offloads_to_cpu(model) else compute_device(entries)
+    for tensor in tensors:
+        if isinstance(tensor, nn.Parameter) and tensor.is_meta:
+            materialize_parameter(tensor, device)
+
+
+def _initial(name: str, shape: Sequence[int], how: bool | str, seed: int) -> Tensor:
+    """The full initial value of a tensor, float32, as peft's ``LoraLayer.reset_lora_parameters`` draws it."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+    value = torch.zeros(*shape)
+    is_a = ".lora_A." in name
+    if how == "gaussian":
+        return value.normal_(std=1 / shape[0], generator=generator) if is_a else value
+    if is_a or how is False:
+        return nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    return value
+
+
+def _saved_settings(folder: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise TypeError(f"it holds a {type(settings).__name__}")
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / _CONFIG} is missing or not a config of peft ({error}): save it again"
+        ) from error
+    if not (folder / _WEIGHTS).is_file():
+        raise CheckpointError(f"{folder} has no {_WEIGHTS}: only safetensors are read")
+    return settings
+
+
+def _scaling_problems(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}={saved[name]!r} was saved, the model has {own.get(name)!r}"
+        for name in _SCALING
+        if name in saved and (saved[name] or None) != (own.get(name) or None)
+    ]
+
+
+def _problems(tensors: Mapping[str, Tensor], checkpoint: HubCheckpoint) -> list[str]:
+    problems = [f"{name}: saved, and the model lacks it" for name in checkpoint.tensors if name not in tensors]
+    for name, tensor in tensors.items():
+        stored = checkpoint.tensors.get(name)
+        if stored is None:
+            problems.append(f"{name}: missing; the model has shape {tuple(tensor.shape)}")
+        elif stored.shape != tuple(tensor.shape):
+            problems.append(f"{name}: shape {stored.shape} was saved, the model has {tuple(tensor.shape)}")
+    return problems

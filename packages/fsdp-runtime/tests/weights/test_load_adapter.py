@@ -1,0 +1,189 @@
+"""Adapters of a model on meta: initialised independently of the mesh, or read from peft's folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime import (
+    CheckpointError,
+    MismatchError,
+    ModelError,
+    OptionError,
+    init_adapters,
+    load_adapter,
+    load_weights,
+    meta_device,
+    parallelize,
+    save_adapter,
+)
+from harness.models import tiny_config, tiny_inputs, tiny_model
+from harness.parity import mesh_for
+from harness.ranks import RankPool
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+MESHES = ({"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2})
+
+
+def _on_meta(**options: Any) -> Any:
+    import transformers
+
+    with meta_device():
+        base = transformers.Qwen3ForCausalLM(tiny_config("Qwen3ForCausalLM"))
+        return peft.get_peft_model(base, peft.LoraConfig(**{"r": 3, "target_modules": LINEAR, **options})).eval()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _adapters(model: Any) -> dict[str, Tensor]:
+    return {name: _full(p.detach()).clone() for name, p in model.named_parameters() if "lora_" in name}
+
+
+def _initialised(folder: Path, axes: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, Tensor]:
+    model = parallelize(_on_meta(**options), mesh_for(axes))
+    init_adapters(model, seed=3)
+    before = _adapters(model)
+    load_weights(model, folder)
+    after = _adapters(model)
+    assert not any(tensor.is_meta for tensor in model.parameters())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    model(**tiny_inputs(model, batch=2, length=5), use_cache=False).logits.sum().backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "lora_B" in name)
+    return after
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("Qwen3ForCausalLM", dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("how", [True, False, "gaussian"])
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_initial_values_are_the_same_on_every_mesh(
+    two_ranks: RankPool, four_ranks: RankPool, base: Path, axes: dict[str, int], how: bool | str
+) -> None:
+    options = {"init_lora_weights": how}
+    pool = four_ranks if len(axes) > 1 else two_ranks
+    alone = _on_meta(**options)
+    init_adapters(alone, seed=3)
+    expected = _adapters(alone)
+    for found in pool.run(_initialised, base, axes, options):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_initial_values_have_the_distribution_that_peft_draws() -> None:
+    model = _on_meta(r=8)
+    init_adapters(model)
+    for name, value in _adapters(model).items():
+        if "lora_B" in name:
+            assert not value.any()
+        else:
+            bound = 1 / math.sqrt(value.shape[1])  # kaiming_uniform_ with a = sqrt(5)
+            assert value.abs().max() <= bound
+            assert value.std() == pytest.approx(bound / math.sqrt(3), rel=0.15)
+    values = _adapters(model)
+    assert len({round(float(value.sum()), 6) for name, value in values.items() if "lora_A" in name}) == len(values) // 2
+
+
+def test_another_seed_gives_other_values() -> None:
+    drawn = []
+    for seed in (0, 0, 1):
+        model = _on_meta()
+        init_adapters(model, seed=seed)
+        drawn.append(next(iter(_adapters(model).values())))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def _saved_by_peft(base: Path, folder: Path, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    wrapped: Any = peft.get_peft_model(model, peft.LoraConfig(**{"r": 3, "target_modules": LINEAR, **options})).eval()
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+    wrapped.save_pretrained(folder)
+    return wrapped
+
+
+def _loaded(base: Path, folder: Path, axes: Mapping[str, int], again: Path) -> tuple[dict[str, Tensor], Tensor]:
+    model = parallelize(_on_meta(), mesh_for(axes))
+    load_adapter(model, folder)
+    load_weights(model, base)
+    with torch.no_grad():
+        logits = _full(model(**tiny_inputs(model, batch=2, length=5), use_cache=False).logits)
+    save_adapter(model, again)
+    return _adapters(model), logits
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_a_folder_of_peft_loads_into_a_sharded_model(
+    two_ranks: RankPool, four_ranks: RankPool, base: Path, tmp_path: Path, axes: dict[str, int]
+) -> None:
+    reference = _saved_by_peft(base, tmp_path / "peft")
+    with torch.no_grad():
+        expected = reference(**tiny_inputs(reference, batch=2, length=5), use_cache=False).logits
+    pool = four_ranks if len(axes) > 1 else two_ranks
+    for adapters, logits in pool.run(_loaded, base, tmp_path / "peft", axes, tmp_path / "again"):
+        assert all(torch.equal(value, adapters[name]) for name, value in _adapters(reference).items())
+        assert torch.allclose(logits, expected, atol=1e-5)
+    first, second = (load_file(tmp_path / run / "adapter_model.safetensors") for run in ("peft", "again"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_folder_that_does_not_fit_is_refused_with_every_difference(base: Path, tmp_path: Path) -> None:
+    _saved_by_peft(base, tmp_path, r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+    model = _on_meta(target_modules=["q_proj", "o_proj"])
+    with pytest.raises(MismatchError) as caught:
+        load_adapter(model, tmp_path)
+    for words in ("lora_alpha=16 was saved, the model has 8", "v_proj", "o_proj", "missing", "shape (4, 64) was saved"):
+        assert words in str(caught.value)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_damaged_folders_are_refused(base: Path, tmp_path: Path) -> None:
+    _saved_by_peft(base, tmp_path)
+    model = _on_meta()
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="not a config of peft"):
+        load_adapter(model, tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({}))
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match="only safetensors are read"):
+        load_adapter(model, tmp_path)
+    save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * 4)
+    with pytest.raises(CheckpointError, match="truncated or corrupt"):
+        load_adapter(model, tmp_path)
+
+
+def test_what_has_no_such_adapter_is_refused(base: Path) -> None:
+    with pytest.raises(OptionError, match="no adapter 'other'"):
+        init_adapters(_on_meta(), adapter="other")
+    with pytest.raises(OptionError, match="no adapter 'default'"):
+        init_adapters(tiny_model("Qwen3ForCausalLM"))
+    model = _on_meta()
+    model.peft_config["default"].init_lora_weights = "pissa"
+    with pytest.raises(OptionError, match="pissa"):
+        init_adapters(model)
+    with pytest.raises(ModelError, match="call init_adapters or load_adapter first"):
+        load_weights(_on_meta(), base)

@@ -1,0 +1,298 @@
+"""``transformers.Trainer`` on a mesh against the trainer of one process; run by ``nox -s trainers``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+
+from fsdp_runtime import BackendError, MeshError, ModelError, OptionError
+from fsdp_runtime.integrations import Trainer
+from harness.parity import mesh_for
+from harness.ranks import RankPool
+from harness.trainers import (
+    BATCH,
+    COMMON,
+    compare,
+    differences,
+    forget_accelerate,
+    model_on,
+    token_rows,
+    tokenizer,
+    train,
+    write_checkpoint,
+)
+
+MESHES: tuple[dict[str, int], ...] = (
+    {"tp": 2},
+    {"dp_shard": 2},
+    {"dp_replicate": 2},
+    {"dp_shard": 2, "tp": 2},
+    {"dp_replicate": 2, "tp": 2},
+)
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def token_accuracy(prediction: Any) -> dict[str, float]:
+    """A metric that needs the full logits."""
+    scored = prediction.label_ids[:, 1:] != -100
+    right = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+    return {"accuracy": float(right[scored].mean()), "scored": int(scored.sum())}
+
+
+def build(model: Any, mesh: Any, dp: int, *, output: str, metrics: bool = False, **options: Any) -> Any:
+    """A trainer of a few steps, on a mesh or, for ``mesh=None``, transformers' own."""
+    accumulation = options.get("gradient_accumulation_steps", 1)
+    given = {
+        **COMMON,
+        "output_dir": output,
+        "per_device_train_batch_size": BATCH // dp // accumulation,
+        "per_device_eval_batch_size": BATCH // dp,
+        "max_steps": STEPS,
+    }
+    common = {
+        "model": model,
+        "args": TrainingArguments(**{**given, **options}),
+        "train_dataset": token_rows(),
+        "eval_dataset": token_rows(8, seed=1),
+        "processing_class": tokenizer(),
+        "data_collator": transformers.default_data_collator,
+        "compute_metrics": token_accuracy if metrics else None,
+    }
+    return transformers.Trainer(**common) if mesh is None else Trainer(**common, mesh=mesh)
+
+
+def pool_of(axes: Mapping[str, int], two_ranks: RankPool, four_ranks: RankPool) -> RankPool:
+    return four_ranks if len(axes) > 1 else two_ranks
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_losses_norms_and_weights_are_those_of_one_process(
+    two_ranks: RankPool, four_ranks: RankPool, folder: Path, tmp_path: Path, axes: dict[str, int]
+) -> None:
+    pool = pool_of(axes, two_ranks, four_ranks)
+    found, expected = compare(pool, partial(build, output=str(tmp_path)), folder, axes, key="plain")
+    assert len(found.logged("loss")) == STEPS
+    assert differences(found, expected) == {}
+    assert found.wrapper.endswith("Qwen3ForCausalLM")
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "label smoothing": ({"logits": "full"}, {"label_smoothing_factor": 0.1}),
+    "sequence parallelism": ({"sequence_parallel": True}, {}),
+    "full logits": ({"logits": "full"}, {}),
+    "accumulated gradients": ({}, {"gradient_accumulation_steps": 2}),
+    "activation checkpointing by transformers": ({}, {"activation_checkpointing": True}),
+    "activation checkpointing by parallelize": ({"activation_checkpointing": "block"}, {}),
+    "no clipping": ({}, {"max_grad_norm": 0.0}),
+    "each rank's own mean": ({}, {"average_tokens_across_devices": False}),
+    "sgd": ({}, {"optim": "sgd"}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_they_are_with_every_option(four_ranks: RankPool, folder: Path, tmp_path: Path, variant: str) -> None:
+    parallel, options = VARIANTS[variant]
+    axes = {"tp": 2, "dp_replicate": 2} if variant == "accumulated gradients" else {"dp_shard": 2, "tp": 2}
+    if variant == "each rank's own mean":
+        axes = {"dp_shard": 1, "tp": 4}  # over dp, means of unequal parts are not the mean of one process
+    set_up = partial(build, output=str(tmp_path), **options)
+    found, expected = compare(four_ranks, set_up, folder, axes, parallel=parallel, key=repr(options))
+    assert differences(found, expected) == {}
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_they_are_for_untied_and_tied_heads(four_ranks: RankPool, tmp_path: Path, architecture: str) -> None:
+    write_checkpoint(tmp_path / "in", architecture=architecture)
+    set_up = partial(build, output=str(tmp_path / "out"))
+    found, expected = compare(four_ranks, set_up, tmp_path / "in", {"dp_shard": 2, "tp": 2}, key=architecture)
+    assert differences(found, expected) == {}
+
+
+@pytest.mark.parametrize("axes", MESHES[:1] + MESHES[3:4], ids=str)
+def test_evaluation_gives_the_loss_and_the_metrics_of_one_process(
+    two_ranks: RankPool, four_ranks: RankPool, folder: Path, tmp_path: Path, axes: dict[str, int]
+) -> None:
+    set_up = partial(build, output=str(tmp_path), metrics=True)
+    pool = pool_of(axes, two_ranks, four_ranks)
+    found, expected = compare(pool, set_up, folder, axes, evaluate=True, key="evaluation")
+    for name in ("eval_loss", "eval_accuracy", "eval_scored"):
+        assert found.evaluation[name] == pytest.approx(expected.evaluation[name], rel=1e-5), name
+
+
+def test_a_saved_model_is_one_that_from_pretrained_reads(four_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    set_up = partial(build, output=str(tmp_path / "out"))
+    axes = {"dp_shard": 2, "tp": 2}
+    outcome = four_ranks.run(train, set_up, folder, axes, save_to=tmp_path / "saved", timeout=400)[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    for name, weight in model.state_dict().items():
+        if name in outcome.weights:
+            assert torch.equal(weight, outcome.weights[name]), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("t5 t6")["input_ids"] == [5, 6]
+    assert (tmp_path / "saved" / "training_args.bin").exists()
+
+
+def _resumed(folder: Path, output: Path, first: Mapping[str, int], then: Mapping[str, int]) -> Any:
+    """An uninterrupted run, and one that stops after the second of four steps and goes on, on another mesh perhaps."""
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = train(partial(build, output=str(output / "whole"), **saving), folder, first)
+    train(partial(stopped_after_two, output=str(output / "parts"), **saving), folder, first)
+    resumed = train(partial(build, output=str(output / "parts"), **saving), folder, then, resume=True)
+    return whole, resumed
+
+
+def stopped_after_two(model: Any, mesh: Any, dp: int, **options: Any) -> Any:
+    """The trainer of four steps, interrupted after the second."""
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step >= 2
+
+    trainer = build(model, mesh, dp, **options)
+    trainer.add_callback(Stop())
+    return trainer
+
+
+@pytest.mark.parametrize("then", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 4}], ids=str)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    four_ranks: RankPool, folder: Path, tmp_path: Path, then: dict[str, int]
+) -> None:
+    whole, resumed = four_ranks.run(_resumed, folder, tmp_path, {"dp_shard": 2, "tp": 2}, then, timeout=400)[0]
+    assert [entry["step"] for entry in resumed.history if "loss" in entry] == [1, 2, 3, 4]
+    assert differences(resumed, whole) == {}
+    saved = tmp_path / "parts" / "checkpoint-4"
+    assert set(load_file(saved / "model.safetensors")) == set(whole.weights)
+    assert AutoModelForCausalLM.from_pretrained(saved) is not None
+
+
+def test_bf16_trains_close_to_the_autocast_of_one_process(four_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    set_up = partial(build, output=str(tmp_path), bf16=True)
+    found, expected = compare(four_ranks, set_up, folder, {"dp_shard": 2, "tp": 2}, key="bf16")
+    assert found.logged("loss") == pytest.approx(expected.logged("loss"), rel=5e-3)
+    assert found.logged("grad_norm") == pytest.approx(expected.logged("grad_norm"), rel=5e-2)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "fp16": {"fp16": True},
+    "torch_compile": {"torch_compile": True},
+    "use_liger_kernel": {"use_liger_kernel": True},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
+    "bf16_full_eval": {"bf16_full_eval": True},
+    "group_by_length": {"train_sampling_strategy": "group_by_length"},
+    "adafactor": {"optim": "adafactor"},
+    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+}
+
+
+def _refusals(folder: Path, output: Path) -> list[str]:
+    """What does not raise the error that it should."""
+    forget_accelerate()
+    model, mesh = model_on(folder, {"tp": 2})
+    failures = []
+
+    def expect(kind: type[Exception], words: str, **changes: Any) -> None:
+        given = {"model": model, "mesh": mesh, "train_dataset": token_rows(), **changes}
+        given.setdefault("args", TrainingArguments(output_dir=str(output), use_cpu=True, report_to=[]))
+        try:
+            Trainer(**given)
+        except kind as error:
+            if words not in str(error):
+                failures.append(f"{words}: {error}")
+        else:
+            failures.append(f"{words}: accepted")
+
+    for words, options in REFUSED.items():
+        arguments = TrainingArguments(output_dir=str(output), use_cpu=True, report_to=[])
+        for name, value in options.items():
+            if name == "accelerator_config":
+                arguments.accelerator_config.dispatch_batches = True
+            else:
+                setattr(arguments, name, value)
+        expect(OptionError, words, args=arguments)
+    expect(OptionError, "model_init", model_init=lambda: model)
+    expect(ModelError, "parallelize", model=model_on(folder, None)[0])
+    expect(ModelError, "load it by name", model="Qwen/Qwen3-0.6B")
+    expect(MeshError, "cp", mesh=mesh_for({"cp": 2}))
+    recomputing, _ = model_on(folder, {"tp": 2}, activation_checkpointing="block")
+    again = TrainingArguments(output_dir=str(output), use_cpu=True, report_to=[], activation_checkpointing=True)
+    expect(OptionError, "gradient_checkpointing=False", model=recomputing, args=again)
+    smoothing = {**COMMON, "label_smoothing_factor": 0.1, "max_steps": 1, "output_dir": str(output)}
+    trainer = Trainer(model=model, mesh=mesh, args=TrainingArguments(**smoothing), train_dataset=token_rows())
+    try:
+        trainer.train()
+    except OptionError as error:
+        if "logits='full'" not in str(error):
+            failures.append(str(error))
+    else:
+        failures.append("label smoothing: accepted")
+    return failures
+
+
+def test_what_cannot_be_right_is_refused_with_the_fix(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    assert two_ranks.run(_refusals, folder, tmp_path) == [[], []]
+
+
+def _noisy(samples: Any) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([sample["input_ids"] for sample in samples]), "noise": torch.rand(1)}
+
+
+def _drawn(folder: Path, output: Path) -> list[tuple[Any, float]]:
+    """What the data loader's worker makes of every batch."""
+    forget_accelerate()
+    model, mesh = model_on(folder, {"dp_shard": 2, "tp": 2})
+    arguments = TrainingArguments(
+        **{**COMMON, "output_dir": str(output), "dataloader_num_workers": 1, "remove_unused_columns": False}
+    )
+    trainer = Trainer(model=model, mesh=mesh, args=arguments, train_dataset=token_rows(), data_collator=_noisy)
+    return [(batch["input_ids"].tolist(), float(batch["noise"])) for batch in trainer.get_train_dataloader()]
+
+
+def test_workers_of_one_tp_group_draw_the_same_and_of_others_not(
+    four_ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    first, second, third, fourth = four_ranks.run(_drawn, folder, tmp_path)
+    assert first == second
+    assert third == fourth
+    assert all(ours != theirs for ours, theirs in zip(first, third, strict=True))
+
+
+def test_one_process_alone_may_use_it_too(folder: Path, tmp_path: Path) -> None:
+    set_up = partial(build, output=str(tmp_path))
+    assert differences(train(set_up, folder, {"tp": 1}), train(set_up, folder, None)) == {}
+
+
+def test_losses_are_finite_where_no_label_is_left(folder: Path) -> None:
+    from fsdp_runtime.integrations.logits import per_token
+
+    logits, labels = torch.randn(2, 1, 7, requires_grad=True), torch.full((2, 5), -100)
+    fields = per_token(logits, labels, temperature=1.0, entropy=True, is_top1=True)
+    fields["log_probs"].sum().backward()
+    assert fields["log_probs"].shape == (2, 4)
+    assert logits.grad is not None
+    assert not logits.grad.any()
+    assert math.isfinite(float(fields["entropy"].sum()))
+
+
+def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from fsdp_runtime import integrations
+
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.delitem(sys.modules, "fsdp_runtime.integrations.trl_trainers", raising=False)
+    with pytest.raises(BackendError, match=r"pip install 'fsdp-runtime\[trl\]'"):
+        _ = integrations.SFTTrainer
