@@ -42,7 +42,7 @@ from fsdp_runtime.parallel.context.ring import ring_attention
 from fsdp_runtime.parallel.context.sharding import SequenceLayout, sequence_layout
 from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_mesh
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
-from fsdp_runtime.parallel.lm_head import LMHead, forward_with_lm_head
+from fsdp_runtime.parallel.lm_head import LMHeadParameters, forward_with_lm_head
 from fsdp_runtime.parallel.lora import save_adapter
 from fsdp_runtime.parallel.tensor import apply_tp
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
@@ -79,7 +79,7 @@ __all__ = [
     "FSDPOptions",
     "FsdpRuntimeError",
     "GradientError",
-    "LMHead",
+    "LMHeadParameters",
     "LayoutError",
     "LoadReport",
     "LostRankError",

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 
 import rl_logprobs
 from fsdp_runtime import FSDPOptions, MeshSpec, ModelError, OptionError, parallelize
-from fsdp_runtime.parallel.lm_head import LMHead, LogitsMap, _maps, forward_with_lm_head
+from fsdp_runtime.parallel.lm_head import LMHeadParameters, LogitsMap, _maps, forward_with_lm_head
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 
 
 def _score(tokens: Tensor) -> Any:
-    def function(hidden: Tensor, head: LMHead) -> Tensor:
+    def function(hidden: Tensor, head: LMHeadParameters) -> Tensor:
         return rl_logprobs.linear_token_logprobs(
             hidden,
             head.weight,
@@ -96,7 +96,7 @@ def test_backward_may_follow_another_forward(two_ranks: RankPool) -> None:
 
 
 def _statistics(tokens: Tensor) -> Any:
-    def function(hidden: Tensor, head: LMHead) -> Any:
+    def function(hidden: Tensor, head: LMHeadParameters) -> Any:
         return rl_logprobs.linear_token_statistics(hidden, head.weight, tokens, entropy=True, shift=True)
 
     return function
@@ -208,7 +208,7 @@ def test_labels_are_refused() -> None:
 def test_an_error_in_the_function_arrives_as_it_is() -> None:
     model = _transformed("Llama")
 
-    def fails(hidden: Tensor, head: LMHead) -> Tensor:
+    def fails(hidden: Tensor, head: LMHeadParameters) -> Tensor:
         raise KeyError("mine")
 
     with pytest.raises(KeyError):

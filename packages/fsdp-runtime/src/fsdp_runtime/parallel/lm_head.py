@@ -40,7 +40,7 @@ class LogitsMap:
 
 
 @dataclass(frozen=True, eq=False)
-class LMHead:
+class LMHeadParameters:
     """The head of a language model during a forward, as ``forward_with_lm_head`` hands it to a function.
 
     Args:
@@ -58,7 +58,7 @@ class LMHead:
 
 
 def forward_with_lm_head(
-    model: nn.Module, function: Callable[[Tensor, LMHead], Any], /, *args: Any, **kwargs: Any
+    model: nn.Module, function: Callable[[Tensor, LMHeadParameters], Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a model's forward with a function in the place of its language-model head, and return the function's result.
 
@@ -73,7 +73,7 @@ def forward_with_lm_head(
     Args:
         model: a causal or conditional-generation language model, parallelized or not.
         function: called once with the hidden states, ``[batch, seq, features]`` as the head would get them (under
-            sequence parallelism a DTensor sharded on the sequence), and an :class:`LMHead`.  Returns a tensor, a tuple,
+            sequence parallelism a DTensor sharded on the sequence), and an :class:`LMHeadParameters`.  Returns a tensor, a tuple,
             list or dict of tensors, or a dataclass whose fields are tensors or ``None``.
         *args: positional arguments of the model's forward.
         **kwargs: keyword arguments of the model's forward, without ``labels``.
@@ -159,7 +159,11 @@ class _Run:
     """The forward hook that replaces the model's output by the function's result, before the hooks of FSDP2 run."""
 
     def __init__(
-        self, model: nn.Module, stand_in: _StandIn, function: Callable[[Tensor, LMHead], Any], known: LogitsMap | None
+        self,
+        model: nn.Module,
+        stand_in: _StandIn,
+        function: Callable[[Tensor, LMHeadParameters], Any],
+        known: LogitsMap | None,
     ) -> None:
         self.model, self.stand_in, self.function, self.known = model, stand_in, function, known
         self.entered = False
@@ -177,7 +181,7 @@ class _Run:
                 raise _unknown_map(model, path)
             self.known = _maps[model] = measured
         self.entered = True
-        lm_head = LMHead(head.weight, head.bias, self.known.scale, self.known.softcap)
+        lm_head = LMHeadParameters(head.weight, head.bias, self.known.scale, self.known.softcap)
         self.result = found = self.function(self.stand_in.hidden, lm_head)
         return _fields(found) if dataclasses.is_dataclass(found) else found
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
-from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_runtime.errors import ModelError
 
-#: Replaced parameters that something still holds: their paths, by id; entries go with the parameters.
-_replaced: dict[int, tuple[str, ref[nn.Parameter]]] = {}
-_hooks: list[Any] = []
+#: The attribute of a parameter that ``parallelize`` has replaced: its path.  An attribute, since torch refuses to swap
+#: tensors that have weak references, and a strong one would keep the memory.
+_REPLACED = "_fsdp_runtime_replaced"
 
 
 @contextmanager
@@ -29,26 +29,25 @@ def refuse_stale_optimizers(model: nn.Module) -> Iterator[None]:
     Args:
         model: the model whose parameters may be replaced.
     """
-    before = {id(parameter): (path, ref(parameter)) for path, parameter in model.named_parameters()}
-    yield
-    kept = {id(parameter) for parameter in model.parameters()}
-    for key, (path, parameter) in before.items():
-        if key in kept or parameter() is None:
-            continue
-        _replaced[key] = (path, ref(parameter(), lambda _, key=key: _replaced.pop(key, None)))  # type: ignore[misc,arg-type]
-    if _replaced and not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_check))
+    for path, parameter in model.named_parameters():
+        setattr(parameter, _REPLACED, path)
+    try:
+        yield
+    finally:
+        for parameter in model.parameters():
+            parameter.__dict__.pop(_REPLACED, None)
+    _register_check()
+
+
+@cache
+def _register_check() -> None:
+    """Check the parameters of every optimizer at its steps, once per process."""
+    register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if not _replaced:
-        return
-    stale = [
-        _replaced[id(parameter)][0]
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) in _replaced and _replaced[id(parameter)][1]() is parameter
-    ]
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    stale = [path for parameter in parameters if (path := getattr(parameter, _REPLACED, None)) is not None]
     if stale:
         raise ModelError(
             f"this {type(optimizer).__name__} holds {len(stale)} parameters that parallelize has replaced by shards "

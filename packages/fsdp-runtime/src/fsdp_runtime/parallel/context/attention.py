@@ -128,12 +128,12 @@ class ContextAttention:
         if skip and is_causal_mask_function(mask_function) and not self.masked and self.documents is None:
             return None
         positions = self.layout(q_length).positions.to(options["device"])
+        options["q_offset"] = positions - torch.arange(q_length, device=positions.device)  # from indices to positions
         return sdpa_mask_of_documents(
             q_length=q_length,
             mask_function=mask_function,
             documents=self.documents,
             attention_mask=attention_mask if self.masked else None,
-            q_offset=positions - torch.arange(q_length, device=positions.device),  # from local indices to positions
             **options,
         )
 
