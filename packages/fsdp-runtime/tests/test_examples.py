@@ -12,6 +12,7 @@ import fsdp_runtime
 
 #: Results of functions, whose examples are those of the functions.
 RESULTS = {
+    "LMHeadParameters",
     "AttentionHeads",
     "Estimate",
     "LoadReport",

@@ -57,9 +57,10 @@ class LMHeadParameters:
     softcap: float | None
 
 
-def forward_with_lm_head(
-    model: nn.Module, function: Callable[[Tensor, LMHeadParameters], Any], /, *args: Any, **kwargs: Any
-) -> Any:
+HeadFunction = Callable[[Tensor, LMHeadParameters], Any]
+
+
+def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any, **kwargs: Any) -> Any:
     """Run a model's forward with a function in the place of its language-model head, and return the function's result.
 
     Use it for losses that never hold the logits, such as ``rl_logprobs.linear_token_logprobs``: gradients of all
@@ -73,8 +74,8 @@ def forward_with_lm_head(
     Args:
         model: a causal or conditional-generation language model, parallelized or not.
         function: called once with the hidden states, ``[batch, seq, features]`` as the head would get them (under
-            sequence parallelism a DTensor sharded on the sequence), and an :class:`LMHeadParameters`.  Returns a tensor, a tuple,
-            list or dict of tensors, or a dataclass whose fields are tensors or ``None``.
+            sequence parallelism a DTensor sharded on the sequence), and an :class:`LMHeadParameters`.  Returns a tensor,
+            a tuple, list or dict of tensors, or a dataclass whose fields are tensors or ``None``.
         *args: positional arguments of the model's forward.
         **kwargs: keyword arguments of the model's forward, without ``labels``.
 
@@ -162,7 +163,7 @@ class _Run:
         self,
         model: nn.Module,
         stand_in: _StandIn,
-        function: Callable[[Tensor, LMHeadParameters], Any],
+        function: HeadFunction,
         known: LogitsMap | None,
     ) -> None:
         self.model, self.stand_in, self.function, self.known = model, stand_in, function, known
