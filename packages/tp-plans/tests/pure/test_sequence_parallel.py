@@ -265,3 +265,23 @@ def test_the_final_norm_is_found_by_its_shape():
     tree = model()
     tree.children["model"].children["norm"] = Rms(parameters={"gain": tensor(HIDDEN)})
     assert derived(tree)["model.norm"] == NORM
+
+
+class Block(Module):
+    """One class of blocks for two decoders."""
+
+
+def test_two_decoders_of_one_class_of_blocks_are_refused():
+    def decoder():
+        return Module(layers=Module(**{str(place): Block(norm=Norm(HIDDEN), mlp=mlp()) for place in range(2)}))
+
+    tree = Module(embed=Embedding(50, HIDDEN), low=decoder(), high=decoder(), norm=Norm(HIDDEN))
+    with pytest.raises(PlanError, match=r"blocks of one class in low\.layers and high\.layers: .* plan yourself"):
+        derived(tree, {})
+
+
+def test_blocks_in_two_lists_side_by_side_share_one_form():
+    tree = model(beside={"more_layers": Module(**{"0": Module(norm=Norm(HIDDEN), mlp=mlp())})})
+    plan = derived(tree, {**MLP, "model.more_layers.*.mlp.up": COLUMN, "model.more_layers.*.mlp.down": ROW})
+    assert plan["model.more_layers.*.mlp.down"] == SCATTERED
+    assert plan["model.more_layers.*.norm"] == NORM

@@ -49,16 +49,11 @@ def with_sequence_parallelism(plan: Plan, model: Any) -> Plan:
         The plan, with rules that shard the activations between sub-layers on the sequence.
 
     Raises:
-        PlanError: the model has no decoder blocks, or a rule has no sequence-parallel form.
+        PlanError: the model has no decoder blocks or several decoders, or a rule has no sequence-parallel form.
     """
     planned = PlannedTree(ModelTree.of(model), plan)
     tree = planned.tree
-    if not tree.decoder_blocks:
-        raise PlanError(
-            f"{type(tree.model).__name__} has no list of blocks for the token embedding "
-            f"{tree.embedding or '(none found)'}: write the sequence-parallel plan yourself"
-        )
-    block_rules = {path: _block_rules(path, planned) for path in tree.decoder_blocks}
+    block_rules = {path: _block_rules(path, planned) for path in _blocks(tree)}
     per_sublayer = all(rules is not None for rules in block_rules.values())
     places = (path for group in tree.by_wildcard.values() for path in group)
     rules = {path: planned.styles[path] for path in places if path in planned.styles}
@@ -70,6 +65,25 @@ def with_sequence_parallelism(plan: Plan, model: Any) -> Plan:
     return Plan(merge_per_block(rules.items(), tree), name=plan.name, sequence_parallel=True)
 
 
+def _blocks(tree: ModelTree) -> tuple[str, ...]:
+    """Return the blocks of the decoder's stack and of the stacks next to it, which share the activations."""
+    name = type(tree.model).__name__
+    if tree.decoder is None:
+        raise PlanError(
+            f"{name} has no list of blocks for the token embedding {tree.embedding or '(none found)'}: "
+            "write the sequence-parallel plan yourself"
+        )
+    kinds = {type(tree.modules[block]) for block in tree.decoder_blocks}
+    stacks = {path: members for path, members in tree.stacks.items() if parent(path) == parent(tree.decoder)}
+    for path, members in tree.stacks.items():
+        if path not in stacks and kinds & {type(tree.modules[block]) for block in members}:
+            raise PlanError(
+                f"{name} has blocks of one class in {tree.decoder} and {path}: sequence parallelism cannot be derived "
+                "for several decoders; write the sequence-parallel plan yourself"
+            )
+    return tuple(block for members in stacks.values() for block in members)
+
+
 def _rules_before_blocks(planned: PlannedTree) -> dict[str, Style]:
     """Return the rules that shard the embeddings on the sequence before the first block."""
     tree, embedding = planned.tree, planned.tree.embedding
@@ -77,7 +91,7 @@ def _rules_before_blocks(planned: PlannedTree) -> dict[str, Style]:
         return {}
     if not tree.root or not takes_argument(tree.modules[tree.root], EMBEDDINGS_ARGUMENT):
         # Its code may add positions to the embeddings, or scale them: shard what it passes to the first block.
-        block = tree.decoder_blocks[0]
+        block = _blocks(tree)[0]
         return {block: PrepareModuleInput(layout=_STREAM, argument=first_argument(tree.modules[block]))}
     rules: dict[str, Style] = {
         tree.root: PrepareModuleInput(layout=_STREAM, argument=EMBEDDINGS_ARGUMENT, position=None)
