@@ -252,13 +252,33 @@ class ModelTree:
 
     @cached_property
     def final_norm(self) -> str | None:
-        """The last norm that sits beside the decoder's stack, after it."""
-        if self.decoder is None or self.embedding is None:
-            return None
-        after = list(self.modules)[list(self.modules).index(self.decoder) :]
-        beside = [path for path in after if path and parent(path) == self.root]
-        norms = [path for path in beside if self.is_scale(path, self.size(self.embedding, 1))]
+        """The norm of the decoder's output: the last one after its stack, in the modules that hold the stack."""
+        norms = [path for path in self._after_decoder if is_at_or_below(path, self.root) and self._is_hidden_norm(path)]
         return norms[-1] if norms else None
+
+    @cached_property
+    def reads_decoder_output(self) -> tuple[str, ...]:
+        """The modules after the decoder's stack that may read its output: norms and linear layers of its features."""
+        hidden = self.size(self.embedding or "", 1)
+        return tuple(
+            path
+            for path in self._after_decoder
+            if self._is_hidden_norm(path) or (self.is_linear(path) and self.size(path, 1) == hidden)
+        )
+
+    @cached_property
+    def _after_decoder(self) -> tuple[str, ...]:
+        """The modules after the decoder's stack that sit directly in a module that holds the stack."""
+        if self.decoder is None or self.embedding is None:
+            return ()
+        holders, order = set(ancestors(self.decoder)), list(self.modules)
+        return tuple(path for path in order[order.index(self.decoder) + 1 :] if path and parent(path) in holders)
+
+    def _is_hidden_norm(self, path: str) -> bool:
+        """Return whether a module is a norm of the hidden states, with parameters or without."""
+        if self.own_parameters(path):
+            return self.is_scale(path, self.size(self.embedding or "", 1)) and not self.children[path]
+        return self.is_norm(path)
 
     def declared(self, getter: str) -> str | None:
         """Return the path of the module that a getter of the model gives, as ``get_input_embeddings``."""
@@ -335,6 +355,11 @@ def ancestors(path: str) -> Iterator[str]:
     while path:
         path = parent(path)
         yield path
+
+
+def is_at_or_below(path: str, root: str) -> bool:
+    """Return whether a path is ``root`` or below it."""
+    return not root or path == root or path.startswith(f"{root}.")
 
 
 def shared_parts(one: str, other: str) -> int:

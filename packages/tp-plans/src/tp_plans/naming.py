@@ -51,6 +51,9 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_ro
 #: Layers whose weight the kernels of Mamba and related recurrences take as an argument, in place of calling the layer.
 KERNEL_ARGUMENTS = ("out_proj", "dt_proj")
 
+#: The argument under which a language model takes embeddings in place of token ids.
+EMBEDDINGS_ARGUMENT = "inputs_embeds"
+
 # Names of unknown decoders' layers, as patterns.
 OUTPUT_PROJECTION = re.compile(
     r"o|wo|w2|fc2|(o|out|c|down)_?proj|proj|dense(_4h_to_h)?|down|out(put)?(_linear|_layer)?|out_lin|lin2"

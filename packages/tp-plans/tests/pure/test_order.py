@@ -43,7 +43,7 @@ for block in range(2):
 tree = ModelTree.of(modules[""])
 plan = complete_plan(Plan({}), tree, root="model")
 print(list(plan))
-print(list(with_sequence_parallelism(plan, tree, embedding="model.embed_tokens")))
+print(list(with_sequence_parallelism(plan, tree)))
 """
 
 

@@ -1,7 +1,7 @@
 """The sequence-parallel form of a plan, derived from the tree: the stream between sub-layers, and the doors to them."""
 
 import pytest
-from stub_modules import Linear, Module, Norm, tensor
+from stub_modules import Embedding, Linear, Module, Norm, tensor
 
 from tp_plans import (
     AllReduceOutput,
@@ -30,9 +30,10 @@ SCATTERED = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
 BLOCK = "model.layers.*"
 
 
-class Table(Module):
-    def __init__(self):
-        super().__init__(parameters={"weight": tensor(50, HIDDEN)})
+class Trunk(Module):
+    """A language model that takes embeddings in place of ids."""
+
+    def forward(self, input_ids=None, inputs_embeds=None): ...
 
 
 class Recurrence(Module):
@@ -46,10 +47,10 @@ def mlp(**more):
     return Module(up=Linear(16, HIDDEN), down=Linear(HIDDEN, 16), **more)
 
 
-def model(make_block=None, *, blocks=2, beside=None, **more):
+def model(make_block=None, *, blocks=2, beside=None, trunk=Trunk, **more):
     make_block = make_block or (lambda: Module(norm=Norm(HIDDEN), mlp=mlp()))
     layers = Module(**{str(place): make_block() for place in range(blocks)})
-    inner = Module(**{"embed": Table(), "layers": layers, "norm": Norm(HIDDEN), **(beside or {})})
+    inner = trunk(**{"embed": Embedding(50, HIDDEN), "layers": layers, "norm": Norm(HIDDEN), **(beside or {})})
     return Module(model=inner, lm_head=Linear(50, HIDDEN), **more)
 
 
@@ -61,9 +62,9 @@ SCATTERED_TABLE = {"model.embed": VocabParallelEmbedding(output_layouts=Shard(1)
 IN_MLP = {f"{BLOCK}.mlp": PrepareModuleInput(), f"{BLOCK}.mlp.up": COLUMN, f"{BLOCK}.mlp.down": SCATTERED}
 
 
-def derived(tree, rules=None, *, embedding="model.embed"):
+def derived(tree, rules=None):
     plan = Plan({"model.embed": TABLE, **MLP, **HEAD} if rules is None else rules, name="tiny")
-    return with_sequence_parallelism(plan, tree, embedding=embedding)
+    return with_sequence_parallelism(plan, tree)
 
 
 def test_norms_work_on_the_stream_and_sub_layers_gather_once_and_scatter():
@@ -205,7 +206,7 @@ def test_an_embedding_that_the_model_above_writes_into_stays_whole():
     tree = Module(outer=model(vision=Recurrence()))
     # The language model sits beside a vision tower, whose features take the place of some tokens.
     rules = {f"outer.{name}": style for name, style in {"model.embed": TABLE, **MLP}.items()}
-    plan = derived(tree, rules, embedding="outer.model.embed")
+    plan = derived(tree, rules)
     assert plan["outer.model.embed"] == TABLE
     assert plan["outer.model"] == PrepareModuleInput(layout=Shard(1), argument="inputs_embeds", position=None)
 
@@ -223,13 +224,64 @@ def test_a_norm_before_the_blocks_is_taken_where_there_is_none_behind_them():
 
 
 @pytest.mark.parametrize("empty", [{"blocks": 0}, {"make_block": lambda: Norm(HIDDEN)}])
-def test_without_blocks_beside_the_embedding_there_is_no_such_form(empty):
-    with pytest.raises(PlanError, match=r"no blocks are found next to model\.embed: a list of modules under model"):
+def test_a_model_without_blocks_is_refused(empty):
+    with pytest.raises(
+        PlanError, match=r"no list of blocks for the token embedding model\.embed: write the .* plan yourself"
+    ):
         derived(model(**empty))
 
 
 def test_deriving_changes_nothing_in_the_plan_that_it_is_derived_from():
     rules = {"model.embed": TABLE, **MLP, **HEAD}
     plan = Plan(rules)
-    with_sequence_parallelism(plan, model(), embedding="model.embed")
+    with_sequence_parallelism(plan, model())
     assert dict(plan) == rules
+
+
+@pytest.mark.parametrize("top", [False, True], ids=["in a trunk", "at the top"])
+def test_what_a_language_model_without_an_embeddings_argument_passes_to_its_first_block_is_sharded(top):
+    tree, prefix = model(trunk=Module), "" if top else "model."
+    if top:
+        inner = tree.children.pop("model")
+        tree.children = {**inner.children, **tree.children}
+    rules = {f"{prefix}embed": TABLE, f"{prefix}layers.*.mlp.up": COLUMN, f"{prefix}layers.*.mlp.down": ROW}
+    plan = derived(tree, rules)
+    assert plan[f"{prefix}embed"] == TABLE
+    assert plan[f"{prefix}layers.0"] == PrepareModuleInput(layout=Shard(1))
+    assert plan[f"{prefix}layers.*.mlp.down"] == SCATTERED
+    assert "model" not in plan
+    assert f"{prefix}layers.1" not in plan
+
+
+def test_a_linear_layer_after_the_blocks_reads_them_in_any_layout():
+    plan = derived(model(value=Linear(1, HIDDEN)))
+    assert plan["value"] == RowwiseParallel(input_layouts=Replicate())
+
+
+def test_the_final_norm_is_found_by_its_shape():
+    class Rms(Module):
+        """Named otherwise than a norm."""
+
+    tree = model()
+    tree.children["model"].children["norm"] = Rms(parameters={"gain": tensor(HIDDEN)})
+    assert derived(tree)["model.norm"] == NORM
+
+
+class Block(Module):
+    """One class of blocks for two decoders."""
+
+
+def test_two_decoders_of_one_class_of_blocks_are_refused():
+    def decoder():
+        return Module(layers=Module(**{str(place): Block(norm=Norm(HIDDEN), mlp=mlp()) for place in range(2)}))
+
+    tree = Module(embed=Embedding(50, HIDDEN), low=decoder(), high=decoder(), norm=Norm(HIDDEN))
+    with pytest.raises(PlanError, match=r"blocks of one class in low\.layers and high\.layers: .* plan yourself"):
+        derived(tree, {})
+
+
+def test_blocks_in_two_lists_side_by_side_share_one_form():
+    tree = model(beside={"more_layers": Module(**{"0": Module(norm=Norm(HIDDEN), mlp=mlp())})})
+    plan = derived(tree, {**MLP, "model.more_layers.*.mlp.up": COLUMN, "model.more_layers.*.mlp.down": ROW})
+    assert plan["model.more_layers.*.mlp.down"] == SCATTERED
+    assert plan["model.more_layers.*.norm"] == NORM

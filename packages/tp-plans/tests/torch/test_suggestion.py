@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from harness.models import ARCHITECTURES, tiny_model
 from harness.parity import Case, assert_parity, compare, mesh_for
-from tp_plans import PrepareModuleInput, plan_for, suggest
+from tp_plans import NoParallel, PrepareModuleInput, TpPlansError, check, plan_for, suggest
 
 
 def with_any_argument(plan):
@@ -120,3 +120,107 @@ def test_a_model_of_unknown_names_and_code_trains_as_one_process(two_ranks):
     for error, split in two_ranks.run(errors_of_an_unknown_model):
         assert error < 1e-12
         assert split >= 2 + 2 * 6  # table, head, and in each block four matrices and the biases of three
+
+
+class Scale(nn.Module):
+    """A norm by another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(24))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.gain
+
+
+class Trunk(nn.Module):
+    """Adds learned positions to the embeddings, and takes no embeddings from outside."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.words, self.places = nn.Embedding(33, 24), nn.Embedding(9, 24)
+        self.tower = nn.ModuleList(Layer() for _ in range(2))
+        for layer in self.tower:
+            layer.one, layer.two = norm(), norm()
+        self.finish = norm()
+
+    def forward(self, ids):
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        for layer in self.tower:
+            x = layer(x)
+        return self.finish(x)
+
+
+class TwoHeads(nn.Module):
+    """A head for tokens and one for values, on a trunk of its own or on parts at the top."""
+
+    def __init__(self, norm, nested):
+        super().__init__()
+        trunk = Trunk(norm)
+        self.trunk = trunk if nested else None
+        if not nested:
+            self.words, self.places, self.tower, self.finish = trunk.words, trunk.places, trunk.tower, trunk.finish
+        self.speak, self.value = nn.Linear(24, 33, bias=False), nn.Linear(24, 1)
+
+    def forward(self, ids):
+        x = Trunk.forward(self, ids) if self.trunk is None else self.trunk(ids)
+        return self.speak(x), self.value(x)
+
+
+def rms_norm():
+    return nn.RMSNorm(24)
+
+
+OWN_MODELS = {
+    "norms by another name": lambda: TwoHeads(Scale, nested=False),
+    "norms by another name, in a trunk": lambda: TwoHeads(Scale, nested=True),
+    "known norms": lambda: TwoHeads(rms_norm, nested=False),
+    "known norms, in a trunk": lambda: TwoHeads(rms_norm, nested=True),
+}
+
+
+def sequence_parallel_errors():
+    """The largest errors of outputs and gradients of each own model, or the error that its forward raised."""
+    found = {}
+    for name, build in OWN_MODELS.items():
+        torch.manual_seed(0)
+        reference = build().double()
+        model = copy.deepcopy(reference)
+        try:
+            plan = suggest(model, sequence_parallel=True).plan
+            parallelize_module(model, mesh_for({"tp": 2})["tp"], plan.to_torch())
+            ids = torch.arange(14).view(2, 7)
+            expected, outputs = reference(ids), [full(output) for output in model(ids)]
+            weights = [torch.randn_like(output) for output in expected]
+            sum((output * weight).sum() for output, weight in zip(expected, weights, strict=True)).backward()
+            sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True)).backward()
+            wanted = dict(reference.named_parameters())
+            pairs = [(full(p.grad), wanted[name].grad) for name, p in model.named_parameters()]
+            found[name] = max((a - b).abs().max().item() for a, b in [*zip(outputs, expected, strict=True), *pairs])
+        except (TpPlansError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_the_suggested_sequence_parallel_plan_of_an_own_model_trains_as_one_process(two_ranks):
+    for errors in two_ranks.run(sequence_parallel_errors):
+        assert {name: error for name, error in errors.items() if isinstance(error, str) or error > 1e-12} == {}
+        assert errors.keys() == OWN_MODELS.keys()
+
+
+@pytest.mark.parametrize("name", OWN_MODELS)
+def test_a_suggested_sequence_parallel_plan_passes_the_check(name):
+    model = OWN_MODELS[name]()
+    assert check(suggest(model, sequence_parallel=True).plan, model, tp=2).errors == ()
+
+
+@pytest.mark.parametrize("name", OWN_MODELS)
+@pytest.mark.parametrize("style", [None, NoParallel()])
+def test_the_check_finds_a_replicated_final_norm_under_sequence_parallelism(name, style):
+    model = OWN_MODELS[name]()
+    plan = suggest(model, sequence_parallel=True).plan
+    norm = next(path for path in ("finish", "trunk.finish") if path in plan)
+    (error,) = check(plan.override({norm: style}), model, tp=2).errors
+    assert error.where == norm
+    assert "sharded on the sequence" in error.message
+    assert "SequenceParallel()" in error.fix

@@ -14,6 +14,7 @@ from tp_plans.model_tree import ancestors, parent
 from tp_plans.planned_tree import PlannedTree
 from tp_plans.styles import (
     ColwiseParallel,
+    GatherSequence,
     NoParallel,
     RowwiseParallel,
     SequenceParallel,
@@ -35,6 +36,7 @@ def check_interfaces(planned: PlannedTree) -> Iterator[Finding]:
     yield from _missing_gather(giving, reading, planned)
     yield from _missing_shard(giving, reading, planned)
     yield from _implicit_shard(planned)
+    yield from _replicated_after_blocks(planned)
 
 
 def _missing_gather(giving: list[str], reading: list[str], planned: PlannedTree) -> Iterator[Finding]:
@@ -105,3 +107,39 @@ def _implicit_shard(planned: PlannedTree) -> Iterator[Finding]:
             if isinstance(cut, Shard) and cut.dim >= 0:
                 what = f"it hands on its part of dim {cut.dim} as a plain tensor, which SequenceParallel norms read"
                 yield Finding("error", path, f"{what} as the whole and cut again", "use use_local_output=False")
+
+
+def _replicated_after_blocks(planned: PlannedTree) -> Iterator[Finding]:
+    """Find replicated modules that read the output of blocks that shard it on the sequence."""
+    tree = planned.tree
+    if not any(_shards_sequence(path, planned) for path in _last_block(planned)):
+        return
+    for path in tree.reads_decoder_output:
+        style = planned.style(path)
+        is_replicated = style is None or (isinstance(style, NoParallel) and style.gradient == "full")
+        if not is_replicated or not tree.own_parameters(path):
+            continue
+        what = "it is replicated, but the blocks output activations sharded on the sequence"
+        fix = "RowwiseParallel(input_layouts=Replicate())" if tree.is_linear(path) else "SequenceParallel()"
+        if path in (tree.final_norm, tree.lm_head):
+            fix = "ColwiseParallel(use_local_output=False)" if path == tree.lm_head else fix
+            yield Finding("error", path, what, f"make it {fix}")
+        else:
+            yield Finding("warning", path, f"{what}, which it may read", f"if it does, make it {fix}")
+
+
+def _last_block(planned: PlannedTree) -> Iterator[str]:
+    """Iterate over the last block of the decoder and the modules in it."""
+    for block in planned.tree.decoder_blocks[-1:]:
+        yield block
+        yield from planned.tree.below(block)
+
+
+def _shards_sequence(path: str, planned: PlannedTree) -> bool:
+    """Return whether a module outputs a DTensor that is sharded on the sequence."""
+    style = planned.style(path)
+    if isinstance(style, GatherSequence):
+        return True
+    is_dtensor = isinstance(style, (ColwiseParallel, RowwiseParallel)) and not style.use_local_output
+    layout = style.output_layouts if isinstance(style, (ColwiseParallel, RowwiseParallel)) else None
+    return is_dtensor and isinstance(layout, Shard) and layout.dim >= 0

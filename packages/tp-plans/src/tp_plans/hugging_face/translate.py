@@ -80,7 +80,7 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
         raise CapabilityError(f"{name} has no sequence-parallel form: {reason}; pass sequence_parallel=False")
     if embedding is None:
         raise PlanError(f"{name} does not tell its token embedding: sequence parallelism cannot be derived for it")
-    return with_sequence_parallelism(plan, tree, embedding=embedding)
+    return with_sequence_parallelism(plan, tree)
 
 
 def _no_sequence_parallelism(tree: ModelTree) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from types import CodeType
 from typing import Any
 
@@ -34,6 +35,12 @@ def first_argument(module: Any) -> str:
     code = getattr(getattr(type(module), "forward", None), "__code__", None)
     names = code.co_varnames[1 : code.co_argcount] if code is not None else ()
     return names[0] if names else "hidden_states"
+
+
+def takes_argument(module: Any, name: str) -> bool:
+    """Return whether a module's forward declares an argument of this name, wrapped functions included."""
+    forward = getattr(type(module), "forward", None)
+    return forward is not None and name in signature(forward).parameters
 
 
 def counts_used(module: Any, values: set[int]) -> tuple[str, ...]:

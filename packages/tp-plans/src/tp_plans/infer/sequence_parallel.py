@@ -8,15 +8,15 @@ computes with several residual streams, or with parameters of its own, the rule 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from tp_plans.errors import PlanError
+from tp_plans.infer.bytecode import first_argument, takes_argument
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, join, parent
 from tp_plans.models.spec import SEQUENCE_DIM
-from tp_plans.naming import MLA_NORMS, leaf
+from tp_plans.naming import EMBEDDINGS_ARGUMENT, MLA_NORMS, leaf
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree, merge_per_block
 from tp_plans.styles import (
@@ -38,65 +38,82 @@ _STREAM = Shard(SEQUENCE_DIM)
 _WRAPPABLE_STYLES = (ParallelAttention, GatheredParameters, ExpertsParallel, AllReduceOutput)
 
 
-def with_sequence_parallelism(plan: Plan, model: Any, *, embedding: str) -> Plan:
+def with_sequence_parallelism(plan: Plan, model: Any) -> Plan:
     """Return the sequence-parallel form of a plan.
 
     Args:
         plan: a tensor-parallel plan.
         model: the model that it is for, or its :class:`~tp_plans.model_tree.ModelTree`.
-        embedding: the path of the token embedding; the blocks are its siblings.
+
+    Returns:
+        The plan, with rules that shard the activations between sub-layers on the sequence.
 
     Raises:
-        PlanError: no blocks are found next to the embedding.
+        PlanError: the model has no decoder blocks or several decoders, or a rule has no sequence-parallel form.
     """
-    root = parent(embedding)
     planned = PlannedTree(ModelTree.of(model), plan)
-    blocks = list(_blocks(root, planned.tree))
-    if not blocks:
-        raise PlanError(
-            f"no blocks are found next to {embedding or 'the embedding'}: a list of modules under "
-            f"{root or 'the model'} is looked for; write the sequence-parallel plan yourself"
-        )
-    block_rules = {path: _block_rules(path, planned) for path in blocks}
+    tree = planned.tree
+    block_rules = {path: _block_rules(path, planned) for path in _blocks(tree)}
     per_sublayer = all(rules is not None for rules in block_rules.values())
-    places = (path for group in planned.tree.by_wildcard.values() for path in group)
+    places = (path for group in tree.by_wildcard.values() for path in group)
     rules = {path: planned.styles[path] for path in places if path in planned.styles}
-    rules |= _rules_outside_blocks(root, embedding, planned, per_sublayer=per_sublayer)
+    rules |= _rules_after_blocks(planned)
+    if per_sublayer:
+        rules |= _rules_before_blocks(planned)
     for path, inside in block_rules.items():
         rules |= inside if per_sublayer and inside is not None else {path: _gather_rule(path, planned)}
-    return Plan(merge_per_block(rules.items(), planned.tree), name=plan.name, sequence_parallel=True)
+    return Plan(merge_per_block(rules.items(), tree), name=plan.name, sequence_parallel=True)
 
 
-def _blocks(root: str, tree: ModelTree) -> Iterator[str]:
-    """The members of the lists of modules directly below the root that hold more than one layer each."""
-    for container in tree.children[root]:
-        if tree.is_numbered(container) and all(
-            len(tree.children_with_parameters(path)) > 1 for path in tree.children[container]
-        ):
-            yield from tree.children[container]
+def _blocks(tree: ModelTree) -> tuple[str, ...]:
+    """Return the blocks of the decoder's stack and of the stacks next to it, which share the activations."""
+    name = type(tree.model).__name__
+    if tree.decoder is None:
+        raise PlanError(
+            f"{name} has no list of blocks for the token embedding {tree.embedding or '(none found)'}: "
+            "write the sequence-parallel plan yourself"
+        )
+    kinds = {type(tree.modules[block]) for block in tree.decoder_blocks}
+    stacks = {path: members for path, members in tree.stacks.items() if parent(path) == parent(tree.decoder)}
+    for path, members in tree.stacks.items():
+        if path not in stacks and kinds & {type(tree.modules[block]) for block in members}:
+            raise PlanError(
+                f"{name} has blocks of one class in {tree.decoder} and {path}: sequence parallelism cannot be derived "
+                "for several decoders; write the sequence-parallel plan yourself"
+            )
+    return tuple(block for members in stacks.values() for block in members)
 
 
-def _rules_outside_blocks(root: str, embedding: str, planned: PlannedTree, *, per_sublayer: bool) -> dict[str, Style]:
-    """Rules for the beginning and the end of the residual stream."""
-    after = _after_blocks(root, planned.tree)
-    norm = next((path for path in after if planned.tree.is_norm(path)), None)
-    rules: dict[str, Style] = {path: _gather_rule(path, planned) for path in after if _has_streams(path, planned.tree)}
-    if norm is not None:
-        rules[norm] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
-    if not per_sublayer or not root or planned.style(root) is not None:
-        return rules
-    rules[root] = PrepareModuleInput(layout=_STREAM, argument="inputs_embeds", position=None)
-    is_split = isinstance(planned.style(embedding), VocabParallelEmbedding)
-    if is_split and not _embeddings_merged_above(root, planned.tree):
+def _rules_before_blocks(planned: PlannedTree) -> dict[str, Style]:
+    """Return the rules that shard the embeddings on the sequence before the first block."""
+    tree, embedding = planned.tree, planned.tree.embedding
+    if tree.root and planned.style(tree.root) is not None:
+        return {}
+    if not tree.root or not takes_argument(tree.modules[tree.root], EMBEDDINGS_ARGUMENT):
+        # Its code may add positions to the embeddings, or scale them: shard what it passes to the first block.
+        block = _blocks(tree)[0]
+        return {block: PrepareModuleInput(layout=_STREAM, argument=first_argument(tree.modules[block]))}
+    rules: dict[str, Style] = {
+        tree.root: PrepareModuleInput(layout=_STREAM, argument=EMBEDDINGS_ARGUMENT, position=None)
+    }
+    is_split = embedding is not None and isinstance(planned.style(embedding), VocabParallelEmbedding)
+    if embedding is not None and is_split and not _embeddings_merged_above(tree.root, tree):
         rules[embedding] = VocabParallelEmbedding(output_layouts=_STREAM, use_local_output=False)
     return rules
 
 
-def _after_blocks(root: str, tree: ModelTree) -> list[str]:
-    """The siblings of the blocks, those after them first."""
-    siblings = tree.children[root]
-    first = next((place for place, path in enumerate(siblings) if tree.is_numbered(path)), 0)
-    return [*siblings[first + 1 :], *siblings[:first]]
+def _rules_after_blocks(planned: PlannedTree) -> dict[str, Style]:
+    """Return the rules of the modules that read the output of the last block, which is sharded on the sequence."""
+    tree = planned.tree
+    siblings = [path for path in tree.children[tree.root] if path != tree.decoder]
+    rules: dict[str, Style] = {path: _gather_rule(path, planned) for path in siblings if _has_streams(path, tree)}
+    for path in tree.reads_decoder_output:
+        if planned.style(path) is None and tree.is_linear(path):
+            rules[path] = RowwiseParallel(input_layouts=Replicate())  # right for a full input too
+    norm = tree.final_norm or next((path for path in siblings if tree.is_norm(path)), None)
+    if norm is not None:
+        rules[norm] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
+    return rules
 
 
 def _embeddings_merged_above(root: str, tree: ModelTree) -> bool:

@@ -94,13 +94,13 @@ def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
         rules.update(found)
         doubts += more
     doubts += [Doubt(wildcard(path), _STACK_DOUBT) for path, style in rules.items() if style == _STACK]
-    if tree.final_norm is not None:
+    if tree.final_norm is not None and tree.own_parameters(tree.final_norm):
         rules[tree.final_norm] = NoParallel()
     doubts += _add_head(rules, tree)
     doubts += _left_replicated(rules, tree)
     plan = Plan(merge_per_block(rules.items(), tree), name=f"suggested for {name}")
     if sequence_parallel:
-        plan = with_sequence_parallelism(plan, tree, embedding=embedding)
+        plan = with_sequence_parallelism(plan, tree)
     return Suggestion(plan, tuple(dict.fromkeys(doubts)))
 
 
