@@ -2,6 +2,9 @@
 
 Sharding replaces parameters by DTensors.  An optimizer that was built before still holds the old ones, whose gradients
 are never set: its steps change nothing, without an error.
+
+Replaced parameters are marked by an attribute.  Weak references to them would make ``torch.utils.swap_tensors`` fail,
+which converts parameters to the master dtype.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_runtime.errors import ModelError
 
-#: Replaced parameters that something still holds: their paths, by id; entries go with the parameters.
-_replaced: dict[int, tuple[str, ref[nn.Parameter]]] = {}
+#: The attribute of a replaced parameter: the path that it had in the model.
+_MARK = "_fsdp_runtime_replaced"
 _hooks: list[Any] = []
 
 
@@ -29,27 +31,20 @@ def refuse_stale_optimizers(model: nn.Module) -> Iterator[None]:
     Args:
         model: the model whose parameters may be replaced.
     """
-    before = {id(parameter): (path, ref(parameter)) for path, parameter in model.named_parameters()}
-    yield
-    kept = {id(parameter) for parameter in model.parameters()}
-    for key, (path, parameter) in before.items():
-        if key in kept or parameter() is None:
-            continue
-        _replaced[key] = (path, ref(parameter(), lambda _, key=key: _replaced.pop(key, None)))  # type: ignore[misc,arg-type]
-    if _replaced and not _hooks:
+    for path, parameter in model.named_parameters():
+        setattr(parameter, _MARK, path)
+    try:
+        yield
+    finally:
+        for parameter in model.parameters():
+            parameter.__dict__.pop(_MARK, None)
+    if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_check))
 
 
 def _check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if not _replaced:
-        return
-    stale = [
-        _replaced[id(parameter)][0]
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) in _replaced and _replaced[id(parameter)][1]() is parameter
-    ]
-    if stale:
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if stale := [parameter.__dict__[_MARK] for parameter in held if _MARK in parameter.__dict__]:
         raise ModelError(
             f"this {type(optimizer).__name__} holds {len(stale)} parameters that parallelize has replaced by shards "
             f"({stale[0]} first), so its step would change nothing: build the optimizer after parallelize, from "
