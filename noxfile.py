@@ -1,4 +1,4 @@
-"""Sessions for developers: ``nox -l`` lists them, and each one works by itself on a fresh clone."""
+"""Sessions for developers.  ``nox -l`` lists them; each one runs on a fresh clone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ nox.options.sessions = ["lint", "types", "plans_alone", "tests"]
 PACKAGES = ["tp-plans", "fsdp-runtime", "rl-logprobs"]
 TORCH_VERSIONS = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
 OLDEST_TRANSFORMERS = ["4.57.6", "5.6.2"]
-#: Tests of what uses torch's private or changing parts: local modules, meshes, FSDP2, attention over `cp`, weights,
+#: Tests that depend on private or changing parts of torch: local modules, meshes, FSDP2, attention over `cp`, weights,
 #: fake ranks of the dry run, process groups, reductions and products over the vocabulary, and full models.
 SUBSET = [
     "packages/tp-plans/tests/torch/test_local.py",
@@ -46,23 +46,23 @@ SUBSET = [
 BENCH_PEERS = ["verl==0.9.1", "megatron-core==0.16.1", "liger-kernel==0.8.5", "nemo-automodel==0.7.0"]
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 DIST, REPORTS = Path("dist"), Path("reports")
-#: Test processes: one for each core, up to four. Each has its own ranks, and a file's tests stay in one process.
+#: Test processes: one per core, at most four. Each has its own ranks and runs all tests of a file.
 PARALLEL = ("-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--durations=30")
-#: Several processes on few cores: more threads in each would only compete.
+#: One thread per process: several processes share few cores.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
-# pip takes wheels from this folder by itself; uv has to be told under its own name.
+# pip reads PIP_FIND_LINKS itself; uv reads UV_FIND_LINKS.
 FIND_LINKS = os.environ.get("PIP_FIND_LINKS", "").split()
 os.environ.setdefault("UV_FIND_LINKS", ",".join(FIND_LINKS))
 
 
 def group(name: str) -> list[str]:
-    """The requirements of a dependency group."""
+    """Return the requirements of a dependency group."""
     return list(nox.project.dependency_groups(PYPROJECT, name))
 
 
 def artifact(package: str, kind: str) -> Path:
-    """The one wheel or sdist of a package that the session ``dist`` left in ``dist``."""
+    """Return the path of the wheel or sdist of a package that the session ``dist`` built."""
     suffix = {"wheel": "whl", "sdist": "tar.gz"}[kind]
     (path,) = DIST.glob(f"{package.replace('-', '_')}-*.{suffix}")
     return path
@@ -76,7 +76,7 @@ def install_editable(session: nox.Session, *groups: str, torch: str | None = Non
 
 
 def install_alone(session: nox.Session, path: Path) -> None:
-    """Install one artifact and what it asks for: torch at the pinned version, our packages from ``dist``."""
+    """Install one artifact with its requirements: torch at the pinned version, our packages from ``dist``."""
     constraints = Path(session.create_tmp(), "constraints.txt")
     constraints.write_text("\n".join(group("torch")))
     links = [str(DIST), *FIND_LINKS]
@@ -89,7 +89,7 @@ def install_alone(session: nox.Session, path: Path) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Run the main job: GRPO on four CPU ranks, from a checkpoint on disk to a better policy."""
+    """Run GRPO on four CPU ranks, from a checkpoint on disk to a better policy."""
     install_editable(session, "demo")
     torchrun = ("torchrun", "--standalone", "--nproc-per-node=4")
     session.run(*torchrun, "docs/examples/grpo/train.py", *session.posargs, env=ONE_THREAD)
@@ -104,7 +104,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Run the slow combinations, of which ``tests`` covers every pair of values."""
+    """Run all combinations of two test matrices; ``tests`` covers every pair of values."""
     install_editable(session, "test")
     session.run("pytest", *PARALLEL, "--slow", "-m", "slow", *session.posargs, env=ONE_THREAD)
 
@@ -129,7 +129,7 @@ def torch_subset(session: nox.Session, torch: str) -> None:
 @nox.session
 @nox.parametrize("transformers", OLDEST_TRANSFORMERS)
 def transformers_oldest(session: nox.Session, transformers: str) -> None:
-    """Run the tests that use transformers on the oldest one whose models take our plans, or whose weights are read."""
+    """Run the tests that use transformers on its oldest supported release: one for plans, one for weights."""
     install_editable(session, "test")
     session.install(f"transformers=={transformers}")
     files = [f"packages/tp-plans/tests/torch/test_hugging_face_{name}.py" for name in ("models", "registry")]
@@ -142,13 +142,13 @@ def transformers_oldest(session: nox.Session, transformers: str) -> None:
 
 @nox.session(venv_backend="none")
 def compatibility(session: nox.Session) -> None:
-    """Write docs/compatibility.md from reports of test runs: those in reports/, or ``-- RUN.xml ...``."""
+    """Write docs/compatibility.md from the reports of test runs in reports/, or from ``-- RUN.xml ...``."""
     session.run("python3", "tools/compatibility.py", *(session.posargs or sorted(map(str, REPORTS.glob("*.xml")))))
 
 
 @nox.session(name="next")
 def next_versions(session: nox.Session) -> None:
-    """Try the newest torch and transformers, pre-releases included; report failures, and pass regardless."""
+    """Test the newest torch and transformers, pre-releases included; report failures and pass."""
     install_editable(session, "test")
     session.install("--upgrade", "--pre", "torch", "transformers")
     session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
@@ -176,7 +176,7 @@ def trainers(session: nox.Session) -> None:
 
 @nox.session
 def triton(session: nox.Session) -> None:
-    """Run the tests of log-probabilities from logits on the Triton kernels, in Triton's interpreter on the CPU."""
+    """Run the log-probability tests on the Triton kernels, in Triton's interpreter on the CPU."""
     install_editable(session, "test")
     session.install("triton")
     files = ("with_triton/triton_backend", "softmax/test_torch_kernels", "test_logprobs", "softmax/test_vocab_parallel")
@@ -238,7 +238,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation into site/, with warnings as errors (`-- serve` to read it in a browser)."""
+    """Build the documentation into site/, with warnings as errors (`-- serve`: serve it, with search)."""
     session.install(*group("docs"))
     command = ("serve",) if session.posargs == ["serve"] else ("build", "--strict", *session.posargs)
     session.run("mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1"})
@@ -246,7 +246,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def dist(session: nox.Session) -> None:
-    """Make the sdist and wheel of each package, in dist/, and check what is inside."""
+    """Build the sdist and wheel of each package into dist/, and check their content."""
     session.install(*group("build"))
     shutil.rmtree(DIST, ignore_errors=True)
     for package in PACKAGES:
@@ -258,7 +258,7 @@ def dist(session: nox.Session) -> None:
 
 @nox.session(requires=["dist"])
 def release(session: nox.Session) -> None:
-    """Check that a package can be released: `-- PACKAGE VERSION`; then run old beside new where one needs the other."""
+    """Check that a package can be released (`-- PACKAGE VERSION`), then run ``old_beside_new`` where it applies."""
     session.run("python", "tools/release.py", *session.posargs)
     package, _ = session.posargs
     if package != "rl-logprobs":
@@ -269,7 +269,7 @@ def release(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("old", ["tp-plans", "fsdp-runtime"])
 def old_beside_new(session: nox.Session, old: str) -> None:
-    """Run fsdp-runtime and tp-plans together, the one as in this tree, the other as old as it may be."""
+    """Test fsdp-runtime and tp-plans together: one from this tree, the other at its oldest allowed release."""
     new = {"tp-plans": "fsdp-runtime", "fsdp-runtime": "tp-plans"}[old]
     install_editable(session, "test")  # packaging comes with pytest
     found = session.run("python", "tools/oldest_release.py", old, new, session.create_tmp(), silent=True)
@@ -291,7 +291,7 @@ def build(session: nox.Session, package: str, kind: str) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks of all packages, rl-logprobs beside other projects' functions; their wheels come alone."""
+    """Run the benchmarks of all packages; install the other projects of the comparison without dependencies."""
     install_editable(session, "bench")
     session.install("numpy", "packaging", "einops")
     session.install("--no-deps", *BENCH_PEERS)

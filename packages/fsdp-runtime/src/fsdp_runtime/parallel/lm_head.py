@@ -74,8 +74,8 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
     Args:
         model: a causal or conditional-generation language model, parallelized or not.
         function: called once with the hidden states, ``[batch, seq, features]`` as the head would get them (under
-            sequence parallelism a DTensor sharded on the sequence), and an :class:`LMHeadParameters`.  Returns a tensor,
-            a tuple, list or dict of tensors, or a dataclass whose fields are tensors or ``None``.
+            sequence parallelism a DTensor sharded on the sequence), and :class:`LMHeadParameters`.  Returns a tensor, a
+            tuple, list or dict of tensors, or a dataclass whose fields are tensors or ``None``.
         *args: positional arguments of the model's forward.
         **kwargs: keyword arguments of the model's forward, without ``labels``.
 
