@@ -45,7 +45,7 @@ def group_by_parent(rules: Mapping[str, Style]) -> dict[str, tuple[Style | None,
                 "stands for the model itself: name the parameter, or give the numbers"
             )
         if isinstance(style, ParameterStyle):
-            owned[owner].bare[name] = style
+            owned[owner].parameter_rules[name] = style
         elif needs_parent(style):
             owned[owner].children[name] = style
         else:
