@@ -91,30 +91,37 @@ class WeightExport:
     @torch.no_grad()
     def stream(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight as a full plain tensor, on every rank; see :func:`stream_weights`.  Collective."""
-        for item, tensor in self._gather(bucket_bytes):
-            yield item.name, tensor
+        for groups in self._batches(bucket_bytes):
+            for item, tensor in self._gather(groups):
+                yield item.name, tensor
 
     @torch.no_grad()  # around the outermost generator: the decorator keeps the last item alive
     def buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
         """Yield lists of weights of one dtype, up to ``bucket_bytes``; see :func:`stream_buckets`.  Collective."""
-        bucket: Bucket = []
-        size = 0
-        for item, tensor in self._gather(bucket_bytes):
-            if bucket and (size + tensor.nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
+        for groups in self._batches(bucket_bytes):  # no bucket waits here while the next groups are gathered
+            bucket: Bucket = []
+            size = 0
+            for item, tensor in self._gather(groups):
+                if bucket and (size + tensor.nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
+                    yield bucket
+                    bucket, size = [], 0
+                bucket.append((item.name, tensor))
+                size += tensor.nbytes
+                del tensor
+            if bucket:
                 yield bucket
-                bucket, size = [], 0
-            bucket.append((item.name, tensor))
-            size += tensor.nbytes
-            del tensor
-        yield bucket
+            del bucket
 
-    def _gather(self, bucket_bytes: int) -> Iterator[tuple[ExportedTensor, Tensor]]:
+    def _batches(self, bucket_bytes: int) -> Iterator[list[ExportGroup]]:
+        """Yield the groups that are gathered together."""
         if bucket_bytes < 1:
             raise OptionError(f"bucket_bytes={bucket_bytes}: give a positive number of bytes")
-        for batch in split_by_bytes(self._groups, bucket_bytes):
-            full = full_tensors([tensor for group in batch for tensor in group.sources.values()], dtype=self._dtype)
-            for group in batch:
-                yield from group.produce({name: next(full) for name in group.sources})
+        yield from split_by_bytes(self._groups, bucket_bytes)
+
+    def _gather(self, groups: Sequence[ExportGroup]) -> Iterator[tuple[ExportedTensor, Tensor]]:
+        full = full_tensors([tensor for group in groups for tensor in group.sources.values()], dtype=self._dtype)
+        for group in groups:
+            yield from group.produce({name: next(full) for name in group.sources})
 
 
 def stream_weights(
