@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, export_groups
@@ -88,16 +89,21 @@ class WeightExport:
         """Return names, dtypes and shapes in the order of :meth:`stream`; no communication."""
         return [WeightInfo(item.name, item.dtype, item.shape) for item in self.tensors]
 
-    @torch.no_grad()
     def stream(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight as a full plain tensor, on every rank; see :func:`stream_weights`.  Collective."""
+        return without_inference_mode(self._stream(bucket_bytes))
+
+    def buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
+        """Yield lists of weights of one dtype, up to ``bucket_bytes``; see :func:`stream_buckets`.  Collective."""
+        return without_inference_mode(self._buckets(bucket_bytes))
+
+    def _stream(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         for groups in self._batches(bucket_bytes):
             for item, tensor in self._gather(groups):
                 yield item.name, tensor
+                del tensor
 
-    @torch.no_grad()  # around the outermost generator: the decorator keeps the last item alive
-    def buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
-        """Yield lists of weights of one dtype, up to ``bucket_bytes``; see :func:`stream_buckets`.  Collective."""
+    def _buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
         for groups in self._batches(bucket_bytes):  # no bucket waits here while the next groups are gathered
             bucket: Bucket = []
             size = 0
@@ -134,7 +140,8 @@ def stream_weights(
     """Yield every weight of a model as a full plain tensor, on every rank, in model order.
 
     Collective: every rank has to exhaust the iterator.  A tied weight is yielded once, under the name that
-    ``save_pretrained`` gives it.  The values are the optimizer's parameters, also while ``unsharded`` holds copies in
+    ``save_pretrained`` gives it; a weight that modules of a transformers model share without a declaration in its
+    class, under each of its names.  The values are the optimizer's parameters, also while ``unsharded`` holds copies in
     another dtype.
 
     Args:
