@@ -30,6 +30,7 @@ from fsdp_runtime.parallel.context.sharding import LoadBalancer, require_load_ba
 from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_mesh
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, check_fsdp_options
 from fsdp_runtime.parallel.lora import resolve_adapted_plan
+from fsdp_runtime.parallel.refuse_pickle import refuse_pickle
 from fsdp_runtime.parallel.stale_optimizers import refuse_stale_optimizers
 from fsdp_runtime.parallel.tensor import Logits, apply_tp, check_plan, require_logits, with_logits
 from tp_plans import Plan, Style
@@ -86,6 +87,7 @@ class Parallelism:
             apply_ac(model, self)
             apply_compile(model, self)
             apply_fsdp(model, self)
+        refuse_pickle(model)
         if self.check_inputs:
             apply_input_check(model, tp_mesh=self.tp_mesh, cp_mesh=self.cp_mesh)
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_runtime import FSDPOptions, MismatchError, OptionError, WeightsError, parallelize
+from fsdp_runtime import CheckpointError, FSDPOptions, MismatchError, OptionError, WeightsError, parallelize
 from fsdp_runtime.sharded.collectives import ModelRanks
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.training_state import directory as step_directories
@@ -445,6 +446,62 @@ def test_optimizers_with_other_parameter_groups_are_refused(tmp_path: Path) -> N
         load_training_state(tmp_path, model, [SGD([model.weight]), SGD([model.bias])])
     with pytest.raises(OptionError, match="holds 2 parameters that are not the model's"):
         load_training_state(tmp_path, model, SGD(nn.Linear(2, 2).parameters()))
+
+
+def test_the_state_of_another_optimizer_class_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    save_training_state(tmp_path, model, AdamW(model.parameters()), step=1)
+    other = SGD(model.parameters(), lr=0.5, momentum=0.9)
+    with pytest.raises(
+        MismatchError, match=r"is a torch\.optim\.sgd\.SGD, and the state of a torch\.optim\.adamw\.AdamW"
+    ):
+        load_training_state(tmp_path, model, other)
+    assert other.param_groups[0]["lr"] == 0.5
+    assert not other.state
+    load_training_state(tmp_path, model)
+
+
+def test_a_state_without_the_optimizers_class_is_loaded_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 3)
+    metadata = save.optimizer_metadata
+
+    def without_class(*args: Any) -> dict[str, Any]:
+        return {key: value for key, value in metadata(*args).items() if key != "class"}
+
+    monkeypatch.setattr(save, "optimizer_metadata", without_class)
+    save_training_state(tmp_path, model, AdamW(model.parameters(), lr=0.25), step=1)
+    optimizer = AdamW(model.parameters())
+    with caplog.at_level("WARNING", logger="fsdp_runtime"):
+        load_training_state(tmp_path, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert "does not name the saved class" in caplog.text
+
+
+def test_names_outside_the_directory_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    outside = save_training_state(tmp_path / "other", model, step=1)
+    save_training_state(tmp_path / "run", model, step=2)
+    index = tmp_path / "run" / step_directories.INDEX
+    for name in (f"../other/{outside.name}", str(outside), "..", 5, None):
+        index.write_text(json.dumps({"states": [name]}))
+        with pytest.raises(CheckpointError, match=r"is not the name of a directory in"):
+            load_training_state(tmp_path / "run", model)
+    with pytest.raises(OptionError, match="directory='' is empty"):
+        load_training_state("", model)
+
+
+def test_a_manifest_that_names_files_outside_its_directory_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    outside = save_training_state(tmp_path / "other", model, step=1)
+    state = save_training_state(tmp_path / "run", model, step=2)
+    manifest = state / "manifest.json"
+    content = manifest.read_text().partition("\n")[2].removesuffix("\n")
+    content = content.replace("rank-00000.safetensors", f"../../other/{outside.name}/rank-00000.safetensors")
+    manifest.write_text(f"{zlib.crc32(content.encode()):08x}\n{content}\n")
+    with pytest.raises(CheckpointError, match="which is not a file in it"):
+        load_training_state(tmp_path / "run", model)
 
 
 def test_several_optimizers_share_a_model(tmp_path: Path) -> None:

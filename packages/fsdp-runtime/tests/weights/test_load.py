@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDPOptions, WeightsError, parallelize, unsharded
+from fsdp_runtime import CheckpointError, FSDPOptions, MismatchError, OptionError, WeightsError, parallelize, unsharded
 from fsdp_runtime.model import state
 from fsdp_runtime.weights import load_weights
 from harness.memory import LiveBytes
@@ -303,6 +303,97 @@ def test_unexpected_tensors_are_logged_once_or_refused(
     for message in two_ranks.run(_refusal, {"tp": 2}, tmp_path, strict=True):
         assert "MismatchError" in message
         assert "model.layers.7.stranger; pass strict=False" in message
+
+
+def _add_head(tensors: dict[str, torch.Tensor]) -> None:
+    """Add a head of its own to a tied checkpoint, which differs from the embedding in the last element only."""
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][-1, -1] += 1
+
+
+def _add_equal_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+TWO_HEADS = r"model\.embed_tokens\.weight and lm_head\.weight: other values"
+
+
+def test_a_tied_model_refuses_a_checkpoint_with_another_head(tmp_path: Path) -> None:
+    file = _single_file(tmp_path, tied=True)
+    _rewrite(file, _add_head)
+    model = _reference("Qwen3ForCausalLM", seed=9, tied=True)
+    with pytest.raises(MismatchError, match=rf"(?s)tie_word_embeddings=False.*{TWO_HEADS}"):
+        load_weights(model, tmp_path)
+    assert _differences(model, _reference("Qwen3ForCausalLM", seed=9, tied=True)) == []
+    _rewrite(file, _add_equal_head)
+    assert load_weights(model, tmp_path).unexpected == ()
+    assert _differences(model, _reference("Qwen3ForCausalLM", tied=True)) == []
+
+
+def _refusals_of_another_head(path: Path, equal: Path) -> list[str]:
+    messages = []
+    for axes in TWO:
+        model = parallelize(_reference("Qwen3ForCausalLM", seed=9, tied=True), mesh_for(axes))
+        with pytest.raises(MismatchError, match=TWO_HEADS) as refusal:
+            load_weights(model, path)
+        messages += [str(refusal.value), *_differences(model, _reference("Qwen3ForCausalLM", seed=9, tied=True))]
+        load_weights(model, equal)
+        messages += _differences(model, _reference("Qwen3ForCausalLM", tied=True))
+    return messages
+
+
+def test_every_rank_refuses_another_head_that_one_rank_reads(two_ranks: RankPool, tmp_path: Path) -> None:
+    _rewrite(_single_file(tmp_path / "other", tied=True), _add_head)
+    _rewrite(_single_file(tmp_path / "equal", tied=True), _add_equal_head)
+    first, second = two_ranks.run(_refusals_of_another_head, tmp_path / "other", tmp_path / "equal")
+    assert first == second
+    assert len(first) == len(TWO)
+
+
+def test_an_index_that_names_files_outside_its_directory_is_refused(tmp_path: Path) -> None:
+    outside = _single_file(tmp_path / "outside")
+    directory = _checkpoint(tmp_path / "checkpoint")
+    index = directory / "model.safetensors.index.json"
+    usual = json.loads(index.read_text())
+    (directory / "link.safetensors").symlink_to(outside)
+    for name in ("../outside/model.safetensors", str(outside), "link.safetensors", 5, None, ["x"], ""):
+        content = {"weight_map": {**usual["weight_map"], "model.norm.weight": name}}
+        index.write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=r"outside|is not the name of a file in its directory"):
+            load_weights(_on_meta("Qwen3ForCausalLM"), directory)
+
+
+def test_files_of_the_hubs_cache_are_links_to_its_blobs(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / ("0" * 40), tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    for number, file in enumerate(sorted(_checkpoint(snapshot).iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(Path("..") / ".." / "blobs" / str(number))
+    model = _on_meta("Qwen3ForCausalLM")
+    load_weights(model, snapshot)
+    assert _differences(model, _reference("Qwen3ForCausalLM")) == []
+
+
+def test_an_empty_path_is_refused() -> None:
+    with pytest.raises(OptionError, match="path='' is empty"):
+        load_weights(nn.Linear(2, 2), "")
+
+
+def test_a_load_sets_the_mode_that_is_asked_for_and_no_other(tmp_path: Path) -> None:
+    path = _single_file(tmp_path).parent
+    model = _on_meta("Qwen3ForCausalLM").train()
+    for training, expected in ((None, True), (False, False), (None, False), (True, True)):
+        load_weights(model, path, training=training)
+        assert {module.training for module in model.modules()} == {expected}
+
+
+def test_a_model_that_is_loaded_in_inference_mode_trains(tmp_path: Path) -> None:
+    model = _on_meta("Qwen3ForCausalLM")
+    path = _checkpoint(tmp_path)
+    with torch.inference_mode():
+        load_weights(model, path)
+    model(torch.arange(5)[None], use_cache=False).logits.sum().backward()
+    assert model.get_input_embeddings().weight.grad is not None
 
 
 def test_a_load_reads_the_models_tensors_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

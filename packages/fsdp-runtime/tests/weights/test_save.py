@@ -15,9 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdp_runtime import WeightsError, apply_tp, parallelize, resolve_parallelism
+from fsdp_runtime import OptionError, WeightsError, apply_tp, parallelize, resolve_parallelism
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
-from fsdp_runtime.weights import load_weights, save, save_weights
+from fsdp_runtime.training_state import save_training_state
+from fsdp_runtime.weights import describe_weights, load_weights, save, save_weights
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 from harness.models import ARCHITECTURES, tiny_model
 from harness.parity import mesh_for
@@ -63,12 +64,16 @@ def test_saved_files_equal_save_pretrained_and_load_in_transformers(
 
 
 def _files_written_by_a_replica(directory: Path) -> list[str]:
-    """Split over ``tp`` only, so that no parameter knows of the replicas; each rank saves to its own directory."""
+    """Split over ``tp`` only, so that no parameter knows of the replicas; the files that this rank moved into place."""
     model = _model()
     apply_tp(model, resolve_parallelism(model, mesh_for({"dp_replicate": 2, "tp": 2})))
-    own = directory / str(dist.get_rank())
-    save_weights(model, own)
-    return sorted(file.name for file in own.iterdir()) if own.exists() else []
+    moved, move = [], save.move_into_place
+    save.move_into_place = lambda file, target: (moved.append(target.name), move(file, target))
+    try:
+        save_weights(model, directory)
+    finally:
+        save.move_into_place = move
+    return moved
 
 
 def test_one_rank_of_all_replicas_writes(four_ranks: RankPool, tmp_path: Path) -> None:
@@ -86,6 +91,63 @@ def test_a_model_that_fits_one_file_has_no_index(tmp_path: Path) -> None:
     ]
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     _assert_equal(reloaded.state_dict(), _model().to(torch.bfloat16).state_dict())
+
+
+def test_a_weight_that_blocks_share_without_a_declaration_is_saved_under_each_name(tmp_path: Path) -> None:
+    model = _model()
+    shared = "mlp.down_proj.weight"
+    first, second = model.model.layers[:2]
+    second.mlp.down_proj.weight = first.mlp.down_proj.weight
+    names = [weight.name for weight in describe_weights(model)]
+    assert {f"model.layers.0.{shared}", f"model.layers.1.{shared}"} <= set(names)
+    assert len(names) == len(set(names))
+    save_weights(model, tmp_path)
+    reloaded, found = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values())
+    _assert_equal(dict(reloaded.state_dict()), dict(model.state_dict()))
+    load_weights(model, tmp_path)
+    _assert_equal(dict(model.state_dict()), dict(reloaded.state_dict()))
+
+
+def test_an_empty_directory_name_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for empty in ("", " "):
+        with pytest.raises(OptionError, match=r"directory='.?' is empty"):
+            save_weights(nn.Linear(2, 2), empty)
+        with pytest.raises(OptionError, match=r"directory='.?' is empty"):
+            save_training_state(empty, nn.Linear(2, 2), step=1)
+    with pytest.raises(OptionError, match="directory=None"):
+        save_weights(nn.Linear(2, 2), None)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def _saves_that_differ(directory: Path) -> list[str]:
+    model = parallelize(_model(), mesh_for({"dp_shard": 2}))
+    rank = dist.get_rank()
+    messages = []
+    for refused in (
+        lambda: save_weights(model, directory / str(rank)),
+        lambda: save_training_state(directory / str(rank), model, step=1),
+        lambda: save_training_state(directory, model, step=rank),
+    ):
+        with pytest.raises(OptionError) as refusal:
+            refused()
+        messages.append(str(refusal.value))
+    return messages
+
+
+def test_ranks_that_name_different_directories_or_steps_are_refused(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = two_ranks.run(_saves_that_differ, tmp_path)
+    assert first == second
+    for message in first[:2]:
+        assert message == (
+            f"directory is {str(tmp_path / '0')!r} on rank 0 and {str(tmp_path / '1')!r} on rank 1: "
+            "give the same on every rank"
+        )
+    assert first[2] == "step is 0 on rank 0 and 1 on rank 1: give the same on every rank"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_without_a_config_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_runtime import FSDPOptions, OptionError, parallelize, unsharded
 from fsdp_runtime.sharded import gather
-from fsdp_runtime.weights import stream_weights
+from fsdp_runtime.weights import save_weights, stream_weights
 from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
 from harness.parity import mesh_for
@@ -116,6 +116,15 @@ def _rounded(axes: dict[str, int]) -> bool:
 
 def test_a_requested_dtype_equals_rounding_the_full_tensor(four_ranks: RankPool) -> None:
     assert all(four_ranks.run(_rounded, {"dp_shard": 2, "tp": 2}))
+
+
+def test_a_dtype_that_is_no_torch_dtype_is_refused(tmp_path: Path) -> None:
+    for wrong in ("bfloat16", 16, torch.int32):
+        with pytest.raises(OptionError, match=r"floating-point dtype, such as torch\.bfloat16"):
+            list(stream_weights(nn.Linear(2, 2), dtype=wrong))  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match="floating-point dtype"):
+            save_weights(nn.Linear(2, 2), tmp_path / "new", dtype=wrong)  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()
 
 
 # Memory and traffic.

@@ -247,8 +247,8 @@ def _guard(offloaded: _Offloaded, model: nn.Module) -> None:
         ]
         offloaded.guards += guards
         names = ("__deepcopy__", "__reduce_ex__", *(("unshard",) if isinstance(module, FSDPModule) else ()))
+        offloaded.guards += [_Attribute(module, name, module.__dict__.get(name)) for name in names]
         module.__dict__.update(dict.fromkeys(names, refuse))
-        offloaded.guards += [_Attribute(module, name) for name in names]
     offloaded.guards.append(register_optimizer_step_pre_hook(_refuse_freed))
 
 
@@ -267,13 +267,16 @@ def _refuse_freed(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 @dataclass(frozen=True)
 class _Attribute:
-    """An attribute of one module instance, removed like a hook."""
+    """An attribute of one module instance, removed like a hook; the attribute that it replaced returns."""
 
     module: nn.Module
     name: str
+    replaced: Any
 
     def remove(self) -> None:
         self.module.__dict__.pop(self.name, None)
+        if self.replaced is not None:
+            self.module.__dict__[self.name] = self.replaced
 
 
 def _allocated(device: torch.device) -> int | None:

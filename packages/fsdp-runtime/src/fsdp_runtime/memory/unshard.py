@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -60,7 +61,8 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
             runtime_state(unit.module).unsharded = unit in held
             if unit in held:
                 unit.module.set_reshard_after_forward(False, recurse=False)
-                unit.module.unshard()
+                with torch.inference_mode(False):  # FSDP2 keeps the tensors that it allocates
+                    unit.module.unshard()
             else:
                 unit.module.reshard()  # a forward may have left it gathered
                 unit.module.set_reshard_after_forward(True, recurse=False)

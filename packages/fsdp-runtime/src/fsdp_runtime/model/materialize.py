@@ -41,7 +41,8 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
         >>> materialize(layer, "cpu").weight.device
         device(type='cpu')
     """
-    materialize_entries(model, state_entries(model), device)
+    with torch.inference_mode(False):
+        materialize_entries(model, state_entries(model), device)
     return model
 
 

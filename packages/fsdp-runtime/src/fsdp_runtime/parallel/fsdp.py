@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_runtime._torch_compat import join_axes
 from fsdp_runtime.errors import MeshError
 from fsdp_runtime.mesh.spec import axis_size, submesh
+from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, replicated_parameters
 from fsdp_runtime.runtime_state import runtime_state
 
@@ -112,6 +113,7 @@ def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
         keep = path == structure.decoder[-1] and not options.reshard_last_block
         shard(block, reshard_after_forward=options.reshard_after_forward and not keep)
     shard(model, reshard_after_forward=options.reshard_after_forward and options.reshard_last_block)
+    gather_outside_inference_mode(model)
     _set_prefetching([blocks[path] for path in structure.decoder if path in blocks], options)
     if options.gradient_divide_factor is not None:
         _divide_gradients(model, mesh.size() / options.gradient_divide_factor)

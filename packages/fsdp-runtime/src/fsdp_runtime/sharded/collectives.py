@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import root_mesh
-from fsdp_runtime.errors import OtherRankError
+from fsdp_runtime.errors import OptionError, OtherRankError
 from fsdp_runtime.model.state import StateEntry
 
 
@@ -71,22 +71,58 @@ def mesh_or_world_ranks(entries: Sequence[StateEntry]) -> ModelRanks:
     return ranks if ranks.groups else world_ranks()
 
 
+@dataclass
+class RankStep:
+    """A value that a step of :func:`raise_on_all` sends to the other ranks, and all values after the step.
+
+    Args:
+        value: this rank's value, picklable; set inside the step.
+        values: the values of all ranks by global rank; filled at the end of the step.
+    """
+
+    value: Any = None
+    values: dict[int, Any] = field(default_factory=dict)
+
+
 @contextmanager
-def raise_on_all(ranks: ModelRanks) -> Iterator[None]:
+def raise_on_all(ranks: ModelRanks) -> Iterator[RankStep]:
     """Run a rank-local step on every rank; an exception on one rank raises on all.  Collective.
+
+    Yields:
+        A record with which the step gives a value to all ranks in the same collective.
 
     Raises:
         OtherRankError: another rank failed.  The rank that failed raises its own exception.
     """
+    step = RankStep()
     try:
-        yield
+        yield step
     except Exception as error:
-        all_gather_objects(ranks, f"{type(error).__name__}: {error}")
+        all_gather_objects(ranks, (f"{type(error).__name__}: {error}", None))
         raise
-    messages = all_gather_objects(ranks, None)
-    failures = {rank: message for rank, message in messages.items() if message is not None}
+    results = all_gather_objects(ranks, (None, step.value))
+    failures = {rank: message for rank, (message, _) in results.items() if message is not None}
     if failures:
         raise OtherRankError("\n".join(f"rank {rank}: {message}" for rank, message in sorted(failures.items())))
+    step.values = {rank: value for rank, (_, value) in sorted(results.items())}
+
+
+def require_equal_on_all(name: str, values: dict[int, Any]) -> None:
+    """Check that every rank was given the same value of an option.
+
+    Args:
+        name: the option's name.
+        values: from :class:`RankStep`.
+
+    Raises:
+        OptionError: two ranks have different values; the same error on every rank.
+    """
+    first, expected = next(iter(values.items()))
+    for rank, value in values.items():
+        if value != expected:
+            raise OptionError(
+                f"{name} is {expected!r} on rank {first} and {value!r} on rank {rank}: give the same on every rank"
+            )
 
 
 def all_gather_objects(ranks: ModelRanks, value: Any) -> dict[int, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded.fsync import move_into_place
+from fsdp_runtime.sharded.paths import is_file_name
 from fsdp_runtime.training_state.manifest import MANIFEST
 
 #: Names of the states, in the order in which they were saved.
@@ -66,9 +67,11 @@ def _saved_states(directory: Path) -> Iterator[str]:
     if not index.is_file():
         return
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["states"]
+        names = list(json.loads(index.read_text(encoding="utf-8"))["states"])
+        if outside := [name for name in names if not is_file_name(name)]:
+            raise ValueError(f"{outside[0]!r} is not the name of a directory in {directory}")
         yield from (name for name in names if (directory / name / MANIFEST).is_file())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{index} is damaged ({error!r}): pass the directory of one state in {directory}"
         ) from error

@@ -14,12 +14,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import MismatchError
+from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, reshard_all, state_entries
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
+from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.training_state.directory import newest_state
 from fsdp_runtime.training_state.manifest import Manifest, StoredTensor, read_manifest
-from fsdp_runtime.training_state.optimizers import parameter_names, require_same_groups, restore_optimizer
+from fsdp_runtime.training_state.optimizers import (
+    parameter_names,
+    require_same_class,
+    require_same_groups,
+    restore_optimizer,
+)
 from fsdp_runtime.training_state.reader import StateReader
 from fsdp_runtime.training_state.rng_state import set_rng_states
 from fsdp_runtime.training_state.safe_pickle import read_object
@@ -64,8 +71,9 @@ def load_training_state(
     Args:
         directory: the directory that states were saved to, for the newest of them, or the directory of one state.
         model: on any mesh or none; a model on the meta device is materialized first.
-        optimizer: one or several, over the model's parameters, with the saved parameter groups.  ``None`` leaves saved
-            optimizers unread.
+        optimizer: one or several, over the model's parameters, of the saved class and with the saved parameter groups.
+            ``None`` leaves saved optimizers unread.  States of earlier versions do not name the class: a warning says
+            that it is not compared.
         scheduler: the object whose state was saved; ``None`` leaves a saved one unread.
         device: the device to materialize on, by default the current device of the mesh's type; see
             :func:`materialize`.
@@ -75,7 +83,8 @@ def load_training_state(
         The step, the user's data, and whether the random number generators were restored.
 
     Raises:
-        CheckpointError: a file is missing, truncated or corrupt.
+        CheckpointError: a file is missing, truncated or corrupt, or one outside the directory is named.
+        OptionError: the directory is empty.
         MismatchError: the state does not fit the model or an optimizer; every difference is listed.
         OtherRankError: another rank raised one of these.
 
@@ -96,10 +105,10 @@ def load_training_state(
     ranks = mesh_or_world_ranks(entries)
     optimizers = as_list(optimizer)
     with raise_on_all(ranks):
-        folder = newest_state(Path(directory))
+        folder = newest_state(require_path("directory", directory))
         manifest = read_manifest(folder)
         reader = StateReader(folder, manifest)
-    with reader:
+    with reader, leave_inference_mode():
         with raise_on_all(ranks):
             shared = read_object(folder, SHARED_FILE, manifest.files)
             same_mesh = (mesh_sizes(entries), ranks.count) == (dict(manifest.mesh), manifest.world_size)
@@ -145,6 +154,8 @@ def _check(
             f"{len(optimizers)} optimizers given, and {len(shared['optimizers'])} were saved: give as many, or none"
         )
     names = parameter_names(entries, optimizers)
+    for index, (optimizer, saved) in enumerate(zip(optimizers, shared["optimizers"], strict=False)):
+        require_same_class(index, optimizer, saved)
     for index, (optimizer, saved) in enumerate(zip(optimizers, shared["optimizers"], strict=False)):
         require_same_groups(index, optimizer, names, saved)
     if scheduler is not None and shared["scheduler"] is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 
 from fsdp_runtime.errors import MismatchError, OptionError
 from fsdp_runtime.model.state import StateEntry
+
+logger = logging.getLogger(__name__)
 
 #: Placement of a tensor of the state: its parameter's, replicated over the mesh of a DTensor parameter, or plain.
 StatePlacement = Literal["parameter", "replicated", "plain", "plain on the cpu"]
@@ -46,7 +49,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> Iterato
 
 
 def optimizer_metadata(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return an optimizer's groups, the values of its state that are not tensors, and the tensors' placements."""
+    """Return an optimizer's class, its groups, and of its state the values that are not tensors and the placements."""
     placements: dict[str, dict[str, str]] = {}
     for item in optimizer_tensors(optimizer, names):
         placements.setdefault(item.parameter, {})[item.key] = item.placement
@@ -57,7 +60,7 @@ def optimizer_metadata(optimizer: Optimizer, names: Mapping[int, str]) -> dict[s
     groups = [
         {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
-    return {"groups": groups, "placements": placements, "values": values}
+    return {"class": _class_name(optimizer), "groups": groups, "placements": placements, "values": values}
 
 
 def parameter_names(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]) -> dict[int, str]:
@@ -75,6 +78,28 @@ def parameter_names(entries: Sequence[StateEntry], optimizers: Sequence[Optimize
                 f"{tuple(unknown[0].shape)}: build it over model.parameters() after parallelize(model, ...)"
             )
     return names
+
+
+def require_same_class(index: int, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raise :class:`MismatchError` if the state of an optimizer of another class was saved.
+
+    States that were saved without the class are accepted with a warning: refusing them would strand running jobs.
+    """
+    if (name := saved.get("class")) is None:
+        logger.warning(
+            "optimizer %d is a %s; the training state does not name the saved class, so it is not compared",
+            index,
+            _class_name(optimizer),
+        )
+    elif name != _class_name(optimizer):
+        raise MismatchError(
+            f"optimizer {index} is a {_class_name(optimizer)}, and the state of a {name} was saved: build that "
+            "optimizer, or pass optimizer=None to load the rest"
+        )
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def require_same_groups(index: int, optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded.chunks import Chunk, fill_local, is_complete
+from fsdp_runtime.sharded.paths import is_file_name
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
 from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, checksum
 
@@ -27,6 +28,10 @@ class StateReader:
         self._reader = SafetensorsReader("resume from an older state")
         self._chunks = {name: [_chunk(chunk) for chunk in stored.chunks] for name, stored in manifest.tensors.items()}
         needed = {chunk.file for stored in manifest.tensors.values() for chunk in stored.chunks} | set(manifest.files)
+        if outside := sorted(str(name) for name in needed if not is_file_name(name)):
+            raise CheckpointError(
+                f"{directory} names {outside[0]!r}, which is not a file in it: resume from an older state"
+            )
         if missing := sorted(name for name in needed if not (directory / name).is_file()):
             raise CheckpointError(f"{directory} lacks {', '.join(missing)}: resume from an older state")
         for name, stored in manifest.tensors.items():

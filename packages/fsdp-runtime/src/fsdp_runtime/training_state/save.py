@@ -21,7 +21,9 @@ from fsdp_runtime.sharded.collectives import (
     mesh_or_world_ranks,
     model_mesh,
     raise_on_all,
+    require_equal_on_all,
 )
+from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.training_state.directory import commit, make_work_directory
 from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor, checksum
@@ -61,10 +63,10 @@ def save_training_state(
     state complete, and :func:`load_training_state` finds it.
 
     Args:
-        directory: created if it does not exist; every state is a directory in it.
+        directory: the same on every rank; created if it does not exist; every state is a directory in it.
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
         optimizer: one or several, over the model's parameters.
-        step: a number for the directory's name and for ``TrainingState.step``.
+        step: a number for the directory's name and for ``TrainingState.step``, the same on every rank.
         scheduler: a learning-rate scheduler, or any object with ``state_dict`` and ``load_state_dict``.
         extra: the user's own data, equal on every rank: tensors, numbers, strings, lists, tuples and dicts.
         keep: number of older states to keep in addition to the new one; ``None`` for all.
@@ -74,7 +76,8 @@ def save_training_state(
 
     Raises:
         OptionError: a value cannot be saved in a form that is safe to load, a number is negative, the model is on the
-            meta device, or an optimizer holds other parameters; nothing has been written then.
+            meta device, an optimizer holds other parameters, or the directory is empty or, as the step, not the same on
+            every rank; nothing has been written then.
         WeightsError: safetensors lacks the dtype of a tensor.
         OSError: on the rank that cannot write; older states stay in effect.
         OtherRankError: on the other ranks.
@@ -95,7 +98,9 @@ def save_training_state(
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(entries)
     optimizers = as_list(optimizer)
-    with raise_on_all(ranks):
+    with raise_on_all(ranks) as agreed:
+        folder = require_path("directory", directory)
+        agreed.value = (os.path.normpath(folder), step)
         tensors = named_tensors(entries, optimizers)
         require_memory({each.name: each.tensor for each in tensors}, "tensors of the training state")
         names = parameter_names(entries, optimizers)
@@ -107,7 +112,9 @@ def save_training_state(
             }
         )
         own_rng = serialize({"rng": rng_states()})
-    with _work_directory(Path(directory), ranks) as work:
+    for index, name in enumerate(("directory", "step")):
+        require_equal_on_all(name, {rank: values[index] for rank, values in agreed.values.items()})
+    with _work_directory(folder, ranks) as work:
         with raise_on_all(ranks):
             chunks = _write_shards(work, tensors, ranks)
             files = write_object(work, rng_file(ranks.index), own_rng)

@@ -90,16 +90,16 @@ def export_groups(
         ConversionError: the model's tensors differ from those of its class, or are quantized.
         OptionError: ``dtype`` is not a floating-point dtype.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise OptionError(f"dtype={dtype}: weights are exported in a floating-point dtype, such as torch.bfloat16")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionError(f"dtype={dtype!r}: weights are exported in a floating-point dtype, such as torch.bfloat16")
     base_entries = base_state_entries(model, entries)
     require_unquantized(base_entries)
     factors = lora_factors(model, base_entries)
     model = base_model(model)
     tensors = {
         name: entry.tensor
-        for name, entry in zip(canonical_names(model, base_entries), base_entries, strict=True)
-        if name is not None
+        for names_of_entry, entry in zip(canonical_names(model, base_entries), base_entries, strict=True)
+        for name in names_of_entry
     }
     specs = {
         name: TensorSpec(tuple(t.shape), dtype if dtype and t.is_floating_point() else t.dtype)

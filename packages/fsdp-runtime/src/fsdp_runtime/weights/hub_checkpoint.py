@@ -12,6 +12,7 @@ from types import TracebackType
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
+from fsdp_runtime.sharded.paths import is_file_name, require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
 
 SINGLE_FILE = "model.safetensors"
@@ -35,7 +36,9 @@ class HubCheckpoint:
             a hub id (resolved by ``huggingface_hub`` if that is installed, from its local cache first).
 
     Raises:
-        CheckpointError: the path holds no checkpoint, or a file is missing, truncated or corrupt.
+        CheckpointError: the path holds no checkpoint, a file is missing, truncated or corrupt, or the index names a
+            file outside the directory.
+        OptionError: the path is empty.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -67,6 +70,7 @@ class HubCheckpoint:
         if location.name != INDEX_FILE:
             return self._header(location)
         by_name = _read_index(location)
+        _require_inside(location, set(by_name.values()))
         files = {name: self._header(location.parent / name) for name in sorted(set(by_name.values()))}
         missing = [f"{name} in {file}" for name, file in by_name.items() if name not in files[file]]
         if missing:
@@ -84,7 +88,7 @@ class HubCheckpoint:
 
 def _resolve(path: str | os.PathLike[str]) -> Path:
     """Return the safetensors file or index to read; if a directory has both, the file, as ``transformers`` does."""
-    location = Path(path)
+    location = require_path("path", path)
     if location.is_file():
         return location
     if not location.is_dir():
@@ -116,7 +120,26 @@ def _from_hub(repository: str) -> Path:
 
 def _read_index(file: Path) -> dict[str, str]:
     try:
-        by_name: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        return dict(by_name.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        by_name: dict[str, str] = dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not an index of safetensors files ({error!r}): save it again") from error
+    for name, target in by_name.items():
+        if not is_file_name(target):
+            raise CheckpointError(
+                f"{file} maps {name} to {target!r}, which is not the name of a file in its directory: save it again"
+            )
+    return by_name
+
+
+def _require_inside(index: Path, names: set[str]) -> None:
+    """Refuse symbolic links that leave the directory of an index, except those of the hub's cache to its blobs."""
+    directory = index.parent.resolve()
+    allowed = [directory]
+    if directory.parent.name == "snapshots":  # models--<owner>--<name>/snapshots/<commit>/<link to ../../blobs/...>
+        allowed.append(directory.parent.parent / "blobs")
+    for name in sorted(names):
+        file = (directory / name).resolve()
+        if file.parent not in allowed:
+            raise CheckpointError(
+                f"{index} names {name}, a link to {file}, outside {directory}: copy the file into the directory"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,10 @@ from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat import Conversion
 from fsdp_runtime.errors import MismatchError
+from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
-from fsdp_runtime.sharded.chunks import ReadSlices, fill_local, identity_chunk
+from fsdp_runtime.sharded.chunks import Chunk, ReadSlices, Slices, fill_local, identity_chunk, local_part
 from fsdp_runtime.sharded.collectives import mesh_ranks, raise_on_all
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, HubTensor
@@ -46,6 +47,7 @@ def load_weights(
     *,
     device: torch.device | str | None = None,
     strict: bool = False,
+    training: bool | None = None,
 ) -> LoadReport:
     """Load a Hugging Face safetensors checkpoint into a model, in place.
 
@@ -54,6 +56,9 @@ def load_weights(
     device is materialized first.  Values are converted to the parameter's dtype.  Collective over the model's mesh:
     a rank that cannot read makes all ranks raise.
 
+    A model of ``from_config`` is in training mode, with dropout active, and a load does not change that;
+    ``from_pretrained`` returns its model in evaluation mode.  Pass ``training=False`` for the latter.
+
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both; parameters that FSDP2 holds gathered are freed.
         path: a directory with ``model.safetensors`` or ``model.safetensors.index.json``, one safetensors file, or a
@@ -61,13 +66,16 @@ def load_weights(
         device: the device to materialize on, by default the current device of the mesh's type; see
             :func:`materialize`.
         strict: raise if the checkpoint has tensors that the model lacks; otherwise they are listed in a warning.
+        training: call ``model.train(training)`` after the load; ``None`` leaves the mode.
 
     Returns:
         The number of tensors loaded, the bytes that this rank read, and the names that the model lacks.
 
     Raises:
-        CheckpointError: a file is missing, truncated or corrupt.
-        MismatchError: tensors are missing or of another shape, all listed.
+        CheckpointError: a file is missing, truncated or corrupt, or the index names one outside its directory.
+        OptionError: the path is empty.
+        MismatchError: tensors are missing or of another shape, all listed; or the checkpoint has several tensors for
+            one tied tensor of the model, and their values differ.
         ConversionError: tensors to be fused, merged or split for the model do not fit together, or the model's weights
             are quantized.
         MetaBufferError: a buffer is on the meta device and no module computes it.
@@ -84,26 +92,29 @@ def load_weights(
         ...     load_weights(nn.Linear(2, 3), directory)
         LoadReport(tensors=2, bytes_read=36, unexpected=())
     """
-    entries = state_entries(model)
-    ranks = mesh_ranks(entries)
-    with raise_on_all(ranks):
-        checkpoint = HubCheckpoint(path)
-    with checkpoint:
+    with leave_inference_mode():
+        entries = state_entries(model)
+        ranks = mesh_ranks(entries)
         with raise_on_all(ranks):
-            base_entries = base_state_entries(model, entries)
-            weights = _match(model, base_entries, checkpoint, strict=strict, warn=ranks.is_first)
-            materialize_entries(model, entries, device)
-        reshard_all(model)
-        with raise_on_all(ranks):
-            converter = _Converter(checkpoint)
-            for entry in refresh_buffers(base_entries):
-                name = next(name for name in entry.names if name in weights.by_model_name)
-                origin = weights.by_model_name[name]
-                if origin.chunks is not None:
-                    fill_local(entry.tensor, origin.chunks, checkpoint.read)
-                else:
-                    fill_local(entry.tensor, [identity_chunk(name, origin.shape)], converter.reader(origin))
+            checkpoint = HubCheckpoint(path)
+        with checkpoint:
+            with raise_on_all(ranks) as step:
+                base_entries = base_state_entries(model, entries)
+                weights = _match(model, base_entries, checkpoint, strict=strict, warn=ranks.is_first)
+                converter = _Converter(checkpoint)
+                step.value = list(_differing_ties(base_entries, weights, checkpoint, converter))
+            _require_equal_ties([tie for ties in step.values.values() for tie in ties])
+            with raise_on_all(ranks):
+                materialize_entries(model, entries, device)
+            reshard_all(model)
+            with raise_on_all(ranks):
+                for entry in refresh_buffers(base_entries):
+                    name = next(name for name in entry.names if name in weights.by_model_name)
+                    chunks, read = _source(name, weights, checkpoint, converter)
+                    fill_local(entry.tensor, chunks, read)
     transformers_compat.remember_rules(base_model(model), weights.rules)
+    if training is not None:
+        model.train(training)
     return LoadReport(len(base_entries), checkpoint.bytes_read, tuple(weights.unexpected))
 
 
@@ -152,6 +163,71 @@ def _problem(entry: StateEntry, weights: WeightMap, checkpoint: HubCheckpoint) -
 
 def _is_quantized(stored: HubTensor) -> bool:
     return stored.dtype not in ("F64", "F32", "F16", "BF16")
+
+
+def _source(
+    name: str, weights: WeightMap, checkpoint: HubCheckpoint, converter: _Converter
+) -> tuple[Sequence[Chunk], ReadSlices]:
+    """Return the chunks that a tensor of the model is filled from, and the function that reads them."""
+    origin = weights.by_model_name[name]
+    if origin.chunks is not None:
+        return origin.chunks, checkpoint.read
+    return [identity_chunk(name, origin.shape)], converter.reader(origin)
+
+
+#: Elements of a tied tensor that are compared at a time.
+_COMPARED = 2**24
+
+
+def _differing_ties(
+    entries: Sequence[StateEntry], weights: WeightMap, checkpoint: HubCheckpoint, converter: _Converter
+) -> Iterator[tuple[str, str, str]]:
+    """Yield pairs of names of a tied tensor whose stored values differ in this rank's slices, and why."""
+    for entry in entries:
+        first, *others = [name for name in entry.names if name in weights.by_model_name] or [""]
+        for other in others:
+            expected, found = (weights.by_model_name[name].shape for name in (first, other))
+            if expected != found:
+                yield first, other, f"shapes {expected} and {found}"
+                continue
+            for slices in _blocks(local_part(entry.tensor)[1]):
+                parts = []
+                for name in (first, other):
+                    chunks, read = _source(name, weights, checkpoint, converter)
+                    part = torch.empty([side.stop - side.start for side in slices], dtype=entry.tensor.dtype)
+                    for chunk in chunks:
+                        if (needed := chunk.intersect(slices)) is not None:
+                            inside = tuple(
+                                slice(side.start - own.start, side.stop - own.start)
+                                for side, own in zip(needed.target, slices, strict=True)
+                            )
+                            part[inside] = needed.to_target(read(needed.source, needed.source_slices)).to(part.dtype)
+                    parts.append(part)
+                if not torch.equal(*(part.reshape(-1).view(torch.uint8) for part in parts)):
+                    yield first, other, "other values"
+                    break
+
+
+def _blocks(slices: Slices) -> Iterator[Slices]:
+    """Split slices along the first dim into blocks of a bounded number of elements."""
+    if not slices:
+        yield slices
+        return
+    first, *others = slices
+    row = max(torch.Size(side.stop - side.start for side in others).numel(), 1)
+    rows = max(_COMPARED // row, 1)
+    for start in range(first.start, first.stop, rows):
+        yield (slice(start, min(start + rows, first.stop)), *others)
+
+
+def _require_equal_ties(differing: Sequence[tuple[str, str, str]]) -> None:
+    """Refuse a checkpoint with two different tensors for one tied tensor; the same error on every rank."""
+    if differing:
+        listed = "\n  ".join(f"{first} and {other}: {why}" for first, other, why in sorted(set(differing)))
+        raise MismatchError(
+            "the model ties tensors that differ in the checkpoint: build the model from a config with "
+            f"tie_word_embeddings=False, or remove one of the two from the checkpoint\n  {listed}"
+        )
 
 
 class _Converter:

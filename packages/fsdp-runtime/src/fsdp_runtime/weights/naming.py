@@ -84,11 +84,19 @@ def _used(conversion: Conversion, chunks: Sequence[Chunk] | None) -> tuple[str, 
     return conversion.sources if chunks is None else tuple(dict.fromkeys(chunk.source for chunk in chunks))
 
 
-def canonical_names(model: nn.Module, entries: Sequence[StateEntry]) -> list[str | None]:
-    """Return the name under which each entry is saved, ``None`` for entries that are not saved."""
+def canonical_names(model: nn.Module, entries: Sequence[StateEntry]) -> list[tuple[str, ...]]:
+    """Return the names under which each entry is saved, none for entries that are not saved.
+
+    A tied tensor is saved once.  transformers ties again only what a model's class declares: a tensor that is shared
+    without a declaration is saved under each of its names.
+    """
     aliases, ignored = transformers_compat.declared_aliases(model), transformers_compat.ignored_on_save(model)
-    canonical = [next((name for name in entry.names if name not in aliases), entry.names[0]) for entry in entries]
-    return [None if name in ignored else name for name in canonical]
+    several = transformers_compat.is_transformers_model(model)
+    saved = []
+    for entry in entries:
+        names = tuple(name for name in entry.names if name not in aliases) or entry.names[:1]
+        saved.append(tuple(name for name in (names if several else names[:1]) if name not in ignored))
+    return saved
 
 
 def export_mapping(model: nn.Module, canonical: Sequence[str], names: Names) -> Translation:

@@ -19,8 +19,9 @@ from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.collectives import ModelRanks, mesh_or_world_ranks, raise_on_all
+from fsdp_runtime.sharded.collectives import ModelRanks, mesh_or_world_ranks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.fsync import fsync_path, move_into_place, write_and_fsync
+from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
@@ -49,7 +50,8 @@ def save_weights(
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
-        directory: created if it does not exist; other files in it, such as a tokenizer's, are kept.
+        directory: the same on every rank; created if it does not exist; other files in it, such as a tokenizer's, are
+            kept.
         max_shard_bytes: bytes of a file, as transformers' ``max_shard_size``; a larger tensor has a file of its own.
         bucket_bytes: gather parameters together up to this many bytes of full tensors.
         dtype: convert floating-point tensors to this dtype before they are communicated, and write it to the config;
@@ -58,7 +60,8 @@ def save_weights(
 
     Raises:
         ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
-        OptionError: a size is not positive, ``dtype`` not a floating-point dtype, or ``names`` unknown.
+        OptionError: a size is not positive, ``dtype`` not a floating-point dtype, ``names`` unknown, or the directory
+            empty or not the same on every rank.
         WeightsError: safetensors lacks the dtype of a tensor.
         OSError: on the first rank, if it cannot write; the directory's old contents stay in effect.
         OtherRankError: on the other ranks, if the first rank failed.
@@ -77,12 +80,14 @@ def save_weights(
         raise OptionError(f"max_shard_bytes={max_shard_bytes}, bucket_bytes={bucket_bytes}: give positive numbers")
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(entries)
-    target = Path(directory)
-    with raise_on_all(ranks):
+    with raise_on_all(ranks) as step:
+        target = require_path("directory", directory)
+        step.value = os.path.normpath(target)
         export = WeightExport(model, dtype=dtype, names=names, entries=entries)
         items = export.tensors
         config_dtype = next((item.dtype for item in items if item.dtype.is_floating_point), torch.get_default_dtype())
         shards = list(split_by_bytes(items, max_shard_bytes))
+    require_equal_on_all("directory", step.values)
     with _work_directory(target, ranks) as work:
         _write_shards(shards, export.stream(bucket_bytes), work, ranks)
         with raise_on_all(ranks):

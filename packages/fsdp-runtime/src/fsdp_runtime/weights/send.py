@@ -58,6 +58,7 @@ def send_weights(
         group_rank = dist.get_rank(group)
         for tensor in [flatten_bucket(bucket)] if flat else [tensor for _, tensor in bucket]:
             dist.broadcast(tensor, group=group, group_src=group_rank)
+        del tensor, bucket  # free before the next bucket is gathered
 
 
 def flatten_bucket(bucket: Bucket) -> Tensor:

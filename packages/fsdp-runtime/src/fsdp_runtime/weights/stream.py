@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, export_groups
@@ -88,33 +89,45 @@ class WeightExport:
         """Return names, dtypes and shapes in the order of :meth:`stream`; no communication."""
         return [WeightInfo(item.name, item.dtype, item.shape) for item in self.tensors]
 
-    @torch.no_grad()
     def stream(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight as a full plain tensor, on every rank; see :func:`stream_weights`.  Collective."""
-        for item, tensor in self._gather(bucket_bytes):
-            yield item.name, tensor
+        return without_inference_mode(self._stream(bucket_bytes))
 
-    @torch.no_grad()  # around the outermost generator: the decorator keeps the last item alive
     def buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
         """Yield lists of weights of one dtype, up to ``bucket_bytes``; see :func:`stream_buckets`.  Collective."""
-        bucket: Bucket = []
-        size = 0
-        for item, tensor in self._gather(bucket_bytes):
-            if bucket and (size + tensor.nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((item.name, tensor))
-            size += tensor.nbytes
-            del tensor
-        yield bucket
+        return without_inference_mode(self._buckets(bucket_bytes))
 
-    def _gather(self, bucket_bytes: int) -> Iterator[tuple[ExportedTensor, Tensor]]:
+    def _stream(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        for groups in self._batches(bucket_bytes):
+            for item, tensor in self._gather(groups):
+                yield item.name, tensor
+                del tensor
+
+    def _buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
+        for groups in self._batches(bucket_bytes):  # no bucket waits here while the next groups are gathered
+            bucket: Bucket = []
+            size = 0
+            for item, tensor in self._gather(groups):
+                if bucket and (size + tensor.nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
+                    yield bucket
+                    bucket, size = [], 0
+                bucket.append((item.name, tensor))
+                size += tensor.nbytes
+                del tensor
+            if bucket:
+                yield bucket
+            del bucket
+
+    def _batches(self, bucket_bytes: int) -> Iterator[list[ExportGroup]]:
+        """Yield the groups that are gathered together."""
         if bucket_bytes < 1:
             raise OptionError(f"bucket_bytes={bucket_bytes}: give a positive number of bytes")
-        for batch in split_by_bytes(self._groups, bucket_bytes):
-            full = full_tensors([tensor for group in batch for tensor in group.sources.values()], dtype=self._dtype)
-            for group in batch:
-                yield from group.produce({name: next(full) for name in group.sources})
+        yield from split_by_bytes(self._groups, bucket_bytes)
+
+    def _gather(self, groups: Sequence[ExportGroup]) -> Iterator[tuple[ExportedTensor, Tensor]]:
+        full = full_tensors([tensor for group in groups for tensor in group.sources.values()], dtype=self._dtype)
+        for group in groups:
+            yield from group.produce({name: next(full) for name in group.sources})
 
 
 def stream_weights(
@@ -127,7 +140,8 @@ def stream_weights(
     """Yield every weight of a model as a full plain tensor, on every rank, in model order.
 
     Collective: every rank has to exhaust the iterator.  A tied weight is yielded once, under the name that
-    ``save_pretrained`` gives it.  The values are the optimizer's parameters, also while ``unsharded`` holds copies in
+    ``save_pretrained`` gives it; a weight that modules of a transformers model share without a declaration in its
+    class, under each of its names.  The values are the optimizer's parameters, also while ``unsharded`` holds copies in
     another dtype.
 
     Args:

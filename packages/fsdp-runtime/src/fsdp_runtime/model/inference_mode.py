@@ -1,0 +1,60 @@
+"""Tensors that outlive ``torch.inference_mode``: torch refuses inference tensors in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_runtime.runtime_state import runtime_state
+
+_T = TypeVar("_T")
+
+
+@contextmanager
+def leave_inference_mode() -> Iterator[None]:
+    """Leave ``torch.inference_mode``, if it is on, without enabling gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def without_inference_mode(items: Iterator[_T]) -> Iterator[_T]:
+    """Yield the items of a generator that runs outside ``torch.inference_mode`` and without gradients.
+
+    A decorator would keep each item alive until the next one is there.
+    """
+    while True:
+        with leave_inference_mode():
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
+        del item
+
+
+def gather_outside_inference_mode(model: nn.Module) -> None:
+    """Let the first forward of an FSDP2 model be one in ``torch.inference_mode``.
+
+    FSDP2 allocates the tensors of its all-gathers once, in the first gather, and gathers into them ever after; made in
+    inference mode they could not be written in training (torch 2.10 to 2.15).
+
+    Args:
+        model: the root FSDP module.
+    """
+
+    def gather_once(_module: nn.Module, _args: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            return
+        handle.remove()
+        with torch.inference_mode(False):
+            for module in model.modules():
+                if isinstance(module, FSDPModule) and not runtime_state(module).unsharded:
+                    module.unshard()
+                    module.reshard()
+
+    handle = model.register_forward_pre_hook(gather_once, prepend=True)

@@ -1,0 +1,35 @@
+"""Checks of paths that users give, and of file names that files give."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from fsdp_runtime.errors import OptionError
+
+
+def require_path(name: str, path: str | os.PathLike[str]) -> Path:
+    """Return a path that a user gave.
+
+    Args:
+        name: the argument's name, for the error.
+        path: the path.
+
+    Raises:
+        OptionError: it is empty, or not a path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise OptionError(f"{name}={path!r}: give a path, as a string or a pathlib.Path")
+    if not os.fspath(path).strip():
+        raise OptionError(f"{name}={os.fspath(path)!r} is empty: give a directory; '.' is the current one")
+    return Path(path)
+
+
+def is_file_name(name: object) -> bool:
+    """Return True for the name of a file in the same directory: a string without any directory in it."""
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and PurePosixPath(name).name == name
+        and PureWindowsPath(name).name == name
+    )
