@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime.debug.describe import describe_parallelism
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.estimate.build_model import vocabulary_size
-from fsdp_runtime.estimate.losses import assume_accelerator, clip_function, resolve_loss
+from fsdp_runtime.estimate.losses import clip_function, few_tiles, resolve_loss
 from fsdp_runtime.estimate.scale.repeated_blocks import TracedModel
 from fsdp_runtime.estimate.scale.summary import Summary, summarize, wildcard
 from fsdp_runtime.estimate.trace.fake_world import fake_tensors_without_data
@@ -91,11 +91,11 @@ def trace_step(
     recompute = modules_to_recompute(structure, step.activation_checkpointing)
     replace(parallelism, structure=structure, recompute=recompute).apply(model)
     replicated = _replicated(model)
-    with fake_tensors_without_data(), assume_accelerator():
+    with fake_tensors_without_data(), few_tiles() as tile_multiplicity:
         model.to_empty(device="cpu")
         inputs = _inputs(model, mesh, step)
         optimizer = _optimizer(model, step, without_grad)
-        recorder = Recorder(ModuleTracker(model))
+        recorder = Recorder(ModuleTracker(model), tile_multiplicity)
         recorder.register(model.parameters(), "parameters")
         recorder.register(model.buffers(), "buffers")
         recorder.register(inputs.values(), "inputs")
