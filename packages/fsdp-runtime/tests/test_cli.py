@@ -68,6 +68,7 @@ def test_options_are_passed_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> N
         "dtype": "fp16",
         "master_dtype": "fp32",
         "optimizer": "sgd",
+        "assume_gradients": False,
         "logprobs": "linear",
         "clip": False,
         "offload": True,
@@ -146,6 +147,7 @@ def test_errors_are_one_message_and_no_traceback(
         (MANY[:-2], "number of ranks is not known"),
         ([*ONE[:-1], "dp_shard=4,pp=2"], "an axis 'pp'"),
         ([*ONE, "--plan", "absent.json"], "absent.json"),
+        ([*ONE, "--device-memory", "80"], "--device-memory 80 has no unit: write 80GiB"),
     ],
 )
 def test_invalid_commands_are_refused_before_anything_runs(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fsdp_runtime
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
 from fsdp_runtime.estimate import Estimate, Sweep, estimate, sweep
 from fsdp_runtime.estimate.parse_args import parse_mesh, split_bandwidths
@@ -52,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     program = argparse.ArgumentParser(prog="fsdp-runtime", description="Train a model on a device mesh.")
+    program.add_argument("--version", action="version", version=f"%(prog)s {fsdp_runtime.__version__}")
     commands = program.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "estimate",
@@ -89,9 +92,15 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--master-dtype", help="dtype of parameters, gradients and optimizer state, if different, such as fp32"
     )
-    group.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, none")
+    group.add_argument("--optimizer", default="adamw", help="adamw (default), adamw-fused, sgd, none")
     group.add_argument("--logprobs", default="logits", help="the loss: logits (default), linear, or a dotted path")
     group.add_argument("--no-clip", dest="clip", action="store_false", help="do not clip the gradient norm")
+    group.add_argument(
+        "--assume-gradients",
+        action="store_true",
+        help="count gradients and optimizer state of trainable parameters that a text step does not reach, such as a "
+        "vision tower's",
+    )
     group.add_argument("--offload", action="store_true", help="keep shards and optimizer state on the host")
     group.add_argument("--exact", action="store_true", help="trace every block instead of a few representative ones")
 
@@ -174,9 +183,15 @@ def _sweep(options: argparse.Namespace, progress: ProgressBar) -> int:
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments that ``estimate`` and ``sweep`` share."""
-    names = ("seq_len", "micro_batch", "dtype", "master_dtype", "optimizer", "logprobs", "clip", "offload")
+    if options.device_memory is not None and re.fullmatch(r"[\d.]+", options.device_memory.strip()):
+        raise EstimateError(
+            f"--device-memory {options.device_memory} has no unit: write {options.device_memory}GiB, or another size "
+            "with its unit, such as 80GB"
+        )
+    names = ("seq_len", "micro_batch", "dtype", "master_dtype", "logprobs", "clip", "offload", "assume_gradients")
     return {
         **{name: getattr(options, name) for name in (*names, "exact", "rank", "device_memory")},
+        "optimizer": options.optimizer.replace("-", "_"),
         "plan": _plan(options.plan),
         "bandwidth": None if options.bandwidth is None else split_bandwidths(options.bandwidth),
     }

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_runtime import Estimate, EstimateError, MeshError, estimate, parallelism
 from fsdp_runtime.estimate import pipeline
+from fsdp_runtime.estimate.assumptions import quantization_assumptions
 
 WIDTH, VOCABULARY, LENGTH = 16, 32, 8
 
@@ -69,6 +70,17 @@ def alternating() -> nn.Module:
 
 def with_lookup() -> nn.Module:
     return Decoder([Lookup() for _ in range(2)])
+
+
+class WithTower(Decoder):
+    """Has a tower for images, which a step of text does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__([Block() for _ in range(12)])
+        self.tower = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+TOWER_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 2 // 4  # in bf16, of one rank of four
 
 
 def mean(model: nn.Module, inputs: Any) -> Tensor:
@@ -136,6 +148,70 @@ def test_a_module_that_depends_on_values_is_listed_and_the_rest_estimated() -> N
     assert found.flops > 0
 
 
+def test_a_part_that_the_step_does_not_reach_is_listed_with_the_bytes_that_it_would_have() -> None:
+    (item,) = run(WithTower).assumptions
+    assert (item.module, item.counted) == ("tower", False)
+    assert "4 trainable parameters have no gradient" in item.assumption
+    assert f"{TOWER_BYTES} bytes of gradients and {2 * TOWER_BYTES} bytes of optimizer state" in item.assumption
+    assert "assume_gradients=True" in item.assumption
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_gradients_and_state_of_a_part_that_the_step_does_not_reach_are_counted_on_request(exact: bool) -> None:
+    without, assumed = run(WithTower, exact=exact).memory, run(WithTower, exact=exact, assume_gradients=True).memory
+    steps = 4 * 4  # a step number per parameter
+    assert assumed.resident.optimizer_state == without.resident.optimizer_state + 2 * TOWER_BYTES + steps
+    assert assumed.after_backward.gradients == without.after_backward.gradients + TOWER_BYTES
+
+
+def test_a_fused_optimizer_has_the_same_state_and_no_temporaries() -> None:
+    foreach = run(optimizer="adamw", device_memory="1KiB")
+    fused = run(optimizer="adamw_fused", device_memory="1KiB")
+    assert fused.memory.resident == foreach.memory.resident
+    peaks = [{peak.phase: peak.nbytes for peak in found.memory.phases} for found in (foreach, fused)]
+    assert peaks[0]["optimizer"].temporaries > 0
+    assert "optimizer" not in peaks[1] or peaks[1]["optimizer"].temporaries <= 4 * 26  # step numbers
+
+
+def test_advice_names_a_fused_optimizer_where_the_optimizer_has_the_peak() -> None:
+    found = run(optimizer="adamw", device_memory="1KiB", seq_len=1)
+    assert found.memory.peak.phase == "optimizer"
+    (advice,) = [item for item in found.advice if "adamw_fused" in item.change]
+    assert advice.saves == found.memory.peak.nbytes.temporaries
+
+
+def test_a_quantized_checkpoint_is_told_with_the_refusal_of_its_weights() -> None:
+    model = twelve()
+    assert quantization_assumptions(model) == []
+    model.config = SimpleNamespace(quantization_config={"quant_method": "fp8"})  # type: ignore[assignment]
+    (item,) = quantization_assumptions(model)
+    assert "quantized (fp8)" in item.assumption
+    assert "load_weights refuses" in item.assumption
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_progress_counts_every_step_once_and_ends_at_all_of_them(exact: bool) -> None:
+    seen: list[tuple[int, int]] = []
+    run(exact=exact, progress=lambda _name, done, steps: seen.append((done, steps)))
+    assert seen == [(done, 4) for done in range(5)]
+
+
+def test_warnings_of_the_plan_are_logged_once_with_the_numbers_of_the_full_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    found = run(wide_head, mesh={"dp_shard": 2, "tp": 2}, plan=plan)
+    assert found.findings
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message for message in logged if "of the model" in message] == list(found.findings)
+
+
+def wide_head() -> nn.Module:
+    model = Decoder([Block() for _ in range(12)])
+    model.tower = nn.Linear(1024, 1024)
+    return model
+
+
 def test_too_little_memory_brings_advice_with_numbers() -> None:
     found = run(device_memory="1KiB", mesh={"dp_replicate": 2, "dp_shard": 2})
     assert found.fits is False
@@ -194,6 +270,8 @@ def test_an_initialized_world_is_refused(tmp_path: Any) -> None:
         ({"rank": 4}, "from 0 to 3"),
         ({"dtype": "int8"}, "bf16"),
         ({"optimizer": "lion"}, "adamw"),
+        ({"seq_len": 0}, "seq_len=0: give a positive integer"),
+        ({"micro_batch": -1}, "micro_batch=-1: give a positive integer"),
         ({"logprobs": "no.such.function"}, "package.module.function"),
         ({"model": twelve()}, "pass its config"),
     ],

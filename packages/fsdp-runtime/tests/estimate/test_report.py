@@ -89,7 +89,7 @@ def test_replicated_parameters_findings_and_assumptions_are_listed() -> None:
         "Replicated on every rank (all axes): 1.25 MiB\n  model.layers.*.input_layernorm.weight (80, 1.25 MiB)" in text
     )
     assert "warning: heads & <groups>" in text
-    assert "aten.nonzero.default in model.layers.*.mlp: tokens spread evenly" in text
+    assert "model.layers.*.mlp: tokens spread evenly (aten.nonzero.default)" in text
 
 
 def test_all_settings_are_shown() -> None:

@@ -35,6 +35,9 @@ def advice_for(settings: Settings, memory: Memory, device_memory: int | None) ->
                 saves=states * (replicas - 1) // replicas,
             )
         )
+    if memory.peak.phase == "optimizer" and settings.optimizer == "adamw" and peak.temporaries:
+        change = "optimizer='adamw_fused': AdamW(fused=True), without the temporaries of foreach"
+        found.append(Advice(change=change, saves=peak.temporaries))
     if not settings.offload and states:
         found.append(
             Advice(change="offload=True: keep parameters, gradients and optimizer state on the host", saves=states)

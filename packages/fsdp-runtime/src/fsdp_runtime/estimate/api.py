@@ -28,6 +28,7 @@ def estimate(
     logprobs: str | Callable[..., Any] = "logits",
     clip: bool = True,
     offload: bool = False,
+    assume_gradients: bool = False,
     exact: bool = False,
     rank: int = 0,
     device_memory: int | str | None = None,
@@ -55,12 +56,15 @@ def estimate(
             of parameters, gradients and optimizer state.
         master_dtype: such as ``"fp32"``: dtype of parameters, gradients and optimizer state.  FSDP2 then gathers
             parameters in ``dtype`` and reduces gradients in ``master_dtype`` (the usual mixed precision).
-        optimizer: ``"adamw"``, ``"sgd"`` (with momentum) or ``"none"``; torch's, with ``foreach`` as on an accelerator.
+        optimizer: ``"adamw"`` or ``"sgd"`` (with momentum), torch's with ``foreach`` as on an accelerator by default;
+            ``"adamw_fused"``, ``AdamW(fused=True)`` without the temporaries of ``foreach``; or ``"none"``.
         logprobs: the loss, the mean of token log-probabilities: ``"logits"`` by ``rl_logprobs.token_logprobs``,
             ``"linear"`` by ``rl_logprobs.linear_token_logprobs`` on hidden states, or a function (or its dotted path)
             that is called as ``function(model, inputs)`` and returns the loss (all of it counts as forward).
         clip: clip the gradient norm by ``rl_logprobs.clip_grad_norm_``, if that package is installed.
         offload: FSDP2 keeps shards, gradients and optimizer state on the host.
+        assume_gradients: count gradients and optimizer state of trainable parameters that the step does not reach,
+            such as those of a vision tower: the step has text and no images.
         exact: trace every block.
         rank: the rank to simulate; rank 0 holds the largest shards.
         device_memory: bytes of a device, or ``"80GiB"``; the result then says whether the peak fits.
@@ -113,6 +117,7 @@ def estimate(
         logprobs=logprobs,
         clip=clip,
         offload=offload,
+        assume_gradients=assume_gradients,
         plan=plan,
         sequence_parallel=sequence_parallel,
         activation_checkpointing=activation_checkpointing,

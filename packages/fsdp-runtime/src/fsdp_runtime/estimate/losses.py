@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -43,14 +43,22 @@ def clip_function() -> Callable[[Any, float], Any] | None:
         return None
 
 
-def assume_accelerator() -> AbstractContextManager[None]:
-    """Let rl-logprobs use accelerator block sizes; CPU ones would trace about 1e5 tiny operators."""
+@contextmanager
+def few_tiles() -> Iterator[Callable[[], int]]:
+    """Let rl-logprobs use tiles of an accelerator's size, and run only those that the others repeat.
+
+    Otherwise a loss of ``T`` tokens would trace a number of operators in proportion to ``T``.
+
+    Yields:
+        A function that returns the number of tiles for which the running operator stands.
+    """
     try:
         row_blocks = import_module("rl_logprobs.softmax.row_blocks")
     except ImportError:
-        return nullcontext()
-    context: AbstractContextManager[None] = row_blocks.assume_accelerator()
-    return context
+        yield lambda: 1
+        return
+    with row_blocks.assume_accelerator(), row_blocks.represent_tiles():
+        yield row_blocks.tile_multiplicity
 
 
 def _as_forward(function: Callable[..., Tensor]) -> Forward:

@@ -11,6 +11,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime.estimate.advice import advice_for
+from fsdp_runtime.estimate.assumptions import quantization_assumptions, untrained_assumptions
 from fsdp_runtime.estimate.build_model import build_model
 from fsdp_runtime.estimate.parse_args import dtype_name, plan_name
 from fsdp_runtime.estimate.scale.repeated_blocks import RepeatedBlocks, TracedModel, find_repeated_blocks
@@ -35,6 +36,9 @@ from tp_plans import Plan
 
 ProgressCallback = Callable[[str, int, int], None]
 
+#: Steps that progress reports: the model, the plan, two traces (or one and its sums).
+_STEPS = 4
+
 #: The assumption about a part of a block that cannot be traced.
 LEFT_OUT = "depends on values: the module is left out of the estimate and returns its input"
 
@@ -57,8 +61,9 @@ def run(
     report = progress or (lambda _name, _done, _all: None)
     started = time.perf_counter()
     with fake_world(spec, rank=rank) as mesh:
-        report("building the model", 0, 4)
+        report("building the model", 0, _STEPS)
         model = build_model(source, step.dtype)
+        report("checking the plan", 1, _STEPS)
         parallelism = resolve_parallelism(
             model,
             mesh,
@@ -72,7 +77,7 @@ def run(
         repeated = None if exact or by_block else find_repeated_blocks(full.structure)
         summary, traced = _trace(full, parallelism, mesh, step, repeated, report)
         traffic = summarize_traffic(summary.calls, summary.nbytes, mesh, bandwidths)
-    report("done", 4, 4)
+    report("done", _STEPS, _STEPS)
     blocks = len(full.structure.decoder)
     settings = Settings(
         model=type(model).__name__,
@@ -105,9 +110,13 @@ def run(
             for pattern, (count, nbytes) in sorted(summary.replicated.items(), key=lambda item: -item[1][1])
         ),
         findings=parallelism.findings,
-        assumptions=tuple(
-            Assumption(operator=operator, module=module, assumption=text, counted=text != LEFT_OUT)
-            for operator, module, text in summary.assumptions
+        assumptions=(
+            *(
+                Assumption(operator=operator, module=module, assumption=text, counted=text != LEFT_OUT)
+                for operator, module, text in summary.assumptions
+            ),
+            *untrained_assumptions(model, summary.untrained, step),
+            *quantization_assumptions(model),
         ),
         device_memory=device_memory,
         advice=advice_for(settings, memory, device_memory),
@@ -132,15 +141,16 @@ def _trace(
 ) -> tuple[Summary, tuple[int, ...]]:
     """Return the summary of the full model, and the number of blocks of each trace."""
     if repeated is None or not repeated.saves_work:
-        report("tracing every block", 1, 4)
+        report("tracing every block", 2, _STEPS)
         summary = _trace_traceable(full, parallelism, mesh, step)
+        report("adding up", 3, _STEPS)
         return summary, (summary.blocks,)
     stack = full.structure.decoder[0].rpartition(".")[0]
     summaries: list[Summary] = []
-    for done, count in enumerate((repeated.min_count, repeated.min_count + 1), start=1):
+    for done, count in enumerate((repeated.min_count, repeated.min_count + 1), start=2):
         indices = repeated.block_indices(count)
-        report(f"tracing {len(indices)} of {repeated.blocks} blocks", done, 4)
-        known = summaries[0].params_without_grad if summaries else frozenset()
+        report(f"tracing {len(indices)} of {repeated.blocks} blocks", done, _STEPS)
+        known = summaries[0].params_without_grad if summaries and not step.assume_gradients else frozenset()
         summaries.append(_trace_traceable(full.with_blocks(indices), parallelism, mesh, step, known))
 
     def shift_block(path: str, by: int) -> str:
@@ -176,7 +186,8 @@ def _trace_traceable(
                 raise
             left_out[pattern] = error.operator
             continue
-        if summary.params_without_grad != without_grad and step.optimizer != "none":
+        unknown = summary.params_without_grad != without_grad and not step.assume_gradients
+        if unknown and step.optimizer != "none":
             without_grad = summary.params_without_grad
             continue
         assumptions = tuple((operator, pattern, LEFT_OUT) for pattern, operator in left_out.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime._torch_compat import local_of
 from fsdp_runtime.debug.describe import describe_parallelism
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.estimate.build_model import vocabulary_size
-from fsdp_runtime.estimate.losses import assume_accelerator, clip_function, resolve_loss
+from fsdp_runtime.estimate.losses import clip_function, few_tiles, resolve_loss
 from fsdp_runtime.estimate.scale.repeated_blocks import TracedModel
 from fsdp_runtime.estimate.scale.summary import Summary, summarize, wildcard
 from fsdp_runtime.estimate.trace.fake_world import fake_tensors_without_data
@@ -31,6 +32,7 @@ from fsdp_runtime.parallelism import Parallelism, PlanSource
 
 OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer] | None] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True),
+    "adamw_fused": lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9, foreach=True),
     "none": None,
 }
@@ -51,9 +53,13 @@ class StepConfig:
     plan: PlanSource
     sequence_parallel: bool
     activation_checkpointing: ActivationCheckpointing
+    assume_gradients: bool = False
 
     def __post_init__(self) -> None:
-        """Raise :class:`EstimateError` for an unknown optimizer."""
+        """Raise :class:`EstimateError` for an unknown optimizer, or a batch without tokens."""
+        for name, size in {"seq_len": self.seq_len, "micro_batch": self.micro_batch}.items():
+            if size < 1:
+                raise EstimateError(f"{name}={size}: give a positive integer")
         if self.optimizer not in OPTIMIZERS:
             raise EstimateError(f"optimizer {self.optimizer!r}: write one of {', '.join(OPTIMIZERS)}")
 
@@ -91,11 +97,11 @@ def trace_step(
     recompute = modules_to_recompute(structure, step.activation_checkpointing)
     replace(parallelism, structure=structure, recompute=recompute).apply(model)
     replicated = _replicated(model)
-    with fake_tensors_without_data(), assume_accelerator():
+    with fake_tensors_without_data(), few_tiles() as tile_multiplicity:
         model.to_empty(device="cpu")
         inputs = _inputs(model, mesh, step)
         optimizer = _optimizer(model, step, without_grad)
-        recorder = Recorder(ModuleTracker(model))
+        recorder = Recorder(ModuleTracker(model), tile_multiplicity)
         recorder.register(model.parameters(), "parameters")
         recorder.register(model.buffers(), "buffers")
         recorder.register(inputs.values(), "inputs")
@@ -110,7 +116,11 @@ def trace_step(
         with recorder.phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
-        found_without_grad = _params_without_grad(model)
+            untrained = _untrained(model)
+            if step.assume_gradients:
+                for parameter in model.parameters():
+                    if parameter.requires_grad and parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         recorder.relabel(gradients, "gradients")
         del gradients
@@ -122,27 +132,35 @@ def trace_step(
                 optimizer.step()
         widths = {vocabulary, -(-vocabulary // axis_size(mesh, "tp"))}
         summary = summarize(recorder.recording, structure.decoder, widths)
-    return replace(summary, replicated=replicated, params_without_grad=found_without_grad)
+    return replace(summary, replicated=replicated, untrained=untrained)
 
 
-def _params_without_grad(model: nn.Module) -> frozenset[str]:
-    """Return the name patterns of trainable parameters none of which has a gradient, as in an unused vision tower."""
-    has_grad = {
-        name: parameter.grad is not None for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-    return frozenset(map(wildcard, has_grad)) - {wildcard(name) for name, has in has_grad.items() if has}
+def _untrained(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return number and local bytes of trainable parameters without gradients, by name patterns that all lack one.
+
+    A vision tower is such a part: the step has no images.
+    """
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {wildcard(name) for name, parameter in trainable.items() if parameter.grad is not None}
+    return _sizes({name: parameter for name, parameter in trainable.items() if wildcard(name) not in trained})
+
+
+def _sizes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Return number and bytes of parameters on this rank, by name pattern."""
+    count: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for name, parameter in parameters.items():
+        local = local_of(parameter)
+        count[wildcard(name)] += 1
+        nbytes[wildcard(name)] += local.numel() * local.element_size()
+    return {pattern: (count[pattern], nbytes[pattern]) for pattern in count}
 
 
 def _replicated(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return number and bytes of the parameters that are replicated over all axes, by name pattern."""
     parameters = dict(model.named_parameters())
-    count: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
-    for name in describe_parallelism(model).replicated:
-        if name in parameters:  # aliases of tied parameters are listed too
-            count[wildcard(name)] += 1
-            nbytes[wildcard(name)] += parameters[name].numel() * parameters[name].element_size()
-    return {pattern: (count[pattern], nbytes[pattern]) for pattern in count}
+    # Aliases of tied parameters are listed too.
+    return _sizes({name: parameters[name] for name in describe_parallelism(model).replicated if name in parameters})
 
 
 def _inputs(model: nn.Module, mesh: DeviceMesh, step: StepConfig) -> dict[str, Tensor]:

@@ -147,12 +147,13 @@ class ReplicatedParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumption:
-    """An operator whose result depends on data, which a dry run lacks, and the result that was assumed.
+    """Something that a dry run cannot know, and what it assumed instead.
 
     Args:
-        operator: such as ``"aten.nonzero.default"``.
-        module: path of the module that called it, block indices as ``*``.
-        assumption: the assumed result in words, or that the module was left out of the estimate.
+        operator: an operator whose result depends on data, such as ``"aten.nonzero.default"``; ``""`` for other
+            assumptions.
+        module: path of the module that called it, or that the assumption is about; block indices as ``*``.
+        assumption: the assumed result and its effect in words, or that the module was left out of the estimate.
         counted: whether the module's work is in the numbers; ``False`` if it had to be left out.
     """
 
@@ -192,7 +193,7 @@ class Settings:
         activation_checkpointing: the requested mode.
         dtype: dtype of computation, such as ``"bf16"``.
         master_dtype: dtype of parameters, gradients and optimizer state, if it differs.
-        optimizer: ``"adamw"``, ``"sgd"`` or ``"none"``.
+        optimizer: ``"adamw"``, ``"adamw_fused"``, ``"sgd"`` or ``"none"``.
         logprobs: the loss.
         offload: whether shards and optimizer state stay on the host.
         blocks: number of repeated blocks of the model.

@@ -20,6 +20,7 @@ from rl_logprobs._torch_compat import add_product_, apply_function, wide_product
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
 from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns, merge_all
+from rl_logprobs.softmax.row_blocks import has_cpu_costs, tile_indices
 from rl_logprobs.softmax.torch_kernels import exp2_weights_, reduce_logits, write_gradient
 from rl_logprobs.softmax.vocab_parallel import (
     SoftmaxOptions,
@@ -91,24 +92,26 @@ class _Tiles:
     @property
     def operand_dtype(self) -> torch.dtype:
         """The dtype of the products' operands: CUDA multiplies half precision into float32, a CPU does not."""
-        same = self.hidden.dtype == self.weight.dtype
-        return self.weight.dtype if same and self.weight.device.type == "cuda" else self.dtype
+        same, device = self.hidden.dtype == self.weight.dtype, self.weight.device
+        stands_for_cuda = device.type == "cpu" and not has_cpu_costs(device)
+        return self.weight.dtype if same and (device.type == "cuda" or stands_for_cuda) else self.dtype
 
     @property
     def _size(self) -> tuple[int, int]:
-        return CPU_TILE if self.weight.device.type == "cpu" else ACCELERATOR_TILE
+        return CPU_TILE if has_cpu_costs(self.weight.device) else ACCELERATOR_TILE
 
     def vocab_tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield ranges of this rank's columns, with the head's rows for them."""
         width = self.head.shard.width
-        for start in range(0, width, self._size[1]):
+        for index in tile_indices(-(-width // self._size[1])):
+            start = index * self._size[1]
             cols = slice(start, min(width, start + self._size[1]))
             yield cols, self.weight[cols].to(self.operand_dtype)
 
     def token_tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield ranges of tokens, with their hidden states; 0 for ignored tokens, so that no NaN enters a product."""
-        for start in range(0, self.hidden.shape[0], self._size[0]):
-            span = slice(start, start + self._size[0])
+        for index in tile_indices(-(-self.hidden.shape[0] // self._size[0])):
+            span = slice(index * self._size[0], (index + 1) * self._size[0])
             rows = self.hidden[span].to(self.operand_dtype)
             yield span, rows.masked_fill(self.ignored[span, None], 0)
 

@@ -40,10 +40,59 @@ def assume_accelerator() -> Iterator[None]:
         _accelerator_assumed.reset(token)
 
 
+#: Number of equal tiles that the running one stands for; None outside of ``represent_tiles``.
+_multiplicity: ContextVar[int | None] = ContextVar("tile_multiplicity", default=None)
+
+
+@contextmanager
+def represent_tiles() -> Iterator[None]:
+    """Run only the first, the second and the last of a loop's tiles within the context.
+
+    For a dry run on tensors without data: tiles between the first and the last run the same operators on the same
+    shapes, so the second stands for them, and the results are wrong in value but not in shape.  The peak of live bytes
+    is that of all tiles, and :func:`tile_multiplicity` has the factor for counts.  Applies to the current thread, which
+    also runs the backward pass of CPU tensors.
+
+    Example:
+        >>> from rl_logprobs.softmax.row_blocks import represent_tiles, tile_indices, tile_multiplicity
+        >>> with represent_tiles():
+        ...     [(index, tile_multiplicity()) for index in tile_indices(10)]
+        [(0, 1), (1, 8), (9, 1)]
+    """
+    token = _multiplicity.set(1)
+    try:
+        yield
+    finally:
+        _multiplicity.reset(token)
+
+
+def tile_multiplicity() -> int:
+    """Return the number of tiles that the running tile stands for, over all nested loops; 1 if every tile runs."""
+    return _multiplicity.get() or 1
+
+
+def tile_indices(count: int) -> Iterator[int]:
+    """Yield the indices of ``count`` tiles, all but the last of one size; within ``represent_tiles`` at most three."""
+    outer = _multiplicity.get()
+    if outer is None:
+        yield from range(count)
+        return
+    try:
+        for index in sorted({0, min(1, count - 1), count - 1}) if count else ():
+            _multiplicity.set(outer * (count - 2 if index == 1 and count > 2 else 1))
+            yield index
+    finally:
+        _multiplicity.set(outer)
+
+
+def has_cpu_costs(device: torch.device) -> bool:
+    """Return whether a CPU computes on the device's tensors: on one, outside of ``assume_accelerator``."""
+    return device.type == "cpu" and not _accelerator_assumed.get()
+
+
 def rows_per_workspace(width: int, device: torch.device, *, fraction: float = 1.0) -> int:
     """Return the number of rows of ``width`` columns that fit a ``fraction`` of one workspace, at least one."""
-    small = device.type == "cpu" and not _accelerator_assumed.get()
-    elements = CPU_WORKSPACE if small else ACCELERATOR_WORKSPACE
+    elements = CPU_WORKSPACE if has_cpu_costs(device) else ACCELERATOR_WORKSPACE
     return max(1, int(elements * fraction) // max(1, width))
 
 
@@ -55,9 +104,16 @@ def row_blocks(max_rows: int, *tensors: torch.Tensor) -> Iterator[tuple[slice, l
     """
     start = 0
     for views in _merged_views(tensors):
-        for blocks in zip(*(torch.split(view, max_rows) for view in views), strict=True):
-            yield slice(start, start + blocks[0].shape[0]), list(blocks)
-            start += blocks[0].shape[0]
+        tokens = views[0].shape[0]
+        if _multiplicity.get() is None:
+            for blocks in zip(*(torch.split(view, max_rows) for view in views), strict=True):
+                yield slice(start, start + blocks[0].shape[0]), list(blocks)
+                start += blocks[0].shape[0]
+            continue
+        for index in tile_indices(-(-tokens // max(1, max_rows))):
+            rows = slice(index * max_rows, min(tokens, (index + 1) * max_rows))
+            yield slice(start + rows.start, start + rows.stop), [view[rows] for view in views]
+        start += tokens
 
 
 def _merged_views(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

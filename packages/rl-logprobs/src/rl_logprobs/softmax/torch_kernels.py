@@ -12,7 +12,7 @@ import torch
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.log2_scale import MIN_EXPONENT, TemperatureScale, log2_weights
 from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns
-from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
+from rl_logprobs.softmax.row_blocks import has_cpu_costs, row_blocks, rows_per_workspace
 
 #: The fraction of a workspace that each of two buffers takes: the extra memory of entropies stays within 2 % of large
 #: logits, that of their gradients within 3 %.
@@ -135,7 +135,7 @@ def write_gradient(
 
 def zero_tokens_(values: torch.Tensor, mask: torch.Tensor) -> None:
     """Set the rows of ``values`` ``[..., width]`` that ``mask`` ``[...]`` selects to 0, even where they are NaN."""
-    if values.device.type == "cpu":  # indexing by nonzero() synchronises, which costs nothing on a CPU
+    if has_cpu_costs(values.device):  # indexing by nonzero() synchronises, which costs nothing on a CPU
         values[mask.nonzero(as_tuple=True)] = 0
     else:
         values.masked_fill_(mask.unsqueeze(-1), 0)

@@ -63,7 +63,7 @@ def estimate_sections(estimate: Estimate) -> list[Section]:
     ]
     if estimate.assumptions:
         lines = [*map(assumption_line, estimate.assumptions)]
-        found.append(Section(heading="Assumptions about results that depend on data", lines=lines))
+        found.append(Section(heading="Assumptions", lines=lines))
     return found
 
 
@@ -163,9 +163,10 @@ def peak_line(peak: Peak) -> str:
 
 
 def assumption_line(item: Assumption) -> str:
-    """Return an operator whose result depends on data, and its assumed result."""
+    """Return a module and what was assumed about it, with the operator whose result depends on data."""
+    operator = f" ({item.operator})" if item.operator else ""
     missing = "" if item.counted else "; NOT in the numbers"
-    return f"{item.operator} in {item.module or 'the model'}: {item.assumption}{missing}"
+    return f"{item.module or 'the model'}: {item.assumption}{operator}{missing}"
 
 
 def _ranking(found: Sequence[Candidate]) -> list[list[str]]:

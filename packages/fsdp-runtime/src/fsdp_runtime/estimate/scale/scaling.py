@@ -50,8 +50,17 @@ def scale_up(
         region = in_large._replace(block=in_large.block + added * from_back)
         if region not in regions or nbytes.total > regions[region].nbytes.total:
             regions[region] = PeakSample(nbytes, event._replace(module=shift_block(event.module, added * from_back)))
-    patterns = (*small.replicated, *(pattern for pattern in large.replicated if pattern not in small.replicated))
-    none = (0, 0)
+
+    def sizes(one: Mapping[str, tuple[int, int]], other: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        none = (0, 0)
+        return {
+            pattern: (
+                number(one.get(pattern, none)[0], other.get(pattern, none)[0]),
+                number(one.get(pattern, none)[1], other.get(pattern, none)[1]),
+            )
+            for pattern in dict.fromkeys((*one, *other))
+        }
+
     return Summary(
         blocks=number(small.blocks, large.blocks),
         regions=regions,
@@ -60,13 +69,8 @@ def scale_up(
         calls=counter(small.calls, large.calls),
         nbytes=counter(small.nbytes, large.nbytes),
         flops=number(small.flops, large.flops),
-        replicated={
-            pattern: (
-                number(small.replicated.get(pattern, none)[0], large.replicated.get(pattern, none)[0]),
-                number(small.replicated.get(pattern, none)[1], large.replicated.get(pattern, none)[1]),
-            )
-            for pattern in patterns
-        },
+        replicated=sizes(small.replicated, large.replicated),
+        untrained=sizes(small.untrained, large.untrained),
         assumptions=tuple(dict.fromkeys((*small.assumptions, *large.assumptions))),
     )
 

@@ -52,7 +52,7 @@ class Summary:
         flops: floating-point operations.
         replicated: number and bytes of parameters that are replicated over all axes, by name pattern.
         assumptions: ``(operator, module, assumption)`` for results that depend on data, block indices as ``*``.
-        params_without_grad: name patterns of trainable parameters that got no gradient.
+        untrained: number and bytes (this rank's shards) of trainable parameters that got no gradient, by name pattern.
     """
 
     blocks: int
@@ -64,7 +64,12 @@ class Summary:
     flops: int
     replicated: dict[str, tuple[int, int]] = field(default_factory=dict)
     assumptions: tuple[tuple[str, str, str], ...] = ()
-    params_without_grad: frozenset[str] = frozenset()
+    untrained: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def params_without_grad(self) -> frozenset[str]:
+        """Name patterns of trainable parameters that got no gradient."""
+        return frozenset(self.untrained)
 
 
 def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int]) -> Summary:

@@ -39,18 +39,23 @@ def assume_result(function: Any, tensor: Tensor, running: Sequence[nn.Module]) -
     """
     if function is aten.nonzero.default:
         rows = _selected(tensor, num_experts_of(running))
-        assumption = f"{rows} of {tensor.numel()} elements are selected: tokens are spread evenly over experts"
+        assumption = (
+            f"{rows} of {tensor.numel()} elements are selected: tokens are spread evenly over experts, and a rank "
+            "whose experts get more of them needs more memory"
+        )
         return tensor.new_empty((rows, tensor.ndim), dtype=torch.int64), assumption
     name, elements = getattr(tensor, _ORIGIN, ("", 0))
     if tensor.dtype == torch.bool:
         passes = name in _CHECKS
-        return passes, "a check of values passes" if passes else "a condition on values is false"
+        if passes:
+            return True, "a check of values passes, as in every run without an error; no number depends on it"
+        return False, "a condition on values is false; if it is true in a run, other code runs than was counted"
     if tensor.dtype.is_floating_point:
-        return 1.0, "a value is 1.0"
+        return 1.0, "a value that the code reads is 1.0; numbers depend on it only where sizes do"
     if name in _COUNTS and elements:
         each = elements // max(1, tensor.numel())
         return each, f"a count is {each}: tokens are spread evenly over experts"
-    return 0, "an index is 0"
+    return 0, "an index that the code reads is 0; numbers depend on it only where sizes do"
 
 
 def grouped_mm(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:

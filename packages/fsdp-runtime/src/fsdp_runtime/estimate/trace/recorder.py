@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -111,11 +111,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         modules: tracks the running module.
+        multiplicity: returns the number of equal calls for which the running operator stands.
     """
 
-    def __init__(self, modules: ModuleTracker) -> None:
+    def __init__(self, modules: ModuleTracker, multiplicity: Callable[[], int] = lambda: 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
+        self._multiplicity = multiplicity
         self._modules = modules
         self._phase: Phase | None = None
         self._live: dict[int, tuple[int, int]] = {}  # storage key -> index in storages, bytes
@@ -164,7 +166,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             result = self._run(func, args, kwargs)
             remember_origin(func, args, result)
-        self.recording.flops += flops_of(func, args, kwargs, result)
+        self.recording.flops += self._multiplicity() * flops_of(func, args, kwargs, result)
         self._record_results(func, result)
         return result
 
