@@ -49,7 +49,8 @@ def fsdp2_strategy_parallelize(
     Args:
         model: the model.
         device_mesh: a mesh with the axes named below, flattened ones included.
-        mp_policy: FSDP2's dtypes, ``None`` for none.
+        mp_policy: FSDP2's dtypes; ``None`` for Automodel's default, which computes in bfloat16 and reduces gradients and
+            returns outputs in float32.
         offload_policy: a ``CPUOffloadPolicy`` to keep shards on the CPU.
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
         activation_checkpointing: recompute the feed-forward part of every block in backward.
@@ -68,6 +69,8 @@ def fsdp2_strategy_parallelize(
         MeshError: the mesh lacks an axis.
         tp_plans.TpPlansError: no plan is known, or it does not fit.
     """
+    if mp_policy is None:
+        mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     shards = _axis(device_mesh, dp_shard_cp_mesh_name)
     names = device_mesh.mesh_dim_names or ()
     replicas = device_mesh[dp_replicate_mesh_name] if dp_replicate_mesh_name in names else None

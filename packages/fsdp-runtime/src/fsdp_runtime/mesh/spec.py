@@ -97,6 +97,7 @@ class MeshSpec:
             MeshError: the sizes do not fill the world, or environment variables are missing.
         """
         device_type = device_type or default_device_type()
+        require_device_type(device_type)
         info = None if dist.is_initialized() else rank_info_from_env()
         spec = self.resolve(info.world_size if info else dist.get_world_size())  # before any group is made
         if info is not None:
@@ -105,6 +106,17 @@ class MeshSpec:
         for name in FLATTENED:
             submesh(mesh, name)
         return mesh
+
+
+def require_device_type(device_type: object) -> None:
+    """Check that this machine has devices of a type.
+
+    Raises:
+        MeshError: it has none, or the running process group has no backend for them.
+    """
+    usable = {"cpu", "meta", default_device_type()}
+    if not isinstance(device_type, str) or device_type not in usable:
+        raise MeshError(f"device_type={device_type!r}: this machine has {' and '.join(sorted(usable - {'meta'}))}")
 
 
 def default_device_type() -> str:

@@ -31,6 +31,7 @@ class ContextAttention:
         load_balancer: the tokens that each rank holds, see ``SequenceLayout``.
         masked: the current batch has an attention mask; set once a forward, without reading values.
         documents: ``[batch, seq]``, the number of each token's document in a packed batch, else ``None``.
+        positions: ``[batch, seq]``, each token's position in its document where ``documents`` is given, else ``None``.
         ring: torch's ring attention is active, which takes local tokens.
 
     Example:
@@ -49,6 +50,7 @@ class ContextAttention:
     load_balancer: LoadBalancer
     masked: bool = False
     documents: Tensor | None = None
+    positions: Tensor | None = None
     ring: bool = False
 
     def layout(self, local_length: int) -> SequenceLayout:
@@ -132,6 +134,7 @@ class ContextAttention:
             q_length=q_length,
             mask_function=mask_function,
             documents=self.documents,
+            positions=self.positions,
             attention_mask=attention_mask if self.masked else None,
             q_offset=positions - torch.arange(q_length, device=positions.device),  # from local indices to positions
             **options,
