@@ -148,8 +148,12 @@ def resolve_parallelism(
         ('0.0', '0.1')
         >>> parallelism.apply(model)
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model is of type {type(model).__name__}, not a torch.nn.Module")
     require_axes(mesh)
-    options = fsdp or FSDPOptions()
+    options = FSDPOptions() if fsdp is None else fsdp
+    if not isinstance(options, FSDPOptions):
+        raise OptionError(f"fsdp is of type {type(fsdp).__name__}, not FSDPOptions")
     shards = _fsdp_mesh(mesh, options)
     tp, cp = axis_size(mesh, "tp"), axis_size(mesh, "cp")
     require_logits(logits)

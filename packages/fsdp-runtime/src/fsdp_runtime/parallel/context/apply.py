@@ -77,8 +77,8 @@ def check_context_parallel(model: Any, structure: ModelStructure) -> None:
     ]
     if own_masks:
         raise ModelError(
-            f"{own_masks[0]} of {name} computes its attention mask from the values of this rank's tokens, where cp needs "
-            "those of the full sequence: use cp=1"
+            f"{own_masks[0]} of {name} computes its attention mask from the values of this rank's tokens, where cp "
+            "needs those of the full sequence: use cp=1"
         )
     rope = rope_types(config) & set(_LENGTH_DEPENDENT)
     if rope:

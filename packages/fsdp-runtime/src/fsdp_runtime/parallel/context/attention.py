@@ -129,6 +129,7 @@ class ContextAttention:
         skip = options.pop("allow_is_causal_skip", True)
         if skip and is_causal_mask_function(mask_function) and not self.masked and self.documents is None:
             return None
+        options.pop("q_offset", None)  # of contiguous queries
         positions = self.layout(q_length).positions.to(options["device"])
         return sdpa_mask_of_documents(
             q_length=q_length,
