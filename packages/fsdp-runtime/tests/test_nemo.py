@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+import fsdp_runtime
 from fsdp_runtime import BackendError, MeshSpec, ModelError, OptionError, describe_parallelism, nemo
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from harness.models import tiny_inputs, tiny_model
@@ -184,6 +185,68 @@ def test_classes_are_imported_from_paths_and_a_wrong_one_is_named() -> None:
         nemo.import_class_from_path("torch.optim.Adamw")
     with pytest.raises(OptionError, match="'AdamW' cannot be imported"):
         nemo.import_class_from_path("AdamW")
+
+
+def test_a_missing_class_among_several_is_named() -> None:
+    with pytest.raises(OptionError, match=r"'torch\.optim\.Adamw' cannot be imported"):
+        nemo.import_classes_from_paths(["torch.nn.Linear", "torch.optim.Adamw"])
+
+
+class _TensorMesh:
+    """The only method of a mesh that these functions call."""
+
+    def __init__(self, size: int) -> None:
+        self.size = lambda: size
+
+
+def test_one_rank_and_models_without_blocks_have_nothing_to_validate() -> None:
+    nemo.validate_tp_mesh(nn.Linear(2, 2), _TensorMesh(2))
+    nemo.validate_tp_mesh(tiny_model("LlamaForCausalLM"), _TensorMesh(1))
+    assert nemo.get_lm_ac_layers(nn.Linear(2, 2)) == []
+
+
+def _raises() -> None:
+    raise RuntimeError("boom")
+
+
+def test_a_plan_path_that_cannot_be_used_is_a_value_error() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    for path in (f"{__name__}._raises", "torch.nn.Linear", "no.such.module", "NoSuchPlan", "torch.pi"):
+        with pytest.raises(ValueError, match=r"boom|Linear|no|type"):
+            nemo._get_parallel_plan(model, tp_shard_plan=path)
+
+
+def test_named_plans_are_found_by_the_adapters() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    for name in ("auto", "LlamaForCausalLM", "llama_nemotron_super_tp_plan"):
+        assert "model.layers.*.self_attn.q_proj" in nemo._get_parallel_plan(model, tp_shard_plan=name)
+
+
+def test_an_edited_dict_that_does_not_fit_together_is_refused() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    plan = nemo.get_hf_tp_shard_plan(model)
+    assert "model.layers.*.self_attn.k_proj" not in plan  # part of the style of self_attn
+    plan["model.layers.*.self_attn.k_proj"] = ColwiseParallel()
+    with pytest.raises(
+        OptionError, match=r"self_attn\.k_proj has torch's ColwiseParallel, but .*\.self_attn has a style"
+    ):
+        nemo._get_parallel_plan(model, tp_shard_plan=plan)
+
+
+@pytest.mark.parametrize(("heads", "key_value", "tp"), [(6, 3, 2), (4, 2, 4)])
+def test_head_counts_are_checked_for_a_dict_of_torchs_styles(heads: int, key_value: int, tp: int) -> None:
+    model = tiny_model("LlamaForCausalLM", num_attention_heads=heads, num_key_value_heads=key_value)
+    plan = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    with pytest.raises(ModelError, match=rf"{heads} query and {key_value} key/value heads.*tp={tp}"):
+        nemo._resolve_plan(model, False, plan, _TensorMesh(tp))
+
+
+def test_automodels_strategy_computes_in_bfloat16_unless_a_policy_is_given() -> None:
+    model = tiny_model("LlamaForCausalLM", dtype=torch.float32)
+    nemo.fsdp2_strategy_parallelize(model, MeshSpec().build(device_type="cpu"))
+    with fsdp_runtime.unsharded(model):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model(**tiny_inputs(model, batch=1, length=4)).logits.dtype == torch.float32
 
 
 def test_a_model_without_blocks_is_refused_by_the_strategy() -> None:

@@ -113,3 +113,18 @@ def test_local_parts_are_plain_and_outside_autograd(two_ranks):
     plain = torch.ones(2)
     assert nemo.to_local_if_dtensor(plain) is plain
     assert not isinstance(plain, DTensor)
+
+
+@pytest.mark.parametrize("norm", [math.nan, torch.tensor(math.nan)])
+def test_a_norm_that_is_not_a_number_leaves_gradients_alone(norm):
+    weight = torch.zeros(2, requires_grad=True)
+    weight.grad = torch.tensor([3.0, 4.0])
+    nemo.clip_grad_by_total_norm_([weight], 1.0, norm)
+    assert weight.grad.tolist() == [3.0, 4.0]
+
+
+def test_an_id_outside_the_vocabulary_is_refused_and_the_ignored_one_scores_zero():
+    with pytest.raises(rl_logprobs.TargetError):
+        nemo.get_logprobs_from_vocab_parallel_logits(torch.zeros(1, 3, 4), torch.tensor([[0, 4, 0]]))
+    found = nemo.get_logprobs_from_vocab_parallel_logits(torch.zeros(1, 3, 4), torch.tensor([[0, -100, 0]]))
+    assert found[0, 0] == 0

@@ -121,3 +121,12 @@ def test_one_temperature_a_token_sharpens_each_on_its_own():
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call(torch.zeros(4, 9))
+
+
+@pytest.mark.parametrize("sampling", [None, SamplingFilter(top_k=2)])
+def test_rows_without_a_token_to_sample_are_marked(sampling):
+    logits = torch.full((4, 5), -math.inf)
+    logits[1] = math.nan
+    logits[2, 3] = math.nan
+    logits[3, 4] = 0.0
+    assert sample_tokens(logits, seed=0, sampling=sampling).tolist() == [-1, -1, -1, 4]

@@ -71,6 +71,66 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Param
     return found
 
 
+def initialize_root(root: FSDPModule) -> None:
+    """Initialize FSDP2's state of a root and the modules below it, as the root's first forward does.
+
+    Until then gradients of the root's own parameters are not reduced, since a backward does not know the root.
+    ``unshard()`` initializes one module's parameters only; torch 2.10 to 2.15 have no public function for all (no
+    upstream issue found).
+    """
+    state: Any = root._get_fsdp_state()
+    state._lazy_init()
+
+
+def unreduced_gradients(unit: FSDPModule) -> int:
+    """Return the number of an FSDP module's parameters with a gradient that is not reduced.
+
+    Under ``set_requires_gradient_sync(False)`` that is intended; torch 2.10 to 2.15 have no public way to ask.
+    """
+    return sum(
+        getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
+        for group in _parameter_groups(unit)
+        for parameter in group.fsdp_params
+    )
+
+
+def reduce_gradients(root: FSDPModule) -> None:
+    """Reduce the gradients that are not reduced yet, as FSDP2 does at the end of a backward.
+
+    A backward through none of the FSDP modules' outputs does not end so, and torch 2.10 to 2.15 have no public call.
+    """
+    state: Any = root._get_fsdp_state()
+    state._root_post_backward_final_callback()
+
+
+@contextmanager
+def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
+    """Raise ``freed()`` where backward reads a tensor that was saved inside the ``with`` and has lost its storage.
+
+    torch's own error is about the storage, and torch turns its check for changes in place off for tensors with hooks
+    (2.10 to 2.15), so that is done here; the version of a tensor is not public.
+    """
+
+    def pack(tensor: Tensor) -> tuple[Tensor, int]:
+        return tensor, tensor._version
+
+    def unpack(saved: tuple[Tensor, int]) -> Tensor:
+        tensor, version = saved
+        local = local_of(tensor)
+        if local.numel() and local.device.type != "meta" and local.untyped_storage().nbytes() == 0:
+            raise freed()
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{tensor.dtype} tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected "
+                f"version {version}"
+            )
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
 def offloads_to_cpu(model: nn.Module) -> bool:
     """Return True if FSDP2 keeps the model's shards on the CPU (torch 2.10 to 2.15: the policy is not public again)."""
     return any(bool(parameter.offload_to_cpu) for parameter in _fsdp_parameters(model))

@@ -97,7 +97,13 @@ def disable_cache(model: nn.Module) -> None:
 
 
 def sdpa_mask_of_documents(
-    *, mask_function: Any, documents: Tensor | None, attention_mask: Tensor | None, q_offset: Tensor, **options: Any
+    *,
+    mask_function: Any,
+    documents: Tensor | None,
+    positions: Tensor | None,
+    attention_mask: Tensor | None,
+    q_offset: Tensor,
+    **options: Any,
 ) -> Tensor | None:
     """Build the boolean mask of ``scaled_dot_product_attention`` with transformers' own function.
 
@@ -107,14 +113,19 @@ def sdpa_mask_of_documents(
     Args:
         mask_function: of batch, head, query and key index.
         documents: ``[batch, seq]``, the number of each token's document in a packed batch, or ``None``.
+        positions: ``[batch, seq]``, each token's position in its document; given with ``documents``.
         attention_mask: ``[batch, seq]``, false where a token is padding, or ``None``.
         q_offset: ``[seq / cp]``, the difference between a local token's position and its index.
         options: the remaining keywords of ``AttentionMaskInterface``.
     """
     from transformers.masking_utils import and_masks, sdpa_mask
 
-    if documents is not None:
-        mask_function = and_masks(mask_function, lambda b, h, q, k: documents[b, q] == documents[b, k])
+    if documents is not None and positions is not None:
+        of_positions, at = mask_function, positions  # chunks of attention start anew in each document
+        mask_function = and_masks(
+            lambda b, h, q, k: of_positions(b, h, at[b, q], at[b, k]),
+            lambda b, h, q, k: documents[b, q] == documents[b, k],
+        )
     mask: Tensor | None = sdpa_mask(
         mask_function=mask_function,
         attention_mask=attention_mask,

@@ -7,7 +7,7 @@ model changes, and errors name the fix where the originals assert.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from fsdp_runtime._torch_compat import flatten_axes, join_axes
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import FLATTENED, submesh
-from fsdp_runtime.model.structure import AttentionHeads, inspect_model
+from fsdp_runtime.model.structure import AttentionHeads, ModelStructure, inspect_model
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
 from fsdp_runtime.parallel.megatron_fsdp import resolve_megatron_fsdp
 from fsdp_runtime.parallelism import resolve_on
@@ -49,7 +49,8 @@ def fsdp2_strategy_parallelize(
     Args:
         model: the model.
         device_mesh: a mesh with the axes named below, flattened ones included.
-        mp_policy: FSDP2's dtypes, ``None`` for none.
+        mp_policy: FSDP2's dtypes; ``None`` for Automodel's default: compute in bfloat16, gradients reduced and outputs
+            returned in float32.
         offload_policy: a ``CPUOffloadPolicy`` to keep shards on the CPU.
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
         activation_checkpointing: recompute the feed-forward part of every block in backward.
@@ -68,15 +69,18 @@ def fsdp2_strategy_parallelize(
         MeshError: the mesh lacks an axis.
         tp_plans.TpPlansError: no plan is known, or it does not fit.
     """
+    if mp_policy is None:
+        mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     shards = _axis(device_mesh, dp_shard_cp_mesh_name)
     names = device_mesh.mesh_dim_names or ()
     replicas = device_mesh[dp_replicate_mesh_name] if dp_replicate_mesh_name in names else None
     fsdp_mesh = join_axes(replicas, shards) if replicas is not None and replicas.size() > 1 else shards
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None  # NeMo RL passes a class too
+    tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
     parallelism = resolve_on(
         model,
-        resolve_plan=partial(_resolve_plan, model, sequence_parallel, tp_shard_plan),
-        tp_mesh=device_mesh[tp_mesh_name] if tp_mesh_name in names else None,
+        resolve_plan=partial(_resolve_plan, model, sequence_parallel, tp_shard_plan, tp_mesh),
+        tp_mesh=tp_mesh,
         activation_checkpointing="mlp" if activation_checkpointing else "none",
         fsdp_mesh=fsdp_mesh,
         fsdp=FSDPOptions(mp_policy=mp_policy, offload_policy=offload),
@@ -115,7 +119,7 @@ def _parallelize_model(
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     parallelism = resolve_on(
         model,
-        resolve_plan=partial(_resolve_plan, model, sequence_parallel, custom_parallel_plan),
+        resolve_plan=partial(_resolve_plan, model, sequence_parallel, custom_parallel_plan, tp_mesh),
         tp_mesh=tp_mesh,
         activation_checkpointing="mlp" if activation_checkpointing else "none",
         fsdp_mesh=dp_mesh,
@@ -168,7 +172,8 @@ def nvfsdp_strategy_parallelize(
         shard_dim = "dp_cp"
         shards = flatten_axes(device_mesh, (dp_mesh_name, cp_mesh_name), shard_dim)
     tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
-    parallelism = resolve_on(model, resolve_plan=partial(_resolve_plan, model, False, tp_shard_plan), tp_mesh=tp_mesh)
+    source = partial(_resolve_plan, model, False, tp_shard_plan, tp_mesh)
+    parallelism = resolve_on(model, resolve_plan=source, tp_mesh=tp_mesh)
     if shards.size() == 1:
         parallelism.apply(model)
         return model, optimizer
@@ -275,15 +280,27 @@ def import_classes_from_paths(class_paths: list[str]) -> list[Any]:
 def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
     """Check that the attention heads of every block are divisible over a mesh.
 
-    More ranks than key/value heads are allowed: ranks then share a head.
+    More ranks than key/value heads are allowed: ranks then share a head.  One rank, and a model without blocks, pass.
 
     Raises:
         ModelError: the heads of a block are not divisible; the message has the sizes of ``tp`` that are allowed.
     """
-    tp = tp_mesh.size()
-    for path, heads in inspect_model(model).heads.items():
-        if not _divisible(heads, tp):
-            legal = ", ".join(str(size) for size in range(1, heads.query + 1) if _divisible(heads, size))
+    if tp_mesh.size() > 1 and (structure := _structure(model)) is not None:
+        _check_heads(structure, tp_mesh.size(), _divisible)
+
+
+def _structure(model: nn.Module) -> ModelStructure | None:
+    """Return a model's structure, ``None`` without blocks."""
+    try:
+        return inspect_model(model)
+    except ModelError:
+        return None
+
+
+def _check_heads(structure: ModelStructure, tp: int, divisible: Callable[[AttentionHeads, int], bool]) -> None:
+    for path, heads in structure.heads.items():
+        if not divisible(heads, tp):
+            legal = ", ".join(str(size) for size in range(1, heads.query + 1) if divisible(heads, size))
             raise ModelError(
                 f"{path} has {heads.query} query and {heads.key_value} key/value heads, which cannot be sharded over "
                 f"tp={tp}: use a tp out of {legal}"
@@ -294,10 +311,14 @@ def _divisible(heads: AttentionHeads, tp: int) -> bool:
     return not heads.query % tp and not (heads.key_value % tp and tp % heads.key_value)
 
 
+def _both_divisible(heads: AttentionHeads, tp: int) -> bool:
+    return not heads.query % tp and not heads.key_value % tp
+
+
 def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of the language model, to which activation checkpointing applies."""
-    structure = inspect_model(model)
-    return [structure.blocks[path] for path in structure.decoder]
+    """Return the blocks of the language model, to which activation checkpointing applies; none without blocks."""
+    structure = _structure(model)
+    return [] if structure is None else [structure.blocks[path] for path in structure.decoder]
 
 
 def _get_parallel_plan(
@@ -319,14 +340,52 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _resolve_plan(model: nn.Module, sequence_parallel: bool, plan: Mapping[str, Any] | str | None) -> Plan | TorchPlan:
-    """Return a plan, or torch's styles as given, which cannot be checked."""
-    if isinstance(plan, str):
-        plan = import_class_from_path(plan)
-        plan = plan() if callable(plan) else plan
+def _resolve_plan(
+    model: nn.Module,
+    sequence_parallel: bool,
+    plan: Mapping[str, Any] | str | None,
+    tp_mesh: DeviceMesh | None = None,
+) -> Plan | TorchPlan:
+    """Return a plan, or torch's styles as given, of which only the head counts can be checked.
+
+    Raises:
+        OptionError: a dotted path cannot be imported or called, or an edited dict does not fit together.
+        ModelError: a dict of torch's styles shards attention whose heads are not divisible.
+        tp_plans.TpPlansError: the plan is not known, or cannot be used.
+    """
+    if isinstance(plan, str) and "." in plan:
+        plan = _load_plan(plan)
     if isinstance(plan, Mapping) and plan and all(isinstance(style, ParallelStyle) for style in plan.values()):
+        _check_edited(plan)
+        structure = _structure(model)
+        if tp_mesh is not None and structure is not None and any("attn" in key or "attention" in key for key in plan):
+            _check_heads(structure, tp_mesh.size(), _both_divisible)
         return dict(plan)
     return resolve_plan("auto" if plan is None else plan, model, sequence_parallel=sequence_parallel)
+
+
+def _load_plan(path: str) -> Any:
+    """Import the object at a dotted path, and call it if it is a function."""
+    value = import_class_from_path(path)
+    if isinstance(value, type) or not callable(value):
+        return value
+    try:
+        return value()
+    except Exception as error:
+        raise OptionError(f"plan {path!r}: calling it raised {type(error).__name__}: {error}") from error
+
+
+def _check_edited(plan: Mapping[str, ParallelStyle]) -> None:
+    """Refuse torch's own style for a layer inside attention that a style of ``tp_plans`` shards."""
+    ours = {pattern for pattern, style in plan.items() if type(style).__module__.startswith("tp_plans.")}
+    for pattern, style in plan.items():
+        parent = pattern.rpartition(".")[0]
+        if pattern not in ours and parent in ours:
+            raise OptionError(
+                f"{pattern} has torch's {type(style).__name__}, but {parent} has a style of tp_plans that shards "
+                "all of its heads: give torch's styles for every layer, or edit the plan before to_torch(), as "
+                "in {**tp_plans.from_hugging_face(model), ...}"
+            )
 
 
 def _axis(mesh: DeviceMesh, name: str) -> DeviceMesh:

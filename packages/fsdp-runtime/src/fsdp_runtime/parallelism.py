@@ -27,7 +27,7 @@ from fsdp_runtime.parallel.check_inputs import apply_input_check
 from fsdp_runtime.parallel.compile import apply_compile, check_compile_options
 from fsdp_runtime.parallel.context.apply import apply_cp, check_context_parallel, under_context_parallelism
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, require_load_balancer
-from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_mesh
+from fsdp_runtime.parallel.fsdp import apply_fsdp, check_uniform_dtypes, fsdp_mesh
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, check_fsdp_options
 from fsdp_runtime.parallel.lora import resolve_adapted_plan
 from fsdp_runtime.parallel.refuse_pickle import refuse_pickle
@@ -136,7 +136,8 @@ def resolve_parallelism(
         ModelError: no blocks are found, the model is already parallelized, no module would recompute, or the model's
             sequences cannot be sharded over ``cp``.
         BackendError: an option needs a device that is not available.
-        OptionError: an option is not allowed, or needs an axis that the mesh lacks.
+        OptionError: an option is not allowed, or needs an axis that the mesh lacks; or FSDP2 would wrap trainable
+            parameters of several dtypes as one module.
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
 
     Example:
@@ -149,8 +150,12 @@ def resolve_parallelism(
         ('0.0', '0.1')
         >>> parallelism.apply(model)
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model is of type {type(model).__name__}, not a torch.nn.Module")
     require_axes(mesh)
-    options = fsdp or FSDPOptions()
+    options = FSDPOptions() if fsdp is None else fsdp
+    if not isinstance(options, FSDPOptions):
+        raise OptionError(f"fsdp is of type {type(fsdp).__name__}, not FSDPOptions")
     shards = _fsdp_mesh(mesh, options)
     tp, cp = axis_size(mesh, "tp"), axis_size(mesh, "cp")
     require_logits(logits)
@@ -227,6 +232,8 @@ def resolve_on(
     structure = inspect_model(model)
     recompute = modules_to_recompute(structure, activation_checkpointing)
     check_fsdp_options(model, options)
+    if fsdp_mesh is not None:
+        check_uniform_dtypes(model, structure, options)
     if cp_mesh is not None:
         check_context_parallel(model, structure)
     if compile_options is not None:

@@ -63,7 +63,8 @@ def parallelize(
         ModelError: no blocks are found, the model is already parallelized, no module would recompute, or the model's
             sequences cannot be sharded over ``cp``.
         BackendError: an option needs a device that is not available.
-        OptionError: an option is not allowed, or needs an axis that the mesh lacks.
+        OptionError: an option is not allowed, or needs an axis that the mesh lacks; or FSDP2 would wrap trainable
+            parameters of several dtypes as one module.
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
 
     Example:

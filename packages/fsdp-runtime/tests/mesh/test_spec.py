@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_runtime import MeshError, MeshSpec, adopt_mesh, parallelize, submesh
+from fsdp_runtime import (
+    MeshError,
+    MeshSpec,
+    ModelError,
+    OptionError,
+    adopt_mesh,
+    parallelize,
+    sequence_layout,
+    submesh,
+)
 from fsdp_runtime.mesh.spec import default_device_type
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool, RanksFailed
@@ -170,3 +180,25 @@ def _flattened_of_a_subset() -> list[int]:
 
 def test_flattened_axes_of_a_mesh_that_lacks_some(four_ranks: RankPool) -> None:
     assert four_ranks.run(_flattened_of_a_subset)[0] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("device_type", ["tpu", "", 3])
+def test_devices_that_the_machine_lacks_are_refused(device_type: Any) -> None:
+    MeshSpec().build(device_type="cpu")  # a running group
+    with pytest.raises(MeshError, match=r"this machine has cpu") if device_type else nullcontext():
+        MeshSpec().build(device_type=device_type)
+
+
+@pytest.mark.parametrize("value", [None, 3, "mesh", torch.zeros(2)], ids=["None", "int", "str", "tensor"])
+def test_values_of_other_types_are_refused_with_their_type(value: Any) -> None:
+    mesh, model = MeshSpec().build(device_type="cpu"), torch.nn.Linear(2, 2)
+    name = rf"type {type(value).__name__}, not"
+    with pytest.raises(ModelError, match=f"model is of {name} a torch.nn.Module"):
+        parallelize(value, mesh)
+    calls = (lambda: parallelize(model, value), lambda: submesh(value, "tp"), lambda: adopt_mesh(value))
+    for call in (*calls, lambda: sequence_layout(value, 8)):
+        with pytest.raises(MeshError, match=f"mesh is of {name} a DeviceMesh"):
+            call()
+    if value is not None:
+        with pytest.raises(OptionError, match=f"fsdp is of {name} FSDPOptions"):
+            parallelize(model, mesh, fsdp=value)

@@ -130,8 +130,14 @@ def _check_same_shard(policy: LocalLogits, reference: LocalLogits) -> None:
         )
     if policy.vocab != reference.vocab:
         raise PlacementError(
-            f"the policy holds {policy.vocab} and the reference {reference.vocab}; shard both vocabularies the same way"
+            f"the policy holds {_described(policy.vocab)} and the reference {_described(reference.vocab)}; shard both "
+            "vocabularies the same way"
         )
+
+
+def _described(shard: VocabShard) -> str:
+    where = "on one rank" if shard.group is None else f"over ranks {dist.get_process_group_ranks(shard.group)}"
+    return f"columns {shard.start} to {shard.start + shard.width} of {shard.vocab_size} {where}"
 
 
 class _DivergenceTotals(NamedTuple):

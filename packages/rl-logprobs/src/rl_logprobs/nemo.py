@@ -6,6 +6,7 @@ multiple of the ranks, parameters that are replicated over tensor parallelism, b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -82,6 +83,8 @@ def clip_grad_by_total_norm_(
 ) -> None:
     """Scale the gradients in place by ``max_grad_norm / (total_norm + 1e-6)`` if that is less than one.
 
+    A NaN norm leaves the gradients as they are, as in NeMo RL; ``clip_grad_norm_`` turns them into NaN, as torch does.
+
     Args:
         parameters: a tensor or a sequence of tensors, DTensors and plain tensors mixed.
         max_grad_norm: the largest norm after clipping, not negative.
@@ -102,6 +105,10 @@ def clip_grad_by_total_norm_(
         tensor([0.6000, 0.8000])
     """
     del dtype
+    if isinstance(total_norm, torch.Tensor):
+        total_norm = total_norm.nan_to_num(nan=0.0, posinf=math.inf)
+    elif math.isnan(total_norm):
+        return
     clip_grads_with_norm_(parameters, max_grad_norm, total_norm)
 
 

@@ -49,7 +49,8 @@ def sample_tokens(
         sampling: sample from the tokens that this filter keeps.
 
     Returns:
-        Vocabulary ids of the logits' leading shape, int64.
+        Vocabulary ids of the logits' leading shape, int64; -1 where no token can be sampled, because a logit is NaN or
+        all are ``-inf``.  To check costs a host synchronisation and is left to the caller: ``(ids < 0).any()``.
 
     Raises:
         OptionError: the temperature is not positive, the generator is not on the CPU, or the options for a local shard
@@ -84,7 +85,9 @@ def sample_tokens(
             best[0, span], columns = noisy.add_(gumbel_noise(keys[span], ids)).max(-1)
             best[1, span] = ids[columns].to(best.dtype)
     noisy_logits, winners = all_gather(best, shard.group).unbind(1)
-    return winners.gather(0, noisy_logits.argmax(0, keepdim=True))[0].long().view(shape)
+    winner = winners.gather(0, noisy_logits.argmax(0, keepdim=True))[0]
+    possible = noisy_logits.amax(0) > -math.inf  # False for NaN too
+    return torch.where(possible, winner, -1).long().view(shape)
 
 
 def _seed_from(seed: int | torch.Generator) -> int:

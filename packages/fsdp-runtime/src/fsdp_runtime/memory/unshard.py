@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_runtime._torch_compat import gathered_bytes
-from fsdp_runtime.errors import OptionError
+from fsdp_runtime._torch_compat import (
+    check_saved_tensors,
+    gathered_bytes,
+    initialize_root,
+    reduce_gradients,
+    unreduced_gradients,
+)
+from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.runtime_state import reshards_after_forward, runtime_state
 
@@ -28,6 +34,9 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
     error, they are sharded again and each FSDP module reshards after forward as before.  Inside an outer ``unsharded``
     of the same model nothing changes, nor for a model that FSDP2 does not wrap.
 
+    A forward below the root, such as ``model.model(tokens)``, has complete gradients if its backward runs inside the
+    ``with``; use :func:`fsdp_runtime.forward_with_lm_head` for a backward that follows later.
+
     Args:
         model: a model, or some blocks of one.
         max_bytes: bound on the gathered bytes at any time.  As many FSDP modules as fit are kept gathered; the others
@@ -38,6 +47,8 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
 
     Raises:
         OptionError: ``max_bytes`` is less than the bytes of the root and one block.
+        ModelError: parameters are offloaded, or backward runs after the ``with`` for a forward that bypassed the
+            model's own.
 
     Example:
         >>> import torch
@@ -56,6 +67,10 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
         if isinstance(module, FSDPModule) and runtime_state(module).unsharded is None
     ]
     held = units if max_bytes is None else _that_fit(units, max_bytes)
+    root = model if isinstance(model, FSDPModule) and runtime_state(model).is_fsdp_root and units else None
+    if root is not None:
+        initialize_root(root)  # otherwise a forward below the root leaves the root's parameters without gradients
+    pending = any(unreduced_gradients(unit.module) for unit in units)  # after no_sync
     try:
         for unit in units:
             runtime_state(unit.module).unsharded = unit in held
@@ -66,7 +81,12 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
             else:
                 unit.module.reshard()  # a forward may have left it gathered
                 unit.module.set_reshard_after_forward(True, recurse=False)
-        yield model
+        with check_saved_tensors(_freed) if units and torch.is_grad_enabled() else nullcontext():
+            yield model
+        if root is not None and not pending:
+            own, *blocks = (unreduced_gradients(unit.module) for unit in units)
+            if own and not any(blocks):  # a backward through no FSDP module's output, such as of the head alone
+                reduce_gradients(root)
     finally:
         for unit in units:
             unit.module.set_reshard_after_forward(unit.reshards, recurse=False)
@@ -77,6 +97,14 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
 def is_held(module: nn.Module) -> bool:
     """Return True while ``unsharded`` keeps a module gathered."""
     return runtime_state(module).unsharded is True
+
+
+def _freed() -> ModelError:
+    return ModelError(
+        "backward needs parameters that were freed at the end of 'with unsharded(model):', after a forward that "
+        "bypassed the model's own: run backward inside the with, call the model itself, or forward_with_lm_head(model, "
+        "function, ...) for a loss on hidden states, whose backward may follow at any time"
+    )
 
 
 @dataclass(frozen=True, eq=False)

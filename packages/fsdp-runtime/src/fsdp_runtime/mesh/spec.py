@@ -97,6 +97,7 @@ class MeshSpec:
             MeshError: the sizes do not fill the world, or environment variables are missing.
         """
         device_type = device_type or default_device_type()
+        require_device_type(device_type)
         info = None if dist.is_initialized() else rank_info_from_env()
         spec = self.resolve(info.world_size if info else dist.get_world_size())  # before any group is made
         if info is not None:
@@ -105,6 +106,17 @@ class MeshSpec:
         for name in FLATTENED:
             submesh(mesh, name)
         return mesh
+
+
+def require_device_type(device_type: object) -> None:
+    """Check that this machine has devices of a type.
+
+    Raises:
+        MeshError: it has none, or the running process group has no backend for them.
+    """
+    usable = {"cpu", "meta", default_device_type()}
+    if not isinstance(device_type, str) or device_type not in usable:
+        raise MeshError(f"device_type={device_type!r}: this machine has {' and '.join(sorted(usable - {'meta'}))}")
 
 
 def default_device_type() -> str:
@@ -147,6 +159,7 @@ def adopt_mesh(
         >>> adopt_mesh(mesh, dp_shard="fsdp", tp="model").mesh_dim_names
         ('dp_replicate', 'dp_shard', 'cp', 'tp')
     """
+    require_mesh(mesh)
     given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     names = mesh.mesh_dim_names or ()
     if unknown := [name for name in names if name not in given.values()]:
@@ -198,6 +211,7 @@ def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
         >>> submesh(MeshSpec().build(device_type="cpu"), "dp").size()
         1
     """
+    require_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     if axis in names:
         return mesh[axis]
@@ -210,8 +224,21 @@ def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     return flatten_axes(mesh, parts, axis) if len(parts) > 1 else mesh[parts[0]]
 
 
+def require_mesh(mesh: object) -> None:
+    """Check that a value is a device mesh.
+
+    Raises:
+        MeshError: it is something else.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"mesh is of type {type(mesh).__name__}, not a DeviceMesh: build one with MeshSpec(...).build()"
+        )
+
+
 def axis_size(mesh: DeviceMesh, axis: str) -> int:
     """Return the size of an axis, 1 if the mesh does not have it."""
+    require_mesh(mesh)
     return mesh[axis].size() if axis in (mesh.mesh_dim_names or ()) else 1
 
 
@@ -219,8 +246,9 @@ def require_axes(mesh: DeviceMesh) -> None:
     """Check the axis names of a mesh.
 
     Raises:
-        MeshError: an axis has another name than those of :class:`MeshSpec`, or none.
+        MeshError: an axis has another name than those of :class:`MeshSpec`, or none; or it is no mesh.
     """
+    require_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     known = [field.name for field in fields(MeshSpec)]
     if not names or (unknown := [name for name in names if name not in known]):

@@ -9,7 +9,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,9 +19,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_runtime._torch_compat import join_axes
-from fsdp_runtime.errors import MeshError
+from fsdp_runtime.errors import MeshError, ModelError, OptionError
 from fsdp_runtime.mesh.spec import axis_size, submesh
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
+from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, replicated_parameters
 from fsdp_runtime.runtime_state import runtime_state
 
@@ -108,16 +110,41 @@ def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
         )
         runtime_state(module).reshard_after_forward = reshard_after_forward
 
-    blocks = _blocks_to_wrap(model, parallelism)
+    blocks = _blocks_to_wrap(model, structure, options)
     for path, block in blocks.items():
         keep = path == structure.decoder[-1] and not options.reshard_last_block
         shard(block, reshard_after_forward=options.reshard_after_forward and not keep)
     shard(model, reshard_after_forward=options.reshard_after_forward and options.reshard_last_block)
     gather_outside_inference_mode(model)
+    runtime_state(model).is_fsdp_root = True
+    _require_root_forward(model, structure)
     _set_prefetching([blocks[path] for path in structure.decoder if path in blocks], options)
     if options.gradient_divide_factor is not None:
         _divide_gradients(model, mesh.size() / options.gradient_divide_factor)
     logger.info("FSDP2: %d blocks and the root over %d ranks", len(blocks), mesh.size())
+
+
+def _require_root_forward(model: nn.Module, structure: ModelStructure) -> None:
+    """Make a call of the root's own modules (embedding, final norm, head) raise while the root is not gathered.
+
+    Modules inside blocks are left alone, so that compiled blocks do not trace the check.
+    """
+    blocks = {module for path in structure.blocks for module in model.get_submodule(path).modules()}
+    for path, module in model.named_modules():
+        parameter = next(module.parameters(recurse=False), None)
+        if module is not model and module not in blocks and isinstance(parameter, DTensor):
+            check = partial(_check_gathered, path=path, mesh_ndim=parameter.device_mesh.ndim)
+            module.register_forward_pre_hook(check, prepend=True)
+
+
+def _check_gathered(module: nn.Module, _args: Any, *, path: str, mesh_ndim: int) -> None:
+    parameter = next(module.parameters(recurse=False), None)
+    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == mesh_ndim:  # gathered ones lack FSDP2's axes
+        raise ModelError(
+            f"{path} is called outside of the model's own forward, where FSDP2 keeps its parameters sharded: call the "
+            "model, or forward_with_lm_head(model, function, ...) for a loss on hidden states; without gradients also "
+            "'with unsharded(model):'"
+        )
 
 
 def _divide_gradients(model: nn.Module, scale: float) -> None:
@@ -149,17 +176,43 @@ def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
     return next((Shard(dim) for dim in free), None)
 
 
-def _blocks_to_wrap(model: nn.Module, parallelism: Parallelism) -> dict[str, nn.Module]:
+def check_uniform_dtypes(model: nn.Module, structure: ModelStructure, options: FSDPOptions) -> None:
+    """Check that the trainable parameters of every FSDP module have one dtype, as FSDP2 requires at its first forward.
+
+    Raises:
+        OptionError: an FSDP module would hold trainable parameters of several dtypes.
+    """
+    if options.master_dtype is not None:  # apply_fsdp converts them
+        return
+    wrapped = _blocks_to_wrap(model, structure, options)
+    dtypes: dict[str, dict[torch.dtype, str]] = defaultdict(dict)  # by FSDP module, each dtype with its first parameter
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            owner = max((path for path in wrapped if name.startswith(f"{path}.")), key=len, default="")
+            dtypes[owner].setdefault(parameter.dtype, name)
+    mixed = {path: found for path, found in dtypes.items() if len(found) > 1}
+    if mixed:
+        path, found = next(iter(mixed.items()))
+        names = " and ".join(f"{name} in {dtype}" for dtype, name in found.items())
+        raise OptionError(
+            f"FSDP2 needs one dtype for the trainable parameters of each module that it wraps, and {len(mixed)} have "
+            f"several; the first is {path or 'the root'} with {names}: pass fsdp=FSDPOptions(master_dtype="
+            "torch.float32, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)), "
+            "or convert the model to one dtype"
+        )
+
+
+def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, options: FSDPOptions) -> dict[str, nn.Module]:
     """Return the blocks that become FSDP modules, by path."""
     shared = _shared_parameters(model)
     found: dict[str, nn.Module] = {}
-    for path in parallelism.structure.blocks:
+    for path in structure.blocks:
         block = model.get_submodule(path)
         parameters = list(block.parameters())
         trains = any(parameter.requires_grad for parameter in parameters)
         if not shared.isdisjoint(parameters):
             logger.info("%s shares parameters with another module: part of the root", path)
-        elif trains or parallelism.fsdp.frozen_params == "layer":
+        elif trains or options.frozen_params == "layer":
             found[path] = block
     return found
 
@@ -185,7 +238,11 @@ def _set_prefetching(blocks: Sequence[nn.Module], options: FSDPOptions) -> None:
 
 def _convert_trainable(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in list(model.parameters()):
-        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype:
+        if not parameter.requires_grad or not parameter.is_floating_point() or parameter.dtype == dtype:
+            continue
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(dtype)  # as Module.to; swap_tensors refuses tensors with weak references
+        else:
             converted = nn.Parameter(parameter.detach().to(dtype))
             converted.__dict__.update(parameter.__dict__)
             torch.utils.swap_tensors(parameter, converted)  # type: ignore[no-untyped-call]  # ties stay ties

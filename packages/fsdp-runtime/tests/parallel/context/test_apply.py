@@ -45,6 +45,44 @@ def test_attention_of_another_kind_is_refused_with_the_fix() -> None:
     _refused(model, r"computes attention by 'eager': cp needs 'sdpa', as set by model\.set_attn_implementation")
 
 
+def test_a_mask_that_is_computed_from_the_tokens_values_is_refused() -> None:
+    import transformers
+
+    config = transformers.DogeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    reason = r"model\.layers\.0\.self_attn of DogeForCausalLM computes its attention mask from the values .* use cp=1"
+    _refused(transformers.DogeForCausalLM(config), reason)
+
+
+def test_chunks_of_attention_start_anew_in_each_packed_document() -> None:
+    import transformers
+
+    config = transformers.Llama4TextConfig(
+        vocab_size=131,
+        hidden_size=32,
+        intermediate_size=32,
+        intermediate_size_mlp=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+        attention_chunk_size=4,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        moe_layers=[],
+    )
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(config).eval()
+    positions = torch.tensor([[*range(5), *range(7)]])
+    inputs = {"input_ids": torch.arange(12)[None], "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        replace_attention(model, MeshSpec().build(device_type="cpu").get_group("cp"), "headtail")
+        torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-6, rtol=0)
+
+
 def test_frequencies_that_depend_on_the_longest_position_are_refused() -> None:
     model = tiny_model("LlamaForCausalLM")
     model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}

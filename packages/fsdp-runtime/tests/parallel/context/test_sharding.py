@@ -57,3 +57,19 @@ def test_without_cp_every_length_stays_whole() -> None:
     layout = sequence_layout(MeshSpec().build(device_type="cpu"), 7)
     assert layout.positions.tolist() == list(range(7))
     assert layout.shard(torch.arange(7).view(1, 7)).tolist() == [list(range(7))]
+
+
+def test_a_batch_with_values_per_sample_is_refused_by_name() -> None:
+    layout = SequenceLayout(8, 2, 0)
+    with pytest.raises(LayoutError, match=r"advantages is \(4,\), not a tensor \[batch, 8, \.\.\.\]"):
+        layout.shard_batch({"input_ids": torch.zeros(4, 8), "advantages": torch.zeros(4)})
+    with pytest.raises(LayoutError, match=r"ids is a list, not a tensor"):
+        layout.shard_batch({"ids": [[1, 2]]})  # type: ignore[dict-item]
+    with pytest.raises(LayoutError, match=r"got \(8,\), which has no dim 1"):
+        layout.shard(torch.zeros(8))
+
+
+@pytest.mark.parametrize("numbers", [(0, 2, 0), (-8, 2, 0), (8.0, 2, 0), (8, 0, 0), (8, 2, 2), (8, 2, -1)])
+def test_lengths_and_ranks_out_of_range_are_refused(numbers: tuple[int, int, int]) -> None:
+    with pytest.raises(LayoutError, match="give"):
+        SequenceLayout(*numbers)

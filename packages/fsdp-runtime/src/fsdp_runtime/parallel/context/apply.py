@@ -69,6 +69,17 @@ def check_context_parallel(model: Any, structure: ModelStructure) -> None:
     if kinds or mixing or is_stateful(model):
         found = ", ".join([*sorted(kinds), *mixing[:1]]) or "a recurrent state"
         raise ModelError(f"{name} mixes tokens outside attention ({found}), which cp would separate: use cp=1")
+    own_masks = [
+        f"{path}.{inner}"
+        for path in structure.decoder
+        for inner, module in structure.blocks[path].named_modules()
+        if hasattr(module, "prepare_dynamic_mask")
+    ]
+    if own_masks:
+        raise ModelError(
+            f"{own_masks[0]} of {name} computes its attention mask from the values of this rank's tokens, where cp "
+            "needs those of the full sequence: use cp=1"
+        )
     rope = rope_types(config) & set(_LENGTH_DEPENDENT)
     if rope:
         raise ModelError(
@@ -148,10 +159,14 @@ class _Inputs:
         attention = self.attention
         layout = attention.layout(tokens.shape[1])
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        attention.masked, attention.documents = mask is not None, None
+        attention.masked, attention.documents, attention.positions = mask is not None, None, None
         if mask is None:
             if positions is not None:
-                attention.documents = _documents(gather_tokens(positions, layout, attention.group, dim=-1))
+                full = gather_tokens(positions, layout, attention.group, dim=-1)
+                attention.documents = _documents(full)
+                attention.positions = (
+                    (full[0] if full.dim() == 3 else full) if attention.documents is not None else None
+                )
             # Of the full length: transformers takes the number of keys from the mask.
             mask = tokens.new_ones((tokens.shape[0], layout.length), dtype=torch.bool)
         elif mask.dim() != 2 or mask.shape[1] not in (tokens.shape[1], layout.length):

@@ -31,6 +31,7 @@ class ContextAttention:
         load_balancer: the tokens that each rank holds, see ``SequenceLayout``.
         masked: the current batch has an attention mask; set once a forward, without reading values.
         documents: ``[batch, seq]``, the number of each token's document in a packed batch, else ``None``.
+        positions: ``[batch, seq]``, each token's position in its document where ``documents`` is given, else ``None``.
         ring: torch's ring attention is active, which takes local tokens.
 
     Example:
@@ -49,6 +50,7 @@ class ContextAttention:
     load_balancer: LoadBalancer
     masked: bool = False
     documents: Tensor | None = None
+    positions: Tensor | None = None
     ring: bool = False
 
     def layout(self, local_length: int) -> SequenceLayout:
@@ -127,12 +129,14 @@ class ContextAttention:
         skip = options.pop("allow_is_causal_skip", True)
         if skip and is_causal_mask_function(mask_function) and not self.masked and self.documents is None:
             return None
+        options.pop("q_offset", None)  # of contiguous queries
         positions = self.layout(q_length).positions.to(options["device"])
         options["q_offset"] = positions - torch.arange(q_length, device=positions.device)  # from indices to positions
         return sdpa_mask_of_documents(
             q_length=q_length,
             mask_function=mask_function,
             documents=self.documents,
+            positions=self.positions,
             attention_mask=attention_mask if self.masked else None,
             **options,
         )

@@ -31,7 +31,7 @@ class SequenceLayout:
             arXiv:2407.21783, section 3.3.2); ``None`` gives each rank one contiguous chunk.
 
     Raises:
-        LayoutError: the length is not divisible; the message has the length to pad to.
+        LayoutError: the length is not divisible (the message has the length to pad to), or a number is out of range.
         OptionError: an unknown load balancer.
 
     Example:
@@ -49,6 +49,11 @@ class SequenceLayout:
 
     def __post_init__(self) -> None:
         require_load_balancer(self.load_balancer)
+        for name, least in (("length", 1), ("ranks", 1), ("rank", 0)):
+            if type(value := getattr(self, name)) is not int or value < least:
+                raise LayoutError(f"{name}={value!r}: give an integer, {least} or more")
+        if self.rank >= self.ranks:
+            raise LayoutError(f"rank={self.rank} of {self.ranks} ranks: give one below {self.ranks}")
         if self.length % self.multiple:
             padded = -(-self.length // self.multiple) * self.multiple
             raise LayoutError(
@@ -98,6 +103,9 @@ class SequenceLayout:
         Raises:
             LayoutError: the tensor does not have ``length`` entries on ``dim``.
         """
+        if not isinstance(full, Tensor) or not -full.dim() <= dim < full.dim():
+            shape = tuple(full.shape) if isinstance(full, Tensor) else f"a {type(full).__name__}"
+            raise LayoutError(f"got {shape}, which has no dim {dim}: give one entry for each of {self.length} tokens")
         if full.shape[dim] != self.length:
             raise LayoutError(f"{full.shape[dim]} entries on dim {dim} of {tuple(full.shape)}, not {self.length}")
         return full.index_select(dim, self.positions.to(full.device))
@@ -114,6 +122,12 @@ class SequenceLayout:
         Raises:
             LayoutError: a tensor does not have ``length`` tokens on its second dim (on its last for position ids).
         """
+        for name, value in batch.items():
+            if not isinstance(value, Tensor) or value.dim() < (1 if name == "position_ids" else 2):
+                shape = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise LayoutError(
+                    f"{name} is {shape}, not a tensor [batch, {self.length}, ...]: pass values per sample separately"
+                )
         found = {
             name: self.shard(value, dim=value.dim() - 1 if name == "position_ids" else 1)
             for name, value in batch.items()
