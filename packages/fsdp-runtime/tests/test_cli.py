@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import fsdp_runtime
 from fsdp_runtime import Estimate, MeshSpec, ModelError, Sweep, cli
 from fsdp_runtime.estimate.candidates import rank_candidates
 from fsdp_runtime.estimate.sweep_types import Candidate
@@ -156,6 +157,24 @@ def test_invalid_commands_are_refused_before_anything_runs(
     _answer(monkeypatch, AssertionError("reached"))
     assert cli.main(arguments) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"fsdp-runtime {fsdp_runtime.__version__}\n"
+
+
+def test_an_optimizer_is_named_with_a_dash_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _answer(monkeypatch, made_estimate())
+    assert cli.main([*ONE, "--optimizer", "adamw-fused", "--assume-gradients"]) == 0
+    assert (asked.options["optimizer"], asked.options["assume_gradients"]) == ("adamw_fused", True)
+
+
+def test_a_sequence_without_tokens_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", "config.json", "--seq-len", "0", "--mesh", "tp=1"]) == 2
+    assert "seq_len=0: give a positive integer" in capsys.readouterr().err
 
 
 def test_a_sweep_fixes_given_options_and_varies_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

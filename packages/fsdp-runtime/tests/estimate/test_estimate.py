@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime import Estimate, EstimateError, MeshError, estimate, parallelism
-from fsdp_runtime.estimate import pipeline
+from fsdp_runtime.estimate import MemoryBreakdown, Peak, pipeline
+from fsdp_runtime.estimate.advice import advice_for
 from fsdp_runtime.estimate.assumptions import quantization_assumptions
+from harness.estimates import made_estimate, made_settings
 
 WIDTH, VOCABULARY, LENGTH = 16, 32, 8
 
@@ -174,10 +177,12 @@ def test_a_fused_optimizer_has_the_same_state_and_no_temporaries() -> None:
 
 
 def test_advice_names_a_fused_optimizer_where_the_optimizer_has_the_peak() -> None:
-    found = run(optimizer="adamw", device_memory="1KiB", seq_len=1)
-    assert found.memory.peak.phase == "optimizer"
-    (advice,) = [item for item in found.advice if "adamw_fused" in item.change]
-    assert advice.saves == found.memory.peak.nbytes.temporaries
+    nbytes = MemoryBreakdown(parameters=4, optimizer_state=8, gradients=4, temporaries=3)
+    memory = made_estimate().memory
+    for phase, named in (("optimizer", True), ("backward", False)):
+        peak = Peak(phase=phase, module="", operator="", nbytes=nbytes)  # type: ignore[arg-type]
+        advice = advice_for(made_settings(optimizer="adamw"), replace(memory, phases=(peak,)), 10)
+        assert [item.saves for item in advice if "AdamW(fused=True)" in item.change] == ([3] if named else [])
 
 
 def test_a_quantized_checkpoint_is_told_with_the_refusal_of_its_weights() -> None:

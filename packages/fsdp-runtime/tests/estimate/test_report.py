@@ -15,6 +15,7 @@ from fsdp_runtime import BackendError, MeshSpec
 from fsdp_runtime.estimate import Estimate, Memory, MemoryBreakdown, Peak
 from fsdp_runtime.estimate.candidates import rank_candidates
 from fsdp_runtime.estimate.report import html
+from fsdp_runtime.estimate.report import progress as progress_module
 from fsdp_runtime.estimate.report.charts import charts_of, ticks
 from fsdp_runtime.estimate.report.html import html_report
 from fsdp_runtime.estimate.report.png import write_png
@@ -22,6 +23,7 @@ from fsdp_runtime.estimate.report.progress import ProgressBar
 from fsdp_runtime.estimate.report.sections import CATEGORY_NAMES, estimate_sections, sweep_sections
 from fsdp_runtime.estimate.report.text import text_lines
 from fsdp_runtime.estimate.sweep_types import Candidate, Sweep
+from fsdp_runtime.mesh.spec import FLATTENED
 from harness.estimates import GIB, made_estimate, made_settings, made_traffic
 
 
@@ -139,6 +141,33 @@ def test_a_sweep_has_a_bar_per_candidate() -> None:
     assert [part.name for part in traffic.parts] == ["dp_shard", "tp"]
 
 
+def test_charts_of_a_sweep_say_how_many_candidates_they_leave_out() -> None:
+    plain = Candidate(mesh=MeshSpec(dp_shard=8), sequence_parallel=False, activation_checkpointing="none")
+    many = rank_candidates(8, [plain.with_estimate(made_estimate(), device_flops=None)] * 30)
+    for chart in charts_of(many):
+        assert len(chart.bars) == 24
+        assert chart.title.endswith("(the best 24 of 30 candidates)")
+    assert not any("best" in chart.title for chart in charts_of(_made_sweep()))
+
+
+def test_no_axis_has_the_colour_of_a_category_of_memory() -> None:
+    memory, traffic = charts_of(made_estimate(traffic=tuple(made_traffic(axis=axis) for axis in FLATTENED)))
+    sweep_memory, axes = charts_of(_made_sweep())
+    used = [{(part.light, part.dark) for part in chart.parts} for chart in (memory, traffic, sweep_memory, axes)]
+    assert not (used[0] | used[2]) & (used[1] | used[3])
+
+
+def test_labels_of_bars_are_in_the_unit_of_the_axis() -> None:
+    memory, _ = charts_of(made_estimate(peak=3000 * GIB))
+    assert memory.unit == "TiB"
+    assert [memory.label_of(size) for size in (3000 * GIB, 40 * GIB, GIB // 4)] == [
+        "2.93 TiB",
+        "0.04 TiB",
+        "0.00024 TiB",
+    ]
+    assert "GiB</text>" not in html_report(made_estimate(peak=3000 * GIB))
+
+
 def test_ticks_are_few_round_and_within_the_scale() -> None:
     for peak in (1, 34, 999, 12345):
         memory, _ = charts_of(made_estimate(peak=(peak + 4) * GIB))
@@ -227,6 +256,19 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
     assert pipe.getvalue() == "1/4 first\n2/4 second\n"
     assert "[############............] 2/4 second" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_long_progress_says_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    progress = ProgressBar(stream)
+    progress("42 dry runs", 0, 42)
+    now = 20.0
+    progress("tp=8", 1, 42)
+    now = 820.0
+    progress("tp=4", 41, 42)
+    assert stream.getvalue() == "0/42 42 dry runs\n1/42 tp=8 (about 14 min left)\n41/42 tp=4\n"
 
 
 def test_reports_import_nothing_but_results() -> None:

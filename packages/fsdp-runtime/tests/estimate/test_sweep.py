@@ -139,7 +139,8 @@ def test_errors_are_kept_with_their_candidates(monkeypatch: pytest.MonkeyPatch) 
         "dp_replicate=2 dp_shard=2 tp=2": "RuntimeError: sizes differ",
         "dp_replicate=2 tp=4": "tp=4: 2 heads do not divide",
     }
-    assert [(done, of) for _, done, of in steps] == [(done, 7) for done in range(1, 8)]
+    assert [(done, of) for _, done, of in steps] == [(done, 7) for done in range(8)]
+    assert steps[0][0] == "7 dry runs, 1 at a time: 1 to 14 minutes"  # the expected time, before the first of them
     data = json.loads(found.to_json())
     assert [bool(each["estimate"]) for each in data["candidates"]] == [True, True, *[False] * 5]
     assert data["candidates"][0]["estimate"]["fits"] is None

@@ -65,5 +65,6 @@ def quantization_assumptions(model: nn.Module) -> list[Assumption]:
 
 def _part_of(pattern: str) -> str:
     """Return the outermost module of a parameter below the model's base: ``model.visual`` of its weights."""
-    parts = pattern.split(".")
-    return ".".join(parts[: min(2, len(parts) - 1)])
+    modules = pattern.split(".")[:-1]
+    named = modules[: modules.index("*")] if "*" in modules else modules
+    return ".".join(named[:2])

@@ -19,6 +19,9 @@ from fsdp_runtime.estimate.sweep_types import Candidate, Sweep
 from fsdp_runtime.estimate.types import Estimate
 from tp_plans import TpPlansError
 
+#: Seconds that a dry run takes on one core: of a dense model of some billion parameters, and of a large mixture.
+_SECONDS_OF_A_DRY_RUN = (10, 120)
+
 
 def sweep(
     model: str | Path | Any,
@@ -52,7 +55,8 @@ def sweep(
         activation_checkpointing: the modes to try.
         device_flops: operations per second that a device achieves, such as ``"400TFLOP/s"``.
         workers: number of processes; 0 runs all dry runs in this process.
-        progress: called with a candidate's label, the number of finished candidates and the number of all.
+        progress: called first with the expected time, then after each candidate with its label,
+            the number of finished candidates and the number of all.
         options: other arguments of :func:`estimate`: ``seq_len``, ``bandwidth``, ``device_memory``, …
 
     Returns:
@@ -93,6 +97,10 @@ def sweep(
             f"{tuple(dp_replicate or ())}: give sizes that divide {world_size}, and both values of sequence_parallel"
         )
     speed = None if device_flops is None else parse_flops(device_flops)
+    if progress is not None:
+        shortest, longest = (len(waiting) * seconds / max(workers, 1) / 60 for seconds in _SECONDS_OF_A_DRY_RUN)
+        several = f"{len(waiting)} dry runs, {max(workers, 1)} at a time"
+        progress(f"{several}: {max(1, round(shortest))} to {max(1, round(longest))} minutes", 0, len(waiting))
     found = []
     for candidate, outcome in _outcomes(partial(_attempt, model, options), waiting, workers):
         if isinstance(outcome, str):

@@ -33,7 +33,7 @@ def check_replicated(planned: PlannedTree) -> Iterator[Finding]:
         if size >= MIN_SHARE * total:
             largest = max(paths, key=lambda path: sizes[path])
             shape = list(planned.parameters[largest].shape)
-            what = f"{format_bytes(size)}, {size / total:.1%} of the model, stay whole on every rank"
+            what = f"{format_bytes(size)}, {size / total:.1%} of the model, are replicated over tp"
             count = f"{len(paths)} parameter{'s' * (len(paths) > 1)}, largest {largest} {shape}"
             yield Finding("warning", where, f"{what} ({count})", _advice(paths, planned))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle
 
-from fsdp_runtime.estimate.report.format import binary_scale
+from fsdp_runtime.estimate.report.format import binary_scale, format_bytes
 from fsdp_runtime.estimate.report.sections import CATEGORY_NAMES
 from fsdp_runtime.estimate.sweep_types import Sweep
 from fsdp_runtime.estimate.traffic_totals import bytes_sent_by_axis, totals_by_axis
@@ -15,7 +15,8 @@ from fsdp_runtime.estimate.types import Estimate, MemoryBreakdown
 #: Number of candidates of a sweep that are drawn, best first.
 MAX_BARS = 24
 
-_LIGHT_AND_DARK = (
+#: Colours of the categories of memory, on light and on dark backgrounds.
+_CATEGORIES = (
     ("#2f6db5", "#5b9be6"),
     ("#7b55b0", "#a98be0"),
     ("#d97f26", "#f0a35a"),
@@ -26,7 +27,16 @@ _LIGHT_AND_DARK = (
     ("#38a3b0", "#58c4d1"),
     ("#e0b93a", "#d9bc55"),
 )
-_TRAFFIC_COLOUR = 5  # first colour of axes, different from that of parameters
+#: Colours of axes and collectives, none of which is a category's.
+_TRAFFIC = (
+    ("#1b4965", "#7fb3d1"),
+    ("#bc4b51", "#e58a8e"),
+    ("#5b8e7d", "#8cc5b1"),
+    ("#f4a259", "#f7bc85"),
+    ("#8e6c8a", "#bf9dbb"),
+    ("#a3b18a", "#c3d0ab"),
+    ("#6d4c41", "#a98274"),
+)
 _AXES = ("dp_shard", "dp_replicate", "tp", "cp", "dp_shard_cp", "dp", "dp_cp")
 
 
@@ -65,6 +75,10 @@ class Chart:
     scale: int
     limit: tuple[int, str] | None = None
 
+    def label_of(self, size: int) -> str:
+        """Return a bar's bytes in the unit of the scale."""
+        return format_bytes(size, self.unit)
+
     @property
     def longest(self) -> int:
         """Upper end of the scale in bytes."""
@@ -101,7 +115,7 @@ def _charts_of_estimate(estimate: Estimate) -> list[Chart]:
     bars = {total.axis: dict.fromkeys(kinds, 0) for total in totals}
     for total in totals:
         bars[total.axis][total.kind] += total.bytes_sent
-    traffic = _chart("Bytes that a rank sends per step, by axis", _with_colours(kinds, _TRAFFIC_COLOUR), bars.items())
+    traffic = _chart("Bytes that a rank sends per step, by axis", _with_colours(kinds, _TRAFFIC), bars.items())
     return [_memory_chart("Memory of a rank over a step", points, estimate), *([traffic] if bars else [])]
 
 
@@ -119,17 +133,17 @@ def _charts_of_sweep(sweep: Sweep) -> list[Chart]:
         for label, each, estimate in drawn
     ]
     seen = dict.fromkeys(axis for _, sizes in sent for axis in sizes)
-    axes = _with_colours(
-        [*filter(seen.__contains__, _AXES), *(axis for axis in seen if axis not in _AXES)], _TRAFFIC_COLOUR
-    )
+    axes = _with_colours([*filter(seen.__contains__, _AXES), *(axis for axis in seen if axis not in _AXES)], _TRAFFIC)
+    every = len(sweep.estimated)
+    shown = f" (the best {len(drawn)} of {every} candidates)" if len(drawn) < every else ""
     return [
-        _memory_chart("Memory of a rank at its peak", peaks, drawn[0][2]),
-        _chart("Bytes that a rank sends per million tokens, by axis", axes, sent),
+        _memory_chart(f"Memory of a rank at its peak{shown}", peaks, drawn[0][2]),
+        _chart(f"Bytes that a rank sends per million tokens, by axis{shown}", axes, sent),
     ]
 
 
 def _memory_chart(title: str, points: Iterable[tuple[str, MemoryBreakdown]], estimate: Estimate) -> Chart:
-    categories = dict(zip(CATEGORY_NAMES, _with_colours(CATEGORY_NAMES.values()).values(), strict=True))
+    categories = dict(zip(CATEGORY_NAMES, _with_colours(CATEGORY_NAMES.values(), _CATEGORIES).values(), strict=True))
     device = estimate.device_memory
     limit = None if device is None else (device, "device memory")
     return _chart(title, categories, [(label, nbytes.by_category()) for label, nbytes in points], limit)
@@ -156,9 +170,7 @@ def _chart(
     )
 
 
-def _with_colours(names: Iterable[str], start: int = 0) -> dict[str, ChartPart]:
-    """Return chart parts with the colours from ``start`` on."""
-    pairs = islice(cycle(_LIGHT_AND_DARK), start, None)
-    return {
-        name: ChartPart(name=name, light=light, dark=dark) for name, (light, dark) in zip(names, pairs, strict=False)
-    }
+def _with_colours(names: Iterable[str], colours: Iterable[tuple[str, str]]) -> dict[str, ChartPart]:
+    """Return chart parts with the colours in turn."""
+    pairs = zip(names, cycle(colours), strict=False)
+    return {name: ChartPart(name=name, light=light, dark=dark) for name, (light, dark) in pairs}

@@ -6,9 +6,11 @@ _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 
 
-def format_bytes(count: float) -> str:
-    """Return bytes with three digits and a binary unit, such as ``"34.2 GiB"``."""
-    unit, scale = binary_scale(count)
+def format_bytes(count: float, unit: str | None = None) -> str:
+    """Return bytes with three digits and a binary unit, such as ``"34.2 GiB"``: the given or the largest one."""
+    unit, scale = binary_scale(count) if unit is None else (unit, 1024 ** _BINARY.index(unit))
+    if scale > 1 and 0 < count / scale < 0.01:
+        return f"{count / scale:.2g} {unit}"
     return f"{count:.0f} bytes" if scale == 1 else f"{_three_digits(count / scale)} {unit}"
 
 

@@ -49,7 +49,7 @@ def _draw(axis: Any, chart: Chart) -> None:
         axis.barh(rows, lengths, left=begin, color=part.light, label=part.name, edgecolor="white", linewidth=0.4)
         begin = [start + length for start, length in zip(begin, lengths, strict=True)]
     for row, (_, sizes) in enumerate(chart.bars):
-        axis.annotate(format_bytes(sum(sizes)), (begin[row], row), (4, 0), textcoords="offset points", va="center")
+        axis.annotate(chart.label_of(sum(sizes)), (begin[row], row), (4, 0), textcoords="offset points", va="center")
     if chart.limit is not None:
         size, name = chart.limit
         axis.axvline(size / chart.scale, color="#b3261e", linestyle="--", label=f"{name} {format_bytes(size)}")

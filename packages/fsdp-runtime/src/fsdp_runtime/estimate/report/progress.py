@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from typing import TextIO
 
 _CELLS = 24
+
+#: Seconds below which the expected time is not shown.
+_SHORT = 90.0
 
 
 class ProgressBar:
@@ -19,9 +23,16 @@ class ProgressBar:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._redraws = self._stream.isatty()
+        self._started = time.monotonic()
 
     def __call__(self, name: str, done: int, steps: int) -> None:
-        """Show that ``done`` of ``steps`` are finished, the last one being ``name``."""
+        """Show that ``done`` of ``steps`` are finished, the last one being ``name``, and the expected time of a rest.
+
+        The time is that of the finished steps, so it is shown from the first one on, for more than a minute.
+        """
+        rest = (time.monotonic() - self._started) / done * (steps - done) if done else 0.0
+        if rest >= _SHORT:
+            name = f"{name} (about {round(rest / 60)} min left)"
         if self._redraws:
             filled = _CELLS * done // max(steps, 1)
             line = f"[{'#' * filled}{'.' * (_CELLS - filled)}] {done}/{steps} {name}"

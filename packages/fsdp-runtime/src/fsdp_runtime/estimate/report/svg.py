@@ -59,7 +59,7 @@ def _bars(chart: Chart, left: float, per_byte: float) -> Iterator[str]:
                 geometry = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}"'
                 yield f'<rect class="part" style="{style}" {geometry}>{tooltip}</rect>'
             x += width
-        yield f'<text class="value" x="{x + 6:.1f}" y="{y + 14}">{format_bytes(sum(sizes))}</text>'
+        yield f'<text class="value" x="{x + 6:.1f}" y="{y + 14}">{chart.label_of(sum(sizes))}</text>'
 
 
 def _limit(chart: Chart, left: float, per_byte: float, bottom: int) -> Iterator[str]:
