@@ -68,7 +68,8 @@ class _SavePretrained:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("state_dict")
         if given is not None and not _has_dtensors(given.values()):
-            return type(self.module).save_pretrained(self.module, *args, **kwargs)  # type: ignore[operator]
+            kind: Any = type(self.module)
+            return kind.save_pretrained(self.module, *args, **kwargs)
         raise ModelError(
             f"save_pretrained of a parallelized {type(self.module).__name__} would write one rank's shards: {_FIX}"
         )

@@ -90,7 +90,8 @@ def export_groups(
         ConversionError: the model's tensors differ from those of its class, or are quantized.
         OptionError: ``dtype`` is not a floating-point dtype.
     """
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    given: object = dtype
+    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise OptionError(f"dtype={dtype!r}: weights are exported in a floating-point dtype, such as torch.bfloat16")
     base_entries = base_state_entries(model, entries)
     require_unquantized(base_entries)
