@@ -45,7 +45,7 @@ class Patterns:
 
 
 def wildcard(path: str) -> str:
-    """The pattern of a path for all blocks alike: every number in it as a star."""
+    """Return the pattern of a path for all blocks: every number in it becomes a star."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 

@@ -1,4 +1,4 @@
-"""What the ranks send one another under a plan, derived from its layouts.
+"""The collectives of a plan, derived from its layouts.
 
 How a layer's input lies follows from the nearest rule above it that prepares inputs, where the layer reads the
 stream (it is as wide as the embedding), and is whole on every rank where it reads something in between.
@@ -43,7 +43,7 @@ _InputLayout = Layout | Literal["prepared"]
 
 @dataclass(frozen=True)
 class CollectiveSummary:
-    """How often the ranks talk in one way.
+    """The number of collectives of one kind.
 
     Args:
         kind: of the collective.
@@ -130,7 +130,7 @@ def _row(path: str, style: RowwiseParallel, planned: PlannedTree, tp: int) -> It
 
 
 def _input_layout(path: str, planned: PlannedTree) -> _InputLayout:
-    """How the input of a layer lies."""
+    """Return the layout of a layer's input."""
     stream: Layout = Shard(1) if planned.plan.sequence_parallel else Replicate()
     if not _reads_stream(path, planned):
         return Replicate()

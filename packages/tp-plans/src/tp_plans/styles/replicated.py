@@ -1,4 +1,4 @@
-"""Parameters that every rank holds whole, or that no layer calls its weight."""
+"""Styles for replicated modules and for bare parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tp_plans.layouts import Layout, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoParallel:
-    """A module that every rank holds whole.
+    """A replicated module.
 
     Args:
         gradient: ``"full"`` where each rank sees the whole activation and so computes the whole gradient;
@@ -35,12 +35,12 @@ class NoParallel:
 class SequenceParallel:
     """A norm (or other map of single tokens) that runs on this rank's part of the sequence.
 
-    Parameters stay whole on every rank and their gradients are summed over the axis.  A plain input is read as
-    the whole sequence and cut; the output is a DTensor, so that model code sees the full length.  Source:
+    Parameters are replicated and their gradients are summed over the axis.  A plain input is read as
+    the full sequence and sharded; the output is a DTensor, so that model code sees the full length.  Source:
     Korthikanti et al., arXiv:2205.05198.
 
     Args:
-        sequence_dim: the dim of ``[batch, seq, hidden]`` that is cut.
+        sequence_dim: the dim of ``[batch, seq, hidden]`` that is sharded.
     """
 
     sequence_dim: int = 1

@@ -176,7 +176,7 @@ def distribute_tied(
             raise LayoutError(
                 f"a weight of shape {list(parameter.shape)} is tied: another module has it laid out as "
                 f"{known.placements[0]}, this rule wants {wanted}, which would untie it; give both places one "
-                "layout (tp_plans.check tells their names)"
+                "layout (tp_plans.check names them)"
             )
         return known  # type: ignore[return-value]
     distributed = distribute_tensor(parameter.detach(), mesh, [wanted], src_data_rank=src_data_rank)

@@ -21,7 +21,7 @@ from tp_plans.row_ranges import intersect, shard_ranges
 
 @dataclass(frozen=True)
 class RowExchange:
-    """What one rank sends and receives.
+    """The rows that one rank sends and receives.
 
     Args:
         size: rows of the whole weight.
@@ -60,7 +60,7 @@ def _joined(rows: Sequence[range]) -> list[int]:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to the ranks that use them forward; their gradients to the ranks that sent them backward."""
+    """All-to-all of weight rows; backward sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, mesh: DeviceMesh, received: list[int], sent: list[int]) -> Tensor:
