@@ -21,7 +21,7 @@ class Patterns:
     """Patterns in which each dotted part stands for exactly one part of a path, as a shell would match it.
 
     Args:
-        patterns: the patterns; matches are told in this order.
+        patterns: the patterns; matches are returned in this order.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:

@@ -42,8 +42,8 @@ def _below(path: str, planned: PlannedTree) -> Iterator[str]:
 def _sees_what_comes(path: str, planned: PlannedTree) -> bool:
     """Return whether a module reads activations in any layout, with replicated parameters."""
     style = planned.style(path)
-    whole = style is None or (isinstance(style, NoParallel) and style.gradient == "full")
-    return whole and all(parameter.ndim <= 1 for parameter in planned.tree.own_parameters(path).values())
+    is_replicated = style is None or (isinstance(style, NoParallel) and style.gradient == "full")
+    return is_replicated and all(parameter.ndim <= 1 for parameter in planned.tree.own_parameters(path).values())
 
 
 class _ActivationWidths:
@@ -56,11 +56,11 @@ class _ActivationWidths:
         self.heads = {unit for unit in units.values() if unit > 1}
         self.counts = {outputs[path] // unit for path, unit in units.items() if unit > 1}
         self.full = set(outputs.values())
-        whole = [
+        replicated = [
             path for path in planned.children[above] if path not in layers and planned.tree.weight(path) is not None
         ]
         inputs = {planned.parameters[f"{path}.weight"].shape[1] for path in layers}
-        self.ambiguous = inputs | {planned.parameters[f"{path}.weight"].shape[0] for path in whole}
+        self.ambiguous = inputs | {planned.parameters[f"{path}.weight"].shape[0] for path in replicated}
 
     def finding(self, path: str, place: str, size: int, *, is_norm: bool) -> Iterator[Finding]:
         """Return the finding for a parameter of ``size`` elements."""

@@ -1,4 +1,12 @@
-"""The sub-layers of a block, recognised by the names of their layers or by their shapes, and the rules for them."""
+"""Recognise the sub-layers of a block, by the names of their layers or by their shapes, and give the rules for them.
+
+There are two recognisers because they accept different evidence.  ``named_sublayer`` completes a plan that is applied
+without review: all parts must have known names and fitting shapes, and a module with an unknown part is left to the
+plan.  ``shaped_sublayer`` serves ``suggest``, whose result is reviewed: linear layers that read and write the hidden
+states are enough, names only resolve ambiguous shapes, and unknown parts become doubts or gathered outputs.  Latent
+attention shows that one cannot replace the other: its query and key/value projections read compressed features, so by
+shapes alone they are ``other_linears``, and the sub-layer would be gathered.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class NoParallel:
     """A replicated module.
 
     Args:
-        gradient: ``"full"`` where each rank sees the whole activation and so computes the whole gradient;
+        gradient: ``"full"`` where each rank sees the full activation and so computes the full gradient;
             ``"partial"`` where it sees only its part (a norm over this rank's attention heads), so that the
             ranks' gradients must be summed.
     """
@@ -54,7 +54,7 @@ class GatheredParameters:
     """A module below which some parameters are stored split, and gathered for the time of its forward.
 
     For code that reads another module's weight itself, as kernels for recurrences do, and so for anything whose
-    parameters can be stored split though its work cannot.  The module must see whole activations.
+    parameters can be stored split though its work cannot.  The module must see full activations.
 
     Args:
         names: the parameters, by their dotted names below the module, as ``"out_proj.weight"``.
@@ -74,8 +74,8 @@ class ParameterStyle:
 
     Args:
         layout: how it lies: ``Shard(dim)`` or ``Replicate()``.
-        gathered: it lies sharded, and its owner computes with the whole of it.
-        gradient: what a rank computes of the gradient of a whole parameter: ``"full"``, or ``"partial"`` where
+        gathered: it is stored sharded, and its owner computes with the full parameter.
+        gradient: the gradient that a rank computes for a full parameter: ``"full"``, or ``"partial"`` where
             it meets this rank's heads only.
     """
 
@@ -88,6 +88,6 @@ class ParameterStyle:
         require_flag(self, "gathered")
         require(self, "gradient", self.gradient in ("full", "partial"), "'full' or 'partial'")
         cut = isinstance(self.layout, Shard)
-        require(self, "gathered", cut or not self.gathered, "False: a replicated parameter is whole already")
+        require(self, "gathered", cut or not self.gathered, "False: a replicated parameter is already full")
         local = cut and not self.gathered
         require(self, "gradient", not local or self.gradient == "full", "'full': a shard is this rank's alone")

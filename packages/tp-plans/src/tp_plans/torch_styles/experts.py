@@ -98,7 +98,7 @@ class AllReduceOutputImpl(LocalTensorStyle):
 
 
 class ScaleInputImpl(LocalTensorStyle):
-    """``ScaleInput``: a rank's share of what every rank computes alike."""
+    """``ScaleInput``: a rank's share of an output that every rank computes in full."""
 
     style: ScaleInput
 

@@ -85,7 +85,7 @@ def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
 
 
 def plain_full_tensor(value: Any, mesh: DeviceMesh) -> Any:
-    """The whole of a DTensor as a plain tensor, contiguous as model code expects its input; anything else as it is.
+    """Return the full tensor of a DTensor, plain and contiguous as model code expects; other values unchanged.
 
     Until torch 2.12 parts of unequal length leave a view of padded rows.
     """

@@ -24,7 +24,7 @@ class RowExchange:
     """The rows that one rank sends and receives.
 
     Args:
-        size: rows of the whole weight.
+        size: rows of the full weight.
         used: the rows that each rank computes with, from ``tp_plans.row_ranges.compute_ranges``.
         rank: this rank's place on the axis.
     """
@@ -32,11 +32,11 @@ class RowExchange:
     size: int
     used: Sequence[Sequence[range]]
     rank: int
-    #: Whether any rank computes with other rows than it stores.
+    #: True if any rank computes with other rows than it stores.
     needed: bool = field(init=False)
     #: For every rank, which of the rows stored here it gets, counted from the first stored here.
     sent: list[list[range]] = field(init=False)
-    #: How many rows come from every rank.
+    #: The number of rows from every rank.
     received: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
