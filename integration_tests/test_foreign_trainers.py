@@ -125,7 +125,7 @@ def test_the_planner_refuses_sizes_that_do_not_divide_and_invalid_plans(tmp_path
     done = planner(*PLANNED, "--tp=3")
     assert done.returncode == 1
     assert "32 heads of 128 (4096 features) cannot be split over tp=3" in done.stderr
-    assert "the whole plan can be dealt over tp = 1, 2, 4, 8, 16, 32" in done.stderr
+    assert "valid tp sizes for this plan: 1, 2, 4, 8, 16, 32" in done.stderr
     (tmp_path / "plan.json").write_text("{}")
     done = planner(tmp_path / "plan.json", PLANNED[1], "--tp=2")
     assert (done.returncode, done.stderr) == (

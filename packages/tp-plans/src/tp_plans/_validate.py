@@ -1,4 +1,4 @@
-"""What the fields of a style may hold: a wrong value is refused when the style is made, not when it is used."""
+"""Validate the fields of styles and the arguments of functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def require(style: Any, field: str, allowed: bool, wanted: str) -> None:
 
 
 def require_layout(style: Any, field: str, *kinds: type) -> None:
-    """Raise unless a field holds a layout of one of ``kinds``, by default one that a whole tensor can be brought to."""
+    """Raise unless a field holds a layout of one of ``kinds``, by default one that a full tensor can take."""
     kinds = kinds or (Replicate, Shard)
     written = [f"{kind.__name__}({'dim' if kind is Shard else ''})" for kind in kinds]
     require(style, field, isinstance(getattr(style, field), kinds), " or ".join(written))
@@ -34,7 +34,7 @@ def require_multiple_of(style: Any, field: str) -> None:
 
 
 def require_fused_sizes(style: Any, field: str) -> None:
-    """Raise unless a field holds sizes beside one another: none, or two and more."""
+    """Raise unless a field holds the sizes of fused matrices: none, or two and more."""
     value = getattr(style, field)
     sizes = isinstance(value, tuple) and len(value) != 1 and all(map(_is_number_or_attribute, value))
     require(style, field, sizes, "a tuple of two or more numbers or attributes' names, as (1, 1)")
@@ -48,12 +48,12 @@ def require_attributes(style: Any, field: str) -> None:
 
 
 def is_integer(value: object, *, least: int | None = None) -> TypeGuard[int]:
-    """Whether a value is an integer (a boolean is none), not below ``least``."""
+    """Return whether a value is an integer, not a boolean, and not below ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
 def is_attribute(value: object) -> bool:
-    """Whether a value names an attribute, or an attribute's attribute, as ``"config.num_attention_heads"``."""
+    """Return whether a value names an attribute, or an attribute's attribute, as ``"config.num_attention_heads"``."""
     return isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
 
 
@@ -62,7 +62,7 @@ def _is_number_or_attribute(value: object) -> bool:
 
 
 def is_name(value: object) -> bool:
-    """Whether a value can be the name of an argument or attribute."""
+    """Return whether a value can be the name of an argument or attribute."""
     return isinstance(value, str) and value.isidentifier()
 
 
@@ -70,7 +70,7 @@ def require_model(value: Any) -> None:
     """Raise :class:`ModelError` unless a value answers as a ``torch.nn.Module`` does."""
     if isinstance(value, type) or not hasattr(value, "named_modules"):
         raise ModelError(
-            f"{value!r} is no model: give a torch.nn.Module, of any library; one built on the meta device is enough"
+            f"{value!r} is not a model: give a torch.nn.Module, of any library; one built on the meta device is enough"
         )
 
 

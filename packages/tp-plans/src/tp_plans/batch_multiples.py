@@ -1,4 +1,4 @@
-"""What the sizes of a batch must be multiples of under a plan."""
+"""The divisors of batch size and sequence length that a plan requires."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tp_plans.styles import ColwiseEmbedding, RowwiseParallel, VocabParallelEmbe
 
 @dataclass(frozen=True)
 class BatchDivisibility:
-    """What ``[batch, seq, hidden]`` must divide by, and why."""
+    """The required divisors of ``[batch, seq, hidden]``, and the reason."""
 
     batch: int
     sequence: int
@@ -20,19 +20,19 @@ class BatchDivisibility:
 
 
 def batch_divisibility(plan: Plan, *, tp: int) -> BatchDivisibility:
-    """What batch size and sequence length must be multiples of; 1 where any will do.
+    """Return the required divisors of batch size and sequence length; 1 where any size is valid.
 
     Args:
         plan: the plan.
         tp: the size of the tensor-parallel axis.
 
     Returns:
-        1 and 1 for every plan of this package: a cut stream stays a DTensor, which knows its full length, so
-        ranks may hold parts of different length.  ``tp`` for a dim that some rule of the plan hands on as a plain
-        part, since nothing tells such parts' full length.
+        1 and 1 for every plan of this package: sharded activations stay DTensors, which know their full length, so
+        local shards may differ in length.  ``tp`` for a dim that some rule outputs as a plain local shard, since such
+        shards do not carry the full length.
 
     Raises:
-        PlanError: ``plan`` is no plan, or ``tp`` no size.
+        PlanError: ``plan`` is not a plan, or ``tp`` not a size.
 
     Example:
         >>> import tp_plans
@@ -49,9 +49,9 @@ def batch_divisibility(plan: Plan, *, tp: int) -> BatchDivisibility:
                 plain[cut.dim].append(pattern)
     batch, sequence = (tp if plain[dim] else 1 for dim in (0, 1))
     if patterns := plain[0] + plain[1]:
-        reason = f"{', '.join(patterns)} hand on plain parts, of which nothing tells the full length"
+        reason = f"{', '.join(patterns)} output plain local shards, which do not carry the full length"
     elif plan.sequence_parallel:
-        reason = "the cut stream is a DTensor, which knows its full length: parts may differ in length"
+        reason = "sharded activations are DTensors, which know their full length: local shards may differ in length"
     else:
         reason = "the plan cuts neither batch nor sequence"
     return BatchDivisibility(batch, sequence, reason)

@@ -7,13 +7,15 @@ transformers.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tp_plans.checks import check
-from tp_plans.errors import PlanError, TpPlansError
+from tp_plans.errors import PlanError, TpPlansError, UnknownArchitectureError
 from tp_plans.explanation import explain
 from tp_plans.hugging_face import from_hugging_face
 from tp_plans.infer.suggest import suggest
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tp-plans", description="Tensor-parallel plans as pure data.")
+    parser.add_argument("--version", action=_Version, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True)
 
     listing = commands.add_parser("list", help="the architectures that have a plan of their own")
@@ -60,29 +63,43 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(show, "as JSON, which Plan.from_json reads")
     show.set_defaults(run=_show)
 
-    checking = commands.add_parser("check", help="whether a plan fits a model, without weights; exit code 1 if not")
+    checking = commands.add_parser(
+        "check", help="check a plan against a model, without weights; exit code 1 if it does not fit"
+    )
     _add_model(checking)
     _add_plan(checking)
     checking.set_defaults(run=_check)
 
-    explaining = commands.add_parser("explain", help="what a plan does to a model: placements and what is sent")
+    explaining = commands.add_parser("explain", help="show the placements and collectives of a plan on a model")
     _add_model(explaining)
     _add_plan(explaining)
     _add_json(explaining, "as JSON")
     explaining.set_defaults(run=_explain)
 
-    suggesting = commands.add_parser("suggest", help="a plan proposed from a model's modules, and what is unsure")
+    suggesting = commands.add_parser("suggest", help="propose a plan from a model's modules, with the doubts about it")
     _add_model(suggesting)
     _add_sequence_parallel(suggesting)
-    _add_json(suggesting, "as JSON, which Plan.from_json reads; what is unsure goes to standard error")
+    _add_json(suggesting, "as JSON, which Plan.from_json reads; doubts go to standard error")
     suggesting.set_defaults(run=_suggest)
 
-    difference = commands.add_parser("diff", help="where two plans differ; exit code 1 if they do")
+    difference = commands.add_parser("diff", help="show the differences of two plans; exit code 1 if there are any")
     difference.add_argument("before", metavar="A", help="as for show")
     difference.add_argument("after", metavar="B", help="as for show; hf:CLASS is the plan that transformers ships")
     _add_sequence_parallel(difference)
     difference.set_defaults(run=_diff)
     return parser
+
+
+class _Version(argparse.Action):
+    """Print the installed version, which is looked up only when asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print and exit."""
+        print(f"tp-plans {importlib.metadata.version('tp-plans')}")
+        parser.exit()
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -113,8 +130,9 @@ def _list(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([_as_data(entry) for entry in found], indent=2))
     else:
-        header = ("architecture", "model type", "TP", "SP", "experts", "notes")
+        header = ("architecture", "model type", "TP", "SP", "MoE", "notes")
         _print_lines(table([header, *map(_as_row, found)]))
+        print("\nFor other architectures the plan that transformers ships is used: tp-plans show hf:CLASS")
     return OK
 
 
@@ -156,11 +174,11 @@ def _check(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     model = meta_model_from_config(options.model)
-    told = explain(_plan_of(model, options), model, tp=options.tp)
+    explanation = explain(_plan_of(model, options), model, tp=options.tp)
     if options.json:
-        print(json.dumps(told.to_dict(), indent=2))
+        print(json.dumps(explanation.to_dict(), indent=2))
     else:
-        _print_lines(colorize("" if line.startswith(" ") else "head", line) for line in str(told).splitlines())
+        _print_lines(colorize("" if line.startswith(" ") else "head", line) for line in str(explanation).splitlines())
     return OK
 
 
@@ -171,7 +189,7 @@ def _suggest(options: argparse.Namespace) -> int:
     else:
         _print_plan(suggestion.plan)
     for doubt in suggestion.doubts:
-        print(f"unsure: {doubt}", file=sys.stderr if options.json else sys.stdout)
+        print(f"doubts: {doubt}", file=sys.stderr if options.json else sys.stdout)
     return OK
 
 
@@ -184,16 +202,21 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _plan(name: str, *, sequence_parallel: bool) -> Plan:
-    """The plan that ``show`` and ``diff`` mean by a name."""
+    """Return the plan that a name means to ``show`` and ``diff``."""
     if name.endswith(".json"):
         return _from_file(name)
     if name.startswith("hf:"):
         return from_hugging_face(meta_model_of_class(name.removeprefix("hf:")), sequence_parallel=sequence_parallel)
-    return plan_for(name, sequence_parallel=sequence_parallel)
+    try:
+        return plan_for(name, sequence_parallel=sequence_parallel)
+    except UnknownArchitectureError as error:
+        raise UnknownArchitectureError(
+            f"{error} For the plan that transformers ships, write hf:{name} (tp-plans show hf:{name})."
+        ) from None
 
 
 def _plan_of(model: object, options: argparse.Namespace) -> Plan:
-    """The plan that ``--plan`` means for a model."""
+    """Return the plan that ``--plan`` means for a model."""
     chosen: object = _from_file(options.plan) if options.plan.endswith(".json") else options.plan
     return resolve_plan(chosen, model, sequence_parallel=options.sequence_parallel)
 

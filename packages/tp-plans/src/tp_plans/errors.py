@@ -1,4 +1,4 @@
-"""What can go wrong with a plan, as types; every message names the pattern or module and the fix."""
+"""The errors of this package; every message names the pattern or module and the fix."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelConfigError(TpPlansError, ValueError):
 
 
 class ModelError(TpPlansError, ValueError):
-    """What was given as a model is none."""
+    """The given object is not a model."""
 
 
 class CapabilityError(TpPlansError, ValueError):

@@ -1,4 +1,4 @@
-"""How a tensor lies across one mesh axis: whole on every rank, cut along a dim, or as partial sums.
+"""The layout of a tensor over one mesh axis: replicated, sharded on a dim, or partial sums.
 
 These mirror ``torch.distributed.tensor``'s placements of the same names, without importing torch.
 """
@@ -13,7 +13,7 @@ from tp_plans.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank holds the whole tensor."""
+    """Every rank holds the full tensor."""
 
     def __str__(self) -> str:
         return "replicate"
@@ -27,7 +27,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         if type(self.dim) is not int:
-            raise PlanError(f"{self.dim!r} is no dim: write Shard(0), or Shard(-1) for the last one")
+            raise PlanError(f"{self.dim!r} is not a dim: write Shard(0), or Shard(-1) for the last one")
 
     def __str__(self) -> str:
         return f"shard({self.dim})"

@@ -1,9 +1,9 @@
-"""Low-rank adapters beside a split layer: which styles their two factors take, as data.
+"""The styles of a low-rank adapter's two factors, by the style of its layer.
 
-An adapter adds ``B(A(x))`` to a layer's output, with ``A`` ``[rank, in]`` and ``B`` ``[out, rank]``.  Beside a
-column-wise layer ``B`` is split as the layer is and ``A`` stays whole; beside a row-wise one ``A`` is split as the
-layer is and ``B`` stays whole, behind the sum over the ranks, which is cheap at the width of the rank.  Source: Hu et
-al., arXiv:2106.09685; the layouts are those of S-LoRA (arXiv:2311.03285), section 6.
+An adapter adds ``B(A(x))`` to a layer's output, with ``A`` ``[rank, in]`` and ``B`` ``[out, rank]``.  For a
+column-wise layer ``B`` is sharded like the layer and ``A`` is replicated; for a row-wise one ``A`` is sharded like the
+layer and ``B`` is replicated, after the sum over the ranks, which is cheap at the width of the adapter's rank.
+Source: Hu et al., arXiv:2106.09685; the layouts are those of S-LoRA (arXiv:2311.03285), section 6.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class AdapterStyles:
 
 
 def adapter_styles(style: Style, *, sequence_dim: int | None = None) -> AdapterStyles:
-    """The styles of the factors of an adapter beside a layer of this style.
+    """Return the styles of the factors of an adapter on a layer of this style.
 
     Args:
-        style: the layer's, with numbers in place of attributes of the parent (``tp_plans.module_attrs.resolved``).
-        sequence_dim: the dim on which the layer's input arrives cut, where no module above gathers it (the head
+        style: the layer's, with numbers in place of attributes of the parent (``tp_plans.resolve_style``).
+        sequence_dim: the dim on which the layer's input is sharded, where no module above gathers it (the head
             under sequence parallelism).
 
     Returns:
@@ -52,8 +52,8 @@ def adapter_styles(style: Style, *, sequence_dim: int | None = None) -> AdapterS
             a = NoParallel() if sequence_dim is None else SequenceParallel(sequence_dim=sequence_dim)
             return AdapterStyles(a=a, b=style)
         case RowwiseParallel(output_layouts=output) if output != Partial():
-            whole = output == Replicate()
-            return AdapterStyles(a=style, b=NoParallel(gradient="full" if whole else "partial"))
+            is_full = output == Replicate()
+            return AdapterStyles(a=style, b=NoParallel(gradient="full" if is_full else "partial"))
         case NoParallel():
             return AdapterStyles(a=style, b=style)
     raise PlanError(

@@ -33,9 +33,9 @@ def meta_model_from_config(source: str | Path) -> Any:
     if cls is None and not names:
         cls = _causal_lm_class(config)
     if cls is None:
-        told = f"its architectures are {', '.join(names)}" if names else "it names no architectures"
+        listed = f"its architectures are {', '.join(names)}" if names else "it names no architectures"
         raise UnknownArchitectureError(
-            f"{source}: {told}, and {release} has no such class, nor one for text generation of model_type "
+            f"{source}: {listed}, and {release} has no such class, nor one for text generation of model_type "
             f"{getattr(config, 'model_type', None)!r}; remote code is not run"
         )
     return _on_meta(cls, config, source)

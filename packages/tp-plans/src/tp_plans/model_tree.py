@@ -1,7 +1,7 @@
 """One reading of a model: its modules, parameters, blocks, embedding, head, norms and experts, by path.
 
-Everything in this package that asks what a model is made of asks a :class:`ModelTree`; a tree is read once and handed
-on.  Torch is not imported: classes are recognised by the names of their bases, so that any object with
+Every part of this package that needs a model's structure reads a :class:`ModelTree`, which is built once and passed
+along.  Torch is not imported: classes are recognised by the names of their bases, so that any object with
 ``named_modules`` and each module's ``_parameters`` can be read.
 """
 
@@ -98,7 +98,7 @@ class ModelTree:
         return () if weight is None else tuple(map(int, weight.shape))
 
     def size(self, path: str, dim: int) -> int | None:
-        """Return one size of a module's weight matrix, or ``None`` where its weight is no matrix or it is absent."""
+        """Return one size of a module's weight matrix, or ``None`` where it is absent or not a matrix."""
         weight = self.weight(path) if path in self.modules else None
         return None if weight is None else int(weight.shape[dim])
 
@@ -224,7 +224,7 @@ class ModelTree:
         """The token embedding: the model's ``get_input_embeddings()``, else the largest table outside the blocks."""
         shapes = self._matrices_outside
         declared = self.declared("get_input_embeddings")
-        if declared in shapes:  # a vision model gives its patch projection, which is no matrix
+        if declared in shapes:  # a vision model gives its patch projection, which is not a matrix
             return declared
         tables = [path for path in shapes if self.is_embedding(path)]
         return max(tables, key=lambda path: prod(shapes[path]), default=None)
@@ -327,7 +327,7 @@ class ModelTree:
                 found.append(child)
             else:
                 return ()
-        # What else keeps its parts in a dict or in sequence is a model, not a stack.
+        # Any other dict or sequence of modules is a model, not a stack.
         uniform = len({type(self.modules[path]) for path in found}) == 1 and len(found) > 1
         return tuple(found) if is_list or uniform else ()
 

@@ -25,7 +25,7 @@ def resolve_int(owner: Any, value: int | str) -> int:
     """``value`` itself where it is a number, else the positive integer that ``owner`` has under that name.
 
     Raises:
-        PlanError: there is no such attribute, or it is no positive integer.
+        PlanError: there is no such attribute, or it is not a positive integer.
     """
     found = getattr_path(owner, value) if isinstance(value, str) else value
     if not is_integer(found, least=1):
@@ -36,7 +36,7 @@ def resolve_int(owner: Any, value: int | str) -> int:
 
 
 def needs_parent(style: Style) -> bool:
-    """Whether a style cannot be applied without numbers of the module above its own."""
+    """Return whether a style cannot be applied without numbers of the module above its own."""
     match style:
         case ColwiseParallel(multiple_of=unit, fused_sizes=pieces, replicate_kv_heads=shared):
             return (bool(pieces) or shared) and _any_name(unit, *pieces)

@@ -21,7 +21,7 @@ class Patterns:
     """Patterns in which each dotted part stands for exactly one part of a path, as a shell would match it.
 
     Args:
-        patterns: the patterns; matches are told in this order.
+        patterns: the patterns; matches are returned in this order.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
@@ -45,7 +45,7 @@ class Patterns:
 
 
 def wildcard(path: str) -> str:
-    """The pattern of a path for all blocks alike: every number in it as a star."""
+    """Return the pattern of a path for all blocks: every number in it becomes a star."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 

@@ -177,7 +177,7 @@ class Plan(Mapping[str, Style]):
     def to_torch(self) -> dict[str, ParallelStyle]:
         """The plan for ``torch.distributed.tensor.parallel.parallelize_module`` (imports torch).
 
-        Tied parameters stay one parameter as long as the plan cuts them alike, which ``tp_plans.check`` verifies.
+        Tied parameters stay one parameter if the plan shards them in the same way, which ``tp_plans.check`` verifies.
         """
         from tp_plans.torch_styles import to_torch
 

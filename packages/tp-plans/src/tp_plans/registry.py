@@ -125,7 +125,7 @@ def _of_same_model(names: _Names) -> Architecture | None:
 def _for_task(plan: Plan, entry: Architecture, model: str, task: str) -> Plan:
     if task not in TASK_HEADS:
         raise UnknownArchitectureError(
-            f"{model}{task} is {entry.class_name} with another head, of which no plan knows the names: give "
+            f"{model}{task} is {entry.class_name} with another head, which no plan describes: give "
             f"plan_for({entry.class_name!r}).override({{{entry.decoder.lm_head!r}: None, HEAD: STYLE}})"
         )
     return with_task_head(plan, entry.decoder.lm_head, task, name=f"{model}{task}")

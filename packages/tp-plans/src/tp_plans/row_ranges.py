@@ -8,7 +8,7 @@ from tp_plans.errors import PlanError
 
 
 def shard_ranges(size: int, tp: int) -> list[range]:
-    """The rows that each rank stores: ceiling-sized chunks, as DTensor's ``Shard`` deals them."""
+    """Return the rows that each rank stores: ceiling-sized chunks, as DTensor's ``Shard`` splits them."""
     chunk = -(-size // tp)
     return [range(min(size, chunk * rank), min(size, chunk * (rank + 1))) for rank in range(tp)]
 
@@ -19,19 +19,19 @@ def compute_ranges(
     """The rows that each rank computes with: its units of every piece, in ascending order.
 
     Args:
-        size: rows of the whole weight.
+        size: rows of the full weight.
         tp: number of ranks.
         unit: rows that stay together (a head).
-        pieces: sizes of the matrices that the weight consists of, beside one another; none for one matrix.
+        pieces: sizes of the concatenated matrices of a fused weight; ``()`` for one matrix.
         shared: a piece with fewer units than ranks gives each unit to ``tp / units`` neighbouring ranks.
 
     Raises:
-        PlanError: the rows cannot be dealt so; the message has the numbers and the ``tp`` that would do.
+        PlanError: the rows cannot be split this way; the message has the numbers and valid sizes of ``tp``.
     """
     pieces = tuple(pieces) or (1,)
     scale, rest = divmod(size, sum(pieces))
     if rest:
-        raise PlanError(f"{size} features are no multiple of {sum(pieces)}, the sum of the pieces {pieces}")
+        raise PlanError(f"{size} features are not a multiple of {sum(pieces)}, the sum of the fused sizes {pieces}")
     rows: list[list[range]] = [[] for _ in range(tp)]
     start = 0
     for piece in pieces:
@@ -45,14 +45,14 @@ def _split_blocks(size: int, tp: int, unit: int, *, shared: bool) -> list[range]
     """One piece over the ranks."""
     units, rest = divmod(size, unit)
     if rest:
-        raise PlanError(f"{size} features are no multiple of the unit of {unit}")
+        raise PlanError(f"{size} features are not a multiple of {unit} (multiple_of)")
     if shared and units < tp and tp % units == 0:
         return [range(unit * (rank * units // tp), unit * (rank * units // tp + 1)) for rank in range(tp)]
     if unit > 1 and units % tp:
         legal = [n for n in range(1, units + 1) if units % n == 0]
         multiples = f", or a multiple of {units}" * shared
         raise PlanError(
-            f"{units} units of {unit} features cannot be dealt over tp={tp}: use a tp out of "
+            f"{units} blocks of {unit} features cannot be split over tp={tp}: use a tp out of "
             f"{', '.join(map(str, legal))}{multiples}"
         )
     return shard_ranges(size, tp)

@@ -6,8 +6,8 @@ from tp_plans.layouts import Replicate
 from tp_plans.plan import Plan
 from tp_plans.styles import RowwiseParallel, Style
 
-#: By task: the head's name, and its style.  Row-wise, since labels are few; it reads the stream as it comes, whole or
-#: cut on the sequence, and hands on plain whole scores.
+#: By task: the head's name, and its style.  Row-wise, since labels are few; it reads activations in any layout, full
+#: or sharded on the sequence, and outputs full plain scores.
 TASK_HEADS: dict[str, tuple[str, Style]] = {
     "ForSequenceClassification": ("score", RowwiseParallel(input_layouts=Replicate())),
     "ForTokenClassification": ("score", RowwiseParallel(input_layouts=Replicate())),

@@ -24,7 +24,7 @@ def rowwise_free(plan: Plan) -> Plan:
 
     A row-wise layer adds up what the ranks computed, in another order than one process does.  Here each rank
     gathers the layer's input and computes some of its output features, each of them with one product over all
-    input features, and the features are gathered.  Stacked experts stay whole on every rank.  Embeddings are
+    input features, and the features are gathered.  Stacked experts are replicated.  Embeddings are
     looked up as before: all but one of their addends are zero.  The forward pass is meant; gradients are sums.
 
     It sends more (a gather before and after each such layer) and costs no memory besides, except for experts.
@@ -63,7 +63,7 @@ def _without_sum(pattern: str, style: Style) -> Style:
         ):
             raise PlanError(
                 f"the rule for {pattern!r} is {style}, an addend of a sum over ranks: to do without it, "
-                "override the rules of the module that sums, so that it is whole on every rank"
+                "override the rules of the module that sums, so that it is replicated"
             )
         case RowwiseParallel(fused_sizes=pieces) if pieces:
             raise PlanError(

@@ -28,4 +28,4 @@ def test_our_plans_ask_nothing_of_batch_and_sequence(entry, sequence_parallel):
 def test_a_dim_that_is_handed_on_in_plain_parts_must_divide(style, batch, sequence):
     found = batch_divisibility(Plan({"x": style}), tp=4)
     assert (found.batch, found.sequence) == (batch, sequence)
-    assert ("x hand on plain parts" in found.reason) is (max(batch, sequence) > 1)
+    assert ("x output plain local shards" in found.reason) is (max(batch, sequence) > 1)

@@ -138,7 +138,7 @@ def test_row_wise_units_are_counted_on_the_input():
 
 def test_features_that_are_no_multiple_of_the_unit_fit_no_tp():
     finding = only(Plan({"q": ColwiseParallel(multiple_of=16)}), Module(q=Linear(40, 8)))
-    assert finding.message == "40 features are no multiple of its unit of 16"
+    assert finding.message == "40 features are not a multiple of 16 (multiple_of)"
     assert "tp out of" not in finding.fix
 
 
@@ -216,7 +216,7 @@ def test_everything_is_told_at_once():
     assert "LlamaForCausalLM does not fit the model at tp=2 (6 errors):" in str(caught.value)
     assert all(str(finding) in str(caught.value) for finding in report.errors)
     told = [str(finding) for finding in report.findings]
-    assert str(report).splitlines() == [*told, "the whole plan can be dealt over tp = 1"]
+    assert str(report).splitlines() == [*told, "valid tp sizes for this plan: 1"]
 
 
 def test_neither_plan_nor_model_is_touched():

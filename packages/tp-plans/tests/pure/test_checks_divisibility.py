@@ -66,14 +66,14 @@ def test_pieces_that_do_not_add_up_are_told_with_their_numbers():
     model.children["attn"].config.num_key_value_heads = 3
     found = only({"attn.qkv_proj": FUSED["attn.qkv_proj"]}, model)
     assert found.message.startswith(
-        "48 features are no multiple of 14, the sum of its pieces (config.num_attention_heads,"
+        "48 features are not a multiple of 14, the sum of its fused sizes (config.num_attention_heads,"
     )
     assert found.message.endswith("= (8, 3, 3)")
 
 
 def test_a_piece_that_is_no_multiple_of_the_unit_is_told():
     found = only({"up": ColwiseParallel(multiple_of=8, fused_sizes=(1, 1))}, Module(up=Linear(40, 8)))
-    assert found.message == "20 features of the 40 are no multiple of its unit of 8"
+    assert found.message == "20 features of the 40 are not a multiple of 8 (multiple_of)"
 
 
 @pytest.mark.parametrize("missing", ["config.num_heads", "kv"])
@@ -108,7 +108,7 @@ def test_shared_heads_may_be_fewer_than_ranks_if_these_are_a_multiple(tp, fits):
 def test_the_whole_plan_can_be_dealt_over_the_sizes_that_every_rule_allows():
     shared = check(Plan(SHARED), Module(attn=attention()), tp=3)
     assert shared.legal_tp == (1, 2, 4, 8)
-    assert str(shared).endswith("\nthe whole plan can be dealt over tp = 1, 2, 4, 8")
+    assert str(shared).endswith("\nvalid tp sizes for this plan: 1, 2, 4, 8")
     assert check(Plan(FUSED), Module(attn=attention()), tp=1).legal_tp == (1, 2)
     assert check(Plan({}), Module(), tp=1).legal_tp == ()
 

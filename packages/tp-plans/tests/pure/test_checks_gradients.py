@@ -16,7 +16,7 @@ from tp_plans import (
 
 def findings(rules, model):
     return [
-        found for found in check(Plan(rules), model, tp=2).findings if "are replicated over tp" not in found.message
+        found for found in check(Plan(rules), model, tp=2).findings if "of the model, replicated" not in found.message
     ]
 
 
@@ -43,7 +43,7 @@ def test_a_norm_over_one_head_must_be_marked(rule):
     rules = RULES if rule is None else {**RULES, "attn.q_norm": rule}
     found = only(rules, attention(q_norm=Norm(4)))
     assert (found.severity, found.where) == ("error", "attn.q_norm")
-    assert "4 numbers for one head" in found.message
+    assert "norm of one head (4)" in found.message
     assert found.fix == "mark it NoParallel(gradient='partial')"
 
 
@@ -64,7 +64,7 @@ def test_the_norms_of_a_known_architecture_are_marked():
 def test_a_norm_over_all_features_cannot_see_them():
     found = only(RULES, attention(q_norm=Norm(32)))
     assert found.severity == "error"
-    assert "32 numbers for all features of attn.q, of which each rank has its part" in found.message
+    assert "norm of all 32 features of attn.q, but each rank sees only its local shard" in found.message
 
 
 def test_a_norm_over_features_that_are_gathered_is_no_finding():
@@ -91,7 +91,7 @@ def test_a_number_for_each_head_needs_a_rule():
     model = attention(parameters={"sinks": tensor(8)})
     found = only(RULES, model)
     assert (found.severity, found.where) == ("error", "attn.sinks")
-    assert found.message == "8 numbers, one a head, of which each rank has its own"
+    assert found.message == "one element per head (8), but each rank sees only its heads"
     assert findings({**RULES, "attn.sinks": ParameterStyle()}, model) == []
 
 

@@ -10,7 +10,7 @@ def mlp(inner=24, hidden=8):
 
 def findings(rules, model):
     return [
-        found for found in check(Plan(rules), model, tp=2).findings if "are replicated over tp" not in found.message
+        found for found in check(Plan(rules), model, tp=2).findings if "of the model, replicated" not in found.message
     ]
 
 
@@ -26,7 +26,9 @@ def test_column_wise_in_and_row_wise_out_is_no_finding():
 def test_a_layer_beside_it_that_reads_all_features_is_an_error():
     found = only({"mlp.up": ColwiseParallel()}, Module(mlp=mlp()))
     assert (found.severity, found.where) == ("error", "mlp.up")
-    assert found.message == "it hands on this rank's part of 24 features, and mlp.down beside it reads them all"
+    assert (
+        found.message == "outputs a local shard of 24 features as a plain tensor, but sibling mlp.down expects all 24"
+    )
     assert found.fix == "make mlp.down RowwiseParallel()"
 
 
@@ -38,14 +40,14 @@ def test_a_whole_copy_on_every_rank_is_no_way_out():
 def test_where_the_features_may_be_the_streams_it_is_a_warning():
     found = only({"mlp.up": ColwiseParallel()}, Module(mlp=mlp(inner=8)))
     assert found.severity == "warning"
-    assert found.message.endswith("reads them all if it comes after it")
+    assert found.message.endswith("expects all 8, if it comes after it")
 
 
 def test_gathered_features_before_a_row_wise_layer_are_an_error():
     rules = {"mlp.up": ColwiseParallel(output_layouts=Replicate()), "mlp.down": RowwiseParallel()}
     found = only(rules, Module(mlp=mlp()))
     assert (found.severity, found.where) == ("error", "mlp.down")
-    assert found.message == "it reads its input as split features, and mlp.up beside it hand on whole ones"
+    assert found.message == "expects a local shard of features, but mlp.up output all features"
     whole = {**rules, "mlp.down": RowwiseParallel(input_layouts=Replicate())}
     assert findings(whole, Module(mlp=mlp())) == []
 
@@ -53,13 +55,13 @@ def test_gathered_features_before_a_row_wise_layer_are_an_error():
 def test_a_row_wise_layer_alone_is_a_warning():
     found = only({"mlp.down": RowwiseParallel()}, Module(mlp=mlp()))
     assert found.severity == "warning"
-    assert "no column-wise layer nearby hands on such" in found.message
+    assert "no column-wise layer nearby outputs one" in found.message
 
 
 def test_split_features_that_leave_their_block_are_a_warning():
     found = only({"head": ColwiseParallel()}, Module(head=Linear(100, 8)))
     assert found.severity == "warning"
-    assert "as a plain tensor, and no row-wise layer nearby reads it" in found.message
+    assert "as a plain tensor, but no row-wise layer nearby reads it" in found.message
     assert findings({"head": ColwiseParallel(use_local_output=False)}, Module(head=Linear(100, 8))) == []
 
 
@@ -84,6 +86,6 @@ def test_a_plain_part_of_the_sequence_before_a_norm_that_cuts_is_an_error():
     }
     found = only(rules, model)
     assert (found.severity, found.where) == ("error", "mlp.down")
-    assert "hands on its part of dim 1 as a plain tensor" in found.message
+    assert "outputs a local shard of dim 1 as a plain tensor" in found.message
     rules["mlp.down"] = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
     assert findings(rules, model) == []

@@ -19,7 +19,7 @@ def test_a_part_that_the_plan_splits_nothing_of_is_told_as_one():
     total = sum(parameter.nbytes for _, m in with_tower().named_modules() for parameter in m._parameters.values())
     share = f"{size / total:.1%}"
     assert found.message.startswith(
-        f"{size / 1000:.3g} kB, {share} of the model, are replicated over tp (12 parameters"
+        f"{size / 1000:.3g} kB, {share} of the model, replicated on every rank (12 parameters"
     )
     assert "largest vision.0.fc1.weight [64, 32]" in found.message
     assert found.fix == "no rule splits it: add one, or accept it"

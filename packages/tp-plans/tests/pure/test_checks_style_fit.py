@@ -59,7 +59,7 @@ def test_a_bare_parameter_has_the_dim_that_it_is_cut_on(shape, dim):
     model = Module(parameters={"sinks": tensor(*shape)})
     found = only({"sinks": ParameterStyle(layout=Shard(dim))}, model)
     assert found.where == "sinks"
-    assert found.message == f"a parameter of shape {list(shape)} has no dim {dim} to be cut on"
+    assert found.message == f"a parameter of shape {list(shape)} has no dim {dim} to shard"
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel(), RowwiseParallel(), MLAKVProjection(rope_dim=1)])

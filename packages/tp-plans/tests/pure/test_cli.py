@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -16,8 +17,9 @@ from tp_plans.cli import main
 
 def test_list_has_a_line_for_every_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
-    header, *lines = capsys.readouterr().out.splitlines()
-    assert header.split() == ["architecture", "model", "type", "TP", "SP", "experts", "notes"]
+    header, *lines, blank, footer = capsys.readouterr().out.splitlines()
+    assert header.split() == ["architecture", "model", "type", "TP", "SP", "MoE", "notes"]
+    assert (blank, "tp-plans show hf:CLASS" in footer) == ("", True)
     assert all(line.split()[2:5] == ["yes", "yes", "no"] for line in lines if line.startswith("Llama"))
     assert [line.split()[0] for line in lines] == [entry.class_name for entry in architectures()]
 
@@ -34,7 +36,7 @@ def test_list_tells_what_an_architecture_cannot_do(capsys: pytest.CaptureFixture
     unable = [entry.class_name for entry in architectures() if not entry.sequence_parallel]
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:] if line.split()[3] == "no"] == unable
+    assert [line.split()[0] for line in lines[1:-2] if line.split()[3] == "no"] == unable
     assert main(["show", unable[0], "--sequence-parallel"]) == 2
     assert "has no sequence-parallel form" in capsys.readouterr().err
 
@@ -74,6 +76,7 @@ def test_diff_finds_what_is_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
     ("arguments", "message"),
     [
         (["show", "qwen"], "did you mean qwen3"),
+        (["show", "Qwen3MoeForCausalLM"], "tp-plans show hf:Qwen3MoeForCausalLM"),
         (["show", "missing.json"], "cannot read the plan missing.json: No such file"),
     ],
 )
@@ -119,3 +122,10 @@ def test_list_and_show_import_neither_torch_nor_transformers() -> None:
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        main(["--version"])
+    assert exit_code.value.code == 0
+    assert capsys.readouterr().out == f"tp-plans {importlib.metadata.version('tp-plans')}\n"

@@ -73,7 +73,7 @@ def test_parameters_without_a_rule_come_last_and_count_as_whole():
     assert [parameter.path for parameter in told.rest] == ["lm_head.weight", "lm_head.bias"]
     assert told.sharded_share < explain(LLAMA, decoder(), tp=2).sharded_share
     assert str(told).splitlines()[-3:] == [
-        "without a rule, whole on every rank",
+        "without a rule, replicated",
         "  lm_head.weight [131, 32]",
         "  lm_head.bias [131]",
     ]

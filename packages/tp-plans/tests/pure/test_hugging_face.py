@@ -290,7 +290,7 @@ def test_where_the_embedding_is_not_told_there_is_no_sequence_parallel_form():
             raise NotImplementedError
 
     model = Vision({"fc": Module()}, config=SimpleNamespace(base_model_tp_plan={"fc": "rowwise"}))
-    with pytest.raises(PlanError, match="Vision does not tell its token embedding"):
+    with pytest.raises(PlanError, match="Vision has no get_input_embeddings"):
         from_hugging_face(model, sequence_parallel=True)
 
 

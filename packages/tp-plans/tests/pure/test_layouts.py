@@ -41,7 +41,7 @@ def test_near_misses_are_refused(text):
 
 @pytest.mark.parametrize("dim", ["1", 1.0, None, True])
 def test_a_shard_needs_an_integer_dim(dim):
-    with pytest.raises(PlanError, match="is no dim"):
+    with pytest.raises(PlanError, match="is not a dim"):
         Shard(dim)
 
 

@@ -111,7 +111,7 @@ def test_a_tree_stands_for_its_model_wherever_a_model_is_read():
 
 @pytest.mark.parametrize("value", [None, {}, Module])
 def test_what_has_no_modules_is_refused(value):
-    with pytest.raises(ModelError, match="is no model"):
+    with pytest.raises(ModelError, match="is not a model"):
         ModelTree.of(value)
 
 

@@ -78,18 +78,18 @@ def test_queries_are_dealt_and_keys_and_values_are_shared_in_one_fused_weight():
 @pytest.mark.parametrize(
     ("size", "tp", "options", "message"),
     [
-        (10, 2, {"pieces": (2, 1)}, r"10 features are no multiple of 3, the sum of the pieces \(2, 1\)"),
-        (10, 2, {"unit": 4}, r"10 features are no multiple of the unit of 4"),
-        (12, 4, {"unit": 2}, r"6 units of 2 features cannot be dealt over tp=4: use a tp out of 1, 2, 3, 6$"),
+        (10, 2, {"pieces": (2, 1)}, r"10 features are not a multiple of 3, the sum of the fused sizes \(2, 1\)"),
+        (10, 2, {"unit": 4}, r"10 features are not a multiple of 4"),
+        (12, 4, {"unit": 2}, r"6 blocks of 2 features cannot be split over tp=4: use a tp out of 1, 2, 3, 6$"),
         (12, 4, {"unit": 2, "shared": True}, r"a tp out of 1, 2, 3, 6, or a multiple of 6$"),
         (
             4,
             3,
             {"unit": 2, "shared": True},
-            r"2 units of 2 features .* tp=3: use a tp out of 1, 2, or a multiple of 2$",
+            r"2 blocks of 2 features .* tp=3: use a tp out of 1, 2, or a multiple of 2$",
         ),
-        (2, 4, {"unit": 2}, r"1 units of 2 features .* use a tp out of 1$"),
-        (24, 4, {"unit": 2, "pieces": (8, 2, 2)}, r"2 units of 2 features cannot be dealt over tp=4"),
+        (2, 4, {"unit": 2}, r"1 blocks of 2 features .* use a tp out of 1$"),
+        (24, 4, {"unit": 2, "pieces": (8, 2, 2)}, r"2 blocks of 2 features cannot be split over tp=4"),
     ],
 )
 def test_what_cannot_be_dealt_is_refused_with_the_numbers_that_would_do(size, tp, options, message):

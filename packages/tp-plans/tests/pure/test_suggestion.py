@@ -80,18 +80,18 @@ def test_parts_of_unfamiliar_names_are_found_by_place_and_shape():
     }
     assert check(found.plan, model(), tp=2).errors == ()
     assert [doubt.where for doubt in found.doubts] == ["trunk.stack.*.mix.proj"]
-    assert "taken for the layer that writes to the stream" in str(found)
+    assert "assumed to be the output projection by its name" in str(found)
 
 
 @pytest.mark.parametrize(
     ("mix", "reason"),
     [
-        (Attention(attributes={}), "layers of 32, 16, 16 features come before one that reads 32"),
-        (Attention(attributes={"num_heads": 5}), "the size of its heads is not found"),
+        (Attention(attributes={}), "input projections of 32, 16, 16 features precede one that reads 32"),
+        (Attention(attributes={"num_heads": 5}), "its head size is unknown"),
         (Attention(parameters={"sinks": tensor(4)}), "it has parameters of its own (sinks)"),
         (Attention(q_norm=Norm(32)), "q_norm is not over one head"),
-        (Attention(low=Linear(7, 9)), "low neither read the stream nor write to it"),
-        (Attention(delta=Linear(24, 32)), "layers of 32, 16, 16, 24 features, in heads of 8, are not queries"),
+        (Attention(low=Linear(7, 9)), "low neither read nor write the hidden states"),
+        (Attention(delta=Linear(24, 32)), "projections of 32, 16, 16, 24 features, in heads of 8, are not queries"),
     ],
 )
 def test_attention_that_is_not_understood_is_gathered_with_the_reason(mix, reason):
@@ -127,7 +127,7 @@ def test_counts_that_the_code_reads_are_told_and_given():
     found = suggest(model(block(mix=mix)))
     counts = ("heads_here", "config.num_kv_heads")
     assert found.plan["trunk.stack.*.mix"] == ParallelAttention(argument="x", head_count_attrs=counts)
-    assert "heads_here, config.num_kv_heads taken for" in doubts(found, "trunk.stack.*.mix")[0]
+    assert "treating heads_here, config.num_kv_heads as per-rank counts" in doubts(found, "trunk.stack.*.mix")[0]
 
 
 class Kernel(Attention):
@@ -150,7 +150,7 @@ def test_fused_queries_keys_and_values_are_pieces_and_a_doubt():
     found = suggest(model(block(mix=Fused("qkv", num_heads=4, num_kv_heads=2))))
     pieces = ("num_heads", "num_kv_heads", "num_kv_heads")
     assert found.plan["trunk.stack.*.mix.qkv"] == ColwiseParallel(multiple_of="head_dim", fused_sizes=pieces)
-    assert "one after another" in doubts(found, "trunk.stack.*.mix.qkv")[0]
+    assert "concatenated" in doubts(found, "trunk.stack.*.mix.qkv")[0]
     numbers = suggest(model(block(mix=Fused("qkv"))))
     assert numbers.plan["trunk.stack.*.mix.qkv"].fused_sizes == (4, 2, 2)
 
@@ -163,7 +163,7 @@ def test_a_projection_that_keeps_heads_together_is_gathered():
 def test_gate_and_up_in_one_are_two_pieces():
     found = suggest(model(block(ff=Module(both=Linear(192, 32), back=Linear(32, 96)))))
     assert found.plan["trunk.stack.*.ff.both"] == ColwiseParallel(fused_sizes=(1, 1))
-    assert "if they alternate" in doubts(found, "trunk.stack.*.ff.both")[0]
+    assert "if they are interleaved" in doubts(found, "trunk.stack.*.ff.both")[0]
 
 
 class Sparse(FeedForward):
@@ -175,7 +175,7 @@ class Sparse(FeedForward):
 def test_a_feed_forward_whose_code_may_meet_all_features_is_gathered():
     found = suggest(model(block(ff=Sparse())))
     assert found.plan["trunk.stack.*.ff.gate"] == GATHERED[0]
-    assert "its code uses mean, which may meet all features at once" in doubts(found, "trunk.stack.*.ff")[0]
+    assert "its code uses mean, which may need all features" in doubts(found, "trunk.stack.*.ff")[0]
 
 
 def test_stacked_experts_are_dealt_and_what_is_inside_is_theirs():
@@ -183,7 +183,7 @@ def test_stacked_experts_are_dealt_and_what_is_inside_is_theirs():
     found = suggest(model(block(ff=Module(router=Linear(4, 32), experts=stack))))
     assert found.plan["trunk.stack.*.ff.experts"] == ExpertsParallel(skips_sentinel_index=False)
     assert "trunk.stack.*.ff.router" not in found.plan
-    assert "this Linear stays whole" in doubts(found, "trunk.stack.*.ff.router")[0]
+    assert "this Linear stays replicated" in doubts(found, "trunk.stack.*.ff.router")[0]
 
 
 def test_experts_in_a_list_are_feed_forwards_each():
@@ -211,8 +211,8 @@ class NormedHead(Module):
 @pytest.mark.parametrize(
     ("head", "told"),
     [
-        (NormedHead(parameters={"weight": tensor(131, 32)}), "a head of class NormedHead, which is no linear layer"),
-        (Module(), "no layer has a row for every id"),
+        (NormedHead(parameters={"weight": tensor(131, 32)}), "a head of class NormedHead, which is not a linear layer"),
+        (Module(), "no layer has the shape of the embedding"),
     ],
 )
 def test_a_head_that_is_none_stays_whole(head, told):
@@ -252,4 +252,4 @@ class Grouped(Linear):
 def test_a_linear_layer_with_a_forward_of_its_own_is_none():
     found = suggest(model(block(ff=FeedForward(gate=Linear(96, 32), up=Linear(96, 32), back=Grouped(32, 96)))))
     assert "trunk.stack.*.ff.back" not in found.plan
-    assert "this Grouped stays whole" in doubts(found, "trunk.stack.*.ff.back")[0]
+    assert "this Grouped stays replicated" in doubts(found, "trunk.stack.*.ff.back")[0]

@@ -36,7 +36,7 @@ class NamesOnly:
     ids=["check", "check rules", "explain", "suggest"],
 )
 def test_what_is_no_model_is_refused_with_how_to_get_one(asked, model):
-    with pytest.raises(ModelError, match=r"is no model: .*meta device"):
+    with pytest.raises(ModelError, match=r"is not a model: .*meta device"):
         asked(model)
 
 

@@ -37,7 +37,7 @@ def test_heads_that_do_not_divide_exit_with_1_and_name_the_sizes_that_do(
     out = capsys.readouterr().out
     assert "q_proj: 4 heads of 16 (64 features) cannot be split over tp=3" in out
     assert "use a tp out of 1, 2, 4\n" in out
-    assert out.endswith("the whole plan can be dealt over tp = 1, 2, 4\n")
+    assert out.endswith("valid tp sizes for this plan: 1, 2, 4\n")
 
 
 def test_a_plan_from_a_file_is_checked(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_explain_tells_totals_and_placements(checkpoint: Path, capsys: pytest.Ca
 
 def test_what_is_suggested_can_be_kept_and_checked(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["suggest", str(checkpoint)]) == 0
-    assert "unsure: model.layers.*.self_attn.o_proj: taken for" in capsys.readouterr().out
+    assert "doubts: model.layers.*.self_attn.o_proj: assumed to be the output projection" in capsys.readouterr().out
     assert main(["suggest", str(checkpoint), "--json"]) == 0
     plan = checkpoint / "plan.json"
     plan.write_text(capsys.readouterr().out)

@@ -183,7 +183,7 @@ def undealt():
 
 
 def test_units_that_cannot_be_dealt_are_refused_with_the_legal_numbers(two_ranks):
-    with pytest.raises(RanksFailed, match=r"PlanError: 1 units of 2 features cannot be dealt over tp=2: use a tp out"):
+    with pytest.raises(RanksFailed, match=r"PlanError: 1 blocks of 2 features cannot be split over tp=2: use a tp out"):
         two_ranks.run(undealt)
 
 

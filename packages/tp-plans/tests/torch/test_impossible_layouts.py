@@ -43,7 +43,7 @@ def refused(rules):
     [
         (
             {"table": VocabParallelEmbedding(output_layouts=Shard(3))},
-            "[2, 3, 8] has no dim 3 to be cut on, it has dims 0 to 2",
+            "[2, 3, 8] has no dim 3 to shard, it has dims 0 to 2",
         ),
         ({"table": VocabParallelEmbedding(output_layouts=Shard(-9))}, "[2, 3, 8] has no dim -9"),
         ({"table": ColwiseEmbedding(output_layouts=Shard(5))}, "[2, 3, 8] has no dim 5"),

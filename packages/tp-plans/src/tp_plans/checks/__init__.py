@@ -1,7 +1,7 @@
-"""Whether a plan fits a model, found out before anything is changed; every finding is reported at once.
+"""Check a plan against a model before anything is changed; all findings are reported at once.
 
-Nothing here needs torch: a model is read through ``named_modules``, its parameters' shapes and its attributes,
-so one on the meta device serves, and so does anything that answers alike.
+Torch is not imported: a model is read through ``named_modules``, its parameters' shapes and its attributes.  A model on
+the meta device is enough, and so is any object with the same methods.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> CheckRep
         tp: the size of the tensor-parallel axis.
 
     Returns:
-        The report.  Errors: words that name no style, patterns that match nothing, modules matched twice, modules
-        that a style does not suit, numbers that the model does not have, sizes that do not divide (with those that
-        would), layers that read otherwise than their neighbours hand on, parameters whose gradient would be a part,
-        tied weights that would be untied.  Warnings: what of this is likely only, and large parameters left whole.
-        What is wrong with many modules of one rule alike is one finding.
+        The report.  Errors: unknown style names, patterns that match nothing, modules matched twice, modules that a
+        style does not fit, numbers that the model does not have, sizes that do not divide (with those that do),
+        layers whose input layout differs from their neighbours' output, parameters whose gradient would be a partial
+        sum, replicated modules after blocks that output sharded activations, tied weights that would be untied.
+        Warnings: likely cases of these, and large parameters that stay replicated.  Equal findings of one rule are
+        merged.
 
     Raises:
         PlanError: ``plan`` is neither a plan nor a dict.
-        ModelError: ``model`` is no model.
+        ModelError: ``model`` is not a model.
 
     Example:
         >>> import torch, tp_plans

@@ -1,4 +1,4 @@
-"""What a plan deals over the axis, and whether every rank gets its part."""
+"""The sizes that a plan shards over the axis, and whether they divide."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Constraint:
     shared: bool = False
 
     def fits(self, tp: int) -> bool:
-        """Whether every rank of an axis gets its part."""
+        """Return whether every rank of an axis gets its part."""
         units = self.size // self.unit
         if self.even:
             return units % tp == 0 or (self.shared and tp % units == 0)
         return -(-self.size // tp) * (tp - 1) < self.size
 
     def finding(self, tp: int) -> Finding:
-        """What is wrong with it at a size that does not fit."""
+        """Return the finding for a size of the axis that does not fit."""
         if not self.even:
             chunk = -(-self.size // tp)
             what = f"{self.size} {self.noun} in chunks of {chunk} leave a rank of tp={tp} empty"
@@ -68,7 +68,7 @@ class Constraint:
 
 
 def valid_tp_sizes(cuts: Sequence[Constraint]) -> tuple[int, ...]:
-    """The sizes of the axis, to :data:`MAX_TP`, over which all of them can be dealt; none where nothing is."""
+    """Return the sizes of the axis, up to :data:`MAX_TP`, that fit all constraints; none without constraints."""
     distinct = {(cut.size, cut.unit, cut.even, cut.shared): cut for cut in cuts}.values()
     bounds = [cut.size // cut.unit if cut.even else cut.size for cut in distinct if not cut.shared]
     largest = min([MAX_TP, *bounds]) if distinct else 0
@@ -76,7 +76,7 @@ def valid_tp_sizes(cuts: Sequence[Constraint]) -> tuple[int, ...]:
 
 
 def divisibility_constraints(planned: PlannedTree) -> tuple[list[Constraint], list[Finding]]:
-    """Everything that the plan deals over the axis, and the numbers that it asks for and the model does not have."""
+    """Return what the plan shards over the axis, and findings for numbers that the model does not have."""
     cuts: list[Constraint] = []
     findings: list[Finding] = []
     for path in planned.styles:
@@ -130,15 +130,15 @@ def _weight_constraints(
         return
     known = [piece for piece in proportions if piece is not None]
     if size % sum(known):
-        told = f"({', '.join(map(str, pieces))}) = {tuple(known)}"
-        what = f"{size} features are no multiple of {sum(known)}, the sum of its pieces {told}"
+        listed = f"({', '.join(map(str, pieces))}) = {tuple(known)}"
+        what = f"{size} features are not a multiple of {sum(known)}, the sum of its fused sizes {listed}"
         yield Finding("error", path, what, "correct the pieces of the rule")
         return
     for piece in known:
         features = size // sum(known) * piece
         which = f" of the {size}" * (len(known) > 1)
         if width is not None and features % width:
-            what = f"{features} features{which} are no multiple of its unit of {width}"
+            what = f"{features} features{which} are not a multiple of {width} (multiple_of)"
             yield Finding("error", path, what, f"correct the unit {unit!r} of the rule")
         else:
             yield Constraint(path, features, f"features{which}", width or 1, even=unit != 1 or shared, shared=shared)
@@ -194,14 +194,14 @@ def check_kv_sharing(planned: PlannedTree, tp: int) -> Iterator[Finding]:
 
 
 def _has_fewer_heads(path: str, planned: PlannedTree, tp: int) -> bool:
-    """Whether a projection has fewer heads than there are ranks."""
+    """Return whether a projection has fewer heads than there are ranks."""
     style, weight = planned.style(path), planned.tree.weight(path)
     unit = planned.number(path, style.multiple_of) if isinstance(style, ColwiseParallel) else None
     return weight is not None and unit is not None and int(weight.shape[0]) // unit < tp
 
 
 def _replicates_kv(path: str, planned: PlannedTree) -> bool:
-    """Whether a projection of an attention layer lets ranks share its heads."""
+    """Return whether a projection of an attention layer lets ranks share its heads."""
     return any(_replicated_kv(path, planned))
 
 

@@ -1,4 +1,4 @@
-"""One finding of a check, and many equal ones told once."""
+"""The findings of a check."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finding:
 
 
 def deduplicate_by_rule(findings: Iterable[Finding], rules: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
-    """Findings that differ only in the module, of which one rule matches many, as one finding on the rule."""
+    """Merge findings that differ only in the module, where one rule matches those modules."""
     groups: dict[tuple[str, Finding], list[Finding]] = defaultdict(list)
     for finding in dict.fromkeys(findings):
         rule = next(iter(rules.get(finding.where, ())), wildcard(finding.where))

@@ -1,4 +1,4 @@
-"""Small parameters that meet split activations: each rank then computes a part of their gradient only."""
+"""Check small parameters that meet sharded activations: each rank computes a partial sum of their gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARK = "mark it NoParallel(gradient='partial')"
 
 
 def check_partial_gradients(planned: PlannedTree) -> Iterator[Finding]:
-    """Norms, scalars and per-head numbers beside column-wise layers, that no rule speaks of."""
+    """Find norms, scalars and per-head parameters next to column-wise layers that have no rule."""
     split: dict[str, list[str]] = defaultdict(list)
     for path, _ in planned.styled_modules():
         if planned.outputs_local_shard(path) and planned.tree.weight(path) is not None:
@@ -32,7 +32,7 @@ def check_partial_gradients(planned: PlannedTree) -> Iterator[Finding]:
 
 
 def _below(path: str, planned: PlannedTree) -> Iterator[str]:
-    """The modules inside, but for what stands among layers of its own."""
+    """Iterate over the modules below, without those that have linear siblings of their own."""
     for child in planned.children[path]:
         yield child
         if not any(planned.tree.weight(inner) is not None for inner in planned.children[child]):
@@ -40,14 +40,14 @@ def _below(path: str, planned: PlannedTree) -> Iterator[str]:
 
 
 def _sees_what_comes(path: str, planned: PlannedTree) -> bool:
-    """Whether a module computes on activations as they come, with parameters that are whole on every rank."""
+    """Return whether a module reads activations in any layout, with replicated parameters."""
     style = planned.style(path)
-    whole = style is None or (isinstance(style, NoParallel) and style.gradient == "full")
-    return whole and all(parameter.ndim <= 1 for parameter in planned.tree.own_parameters(path).values())
+    is_replicated = style is None or (isinstance(style, NoParallel) and style.gradient == "full")
+    return is_replicated and all(parameter.ndim <= 1 for parameter in planned.tree.own_parameters(path).values())
 
 
 class _ActivationWidths:
-    """How wide the activations are that the layers of one module hand on, split or whole."""
+    """The widths of the activations that the layers of one module output, sharded or full."""
 
     def __init__(self, above: str, layers: list[str], planned: PlannedTree) -> None:
         self.layer = layers[0]
@@ -56,27 +56,27 @@ class _ActivationWidths:
         self.heads = {unit for unit in units.values() if unit > 1}
         self.counts = {outputs[path] // unit for path, unit in units.items() if unit > 1}
         self.full = set(outputs.values())
-        whole = [
+        replicated = [
             path for path in planned.children[above] if path not in layers and planned.tree.weight(path) is not None
         ]
         inputs = {planned.parameters[f"{path}.weight"].shape[1] for path in layers}
-        self.ambiguous = inputs | {planned.parameters[f"{path}.weight"].shape[0] for path in whole}
+        self.ambiguous = inputs | {planned.parameters[f"{path}.weight"].shape[0] for path in replicated}
 
     def finding(self, path: str, place: str, size: int, *, is_norm: bool) -> Iterator[Finding]:
-        """What is to be said of a parameter of so many numbers."""
+        """Return the finding for a parameter of ``size`` elements."""
         if is_norm and size in self.heads:
             if size in self.ambiguous and not HEAD_NORM.match(leaf(path)):
                 return  # between the two projections of a low-rank query, say
-            what = f"{size} numbers for one head, of which each rank has its own: the gradient would be a part"
+            what = f"norm of one head ({size}): each rank sees only its heads, so the gradient is a partial sum"
             yield self._finding(path, what, _MARK, size)
         elif is_norm and size in self.full:
-            what = f"{size} numbers for all features of {self.layer}, of which each rank has its part"
-            yield self._finding(path, what, f"gather them with output=Replicate(), or {_MARK}", size)
+            what = f"norm of all {size} features of {self.layer}, but each rank sees only its local shard"
+            yield self._finding(path, what, f"gather them with output_layouts=Replicate(), or {_MARK}", size)
         elif not is_norm and size in self.counts and size > 1:
-            what = f"{size} numbers, one a head, of which each rank has its own"
+            what = f"one element per head ({size}), but each rank sees only its heads"
             yield self._finding(place, what, "give it a rule: ParameterStyle()", size)
         elif size == 1:
-            what = f"a number that may meet the split features of {self.layer}: its gradient would be a part"
+            what = f"a scalar that may meet the sharded features of {self.layer}: its gradient would be a partial sum"
             yield Finding(
                 "warning", place, what, "if so, give it a rule: ParameterStyle(layout=Replicate(), gradient='partial')"
             )

@@ -1,7 +1,7 @@
-"""Whether what one layer hands on is what the next one reads, as far as neighbours in the model tell.
+"""Check that the output layout of a layer fits the input layout of its neighbours.
 
-Plain tensors do not say how they lie: a row-wise layer reads its input as this rank's features, a norm on the
-sequence-parallel stream as the whole sequence.  Between DTensors nothing can go wrong.
+A plain tensor carries no layout: a row-wise layer reads it as a local shard of features, a ``SequenceParallel`` norm as
+the full sequence.  DTensors are redistributed as needed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tp_plans.styles import (
 
 
 def reads_split_features(style: Style | None) -> bool:
-    """Whether a layer reads a plain input as this rank's features."""
+    """Return whether a layer reads a plain input as a local shard of features."""
     return isinstance(style, (RowwiseParallel, ColwiseParallel)) and style.input_layouts == Shard(-1)
 
 
 def check_interfaces(planned: PlannedTree) -> Iterator[Finding]:
-    """Layers whose input or output is read otherwise than it lies."""
+    """Find layers whose input or output layout differs from their neighbours'."""
     matrices = [(path, style) for path, style in planned.styled_modules() if planned.tree.weight(path) is not None]
     giving = [path for path, _ in matrices if planned.outputs_local_shard(path)]
     reading = [path for path, style in matrices if reads_split_features(style)]
@@ -40,7 +40,7 @@ def check_interfaces(planned: PlannedTree) -> Iterator[Finding]:
 
 
 def _missing_gather(giving: list[str], reading: list[str], planned: PlannedTree) -> Iterator[Finding]:
-    """Split features that nothing in the same block reads as such."""
+    """Find sharded features that nothing in the same block reads as sharded."""
     readers = {scope for path in reading for scope in _scopes(path)}
     for path in giving:
         above = parent(path)
@@ -51,24 +51,29 @@ def _missing_gather(giving: list[str], reading: list[str], planned: PlannedTree)
             (each for each in planned.children[above] if _reads_features(each, out.shape[0], planned)), None
         )
         if neighbour is not None:
-            same = out.shape[1] == out.shape[0]
-            what = f"it hands on this rank's part of {out.shape[0]} features, and {neighbour} beside it reads them all"
-            perhaps = " if it comes after it" * same
-            yield Finding("warning" if same else "error", path, what + perhaps, f"make {neighbour} RowwiseParallel()")
+            features = out.shape[0]
+            what = (
+                f"outputs a local shard of {features} features as a plain tensor, but sibling {neighbour} expects all"
+            )
+            fix = f"make {neighbour} RowwiseParallel()"
+            if out.shape[1] == features:  # the sibling may read the input of this layer instead
+                yield Finding("warning", path, f"{what} {features}, if it comes after it", fix)
+            else:
+                yield Finding("error", path, f"{what} {features}", fix)
         elif not any(scope in readers for scope in _scopes(path)):
-            what = f"it hands on this rank's part of {out.shape[0]} features as a plain tensor, and no row-wise layer"
-            fix = "gather them with output=Replicate(), or hand them on as a DTensor with use_local_output=False"
-            yield Finding("warning", path, f"{what} nearby reads it", fix)
+            what = f"outputs a local shard of {out.shape[0]} features as a plain tensor, but no row-wise layer nearby"
+            fix = "gather them with output_layouts=Replicate(), or output a DTensor with use_local_output=False"
+            yield Finding("warning", path, f"{what} reads it", fix)
 
 
 def _reads_features(path: str, features: int, planned: PlannedTree) -> bool:
-    """Whether a layer that the plan leaves whole reads so many features."""
+    """Return whether a layer that the plan leaves replicated reads so many features."""
     weight, style = planned.tree.weight(path), planned.style(path)
     return weight is not None and (style is None or isinstance(style, NoParallel)) and weight.shape[1] == features
 
 
 def _missing_shard(giving: list[str], reading: list[str], planned: PlannedTree) -> Iterator[Finding]:
-    """Row-wise layers that find no split features."""
+    """Find row-wise layers without a sharded input."""
     givers = {scope for path in giving for scope in _scopes(path)}
     for path in reading:
         above = parent(path)
@@ -76,11 +81,11 @@ def _missing_shard(giving: list[str], reading: list[str], planned: PlannedTree) 
             continue
         gathered = [child for child in planned.children[above] if _gathers_output(planned.style(child))]
         if gathered:
-            what = f"it reads its input as split features, and {', '.join(gathered)} beside it hand on whole ones"
-            yield Finding("error", path, what, "use input=Replicate(), or let them keep Shard(-1)")
+            what = f"expects a local shard of features, but {', '.join(gathered)} output all features"
+            yield Finding("error", path, what, "use input_layouts=Replicate(), or keep Shard(-1) as their output")
         elif not any(scope in givers for scope in _scopes(path)):
-            what = "it reads its input as split features, and no column-wise layer nearby hands on such"
-            yield Finding("warning", path, what, "use input=Replicate() if its input is whole")
+            what = "expects a local shard of features, but no column-wise layer nearby outputs one"
+            yield Finding("warning", path, what, "use input_layouts=Replicate() if its input has all features")
 
 
 def _gathers_output(style: Style | None) -> bool:
@@ -99,14 +104,15 @@ def _is_numbered(path: str) -> bool:
 
 
 def _implicit_shard(planned: PlannedTree) -> Iterator[Finding]:
-    """Plain parts of the sequence, which norms on the sequence-parallel stream would cut once more."""
+    """Find plain local shards of the sequence, which ``SequenceParallel`` norms would shard again."""
     norms = any(isinstance(style, SequenceParallel) for style in planned.plan.values())
     for path, style in planned.styled_modules() if norms else ():
         if isinstance(style, (RowwiseParallel, VocabParallelEmbedding)) and style.use_local_output:
-            cut = style.output_layouts
-            if isinstance(cut, Shard) and cut.dim >= 0:
-                what = f"it hands on its part of dim {cut.dim} as a plain tensor, which SequenceParallel norms read"
-                yield Finding("error", path, f"{what} as the whole and cut again", "use use_local_output=False")
+            layout = style.output_layouts
+            if isinstance(layout, Shard) and layout.dim >= 0:
+                what = f"outputs a local shard of dim {layout.dim} as a plain tensor, which SequenceParallel norms read"
+                fix = "set use_local_output=False"
+                yield Finding("error", path, f"{what} as the full sequence and shard again", fix)
 
 
 def _replicated_after_blocks(planned: PlannedTree) -> Iterator[Finding]:
@@ -119,7 +125,7 @@ def _replicated_after_blocks(planned: PlannedTree) -> Iterator[Finding]:
         is_replicated = style is None or (isinstance(style, NoParallel) and style.gradient == "full")
         if not is_replicated or not tree.own_parameters(path):
             continue
-        what = "it is replicated, but the blocks output activations sharded on the sequence"
+        what = "is replicated, but the blocks output activations sharded on the sequence"
         fix = "RowwiseParallel(input_layouts=Replicate())" if tree.is_linear(path) else "SequenceParallel()"
         if path in (tree.final_norm, tree.lm_head):
             fix = "ColwiseParallel(use_local_output=False)" if path == tree.lm_head else fix

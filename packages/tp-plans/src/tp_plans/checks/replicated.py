@@ -1,4 +1,4 @@
-"""How much of a model a plan leaves whole on every rank."""
+"""The parameters that a plan leaves replicated."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tp_plans.patterns import wildcard
 from tp_plans.planned_tree import PlannedTree
 from tp_plans.text import format_bytes
 
-#: The share of a model's bytes from which on something left whole is told.
+#: The least share of a model's bytes for which a replicated part is reported.
 MIN_SHARE = 0.01
 
 
 def check_replicated(planned: PlannedTree) -> Iterator[Finding]:
-    """What stays whole on every rank, by the largest parts of the model that the plan splits nothing of."""
+    """Find what stays replicated, by the largest parts of the model in which the plan shards nothing."""
     sizes = {path: size_of(parameter) for path, parameter in _one_path_each(planned).items()}
     split = {path for path in sizes if isinstance(planned.layout(path), Shard)}
     reached = {above for path in split for above in ancestors(path)}
@@ -33,13 +33,13 @@ def check_replicated(planned: PlannedTree) -> Iterator[Finding]:
         if size >= MIN_SHARE * total:
             largest = max(paths, key=lambda path: sizes[path])
             shape = list(planned.parameters[largest].shape)
-            what = f"{format_bytes(size)}, {size / total:.1%} of the model, are replicated over tp"
+            what = f"{format_bytes(size)}, {size / total:.1%} of the model, replicated on every rank"
             count = f"{len(paths)} parameter{'s' * (len(paths) > 1)}, largest {largest} {shape}"
             yield Finding("warning", where, f"{what} ({count})", _advice(paths, planned))
 
 
 def size_of(parameter: Any) -> int:
-    """The bytes of a parameter; its elements where it does not tell."""
+    """Return the bytes of a parameter, or its number of elements where it has no ``nbytes``."""
     size = getattr(parameter, "nbytes", None)
     return size if isinstance(size, int) else prod(parameter.shape)
 
@@ -54,7 +54,7 @@ def _one_path_each(planned: PlannedTree) -> dict[str, Any]:
 
 
 def _highest_unsplit(path: str, reached: set[str]) -> str:
-    """The highest module above a parameter of which nothing is split, or the parameter itself."""
+    """Return the highest module above a parameter in which nothing is sharded, or the parameter itself."""
     highest = path
     for above in ancestors(path):
         if above in reached:

@@ -1,4 +1,4 @@
-"""What a check tells: all findings, and the sizes of the axis over which the plan can be dealt."""
+"""The report of a check: all findings, and the valid sizes of the axis."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CheckReport:
 
     @property
     def legal_tp(self) -> tuple[int, ...]:
-        """The sizes of the axis, to 1024, over which everything in the plan can be dealt."""
+        """The sizes of the axis, up to 1024, that fit everything in the plan."""
         return valid_tp_sizes(self.constraints)
 
     def raise_on_error(self) -> None:
@@ -54,4 +54,4 @@ class CheckReport:
         legal = self.legal_tp
         if not legal or self.tp in legal:
             return ""
-        return f"\nthe whole plan can be dealt over tp = {', '.join(map(str, legal))}"
+        return f"\nvalid tp sizes for this plan: {', '.join(map(str, legal))}"

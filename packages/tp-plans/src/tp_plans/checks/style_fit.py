@@ -1,4 +1,4 @@
-"""Whether a style suits the module or parameter that its rule leads to."""
+"""Check that styles fit the modules and parameters that their rules match."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_MATRICES = (ColwiseParallel, RowwiseParallel, MLAKVProjection, VocabParallel
 #: Options of ``nn.Embedding`` that need the ids or features that other ranks hold.
 _WHOLE_TABLE_OPTIONS = {
     "max_norm": "renormalises rows in place, on one rank only",
-    "scale_grad_by_freq": "counts ids, of which each rank sees its own only",
+    "scale_grad_by_freq": "counts ids, but each rank sees only those of its rows",
     "sparse": "gives sparse gradients, which DTensor does not lay out",
 }
 
@@ -51,8 +51,8 @@ def check_style_fit(planned: PlannedTree) -> Iterator[Finding]:
         if isinstance(rule, ParameterStyle) and isinstance(rule.layout, Shard):
             dim, ndim = rule.layout.dim, parameter.ndim
             if not -ndim <= dim < ndim:
-                what = f"a parameter of shape {list(parameter.shape)} has no dim {dim} to be cut on"
-                fix = "use a dim that it has" if ndim else "a single number cannot be cut: use layout=Replicate()"
+                what = f"a parameter of shape {list(parameter.shape)} has no dim {dim} to shard"
+                fix = "use a dim that it has" if ndim else "a scalar cannot be sharded: use layout=Replicate()"
                 yield Finding("error", path, what, fix)
 
 
@@ -69,7 +69,9 @@ def _matrix(path: str, style: str, planned: PlannedTree) -> Iterator[Finding]:
         and getattr(module, "nx", None) == weight.shape[0]
     ):
         what = f"{kind} keeps its weight transposed, [in, out] = {list(weight.shape)}, and {style} reads [out, in]"
-        yield Finding("error", path, what, "replace it with nn.Linear before the plan is applied, or leave it whole")
+        yield Finding(
+            "error", path, what, "replace it with nn.Linear before the plan is applied, or leave it replicated"
+        )
 
 
 def _table_options(path: str, planned: PlannedTree) -> Iterator[Finding]:
@@ -92,7 +94,7 @@ def _expert_stack(path: str, planned: PlannedTree) -> Iterator[Finding]:
     parameters = planned.tree.own_parameters(path)
     kind = type(planned.modules[path]).__name__
     if not parameters:
-        what = f"{kind} has no parameters of its own, and ExpertsParallel deals out those stacked as [experts, ...]"
+        what = f"{kind} has no parameters of its own, but ExpertsParallel shards parameters [experts, ...]"
         yield Finding("error", path, what, "write rules for the experts' own layers")
     elif len({tuple(parameter.shape[:1]) for parameter in parameters.values()}) > 1 or not all(
         parameter.ndim for parameter in parameters.values()

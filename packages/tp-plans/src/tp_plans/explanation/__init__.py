@@ -31,9 +31,9 @@ def explain(plan: Plan, model: Any, *, tp: int) -> Explanation:
         layers follow one another is read off their places and widths.  Parameters without a rule come last.
 
     Raises:
-        CheckFailedError: ``tp`` is no size.
-        PlanError: ``plan`` is no plan.
-        ModelError: ``model`` is no model.
+        CheckFailedError: ``tp`` is not a size.
+        PlanError: ``plan`` is not a plan.
+        ModelError: ``model`` is not a model.
 
     Example:
         >>> import torch, tp_plans

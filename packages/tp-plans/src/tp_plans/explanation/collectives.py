@@ -1,4 +1,4 @@
-"""What the ranks send one another under a plan, derived from its layouts.
+"""The collectives of a plan, derived from its layouts.
 
 How a layer's input lies follows from the nearest rule above it that prepares inputs, where the layer reads the
 stream (it is as wide as the embedding), and is whole on every rank where it reads something in between.
@@ -37,13 +37,13 @@ from tp_plans.styles import (
 Kind = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 When = Literal["forward", "backward"]
 
-_GATHERED_ABOVE = "prepared"  # a whole DTensor, whose gradient is summed where it was prepared
+_GATHERED_ABOVE = "prepared"  # a full DTensor, whose gradient is summed where it was prepared
 _InputLayout = Layout | Literal["prepared"]
 
 
 @dataclass(frozen=True)
 class CollectiveSummary:
-    """How often the ranks talk in one way.
+    """The number of collectives of one kind.
 
     Args:
         kind: of the collective.
@@ -130,7 +130,7 @@ def _row(path: str, style: RowwiseParallel, planned: PlannedTree, tp: int) -> It
 
 
 def _input_layout(path: str, planned: PlannedTree) -> _InputLayout:
-    """How the input of a layer lies."""
+    """Return the layout of a layer's input."""
     stream: Layout = Shard(1) if planned.plan.sequence_parallel else Replicate()
     if not _reads_stream(path, planned):
         return Replicate()
@@ -161,7 +161,7 @@ def _is_embedding(style: Style) -> bool:
 
 
 def _gather_input(arrives: _InputLayout) -> Iterator[_Comm]:
-    """Gathering an input, and reducing its gradient, of which every rank computes a part."""
+    """Return the collectives that gather an input and reduce its gradient, a partial sum on each rank."""
     if isinstance(arrives, Shard):
         yield "all_gather", "forward", "input"
         yield "reduce_scatter", "backward", "gradient of the input"
@@ -203,7 +203,7 @@ def _prepare_input(path: str, style: PrepareModuleInput | ParallelAttention, pla
 
 
 def _embeds_before_root(planned: PlannedTree) -> bool:
-    """Whether embeddings are looked up whole, and cut where the language model begins."""
+    """Return whether embeddings are looked up in full, and sharded at the start of the language model."""
     return any(isinstance(s, VocabParallelEmbedding) and s.output_layouts == Replicate() for s in planned.plan.values())
 
 

@@ -1,4 +1,4 @@
-"""Where the parameters of a model lie."""
+"""The placements of a model's parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ShardedParameter:
 
     Args:
         path: where it is.
-        shape: of the whole.
+        shape: of the full tensor.
         local_shape: of what the first rank stores; later ranks store as much or less.
-        layout: how it lies; ``None`` where it stays a plain tensor, whole on every rank.
-        size: bytes of the whole.
+        layout: on the axis; ``None`` where it stays a plain tensor, replicated.
+        size: bytes of the full tensor.
     """
 
     path: str

@@ -18,7 +18,7 @@ from tp_plans.text import format_bytes, short_repr
 
 @dataclass(frozen=True)
 class RuleExplanation:
-    """What one rule does.
+    """The effect of one rule.
 
     Args:
         pattern: the rule's pattern.
@@ -37,13 +37,13 @@ class RuleExplanation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a plan does to a model.
+    """The effect of a plan on a model.
 
     Args:
         plan: the plan.
         tp: the size of the axis.
         rules: rule by rule.
-        rest: the parameters without a rule, whole on every rank.
+        rest: the parameters without a rule, which are replicated.
     """
 
     plan: Plan
@@ -64,7 +64,7 @@ class Explanation:
         return split / total if total else 0.0
 
     def collectives(self, when: str) -> dict[str, int]:
-        """How many collectives of each kind a ``"forward"`` or ``"backward"`` pass takes."""
+        """Return the number of collectives of each kind in a ``"forward"`` or ``"backward"`` pass."""
         counts: Counter[str] = Counter()
         for rule in self.rules:
             for collective in rule.collectives:
@@ -99,12 +99,12 @@ class Explanation:
             yield from (f"  {line}" for line in _grouped(rule.parameters))
             yield from (f"  {collective}" for collective in rule.collectives)
         if self.rest:
-            yield "without a rule, whole on every rank"
+            yield "without a rule, replicated"
             yield from (f"  {line}" for line in _grouped(self.rest, full=True))
 
 
 def _grouped(parameters: Sequence[ShardedParameter], *, full: bool = False) -> Iterator[str]:
-    """A line for the parameters that are alike but for their block."""
+    """A line for the parameters that differ in their block only."""
     counts: Counter[str] = Counter()
     for parameter in parameters:
         name = wildcard(parameter.path) if full else parameter.name

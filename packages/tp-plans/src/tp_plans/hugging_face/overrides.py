@@ -1,4 +1,4 @@
-"""Where a plan of transformers' is wrong, or says too little: by the class of the module, with the reason."""
+"""Corrections of plans that transformers ships, by the class of the module, with the reason."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OVERRIDES: dict[str, dict[str, Style | None]] = {
     },
     # Indices beyond the routed experts stand for identities, so none is left to stand for another rank's expert.
     "LongcatFlashExperts": {"": None, "identity_expert": None, "gate_up_proj": _STORED, "down_proj": _STORED},
-    # Kept whole for the norm inside it, whose gradient can be summed instead.
+    # Replicated for the norm inside it, whose gradient can be summed instead.
     "Inkling2TextModel": {"embed_tokens": VocabParallelEmbedding()},
     # Its eager forward runs every index that a token has.
     "NemotronHExperts": {"": ExpertsParallel(skips_sentinel_index=False)},
@@ -52,7 +52,7 @@ OVERRIDES: dict[str, dict[str, Style | None]] = {
     },
 }
 
-#: Inner models between whose blocks the stream cannot be cut, with the reason.
+#: Inner models whose activations cannot be sharded on the sequence between blocks, with the reason.
 NO_SEQUENCE_PARALLELISM: dict[str, str] = {
     "Gemma3nTextModel": "its blocks pass on several streams, stacked before the batch",
     "HrmTextModel": "its blocks sit in two stacks that run in turns and add learned states to the stream",

@@ -22,9 +22,9 @@ _HEAD_WORDS = {"colwise", "colwise_rep", "colwise_gather_output"}
 def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
     """The tensor-parallel plan that transformers ships for a model, merged from all its levels, translated, completed.
 
-    Beyond translation, the head keeps its logits sharded on the vocabulary, attention is split in whole heads, and
-    what the shipped plan leaves whole is split where that is certain to be right (``tp_plans.infer.complete``).  Rules
-    for what this model does not have, as the experts of a config without any, are left out.
+    Beyond translation, the head keeps its logits sharded on the vocabulary, attention is sharded by heads, and
+    modules without a rule are sharded where that is certainly right (``tp_plans.infer.complete``).  Rules that match
+    nothing in this model, as for the experts of a config without any, are left out.
 
     Args:
         model: a ``transformers`` model; the meta device is enough.
@@ -34,7 +34,7 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
         The plan.
 
     Raises:
-        PlanError: the model ships no plan, or is no model.
+        PlanError: the model ships no plan, or is not a model.
         UnknownStyleError: it uses a style word that has no translation.
         CapabilityError: sequence parallelism is asked of a model that has no such form.
 
@@ -64,7 +64,7 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
     rules = dict(_translated(words, tree))
     if not rules:
         raise PlanError(
-            f"{name} ships a plan of which nothing matches its modules ({', '.join(words)}): "
+            f"{name} ships a plan, but none of its patterns matches a module ({', '.join(words)}): "
             "use tp_plans.plan_for or give a plan of your own"
         )
     head, embedding = tree.declared("get_output_embeddings"), tree.declared("get_input_embeddings")
@@ -79,7 +79,7 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
     if (reason := _no_sequence_parallelism(tree)) is not None:
         raise CapabilityError(f"{name} has no sequence-parallel form: {reason}; pass sequence_parallel=False")
     if embedding is None:
-        raise PlanError(f"{name} does not tell its token embedding: sequence parallelism cannot be derived for it")
+        raise PlanError(f"{name} has no get_input_embeddings(): sequence parallelism cannot be derived for it")
     return with_sequence_parallelism(plan, tree)
 
 

@@ -1,4 +1,4 @@
-"""Attention split in whole heads, and key/value heads replicated on the ranks that need them."""
+"""Shard attention by heads, and replicate key/value heads on the ranks that share them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def split_in_heads(planned: PlannedTree, root: str) -> Mapping[str, Style | None
 
 
 def _may_hold_heads(path: str, style: Style, planned: PlannedTree) -> bool:
-    """Return whether a layer's ranks may have to hold whole heads: not where features are gathered or split here."""
+    """Return whether a layer's ranks may have to hold complete heads: not where its input or output is gathered."""
     if isinstance(style, RowwiseParallel):
         return style.input_layouts == Shard(-1) and style.multiple_of == 1
     return isinstance(style, ColwiseParallel) and planned.outputs_local_shard(path) and style.multiple_of == 1
@@ -84,7 +84,7 @@ def per_head_norms(planned: PlannedTree, root: str) -> Mapping[str, Style]:
 
 def _layout(path: str, planned: PlannedTree) -> Layout | None:
     """Gather the input once for all projections, where nothing else in the layer could read it."""
-    if planned.tree.own_parameters(path):  # of which its own code may use some on the input
+    if planned.tree.own_parameters(path):  # its own code may use them on the input
         return None
     names = planned.tree.children_with_parameters(path)
     return ParallelAttention().layout if all(planned.style(join(path, name)) for name in names) else None

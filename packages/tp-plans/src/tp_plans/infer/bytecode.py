@@ -1,4 +1,4 @@
-"""What a module's forward says of itself, without running it."""
+"""Facts about a module's forward, read from its bytecode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tp_plans._validate import is_integer
 from tp_plans.module_attrs import getattr_path
 from tp_plans.naming import COUNT, NO_COUNT
 
-#: What works on every feature by itself, and so on a rank's part of them as on all.
+#: Elementwise operations, which give the same on a local shard of the features as on all.
 _FEATURE_BY_FEATURE = {
     *("chunk", "split", "unbind", "clamp", "mul", "add", "pow", "square", "exp", "sqrt", "abs", "neg"),
     *("relu", "relu2", "gelu", "silu", "swish", "sigmoid", "tanh", "softplus", "dropout"),
@@ -20,18 +20,18 @@ _FEATURE_BY_FEATURE = {
 
 
 def non_elementwise_op(module: Any, children: set[str]) -> str | None:
-    """Something that a module's code reads and that may not work feature by feature; ``None`` where all does."""
+    """Return a name that a module's code reads and that may not be elementwise; ``None`` if all are."""
     known = _FEATURE_BY_FEATURE | children | {name for name, value in vars(module).items() if is_plain(value)}
     return next(iter(sorted(referenced_names(type(module)) - known)), None)
 
 
 def is_plain(value: object) -> bool:
-    """Whether an attribute is a number or word, which computes nothing."""
+    """Return whether an attribute is a number or string, which computes nothing."""
     return value is None or isinstance(value, (bool, int, float, str))
 
 
 def first_argument(module: Any) -> str:
-    """The name of the first argument of a module's forward."""
+    """Return the name of the first argument of a module's forward."""
     code = getattr(getattr(type(module), "forward", None), "__code__", None)
     names = code.co_varnames[1 : code.co_argcount] if code is not None else ()
     return names[0] if names else "hidden_states"
@@ -44,7 +44,7 @@ def takes_argument(module: Any, name: str) -> bool:
 
 
 def counts_used(module: Any, values: set[int]) -> tuple[str, ...]:
-    """The integer attributes with one of some values that a module's code reads, its config's too: counts of heads."""
+    """Return the integer attributes, its config's included, that a module's code reads with one of ``values``."""
     read = referenced_names(type(module))
     own = [name for name in vars(module) if name in read and _counts(name, getattr(module, name), values)]
     config = getattr(module, "config", None) if "config" in read else None
@@ -57,12 +57,12 @@ def counts_used(module: Any, values: set[int]) -> tuple[str, ...]:
 
 
 def referenced_names(cls: type) -> set[str]:
-    """The names that the methods of a class read: of attributes, functions and modules."""
+    """Return the names that the methods of a class read: attributes, functions and modules."""
     return {name for code in _methods(cls) for name in _names(code)}
 
 
 def _methods(cls: type) -> Iterator[CodeType]:
-    """The code of a class's methods, its own and inherited, but for those of every module."""
+    """Iterate over the code of a class's methods, inherited ones included, without ``nn.Module``'s."""
     for base in cls.__mro__:
         if base.__name__ == "Module":
             return

@@ -29,7 +29,7 @@ STEPS = (
 
 
 def complete_plan(plan: Plan, model: Any, *, root: str = "") -> Plan:
-    """Return the plan with attention split in whole heads and with rules for what it leaves replicated.
+    """Return the plan with attention sharded by heads and with rules for what it leaves replicated.
 
     Args:
         plan: the plan; its own rules stay, but for the head sizes that they lack.

@@ -1,7 +1,7 @@
-"""From what is known of a sub-layer to rules for it: split inside where that is certain, gathered where not.
+"""Propose rules for a sub-layer: sharded inside where that is certain, gathered elsewhere.
 
-A layer that is handed whole features and hands on whole features is right wherever it stands, whatever the code
-around it does with them.  So nothing proposed here trains wrongly: what is not understood costs gathers.
+A layer that reads and outputs full features is right wherever it stands, whatever the code around it computes.  So no
+proposal trains wrongly: an unknown sub-layer costs gathers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tp_plans.styles import (
 
 @dataclass(frozen=True)
 class Doubt:
-    """Something that a suggestion is unsure of: where, and what to look at."""
+    """A doubt about a suggestion: the place, and what to verify there."""
 
     where: str
     what: str
@@ -42,13 +42,17 @@ Proposal = tuple[dict[str, Style], list[Doubt]]
 
 
 def propose(sub: Sublayer, tree: ModelTree) -> Proposal:
-    """Rules for one sub-layer, by paths, and what is uncertain about them."""
+    """Return the rules for one sub-layer, by path, and the doubts about them."""
     doubts = []
     if sub.guessed_by_name:
-        doubts.append(Doubt(sub.output_proj, "taken for the layer that writes to the stream: shapes do not tell"))
+        doubts.append(
+            Doubt(sub.output_proj, "assumed to be the output projection by its name, since the shapes are ambiguous")
+        )
     if "weight" in referenced_names(type(tree.modules[sub.path])):
         names = tuple(f"{leaf(layer)}.weight" for layer in (*sub.input_projs, *sub.other_linears, sub.output_proj))
-        what = "its code reads weights itself, so they are stored split and gathered for it: right, and no faster"
+        what = (
+            "its code reads weights directly, so they are stored sharded and gathered for it: correct, but not faster"
+        )
         return {sub.path: GatheredParameters(names=names)}, [Doubt(sub.path, what)]
     reason = _not_understood(sub, tree)
     if reason is None:
@@ -57,7 +61,7 @@ def propose(sub: Sublayer, tree: ModelTree) -> Proposal:
         if rules:
             return rules, [*doubts, *more]
         reason = more[0].what
-    what = f"{reason}, so its layers are split and their features gathered: right, but with more to send"
+    what = f"{reason}, so its layers are sharded and their outputs gathered: correct, but with more communication"
     return gathered_rules(sub), [*doubts, Doubt(sub.path, what)]
 
 
@@ -66,7 +70,7 @@ def _counts_heads(module: Any) -> bool:
 
 
 def gathered_rules(sub: Sublayer) -> dict[str, Style]:
-    """Rules that are right whatever the code around the layers does with their features."""
+    """Return rules that are right whatever the code around the layers computes."""
     columns: dict[str, Style] = dict.fromkeys(
         (*sub.input_projs, *sub.other_linears), ColwiseParallel(output_layouts=Replicate())
     )
@@ -74,9 +78,9 @@ def gathered_rules(sub: Sublayer) -> dict[str, Style]:
 
 
 def _not_understood(sub: Sublayer, tree: ModelTree) -> str | None:
-    """What else is in a sub-layer that might meet its split features."""
+    """Return the reason why a sub-layer cannot be sharded inside: parts that may meet its sharded features."""
     if sub.other_linears:
-        return f"{', '.join(map(leaf, sub.other_linears))} neither read the stream nor write to it"
+        return f"{', '.join(map(leaf, sub.other_linears))} neither read nor write the hidden states"
     if own := tree.own_parameters(sub.path):
         return f"it has parameters of its own ({', '.join(own)})"
     known = {*sub.input_projs, sub.output_proj}
@@ -86,7 +90,7 @@ def _not_understood(sub: Sublayer, tree: ModelTree) -> str | None:
         if path not in known and tree.own_parameters(path) and not _is_vector(path, tree)
     ]
     if unknown:
-        return f"nothing is known of {leaf(unknown[0])}"
+        return f"{leaf(unknown[0])} is unknown"
     return None
 
 
@@ -97,17 +101,17 @@ def _is_vector(path: str, tree: ModelTree) -> bool:
 def _mlp(sub: Sublayer, tree: ModelTree) -> Proposal:
     widths = [tree.shape(reader)[0] for reader in sub.input_projs]
     if vectors := list(_other_parameters(sub, tree)):
-        return {}, [Doubt(sub.path, f"{leaf(vectors[0])} may meet all features at once")]
+        return {}, [Doubt(sub.path, f"{leaf(vectors[0])} may need all features")]
     children = set(map(leaf, tree.children[sub.path]))
     if unknown := non_elementwise_op(tree.modules[sub.path], children):
-        return {}, [Doubt(sub.path, f"its code uses {unknown}, which may meet all features at once")]
+        return {}, [Doubt(sub.path, f"its code uses {unknown}, which may need all features")]
     is_fused = widths == [2 * sub.inner_dim]
     if not is_fused and (set(widths) != {sub.inner_dim} or len(widths) > 2):
-        told = ", ".join(map(str, widths))
-        return {}, [Doubt(sub.path, f"layers of {told} features come before one that reads {sub.inner_dim}")]
+        given = ", ".join(map(str, widths))
+        return {}, [Doubt(sub.path, f"input projections of {given} features precede one that reads {sub.inner_dim}")]
     rules = {sub.path: _input_style(sub, tree), **rules_for(replace(sub, fused_sizes=(1, 1) if is_fused else ()))}
     doubts = [
-        Doubt(sub.input_projs[0], "taken for gate and up one after another; if they alternate, gather its output")
+        Doubt(sub.input_projs[0], "assumed to be gate and up, concatenated; if they are interleaved, gather its output")
     ]
     return rules, doubts if is_fused else []
 
@@ -115,14 +119,14 @@ def _mlp(sub: Sublayer, tree: ModelTree) -> Proposal:
 def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
     head = _head(sub, tree)
     if head is None:
-        return {}, [Doubt(sub.path, "the size of its heads is not found")]
+        return {}, [Doubt(sub.path, "its head size is unknown")]
     unit, size = head
     widths = {reader: tree.shape(reader)[0] for reader in sub.input_projs}
     fused_sizes = _fused_sizes(sub, tree, size, widths)
     if fused_sizes is None:
         given = ", ".join(map(str, widths.values()))
         return {}, [
-            Doubt(sub.path, f"layers of {given} features, in heads of {size}, are not queries, keys and values")
+            Doubt(sub.path, f"projections of {given} features, in heads of {size}, are not queries, keys and values")
         ]
     norms = tuple(_other_parameters(sub, tree))
     if other := next((path for path in norms if not tree.is_scale(path, size)), None):
@@ -135,16 +139,16 @@ def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
         **split,
         **replicated,
     }
-    doubts = [Doubt(sub.path, f"{', '.join(counts)} taken for what its ranks have parts of")] if counts else []
+    doubts = [Doubt(sub.path, f"treating {', '.join(counts)} as per-rank counts")] if counts else []
     if len(sub.input_projs) == 1:
         doubts.append(
-            Doubt(sub.input_projs[0], "taken for queries, keys and values one after another; gather it if not")
+            Doubt(sub.input_projs[0], "assumed to be queries, keys and values, concatenated; if not, gather its output")
         )
     return rules, doubts
 
 
 def _fused_sizes(sub: Sublayer, tree: ModelTree, size: int, widths: Mapping[str, int]) -> tuple[int | str, ...] | None:
-    """The sizes of fused queries, keys and values; none where these are separate, ``None`` where it is neither."""
+    """Return the sizes of fused queries, keys and values; ``()`` for separate ones, ``None`` if it is neither."""
     if any(width % size for width in (*widths.values(), sub.inner_dim)):
         return None
     if len(widths) == 1:
@@ -156,7 +160,7 @@ def _fused_sizes(sub: Sublayer, tree: ModelTree, size: int, widths: Mapping[str,
 
 
 def _replicated_kv(sub: Sublayer, tree: ModelTree, rules: Mapping[str, Style]) -> dict[str, Style]:
-    """The rules of keys and values whose heads ranks may share, where the module tells how they are grouped."""
+    """Return the rules of keys and values whose heads ranks may share, where the module has its group counts."""
     module = tree.modules[sub.path]
     attention = ParallelAttention()
     for name in (attention.kv_groups_attr, attention.kv_heads_attr):
@@ -181,13 +185,13 @@ def _sizes_of_one(sub: Sublayer, tree: ModelTree, size: int, width: int) -> tupl
 
 
 def _named(module: Any, names: tuple[str, ...], value: int) -> int | str:
-    """The attribute of a module or its config that holds a number, or the number."""
+    """Return the attribute of a module or its config that holds a number, or the number."""
     paths = (path for name in names for path in (name, f"config.{name}"))
     return next((path for path in paths if getattr_path(module, path) == value), value)
 
 
 def _head(sub: Sublayer, tree: ModelTree) -> tuple[int | str, int] | None:
-    """The size of a head, as a rule's unit and as a number."""
+    """Return the size of a head, as a rule's ``multiple_of`` and as a number."""
     module = tree.modules[sub.path]
     for name in HEAD_DIMS:
         for path in (name, f"config.{name}"):
@@ -200,7 +204,7 @@ def _head(sub: Sublayer, tree: ModelTree) -> tuple[int | str, int] | None:
 
 
 def _per_rank_sizes(sub: Sublayer, widths: Mapping[str, int], size: int) -> set[int]:
-    """Numbers of what ranks get parts of: features and heads of queries, and of keys and values."""
+    """Return the sizes that are sharded over ranks: features and heads of queries, and of keys and values."""
     fused = [(width - sub.inner_dim) // 2 for width in widths.values() if width > sub.inner_dim]
     features = {sub.inner_dim, *fused, *(width for width in widths.values() if width < sub.inner_dim)}
     return features | {width // size for width in features}

@@ -123,7 +123,7 @@ def _embeddings_merged_above(root: str, tree: ModelTree) -> bool:
 
 
 def _block_rules(path: str, planned: PlannedTree) -> dict[str, Style] | None:
-    """Rules inside one block; ``None`` where the sequence has to be gathered for the block as a whole."""
+    """Return the rules inside one block; ``None`` where the sequence has to be gathered for the entire block."""
     tree = planned.tree
     if planned.style(path) is not None or tree.own_parameters(path) or tree.has_buffers(path):
         return None
@@ -146,7 +146,7 @@ def _block_rules(path: str, planned: PlannedTree) -> dict[str, Style] | None:
 
 
 def _only_rowwise(path: str, planned: PlannedTree) -> str | None:
-    """The row-wise layer whose output is the sub-layer's, where everything in it takes its input in any layout."""
+    """Return the row-wise layer whose output is the sub-layer's, where the others read their input in any layout."""
     own, tree = planned.style(path), planned.tree
     if not (own is None or isinstance(own, (PrepareModuleInput, ParallelAttention))):
         return None

@@ -1,4 +1,12 @@
-"""The sub-layers of a block, recognised by the names of their layers or by their shapes, and the rules for them."""
+"""Recognise the sub-layers of a block, by the names of their layers or by their shapes, and give the rules for them.
+
+There are two recognisers because they accept different evidence.  ``named_sublayer`` completes a plan that is applied
+without review: all parts must have known names and fitting shapes, and a module with an unknown part is left to the
+plan.  ``shaped_sublayer`` serves ``suggest``, whose result is reviewed: linear layers that read and write the hidden
+states are enough, names only resolve ambiguous shapes, and unknown parts become doubts or gathered outputs.  Latent
+attention shows that one cannot replace the other: its query and key/value projections read compressed features, so by
+shapes alone they are ``other_linears``, and the sub-layer would be gathered.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +45,7 @@ class Sublayer:
     """A module whose linear layers read the residual stream and write to it: attention or an MLP.
 
     Args:
-        path: where it is.
+        path: its path.
         input_projs: the layers that are split column-wise.
         output_proj: the layer that writes to the residual stream, split row-wise.
         inner_dim: features that the output projection reads.
@@ -45,7 +53,7 @@ class Sublayer:
         mla_kv_down: the projection to the compressed keys and values of latent attention.
         other_linears: its linear layers that neither read the residual stream nor write to it.
         fused_sizes: the matrices that the input projections consist of, as in ``ColwiseParallel``.
-        guessed_by_name: whether the output projection was told from the others by its name only.
+        guessed_by_name: whether only its name distinguishes the output projection.
     """
 
     path: str
@@ -89,7 +97,7 @@ def rules_for(sublayer: Sublayer, *, multiple_of: int | str = 1) -> dict[str, St
 
 
 def split_sublayers(planned: PlannedTree, root: str) -> Mapping[str, Style]:
-    """Return rules for the sub-layers of which the plan says nothing and whose parts are all known by name."""
+    """Return rules for the sub-layers without rules whose parts are all known by name."""
     return merge_per_block(_split(planned, root), planned.tree)
 
 
@@ -176,7 +184,7 @@ def _vector_length(norm: str, tree: ModelTree) -> int | None:
 def shaped_sublayer(path: str, tree: ModelTree) -> Sublayer | None:
     """Return the sub-layer that a module may be: layers directly below read the residual stream, one writes to it.
 
-    Names decide only where shapes do not tell which layer writes.
+    Names decide only where shapes are ambiguous.
     """
     width = tree.size(tree.embedding or "", 1)
     linear = [child for child in tree.children[path] if tree.is_linear(child)]

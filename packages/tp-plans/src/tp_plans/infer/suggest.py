@@ -1,4 +1,4 @@
-"""A plan proposed from the module tree of a decoder that nobody knows."""
+"""Propose a plan from the module tree of an unknown decoder."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tp_plans.styles import (
     VocabParallelEmbedding,
 )
 
-#: Right whatever the code of the experts makes of an index that stands for none of them.
+#: Right whether or not the experts skip the sentinel index.
 _STACK = ExpertsParallel(skips_sentinel_index=False)
 _STACK_DOUBT = (
-    "taken for experts that are given tokens, indices and weights; if they pass over an index that stands for none, "
-    "skips_absent=True spares work"
+    "assumed to be experts that take tokens, indices and weights; if they skip the sentinel index num_experts, "
+    "skips_sentinel_index=True saves work"
 )
 _STORED = (ExpertsParallel, GatheredParameters)
 
@@ -38,35 +38,35 @@ __all__ = ["Doubt", "Suggestion", "suggest"]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A plan for a model, and what it is unsure of."""
+    """A plan for a model, and the doubts about it."""
 
     plan: Plan
     doubts: tuple[Doubt, ...]
 
     def __str__(self) -> str:
         if not self.doubts:
-            return f"{self.plan!r}, unsure of nothing"
-        return "\n".join([f"{self.plan!r}, unsure of", *(f"  {doubt}" for doubt in self.doubts)])
+            return f"{self.plan!r}, no doubts"
+        return "\n".join([f"{self.plan!r}, doubts:", *(f"  {doubt}" for doubt in self.doubts)])
 
 
 def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
     """Propose a tensor-parallel plan for a decoder from its modules' shapes and names.
 
-    Embedding, blocks, norms and head are found by their places and shapes; so are, in each block, the sub-layers
-    whose linear layers read the residual stream and write to it.  Queries, keys and values (apart or fused), gated
-    and fused feed-forwards and stacked experts are split inside.  The layers of what is not understood are split
-    too, but their features gathered, so that the plan is right all the same.
+    Embedding, blocks, norms and head are found by their places and shapes, and so are the sub-layers of each block
+    whose linear layers read and write the hidden states.  Attention (separate or fused projections), gated and fused
+    MLPs and stacked experts are sharded inside.  The layers of other sub-layers are sharded too, and their outputs
+    gathered, so that the plan stays correct.
 
     Args:
         model: a ``torch.nn.Module`` on any device (meta is enough).
         sequence_parallel: give the plan's sequence-parallel form (arXiv:2205.05198).
 
     Returns:
-        The plan, to be checked as any other, and what to look at before it is trusted.
+        The plan, to be checked as any other, and the doubts to resolve before it is used.
 
     Raises:
         PlanError: the model has no token embedding, or no list of blocks.
-        ModelError: it is no model.
+        ModelError: ``model`` is not a model.
 
     Example:
         >>> import torch, tp_plans
@@ -107,29 +107,29 @@ def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
 def _add_embedding(rules: dict[str, Style], embedding: str, tree: ModelTree) -> Iterator[Doubt]:
     inside = [path for path in tree.below(embedding) if tree.own_parameters(path)]
     if inside:
-        yield Doubt(embedding, f"what {inside[0]} in it does is not known: the embedding stays replicated")
+        yield Doubt(embedding, f"the function of {inside[0]} in it is unknown: the embedding stays replicated")
     else:
         rules[embedding] = VocabParallelEmbedding()
 
 
 def _sublayers(tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Proposal]:
-    """Rules for every sub-layer of every block; layers of one name are split inside in all blocks or in none.
+    """Return rules for every sub-layer of every block; layers of one name are sharded inside in all blocks or in none.
 
-    Blocks may hand one another what they computed (keys and values that several attentions share).
+    Blocks may pass results to each other (keys and values that several attention layers share).
     """
     found = [sub for block in tree.decoder_blocks for sub in _of_block(block, tree, rules)]
     proposals = {sub.path: propose(sub, tree) for sub in found}
     split = {sub.path: not _is_gathered(sub, proposals[sub.path][0]) for sub in found}
-    whole = {wildcard(path) for path, is_split in split.items() if not is_split}
+    gathered = {wildcard(path) for path, is_split in split.items() if not is_split}
     for sub in found:
         proposed, doubts = proposals[sub.path]
-        if split[sub.path] and wildcard(sub.path) in whole:
+        if split[sub.path] and wildcard(sub.path) in gathered:
             proposed = gathered_rules(sub)
         yield proposed, [Doubt(wildcard(doubt.where), doubt.what) for doubt in doubts]
 
 
 def _of_block(block: str, tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Sublayer]:
-    """The sub-layers of a block, but for what is inside stacked experts."""
+    """Iterate over the sub-layers of a block, without those inside stacked experts."""
     for path in (block, *tree.below(block)):
         inside = any(rules.get(above) == _STACK for above in (path, *ancestors(path)))
         sub = None if inside else shaped_sublayer(path, tree)
@@ -144,19 +144,19 @@ def _is_gathered(sub: Sublayer, proposed: Mapping[str, Style]) -> bool:
 def _add_head(rules: dict[str, Style], tree: ModelTree) -> Iterator[Doubt]:
     head = tree.lm_head or next(iter(reversed(tree.shaped_as_embedding)), None)
     if head is None:
-        yield Doubt("", "no layer has a row for every id of the embedding: the head, if there is one, stays whole")
+        yield Doubt("", "no layer has the shape of the embedding: a head, if there is one, stays replicated")
     elif tree.is_linear(head):
         rules[head] = ColwiseParallel(use_local_output=False)
     else:
         kind = type(tree.modules[head]).__name__
-        yield Doubt(head, f"a head of class {kind}, which is no linear layer, stays whole")
+        yield Doubt(head, f"a head of class {kind}, which is not a linear layer, stays replicated")
 
 
 def _left_replicated(rules: dict[str, Style], tree: ModelTree) -> Iterator[Doubt]:
-    """Matrices of the blocks for which there is no rule."""
+    """Find the matrices of the blocks that have no rule."""
     for block in tree.decoder_blocks:
         for path in tree.below(block):
             inside = any(isinstance(rules.get(above), _STORED) for above in ancestors(path))
             if len(tree.shape(path)) >= 2 and path not in rules and not inside:
                 kind = type(tree.modules[path]).__name__
-                yield Doubt(wildcard(path), f"its place among the others is not clear: this {kind} stays whole")
+                yield Doubt(wildcard(path), f"its role is unknown: this {kind} stays replicated")

@@ -1,6 +1,6 @@
 """Falcon-H1: attention and a Mamba-2 mixer side by side in every block.
 
-The mixer computes alike on every rank.  Source: the module tree of transformers' ``modeling_falcon_h1.py``.
+Every rank computes the mixer in full.  Source: the module tree of transformers' ``modeling_falcon_h1.py``.
 """
 
 from __future__ import annotations

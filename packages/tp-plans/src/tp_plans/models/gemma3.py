@@ -1,7 +1,7 @@
 """Gemma 3: four norms a block, norms over each head's queries and keys, and a vision tower in the large ones.
 
-The vision tower and the projector stay whole on every rank; image features are written into the token
-embeddings outside the language model, which therefore gets them whole.
+The vision tower and the projector are replicated; image features are written into the token
+embeddings outside the language model, which therefore receives them in full.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gemma 4: layers that share keys and values, inputs of every layer's own, and experts beside the MLP in some models.
+"""Gemma 4: layers that share keys and values, inputs of every layer's own, and experts next to the MLP in some models.
 
 Blocks compute with scalars of their own and per-layer inputs, so sequence parallelism gathers the stream at a
 block's beginning.  Source: the module tree of transformers' ``modeling_gemma4.py``.

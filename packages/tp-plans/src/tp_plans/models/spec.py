@@ -39,7 +39,7 @@ class FusedLinear:
 
     Args:
         name: what it is called.
-        fused_sizes: how large they are beside one another, as in ``ColwiseParallel``.
+        fused_sizes: their relative sizes in order, as in ``ColwiseParallel``.
     """
 
     name: str
@@ -54,14 +54,14 @@ class SublayerSpec:
         path: where it sits in the block.
         colwise: the projections that read the residual stream.
         rowwise: the projection that writes to it.
-        multiple_of: the features between them are split in whole multiples of this: a number, or the name of an
+        multiple_of: the features between them are split in multiples of this: a number, or the name of an
             attribute of the module at ``path``.
         norms: norms inside that see one unit's features each (q and k norms per head): every rank sees only its
             own units, so their gradients are partial sums.
         kv_projections: the columns that hold key/value heads, which ranks may share.
         kv_heads_attr: the attribute for the number of key/value heads, as in ``ParallelAttention``.
         head_count_attrs: attributes that count what is split, as in ``ParallelAttention``.
-        replacement_linears: layers that are the whole sub-layer in some blocks, in place of the others.
+        replacement_linears: layers that replace the sub-layer's others in some blocks.
         optional: parts of it that some models lack.
     """
 
@@ -117,7 +117,7 @@ class DecoderSpec:
         final_norm: the norm after the last block, under ``root``.
         lm_head: the output projection to the vocabulary, from the top.
         merges_embeds_before_root: the embeddings are looked up and edited outside ``root`` (images are merged into the
-            text), so that under sequence parallelism ``root`` receives them whole.
+            text), so that under sequence parallelism ``root`` receives them in full.
         gather_at_block_boundary: blocks compute with more than the residual stream, so that under sequence parallelism
             they gather it as they begin and cut it as they end.
         optional: norms and sub-layers, by path in the block, that some models lack.

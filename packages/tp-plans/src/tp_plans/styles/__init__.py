@@ -1,4 +1,4 @@
-"""What a plan says of one module: which parameters are cut, and how activations enter and leave.
+"""The styles of modules: how parameters are sharded, and the layouts of inputs and outputs.
 
 Styles are frozen data.  Each is right by itself: an activation that arrives as a plain tensor is read in the
 style's ``input`` layout, one that arrives as a DTensor says itself how it lies and is redistributed as needed.
@@ -65,7 +65,7 @@ _TUPLE_FIELDS = ("fused_sizes", "head_count_attrs", "names")
 
 
 def parameter_layout(style: Style | None, ndim: int) -> Layout | None:
-    """How a style lays its module's parameter of ``ndim`` dims over the axis; ``None`` where it leaves it alone."""
+    """Return the layout that a style gives its module's parameter of ``ndim`` dims; ``None`` if it leaves it alone."""
     match style:
         case GatherSequence(inner=inner):
             return parameter_layout(inner, ndim)

@@ -1,4 +1,4 @@
-"""How activations enter and leave a sub-layer of a block."""
+"""Styles for the inputs and outputs of a sub-layer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PrepareModuleInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelAttention:
-    """An attention layer whose heads are dealt over the axis: prepares its input and its own head counts.
+    """An attention layer whose heads are sharded over the axis: prepares its input and its head counts.
 
     Args:
         layout: as in ``PrepareModuleInput``, or ``None`` to leave the input as it comes.
@@ -79,13 +79,13 @@ class ParallelAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherSequence:
-    """A module that needs the whole sequence where the stream around it is cut: gathers it in, cuts its output.
+    """Gather the sequence for a module between activations that are sharded on it, and shard its output again.
 
-    For what mixes tokens and is not split itself (a recurrence), or is split by styles that want whole plain
-    tensors (a router and its experts).  Inside, tensors are plain and whole on every rank.
+    For a module that mixes tokens and is not sharded itself (a recurrence), or whose styles read full plain tensors (a
+    router and its experts).  Inside, tensors are plain and full on every rank.
 
     Args:
-        sequence_dim: the dim of the stream that is cut.
+        sequence_dim: the dim on which activations are sharded.
         inner: the module's own rule, if it has one, which works inside.
     """
 

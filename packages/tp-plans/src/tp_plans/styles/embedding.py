@@ -20,7 +20,7 @@ class VocabParallelEmbedding:
 
     Args:
         output_layouts: layout of the output: ``Replicate()``, or ``Shard(dim)`` to reduce-scatter onto a dim.
-        use_local_output: hand on this rank's plain tensor rather than a DTensor.
+        use_local_output: output this rank's local shard as a plain tensor rather than a DTensor.
     """
 
     output_layouts: Layout = Replicate()
@@ -37,7 +37,7 @@ class ColwiseEmbedding:
 
     Args:
         output_layouts: layout of the output: ``Replicate()`` to gather the features, or ``Shard(-1)``.
-        use_local_output: hand on this rank's plain tensor rather than a DTensor.
+        use_local_output: output this rank's local shard as a plain tensor rather than a DTensor.
     """
 
     output_layouts: Layout = Replicate()

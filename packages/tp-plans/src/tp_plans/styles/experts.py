@@ -16,7 +16,7 @@ class ExpertsParallel:
     """The experts of a mixture, stacked in parameters ``[experts, ...]``: each rank holds and runs some of them.
 
     Every rank has every token, runs those routed to its own experts, and the ranks' outputs are summed.  Whatever
-    a parameter's other dims mean (fused gate and up, transposed, a bias) stays whole.
+    a parameter's other dims mean (fused gate and up, transposed, a bias) is replicated.
 
     The module's forward takes ``(hidden_states, top_k_index, top_k_weights)``; an index equal to its
     ``num_experts`` stands for an expert of another rank, as in transformers 5.  Where a forward takes

@@ -18,16 +18,16 @@ from tp_plans.layouts import Layout, Partial, Replicate, Shard
 class ColwiseParallel:
     """A linear layer whose output features (and bias) are split: ``[out, in]`` becomes ``[out / tp, in]``.
 
-    The input is gathered where it is not whole; its gradient is summed over the axis.
+    The input is gathered where it is sharded; its gradient is summed over the axis.
 
     Args:
         input_layouts: how a plain input tensor is read: ``Replicate()``, or ``Shard(-1)`` for this rank's features.
         output_layouts: layout of the output: ``Shard(-1)``, or ``Replicate()`` to gather the features.
-        use_local_output: hand on this rank's plain tensor rather than a DTensor.
-        multiple_of: the features are split in whole multiples of this many: a number, or the name of an integer
+        use_local_output: output this rank's local shard as a plain tensor rather than a DTensor.
+        multiple_of: the features are split in multiples of this many: a number, or the name of an integer
             attribute of the parent module, as ``"head_dim"`` for a query projection.
         fused_sizes: where the weight is several matrices one after another (a fused ``qkv_proj`` or
-            ``gate_up_proj``), how large they are beside one another, as numbers or attributes of the parent:
+            ``gate_up_proj``), their relative sizes in order, as numbers or attributes of the parent:
             ``(1, 1)`` for gate and up.  Each is split by itself, so that a rank gets its part of every one.
         replicate_kv_heads: where the axis is larger than the number of key/value heads, the ranks that need the same
             head share it: each computes with it, and their gradients are summed.
@@ -59,14 +59,14 @@ class ColwiseParallel:
 class RowwiseParallel:
     """A linear layer whose input features are split: ``[out, in]`` becomes ``[out, in / tp]``.
 
-    The ranks' partial outputs are summed.  A bias stays whole and is added once.
+    The ranks' partial outputs are summed.  A bias is replicated and added once.
 
     Args:
         input_layouts: how a plain input tensor is read: ``Shard(-1)``, or ``Replicate()`` to cut it first.
         output_layouts: layout of the output: ``Replicate()``, ``Shard(dim)`` to reduce-scatter onto a dim, or
             ``Partial()`` to leave the sum to whoever adds more to it.
-        use_local_output: hand on this rank's plain tensor rather than a DTensor.
-        multiple_of: the features are split in whole multiples of this many, as in ``ColwiseParallel``.
+        use_local_output: output this rank's local shard as a plain tensor rather than a DTensor.
+        multiple_of: the features are split in multiples of this many, as in ``ColwiseParallel``.
         fused_sizes: where the input is several vectors one after another, as in ``ColwiseParallel``.
     """
 

@@ -1,4 +1,4 @@
-"""Parameters that every rank holds whole, or that no layer calls its weight."""
+"""Styles for replicated modules and for bare parameters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tp_plans.layouts import Layout, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoParallel:
-    """A module that every rank holds whole.
+    """A replicated module.
 
     Args:
-        gradient: ``"full"`` where each rank sees the whole activation and so computes the whole gradient;
+        gradient: ``"full"`` where each rank sees the full activation and so computes the full gradient;
             ``"partial"`` where it sees only its part (a norm over this rank's attention heads), so that the
             ranks' gradients must be summed.
     """
@@ -35,12 +35,12 @@ class NoParallel:
 class SequenceParallel:
     """A norm (or other map of single tokens) that runs on this rank's part of the sequence.
 
-    Parameters stay whole on every rank and their gradients are summed over the axis.  A plain input is read as
-    the whole sequence and cut; the output is a DTensor, so that model code sees the full length.  Source:
+    Parameters are replicated and their gradients are summed over the axis.  A plain input is read as
+    the full sequence and sharded; the output is a DTensor, so that model code sees the full length.  Source:
     Korthikanti et al., arXiv:2205.05198.
 
     Args:
-        sequence_dim: the dim of ``[batch, seq, hidden]`` that is cut.
+        sequence_dim: the dim of ``[batch, seq, hidden]`` that is sharded.
     """
 
     sequence_dim: int = 1
@@ -54,7 +54,7 @@ class GatheredParameters:
     """A module below which some parameters are stored split, and gathered for the time of its forward.
 
     For code that reads another module's weight itself, as kernels for recurrences do, and so for anything whose
-    parameters can be stored split though its work cannot.  The module must see whole activations.
+    parameters can be stored split though its work cannot.  The module must see full activations.
 
     Args:
         names: the parameters, by their dotted names below the module, as ``"out_proj.weight"``.
@@ -74,8 +74,8 @@ class ParameterStyle:
 
     Args:
         layout: how it lies: ``Shard(dim)`` or ``Replicate()``.
-        gathered: it lies sharded, and its owner computes with the whole of it.
-        gradient: what a rank computes of the gradient of a whole parameter: ``"full"``, or ``"partial"`` where
+        gathered: it is stored sharded, and its owner computes with the full parameter.
+        gradient: the gradient that a rank computes for a full parameter: ``"full"``, or ``"partial"`` where
             it meets this rank's heads only.
     """
 
@@ -88,6 +88,6 @@ class ParameterStyle:
         require_flag(self, "gathered")
         require(self, "gradient", self.gradient in ("full", "partial"), "'full' or 'partial'")
         cut = isinstance(self.layout, Shard)
-        require(self, "gathered", cut or not self.gathered, "False: a replicated parameter is whole already")
+        require(self, "gathered", cut or not self.gathered, "False: a replicated parameter is already full")
         local = cut and not self.gathered
         require(self, "gradient", not local or self.gradient == "full", "'full': a shard is this rank's alone")

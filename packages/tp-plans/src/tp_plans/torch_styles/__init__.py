@@ -37,7 +37,7 @@ def styles_by_path(plan: Plan, model: Any) -> dict[str, ParallelStyle]:
     """The same for one model, by the paths of its modules in place of patterns.
 
     torch warns of every layer that lacks what a pattern names, as layers of another kind do; and rules for one
-    module that stand at different patterns are told apart from rules for different modules.
+    module at different patterns are distinguished from rules for different modules.
     """
     tree = ModelTree.of(model)
     places = (*tree.modules, *tree.parameters)

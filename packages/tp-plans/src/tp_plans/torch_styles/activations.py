@@ -1,4 +1,4 @@
-"""How activations enter and leave a sub-layer of a block."""
+"""Styles for the inputs and outputs of a sub-layer, on torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PrepareModuleInputImpl(LocalTensorStyle):
 
 
 class GatherSequenceImpl(LocalTensorStyle):
-    """``GatherSequence``: whole plain tensors inside, the stream cut on the sequence outside.
+    """``GatherSequence``: full plain tensors inside, activations sharded on the sequence outside.
 
     Args:
         style: the rule.

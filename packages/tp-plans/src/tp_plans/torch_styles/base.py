@@ -2,7 +2,7 @@
 
 Parameters are DTensors, so that FSDP, optimizers, checkpoints and norms see how they lie.  For the duration of
 its forward the module finds in their place this rank's plain tensors, taken by differentiable views that give
-each parameter its whole gradient in the parameter's own layout.  Model code, fused kernels and the compiler
+each parameter its full gradient in the parameter's own layout.  Model code, fused kernels and the compiler
 therefore meet ordinary tensors only, and no operator needs a sharding strategy.
 """
 
@@ -176,7 +176,7 @@ def distribute_tied(
             raise LayoutError(
                 f"a weight of shape {list(parameter.shape)} is tied: another module has it laid out as "
                 f"{known.placements[0]}, this rule wants {wanted}, which would untie it; give both places one "
-                "layout (tp_plans.check tells their names)"
+                "layout (tp_plans.check names them)"
             )
         return known  # type: ignore[return-value]
     distributed = distribute_tensor(parameter.detach(), mesh, [wanted], src_data_rank=src_data_rank)

@@ -14,7 +14,7 @@ class VocabParallelEmbeddingImpl(LocalTensorStyle):
     """``VocabParallelEmbedding``: looks up this rank's ids, zeros for the others, sums over the ranks.
 
     The lookup is local, so a rank's gradient has the size of its own slice; DTensor's embedding gives every
-    rank a gradient of the whole table.
+    rank a gradient of the full table.
     """
 
     style: VocabParallelEmbedding
@@ -27,13 +27,13 @@ class VocabParallelEmbeddingImpl(LocalTensorStyle):
 
         def own_ids(ids: Tensor) -> Tensor:
             ids = plain_full_tensor(ids, context.mesh)
-            # Ids outside the vocabulary stay outside this rank's rows, so that the lookup fails as it would whole.
+            # Ids outside the vocabulary stay outside this rank's rows, so that the lookup fails as with the full table.
             foreign = ((ids >= 0) & (ids < start)) | ((ids >= end) & (ids < rows))
             context.saved["foreign"] = foreign
             return (ids - start).masked_fill(foreign, 0)
 
         padding = getattr(module, "padding_idx", None)
-        if padding is not None:  # an index into the whole table, which the module applies to its slice
+        if padding is not None:  # an index into the full table, which the module applies to its slice
             context.attributes["padding_idx"] = padding
             module.padding_idx = padding - start if start <= padding < end else None  # type: ignore[assignment]
         return first_argument(args, kwargs, own_ids)
@@ -43,7 +43,7 @@ class VocabParallelEmbeddingImpl(LocalTensorStyle):
         return reduce_output(own, context.mesh, self.style.output_layouts, use_local_output=self.style.use_local_output)
 
     def _own_rows(self, rows: int, context: ForwardContext) -> tuple[int, int]:
-        """The ids whose rows this rank holds; DTensor deals ceiling-sized chunks."""
+        """Return the ids whose rows this rank holds; DTensor shards in ceiling-sized chunks."""
         chunk = -(-rows // context.mesh.size())
         start = min(rows, chunk * context.mesh.get_local_rank())
         return start, min(rows, start + chunk)

@@ -1,4 +1,4 @@
-"""Mixtures of experts whose experts are dealt over the axis, and modules whose outputs are addends."""
+"""Styles for sharded experts, and for modules with partial outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExpertsParallelImpl(LocalTensorStyle):
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         if not any(parameter is not None for parameter in own_parameters(module).values()):
             raise PlanError(
-                f"{type(module).__name__} has no parameters of its own, so there are no stacked experts to deal: "
+                f"{type(module).__name__} has no parameters of its own, so there are no stacked experts to shard: "
                 "ExpertsParallel is for modules that hold them as [experts, ...]"
             )
         mark_expert_parallel(module)
@@ -98,7 +98,7 @@ class AllReduceOutputImpl(LocalTensorStyle):
 
 
 class ScaleInputImpl(LocalTensorStyle):
-    """``ScaleInput``: a rank's share of what every rank computes alike."""
+    """``ScaleInput``: a rank's share of an output that every rank computes in full."""
 
     style: ScaleInput
 

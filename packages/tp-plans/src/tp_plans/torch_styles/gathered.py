@@ -1,4 +1,4 @@
-"""Parameters below a module that are stored split and whole during its forward."""
+"""Parameters below a module that are stored sharded and gathered for its forward."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ from tp_plans.styles import ParameterStyle
 
 
 def local_view(parameter: DTensor) -> Tensor:
-    """This rank's plain part of a parameter, whose gradient lies as the parameter does."""
+    """Return the plain local shard of a parameter; its gradient has the parameter's layout."""
     if _is_uneven(parameter) and parameter.requires_grad and torch.is_grad_enabled():
         return cast(Tensor, _UnevenView.apply(parameter))  # type: ignore[no-untyped-call]
     return parameter.to_local()
 
 
 def full_view(parameter: DTensor, *, partial: bool = False) -> Tensor:
-    """The whole of a split parameter as a plain tensor; each rank keeps its part of the gradient.
+    """Return the full tensor of a sharded parameter as a plain tensor; each rank keeps its part of the gradient.
 
     Args:
         parameter: split over a one-axis mesh.
@@ -34,7 +34,7 @@ def full_view(parameter: DTensor, *, partial: bool = False) -> Tensor:
 
 
 def parameter_view(rule: ParameterStyle, parameter: DTensor) -> Tensor:
-    """This rank's part, or the whole, of a bare parameter; its gradient lies as the parameter does."""
+    """Return the local shard, or the full tensor, of a bare parameter; its gradient has the parameter's layout."""
     partial = rule.gradient == "partial"
     if rule.gathered:
         return full_view(parameter, partial=partial)
@@ -52,7 +52,7 @@ def _detach(parameter: DTensor) -> DTensor:
 
 
 def _is_uneven(parameter: DTensor) -> bool:
-    """Whether the ranks' parts differ in size."""
+    """Return whether the local shards differ in size."""
     (cut,) = parameter.placements
     return isinstance(cut, Shard) and parameter.shape[cut.dim] % parameter.device_mesh.size() > 0
 
@@ -95,7 +95,7 @@ def summed_gradient(whole: DTensor) -> Tensor:
 
 
 def with_summed_gradient(local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The same for a tensor that is plain already and whole on every rank of a one-axis mesh."""
+    """Return the same for a plain tensor that is replicated over a one-axis mesh."""
     return cast(Tensor, _SumGradient.apply(local, mesh))  # type: ignore[no-untyped-call]
 
 
@@ -119,7 +119,7 @@ def to_local_writable(tensor: DTensor) -> Tensor:
 
 
 class _ToLocalWritable(torch.autograd.Function):
-    """The local tensor forward; its gradient lies as the DTensor did."""
+    """The local tensor forward; its gradient has the DTensor's layout."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:

@@ -143,7 +143,7 @@ def _exchanges(
 class _OnFirstRank(torch.autograd.Function):
     """A replicated bias on the first rank and zeros on the others, so that the sum over ranks adds it once.
 
-    Backward is the identity: the gradient of that sum is whole on every rank, and so is the bias's.
+    Backward is the identity: the gradient of that sum is replicated, and so is the bias's.
     """
 
     @staticmethod

@@ -32,7 +32,7 @@ def existing_dim(dim: int, tensor: Tensor) -> int:
     if not -tensor.ndim <= dim < tensor.ndim:
         has = f"dims 0 to {tensor.ndim - 1}" if tensor.ndim else "none"
         raise LayoutError(
-            f"a tensor of shape {list(tensor.shape)} has no dim {dim} to be cut on, it has {has}: correct the "
+            f"a tensor of shape {list(tensor.shape)} has no dim {dim} to shard, it has {has}: correct the "
             f"Shard({dim}) or sequence_dim={dim} of the rule"
         )
     return dim % tensor.ndim
@@ -60,7 +60,7 @@ def wrap(local: Tensor, mesh: DeviceMesh, layout: Layout, *, size: int | None = 
     Args:
         local: this rank's part.
         mesh: the one-axis mesh.
-        layout: how ``local`` lies.
+        layout: of ``local``.
         size: the full size of the sharded dim; needed for a shard, whose parts need not be equal.
     """
     shape = list(local.shape)
@@ -85,7 +85,7 @@ def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
 
 
 def plain_full_tensor(value: Any, mesh: DeviceMesh) -> Any:
-    """The whole of a DTensor as a plain tensor, contiguous as model code expects its input; anything else as it is.
+    """Return the full tensor of a DTensor, plain and contiguous as model code expects; other values unchanged.
 
     Until torch 2.12 parts of unequal length leave a view of padded rows.
     """

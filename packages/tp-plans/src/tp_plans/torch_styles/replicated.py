@@ -1,4 +1,4 @@
-"""Modules whose parameters every rank holds whole."""
+"""Styles for replicated modules, on torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
 
 
 class NoParallelImpl(LocalTensorStyle):
-    """``NoParallel``: computes on the activation as it comes, and hands on a DTensor where one came."""
+    """``NoParallel``: computes on the local activation, and outputs a DTensor if the input was one."""
 
     style: NoParallel
 
@@ -45,14 +45,14 @@ class NoParallelImpl(LocalTensorStyle):
         own = arrived.to_local().shape[cut.dim]
         if cut.dim >= output.ndim or output.shape[cut.dim] != own:
             raise LayoutError(
-                f"{type(module).__name__} got a DTensor cut on dim {cut.dim}, {own} of it here, and gave "
-                f"{list(output.shape)}, where that dim cannot be found again: NoParallel is for modules that keep "
-                "it; hand it a plain tensor"
+                f"{type(module).__name__} got a DTensor sharded on dim {cut.dim} (local size {own}) and returned "
+                f"{list(output.shape)}, which has lost that dim: NoParallel is for modules that keep "
+                "it; give it a plain tensor"
             )
         return wrap(output, context.mesh, layouts.Shard(cut.dim), size=arrived.shape[cut.dim])
 
     def _require_matching(self, module: nn.Module, tensor: DTensor) -> None:
-        """A whole activation gives a full gradient, a cut one a partial gradient; addends give neither."""
+        """Raise unless the input's layout fits the gradient: replicated for "full", sharded for "partial"."""
         (arrived,) = tensor.placements
         wanted = {"full": Replicate, "partial": Shard}[self.style.gradient]
         if isinstance(arrived, wanted):
@@ -64,7 +64,7 @@ class NoParallelImpl(LocalTensorStyle):
             fix += ", or SequenceParallel() for a norm on the sequence-parallel stream" * arrived.is_shard()
         raise LayoutError(
             f"{type(module).__name__} is NoParallel(gradient={self.style.gradient!r}) but its input is a DTensor "
-            f"that lies as {arrived}, so its gradient would be wrong: {fix}"
+            f"with placement {arrived}, so its gradient would be wrong: {fix}"
         )
 
 

@@ -21,10 +21,10 @@ from tp_plans.row_ranges import intersect, shard_ranges
 
 @dataclass(frozen=True)
 class RowExchange:
-    """What one rank sends and receives.
+    """The rows that one rank sends and receives.
 
     Args:
-        size: rows of the whole weight.
+        size: rows of the full weight.
         used: the rows that each rank computes with, from ``tp_plans.row_ranges.compute_ranges``.
         rank: this rank's place on the axis.
     """
@@ -32,11 +32,11 @@ class RowExchange:
     size: int
     used: Sequence[Sequence[range]]
     rank: int
-    #: Whether any rank computes with other rows than it stores.
+    #: True if any rank computes with other rows than it stores.
     needed: bool = field(init=False)
     #: For every rank, which of the rows stored here it gets, counted from the first stored here.
     sent: list[list[range]] = field(init=False)
-    #: How many rows come from every rank.
+    #: The number of rows from every rank.
     received: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ def _joined(rows: Sequence[range]) -> list[int]:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to the ranks that use them forward; their gradients to the ranks that sent them backward."""
+    """All-to-all of weight rows; backward sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, mesh: DeviceMesh, received: list[int], sent: list[int]) -> Tensor:
