@@ -49,7 +49,7 @@ def test_arguments_are_named_and_ordered_as_in_nemo(name: str) -> None:
 
 
 def automodel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    return nemo.fsdp2_strategy_parallelize(model, mesh, **options)
+    return nemo.fsdp2_strategy_parallelize(model, mesh, MixedPrecisionPolicy(), **options)
 
 
 def nemo_rl(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
@@ -235,7 +235,7 @@ def test_an_edited_dict_that_does_not_fit_together_is_refused() -> None:
 
 @pytest.mark.parametrize(("heads", "key_value", "tp"), [(6, 3, 2), (4, 2, 4)])
 def test_head_counts_are_checked_for_a_dict_of_torchs_styles(heads: int, key_value: int, tp: int) -> None:
-    model = tiny_model("LlamaForCausalLM", num_attention_heads=heads, num_key_value_heads=key_value)
+    model = tiny_model("Qwen3ForCausalLM", num_attention_heads=heads, num_key_value_heads=key_value)
     plan = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
     with pytest.raises(ModelError, match=rf"{heads} query and {key_value} key/value heads.*tp={tp}"):
         nemo._resolve_plan(model, False, plan, _TensorMesh(tp))
