@@ -43,14 +43,13 @@ def main() -> None:
         max_steps=options.steps,
         logging_steps=1,
         save_strategy="no",
-        report_to=[],
+        use_cpu=mesh.device_type == "cpu",
         bf16=False,
         disable_tqdm=True,  # one line a step instead
     )
     prompts = Dataset.from_list([{"prompt": f"{number} +"} for number in range(40)])
-    data = {"train_dataset": prompts, "reward_funcs": small_numbers}
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    trainer = GRPOTrainer(model=model, mesh=mesh, args=arguments, processing_class=tokenizer, **data)
+    data = {"train_dataset": prompts, "processing_class": AutoTokenizer.from_pretrained(path)}
+    trainer = GRPOTrainer(model=model, mesh=mesh, args=arguments, reward_funcs=small_numbers, **data)
     trainer.train()
     trainer.save_model()
     dist.destroy_process_group()

@@ -43,13 +43,13 @@ def main() -> None:
         max_steps=options.steps,
         logging_steps=5,
         save_strategy="no",
-        report_to=[],
+        use_cpu=mesh.device_type == "cpu",
         bf16=False,
         disable_tqdm=True,  # one line every five steps instead
     )
-    data = {"train_dataset": sums(1024), "eval_dataset": sums(64)}
     tokenizer = AutoTokenizer.from_pretrained(path)
-    trainer = SFTTrainer(model=model, mesh=mesh, args=arguments, processing_class=tokenizer, **data)
+    data = {"train_dataset": sums(1024), "eval_dataset": sums(64), "processing_class": tokenizer}
+    trainer = SFTTrainer(model=model, mesh=mesh, args=arguments, **data)
     trainer.train()
     trainer.evaluate()
     trainer.save_model()

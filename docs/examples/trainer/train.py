@@ -43,15 +43,14 @@ def main() -> None:
         max_steps=options.steps,
         logging_steps=5,
         save_strategy="no",
-        report_to=[],
+        use_cpu=mesh.device_type == "cpu",
         disable_tqdm=True,  # one line every five steps instead
     )
     trainer = Trainer(model=model, mesh=mesh, args=arguments, train_dataset=counting(512))
     trainer.train()
     trainer.save_model()
     if dist.get_rank() == 0:
-        saved = AutoModelForCausalLM.from_pretrained(options.output)
-        print(f"saved to {options.output}: {saved.num_parameters():,} parameters", flush=True)
+        print("saved:", AutoModelForCausalLM.from_pretrained(options.output).config.architectures, flush=True)
     dist.destroy_process_group()
 
 

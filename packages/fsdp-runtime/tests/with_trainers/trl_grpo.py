@@ -122,7 +122,9 @@ def test_they_are_with_every_option(four_ranks: RankPool, folder: Path, tmp_path
     found, expected = compare(
         four_ranks, set_up, folder, {"dp_shard": 2, "tp": 2}, parallel=parallel, key=f"grpo {options}"
     )
-    assert differences(found, expected, FIGURES) == {}
+    # Which samples share a micro-batch depends on the ranks, and TRL's other figures are means over micro-batches.
+    figures = FIGURES[:2] if "gradient_accumulation_steps" in options else FIGURES
+    assert differences(found, expected, figures) == {}
 
 
 def test_a_reference_model_on_the_same_mesh_gives_the_kl_of_one_process(

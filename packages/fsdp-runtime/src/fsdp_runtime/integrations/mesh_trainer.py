@@ -83,6 +83,11 @@ class MeshTrainerMixin(_AnyTrainer):
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise OptionError("accelerate is set up for DeepSpeed or FSDP: start the script with torchrun")
+        if self.args.world_size != self.mesh.size():
+            raise OptionError(
+                f"accelerate counts {self.args.world_size} processes and the mesh has {self.mesh.size()} ranks: start "
+                "the script with torchrun, and on CPUs set use_cpu=True in the training arguments"
+            )
         self.accelerator = over_mesh(self.accelerator, self.mesh)
         if self.accelerator.dataloader_config.dispatch_batches is None:
             self.accelerator.dataloader_config.dispatch_batches = False
