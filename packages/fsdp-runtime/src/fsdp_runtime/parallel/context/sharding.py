@@ -103,9 +103,10 @@ class SequenceLayout:
         Raises:
             LayoutError: the tensor does not have ``length`` entries on ``dim``.
         """
-        if not isinstance(full, Tensor) or not -full.dim() <= dim < full.dim():
-            shape = tuple(full.shape) if isinstance(full, Tensor) else f"a {type(full).__name__}"
-            raise LayoutError(f"got {shape}, which has no dim {dim}: give one entry for each of {self.length} tokens")
+        if not -_dims(full) <= dim < _dims(full):
+            raise LayoutError(
+                f"got {_describe(full)}, which has no dim {dim}: give one entry for each of {self.length} tokens"
+            )
         if full.shape[dim] != self.length:
             raise LayoutError(f"{full.shape[dim]} entries on dim {dim} of {tuple(full.shape)}, not {self.length}")
         return full.index_select(dim, self.positions.to(full.device))
@@ -123,10 +124,10 @@ class SequenceLayout:
             LayoutError: a tensor does not have ``length`` tokens on its second dim (on its last for position ids).
         """
         for name, value in batch.items():
-            if not isinstance(value, Tensor) or value.dim() < (1 if name == "position_ids" else 2):
-                shape = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            if _dims(value) < (1 if name == "position_ids" else 2):
                 raise LayoutError(
-                    f"{name} is {shape}, not a tensor [batch, {self.length}, ...]: pass values per sample separately"
+                    f"{name} is {_describe(value)}, not a tensor [batch, {self.length}, ...]: pass values per sample "
+                    "separately"
                 )
         found = {
             name: self.shard(value, dim=value.dim() - 1 if name == "position_ids" else 1)
@@ -174,3 +175,12 @@ def require_load_balancer(load_balancer: object) -> None:
     """
     if load_balancer not in ("headtail", None):
         raise OptionError(f"load_balancer={load_balancer!r}: write 'headtail' or None")
+
+
+def _dims(value: object) -> int:
+    """Return the number of dims of a tensor, 0 for any other value."""
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def _describe(value: object) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
