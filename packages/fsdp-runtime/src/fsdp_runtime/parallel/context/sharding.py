@@ -183,4 +183,4 @@ def _dims(value: object) -> int:
 
 
 def _describe(value: object) -> str:
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
