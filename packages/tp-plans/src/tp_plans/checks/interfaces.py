@@ -130,7 +130,9 @@ def _replicated_after_blocks(planned: PlannedTree) -> Iterator[Finding]:
         if path in (tree.final_norm, tree.lm_head):
             fix = "ColwiseParallel(use_local_output=False)" if path == tree.lm_head else fix
             yield Finding("error", path, what, f"make it {fix}")
-        else:
+        elif tree.lm_head is not None and parent(path) == parent(
+            tree.lm_head
+        ):  # inside the trunk it may read embeddings
             yield Finding("warning", path, f"{what}, which it may read", f"if it does, make it {fix}")
 
 
