@@ -124,7 +124,8 @@ def forget_accelerate() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"):
+        os.environ.pop(name, None)
     if "WORLD_SIZE" in os.environ:
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]  # as torchrun does
 

@@ -248,28 +248,18 @@ def test_what_cannot_be_right_is_refused_with_the_fix(two_ranks: RankPool, folde
     assert two_ranks.run(_refusals, folder, tmp_path) == [[], []]
 
 
-def _noisy(samples: Any) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.tensor([sample["input_ids"] for sample in samples]), "noise": torch.rand(1)}
-
-
-def _drawn(folder: Path, output: Path) -> list[tuple[Any, float]]:
-    """What the data loader's worker makes of every batch."""
+def _worker_ranks(folder: Path, output: Path) -> int:
+    """The rank that the data loader's workers are seeded by."""
     forget_accelerate()
     model, mesh = model_on(folder, {"dp_shard": 2, "tp": 2})
-    arguments = TrainingArguments(
-        **{**COMMON, "output_dir": str(output), "dataloader_num_workers": 1, "remove_unused_columns": False}
-    )
-    trainer = Trainer(model=model, mesh=mesh, args=arguments, train_dataset=token_rows(), data_collator=_noisy)
-    return [(batch["input_ids"].tolist(), float(batch["noise"])) for batch in trainer.get_train_dataloader()]
+    arguments = TrainingArguments(**{**COMMON, "output_dir": str(output), "dataloader_num_workers": 1})
+    trainer = Trainer(model=model, mesh=mesh, args=arguments, train_dataset=token_rows())
+    seeded: int = trainer.get_train_dataloader().base_dataloader.worker_init_fn.keywords["rank"]
+    return seeded
 
 
-def test_workers_of_one_tp_group_draw_the_same_and_of_others_not(
-    four_ranks: RankPool, folder: Path, tmp_path: Path
-) -> None:
-    first, second, third, fourth = four_ranks.run(_drawn, folder, tmp_path)
-    assert first == second
-    assert third == fourth
-    assert all(ours != theirs for ours, theirs in zip(first, third, strict=True))
+def test_workers_are_seeded_by_their_rank_on_dp(four_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    assert four_ranks.run(_worker_ranks, folder, tmp_path) == [0, 0, 1, 1]
 
 
 def test_one_process_alone_may_use_it_too(folder: Path, tmp_path: Path) -> None:

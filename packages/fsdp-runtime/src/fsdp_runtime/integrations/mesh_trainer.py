@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import CheckpointError, OptionError
-from fsdp_runtime.integrations.logits import full, plain_logits_only, take_sharded_logits
+from fsdp_runtime.integrations.logits import full, label_smoother_for, take_sharded_logits
 from fsdp_runtime.integrations.mesh_accelerator import MeshAccelerator, over_mesh
 from fsdp_runtime.integrations.rl_logprobs_backend import clip_grad_norm_, grad_norm, require_rl_logprobs
 from fsdp_runtime.integrations.training_arguments import check_arguments, check_mesh, check_model, check_optimizer
@@ -76,7 +76,7 @@ class MeshTrainerMixin(_AnyTrainer):
             take_sharded_logits(base_model(model))
         super().__init__(model=model, args=args, **kwargs)
         if self.label_smoother is not None:
-            self.label_smoother = plain_logits_only(self.label_smoother)
+            self.label_smoother = label_smoother_for(self.label_smoother, base_model(model))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, over the ranks of ``dp``."""
