@@ -78,7 +78,7 @@ def get_grad_norm(
 def clip_grad_by_total_norm_(
     parameters: torch.Tensor | Sequence[torch.Tensor],
     max_grad_norm: int | float,
-    total_norm: float,
+    total_norm: float | torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Scale the gradients in place by ``max_grad_norm / (total_norm + 1e-6)`` if that is less than one.

@@ -75,8 +75,9 @@ class MeshTrainerMixin(_AnyTrainer):
         if hasattr(base_model(model), "loss_function"):
             take_sharded_logits(base_model(model))
         super().__init__(model=model, args=args, **kwargs)
-        if self.label_smoother is not None:
-            self.label_smoother = label_smoother_for(self.label_smoother, base_model(model))
+        attributes: dict[str, Any] = self.__dict__
+        if (label_smoother := attributes["label_smoother"]) is not None:
+            attributes["label_smoother"] = label_smoother_for(label_smoother, base_model(model))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, over the ranks of ``dp``."""

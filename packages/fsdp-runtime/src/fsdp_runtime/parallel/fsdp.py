@@ -138,7 +138,7 @@ def _require_root_forward(model: nn.Module, structure: ModelStructure) -> None:
 
 
 def _check_gathered(module: nn.Module, _args: Any, *, path: str, mesh_ndim: int) -> None:
-    parameter = next(module.parameters(recurse=False), None)
+    parameter: object = next(module.parameters(recurse=False), None)
     if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == mesh_ndim:  # gathered ones lack FSDP2's axes
         raise ModelError(
             f"{path} is called outside of the model's own forward, where FSDP2 keeps its parameters sharded: call the "
