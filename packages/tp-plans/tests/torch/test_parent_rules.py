@@ -21,8 +21,8 @@ def test_bare_parameters_and_rules_with_names_go_to_the_module_above():
     assert group_by_parent(
         {"a.*.attn.sinks": sinks, "a.*.attn.qkv": FUSED, "a.*.attn": ParallelAttention(), "scale": sinks}
     ) == {
-        "a.*.attn": (ParallelAttention(), ParentRules(bare={"sinks": sinks}, children={"qkv": FUSED})),
-        "": (None, ParentRules(bare={"scale": sinks})),
+        "a.*.attn": (ParallelAttention(), ParentRules(parameter_rules={"sinks": sinks}, children={"qkv": FUSED})),
+        "": (None, ParentRules(parameter_rules={"scale": sinks})),
     }
 
 

@@ -230,7 +230,7 @@ def require_mesh(mesh: object) -> None:
     Raises:
         MeshError: it is something else.
     """
-    if not isinstance(mesh, DeviceMesh):
+    if not hasattr(mesh, "mesh_dim_names"):
         raise MeshError(
             f"mesh is of type {type(mesh).__name__}, not a DeviceMesh: build one with MeshSpec(...).build()"
         )

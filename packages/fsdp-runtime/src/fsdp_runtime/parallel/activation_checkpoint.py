@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_runtime._transformers_compat import disable_cache
 from fsdp_runtime.errors import ModelError, OptionError
@@ -154,8 +154,10 @@ class _Recomputing:
         contexts: SelectiveContexts | None = self.__dict__[RUNTIME_STATE].checkpoint_contexts
         if contexts is None:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        run = partial(checkpoint, forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        return run() if torch.compiler.is_compiling() else contexts.run(run)
+        if torch.compiler.is_compiling():  # the compiler replaces in-place operators before it decides what to keep
+            compiled_contexts = partial(create_selective_checkpoint_contexts, contexts.saved)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
+        return contexts.run(partial(checkpoint, forward, *args, use_reentrant=False, context_fn=contexts, **kwargs))
 
 
 def _mlps(structure: ModelStructure) -> tuple[str, ...]:

@@ -45,8 +45,6 @@ class SelectiveContexts:
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of a forward and of its recomputation."""
         forward, recompute = create_selective_checkpoint_contexts(list(self.saved))  # type: ignore[no-untyped-call]
-        if torch.compiler.is_compiling():  # the compiler replaces in-place operators before it decides what to keep
-            return forward, recompute
         return _both(forward, _WatchWrites(self.saved)), recompute
 
     def run(self, forward: Callable[[], Any]) -> Any:

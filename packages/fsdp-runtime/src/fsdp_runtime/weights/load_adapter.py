@@ -94,6 +94,16 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         OtherRankError: another rank raised one of these.
 
     All are raised on every rank before anything changes, but for a file that fails while it is read.
+
+    Example:
+        >>> import tempfile, peft
+        >>> from torch import nn
+        >>> from fsdp_runtime import load_adapter, save_adapter
+        >>> base = nn.Sequential(nn.Linear(4, 4))
+        >>> model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"]))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save_adapter(model, directory)
+        ...     load_adapter(model, directory)
     """
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(entries)
