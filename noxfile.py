@@ -18,7 +18,7 @@ OLDEST_TRANSFORMERS = ["4.57.6", "5.6.2"]
 #: Tests that depend on private or changing parts of torch: local modules, meshes, FSDP2, attention over `cp`, weights,
 #: fake ranks of the dry run, process groups, reductions and products over the vocabulary, and full models.
 SUBSET = [
-    "packages/tp-plans/tests/torch/test_local.py",
+    "packages/tp-plans/tests/torch/test_base.py",
     "packages/tp-plans/tests/torch/test_together.py",
     *(
         f"packages/fsdp-runtime/tests/{name}.py"
