@@ -45,6 +45,16 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path) is not None
 
 
+def test_ranks_that_accelerate_does_not_count_are_refused_with_the_fix(tmp_path: Path) -> None:
+    text = (FOLDER / "train.py").read_text()
+    (tmp_path / "tiny.py").write_text((FOLDER / "tiny.py").read_text())
+    (tmp_path / "train.py").write_text(text.replace('use_cpu=mesh.device_type == "cpu",', ""))
+    done = torchrun(tmp_path / "train.py", f"--output={tmp_path}", ranks=2, cwd=tmp_path, timeout=500)
+    assert done.returncode != 0
+    assert "accelerate counts 1 processes and the mesh has 2 ranks" in done.stderr
+    assert "use_cpu=True" in done.stderr
+
+
 def _guide(folder: Path) -> list[int]:
     """The guide's code, with the names that its text explains."""
     import transformers
