@@ -19,11 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_runtime._torch_compat import all_gather_flat
 from fsdp_runtime.errors import ReplicaError
 from fsdp_runtime.model.state import state_entries
-
-#: Elements hashed at a time, so that a large parameter needs no copy of itself in 64 bits.
-_CHUNK = 2**20
-#: An odd multiplier (Knuth's, from the golden ratio), so that equal values in other positions hash differently.
-_MULTIPLIER = 2654435761
+from fsdp_runtime.sharded.hashing import hash_bits
 
 
 @torch.no_grad()
@@ -84,14 +80,6 @@ def _replica_groups(tensor: Tensor, mesh: DeviceMesh | None) -> Iterator[tuple[s
 
 
 def _hash(tensor: Tensor) -> Tensor:
-    """Return a 64-bit hash of the local bits, a 0-d tensor on the collectives' device."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
-    flat = local.contiguous().view(-1).view(words) if local.numel() else local.new_empty(0, dtype=torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        part = flat[start : start + _CHUNK].long()
-        positions = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
-        total += ((part + 1) * (positions * _MULTIPLIER)).sum()  # wraps around in 64 bits, equally on every rank
-    device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
-    return total.to(device)
+    """Return the hash of the local bits, on the collectives' device."""
+    found = hash_bits(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    return found.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else found

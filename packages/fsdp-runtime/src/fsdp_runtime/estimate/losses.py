@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import children
 from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.parallel.lm_head import logits_of
 
 #: Runs the model on its inputs, ``input_ids`` among them, and returns a function that computes the loss.
 Forward = Callable[[nn.Module, Mapping[str, Tensor]], Callable[[], Tensor]]
@@ -95,10 +96,8 @@ def _on_hidden(linear_token_logprobs: Callable[..., Tensor], lm_head: str) -> Fo
 
 
 def _logits(output: Any) -> Tensor:
-    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if found is None and isinstance(output, (tuple, list)):
-        found = output[0]
-    if not isinstance(found, Tensor):
+    found = logits_of(output)
+    if found is None:
         raise EstimateError(
             f"the model returned a {type(output).__name__} without logits: pass logprobs=function(model, inputs)"
         )

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.mesh.spec import submesh
+from fsdp_runtime.sharded.hashing import hash_bits
 
-#: Odd multipliers of the digest (Knuth's and splitmix64's), reduced to int64.
-_POSITION, _MIX = 2654435761, -7046029254386353131
+#: Odd multiplier of a digest, so that equal digests of two inputs do not cancel in a sum.
+_MIX = -7046029254386353131
 
 
 def assert_inputs_equal(mesh: DeviceMesh, inputs: Mapping[str, Any], *, axis: str = "tp") -> None:
@@ -143,14 +144,7 @@ def _digest(name: str, value: Any) -> Tensor:
         return torch.tensor(_text_digest(f"{name} {value!r}"), dtype=torch.int64)
     local = value.to_local() if isinstance(value, DTensor) else value
     head = _text_digest(f"{name} {local.dtype} {tuple(local.shape)}")
-    bits = local.detach().contiguous().view(-1)
-    if bits.dtype is torch.bool:
-        bits = bits.to(torch.uint8)
-    elif bits.is_floating_point() or bits.is_complex():
-        bits = bits.view(torch.uint8)
-    weights = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64) * _POSITION
-    mixed = (bits.to(torch.int64) + 1) * weights
-    return ((mixed ^ (mixed >> 29)) * _MIX).sum() + head
+    return hash_bits(local) + head
 
 
 def _text_digest(text: str) -> int:

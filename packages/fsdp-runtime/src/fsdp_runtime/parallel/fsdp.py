@@ -238,11 +238,7 @@ def _set_prefetching(blocks: Sequence[nn.Module], options: FSDPOptions) -> None:
 
 def _convert_trainable(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in list(model.parameters()):
-        if not parameter.requires_grad or not parameter.is_floating_point() or parameter.dtype == dtype:
-            continue
-        if not isinstance(parameter, DTensor):
-            parameter.data = parameter.data.to(dtype)  # as Module.to; swap_tensors refuses tensors with weak references
-        else:
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype:
             converted = nn.Parameter(parameter.detach().to(dtype))
             converted.__dict__.update(parameter.__dict__)
             torch.utils.swap_tensors(parameter, converted)  # type: ignore[no-untyped-call]  # ties stay ties

@@ -177,7 +177,7 @@ class _Run:
                 f"the forward of {type(model).__name__} does not call {path}: compute the loss from the logits"
             )
         if self.known is None:
-            measured = _measured(_logits(output), self.stand_in.probes)
+            measured = _measured(logits_of(output), self.stand_in.probes)
             if measured is None:
                 raise _unknown_map(model, path)
             self.known = _maps[model] = measured
@@ -199,7 +199,8 @@ def _head_path(model: nn.Module) -> str:
     return _paths[model]
 
 
-def _logits(output: Any) -> Tensor | None:
+def logits_of(output: Any) -> Tensor | None:
+    """Return the logits of a model's output: the tensor itself, its ``logits``, or the first of a tuple."""
     found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if found is None and isinstance(output, (tuple, list)) and output:
         found = output[0]

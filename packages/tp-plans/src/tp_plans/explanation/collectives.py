@@ -1,7 +1,7 @@
 """The collectives of a plan, derived from its layouts.
 
 How a layer's input lies follows from the nearest rule above it that prepares inputs, where the layer reads the
-stream (it is as wide as the embedding), and is whole on every rank where it reads something in between.
+stream (it is as wide as the embedding), and is replicated where it reads something in between.
 """
 
 from __future__ import annotations

@@ -47,9 +47,12 @@ class ColwiseParallel:
         require_multiple_of(self, "multiple_of")
         require_fused_sizes(self, "fused_sizes")
         require_flag(self, "replicate_kv_heads")
-        whole = self.output_layouts == Replicate() and (self.fused_sizes or self.replicate_kv_heads)
+        replicated = self.output_layouts == Replicate() and (self.fused_sizes or self.replicate_kv_heads)
         require(
-            self, "output_layouts", not whole, "Shard(-1): features of several pieces, or shared ones, are not gathered"
+            self,
+            "output_layouts",
+            not replicated,
+            "Shard(-1): features of several pieces, or shared ones, are not gathered",
         )
         hidden = not self.use_local_output and (self.fused_sizes or self.replicate_kv_heads)
         require(self, "use_local_output", not hidden, "True: no DTensor layout describes such features")
@@ -83,8 +86,8 @@ class RowwiseParallel:
         require_flag(self, "use_local_output")
         require_multiple_of(self, "multiple_of")
         require_fused_sizes(self, "fused_sizes")
-        whole = self.input_layouts == Replicate() and self.fused_sizes
-        require(self, "input_layouts", not whole, "Shard(-1): an input of several pieces arrives split")
+        replicated = self.input_layouts == Replicate() and self.fused_sizes
+        require(self, "input_layouts", not replicated, "Shard(-1): an input of several pieces arrives split")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ class ColwiseEmbeddingImpl(LocalTensorStyle):
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         features = context.parameters["weight"].shape[1]
-        whole = redistribute(
+        full = redistribute(
             wrap(output, context.mesh, layouts.Shard(output.ndim - 1), size=features), self.style.output_layouts
         )
-        return to_output(whole, use_local_output=self.style.use_local_output)
+        return to_output(full, use_local_output=self.style.use_local_output)

@@ -122,9 +122,9 @@ def _is_index(value: object) -> bool:
 
 
 def _full_with_summed_gradient(tensor: Tensor, context: ForwardContext) -> Tensor:
-    """A plain tensor, whole on every rank, each of which computes an addend of its gradient."""
-    whole: Tensor = plain_full_tensor(tensor, context.mesh)
-    return with_summed_gradient(whole, context.mesh) if whole.requires_grad else whole
+    """Return a full plain tensor; each rank computes an addend of its gradient."""
+    full: Tensor = plain_full_tensor(tensor, context.mesh)
+    return with_summed_gradient(full, context.mesh) if full.requires_grad else full
 
 
 def _local_tokens(tokens: Tensor, own: range, experts: int, module: nn.Module, context: ForwardContext) -> Tensor:

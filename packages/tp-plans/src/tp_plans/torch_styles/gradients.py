@@ -28,8 +28,8 @@ def full_view(parameter: DTensor, *, partial: bool = False) -> Tensor:
         partial: whether what a rank computes is a part of the gradient, and the ranks' are to be summed.
     """
     source = parameter if torch.is_grad_enabled() else _detach(parameter)
-    whole = source.redistribute(placements=[Replicate()])
-    plain = whole.to_local(grad_placements=[Partial() if partial else Replicate()])
+    full = source.redistribute(placements=[Replicate()])
+    plain = full.to_local(grad_placements=[Partial() if partial else Replicate()])
     return cast(Tensor, _DenseGradient.apply(plain)) if _is_uneven(parameter) else plain  # type: ignore[no-untyped-call]
 
 
@@ -89,9 +89,9 @@ class _DenseGradient(torch.autograd.Function):
         return gradient.contiguous()
 
 
-def summed_gradient(whole: DTensor) -> Tensor:
+def summed_gradient(full: DTensor) -> Tensor:
     """A replicated tensor's local view whose gradient is summed over the axis, so every rank gets the full one."""
-    return with_summed_gradient(whole.to_local(), whole.device_mesh)
+    return with_summed_gradient(full.to_local(), full.device_mesh)
 
 
 def with_summed_gradient(local: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -40,7 +40,7 @@ class ColwiseParallelImpl(LocalTensorStyle):
     def pre_forward(
         self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
     ) -> tuple[Args, Kwargs]:
-        def whole(tensor: Tensor) -> Tensor:
+        def full(tensor: Tensor) -> Tensor:
             arrived = self._read(tensor, context)
             gathered = redistribute(arrived, layouts.Replicate())
             # Each rank's features give a part of the input's gradient.  It is summed where the input came from,
@@ -49,7 +49,7 @@ class ColwiseParallelImpl(LocalTensorStyle):
                 return summed_gradient(gathered)
             return gathered.to_local(grad_placements=[Partial()])
 
-        return first_argument(args, kwargs, whole)
+        return first_argument(args, kwargs, full)
 
     def _read(self, tensor: Tensor, context: ForwardContext) -> DTensor:
         if isinstance(tensor, DTensor) or self.style.input_layouts == layouts.Replicate():
@@ -120,8 +120,8 @@ class MLAKVProjectionImpl(ColwiseParallelImpl):
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         rotary = resolve_int(module, self.style.rope_dim)
         own = wrap(output, context.mesh, layouts.Shard(output.ndim - 1), size=context.parameters["weight"].shape[0])
-        whole = to_local_writable(redistribute(own, layouts.Replicate()))
-        compressed, shared_key = whole[..., :-rotary], whole[..., -rotary:]
+        full = to_local_writable(redistribute(own, layouts.Replicate()))
+        compressed, shared_key = full[..., :-rotary], full[..., -rotary:]
         return torch.cat([compressed, with_summed_gradient(shared_key, context.mesh)], dim=-1)
 
 
