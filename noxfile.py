@@ -14,6 +14,9 @@ nox.options.sessions = ["lint", "types", "plans_alone", "tests"]
 
 PACKAGES = ["tp-plans", "fsdp-runtime", "rl-logprobs"]
 TORCH_VERSIONS = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
+#: The releases beside the pinned one that every change is tried on.  2.15.0 is in ``TORCH_VERSIONS`` only: package
+#: mirrors may hold it back, and the test command is to pass there too.
+SUBSET_TORCH_VERSIONS = ["2.10.0", "2.14.1"]
 OLDEST_TRANSFORMERS = ["4.57.6", "5.6.2"]
 #: Tests that depend on private or changing parts of torch: local modules, meshes, FSDP2, attention over `cp`, weights,
 #: fake ranks of the dry run, process groups, reductions and products over the vocabulary, and full models.
@@ -118,9 +121,9 @@ def torch_versions(session: nox.Session, torch: str) -> None:
 
 
 @nox.session
-@nox.parametrize("torch", [TORCH_VERSIONS[0], TORCH_VERSIONS[-1]])
+@nox.parametrize("torch", SUBSET_TORCH_VERSIONS)
 def torch_subset(session: nox.Session, torch: str) -> None:
-    """Run the tests that depend most on torch's version on the oldest and the newest supported one."""
+    """Run the tests that depend most on torch's version on 2.10.0 and 2.14.1."""
     install_editable(session, "test", torch=torch)
     report = f"--junitxml=reports/subset-torch-{torch}.xml"
     session.run("pytest", *PARALLEL, report, *SUBSET, *session.posargs, env=ONE_THREAD)
