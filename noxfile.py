@@ -107,7 +107,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Run all combinations of two test matrices; ``tests`` covers every pair of values."""
+    """Run all combinations of the test matrices of which ``tests`` runs every pair of values."""
     install_editable(session, "test")
     session.run("pytest", *PARALLEL, "--slow", "-m", "slow", *session.posargs, env=ONE_THREAD)
 

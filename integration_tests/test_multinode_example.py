@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.interpreter import environment
+
 FOLDER = Path(__file__).parents[1] / "docs" / "examples" / "multinode"
 STEPS = ("--steps", "3")
 
@@ -27,15 +29,6 @@ SRUN = """
     tasks = [subprocess.Popen(command, env={{**os.environ, **step, "SLURM_PROCID": str(rank)}}) for rank in range(2)]
     sys.exit(max(task.wait() for task in tasks))
 """
-
-
-def environment(**changes: str) -> dict[str, str]:
-    """This process's, without any launcher's variables, with the programs and packages of this Python first."""
-    launchers = re.compile(r"SLURM_|MASTER_|TORCHELASTIC_|(RANK|WORLD_SIZE|LOCAL_RANK)$")
-    kept = {name: value for name, value in os.environ.items() if not launchers.match(name)}
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    modules = os.pathsep.join(filter(None, sys.path))
-    return {**kept, "PATH": programs, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1", **changes}
 
 
 def free_port() -> str:
@@ -59,7 +52,7 @@ def start(*command: str | Path, **changes: str) -> subprocess.Popen[str]:
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
     """The losses of one process, which no launcher started."""
-    (printed,) = ended(start(sys.executable, FOLDER / "train.py", *STEPS))
+    (printed,) = ended(start("python", FOLDER / "train.py", *STEPS))
     assert "rank 0 of 1" in printed
     found = losses(printed)
     assert found[2] < found[0]

@@ -6,6 +6,7 @@ import ast
 import builtins
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,12 @@ SHARED = {
 }
 
 
-def _classes() -> Iterator[tuple[str, Path, ast.ClassDef]]:
+@cache
+def _classes() -> tuple[tuple[str, Path, ast.ClassDef], ...]:
+    return tuple(_read_classes())
+
+
+def _read_classes() -> Iterator[tuple[str, Path, ast.ClassDef]]:
     for name in NAMES:
         for file in sorted((PACKAGES / name / "src").rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

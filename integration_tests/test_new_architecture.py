@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+from harness.interpreter import environment
 from harness.torchrun import own_lines
 
 GUIDE = (Path(__file__).parents[1] / "docs" / "guides" / "new-architecture.md").read_text()
@@ -17,10 +16,8 @@ STEPS = re.findall(r"```bash\n(.*?)```\n\n```text\n(.*?)```", GUIDE, flags=re.DO
 
 def said(command: str, folder: Path) -> str:
     """What a command of the guide prints in a folder, with the programs of this environment."""
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": programs, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, shell=True, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     return own_lines(done.stdout)

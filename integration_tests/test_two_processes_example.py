@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
+
+from harness.interpreter import environment
 
 FOLDER = Path(__file__).parents[1] / "docs" / "examples" / "two_processes"
 
@@ -26,15 +26,12 @@ def free_ports() -> int:
 
 
 def start(script: str, node: int, ranks: int, port: int) -> subprocess.Popen[str]:
-    launchers = re.compile(r"MASTER_|TORCHELASTIC_|(RANK|WORLD_SIZE|LOCAL_RANK)$")
-    kept = {name: value for name, value in os.environ.items() if not launchers.match(name)}
-    modules = os.pathsep.join(filter(None, sys.path))
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}")
+    launcher = ("torchrun", "--nnodes=2", f"--node-rank={node}")
     place = (f"--nproc-per-node={ranks}", "--master-addr=localhost", f"--master-port={port}")
     return subprocess.Popen(
         [*launcher, *place, script],
         cwd=FOLDER,
-        env={**kept, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -5,6 +5,7 @@ import contextlib
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 import torch._inductor.compile_fx
+import torch.distributed.launcher.api
 import torch.distributed.tensor.parallel
 import torch.testing._internal.distributed.fake_pg  # noqa: F401
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
+
+from harness.interpreter import environment
 
 
 def torchrun(
     script: str | Path, *arguments: str, ranks: int, cwd: Path, timeout: float = 300.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` on ``ranks`` processes of this machine, with this process's import path, and wait for it."""
+    """Run ``script`` on ``ranks`` processes of this machine, with this process's import path, and wait for it.
+
+    The launcher and the ranks are forked with their imports done; nothing else differs (see harness.interpreter).
+    """
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            script,
-            *arguments,
-        ],
+        ["torchrun", "--standalone", f"--nproc-per-node={ranks}", script, *arguments],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=timeout,

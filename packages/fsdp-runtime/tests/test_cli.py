@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from fsdp_runtime import Estimate, MeshSpec, ModelError, Sweep, cli
 from fsdp_runtime.estimate.candidates import rank_candidates
 from fsdp_runtime.estimate.sweep_types import Candidate
 from harness.estimates import GIB, made_estimate
+from harness.interpreter import environment
 from harness.models import tiny_config
 from tp_plans import Plan, UnknownArchitectureError, plan_for
 
@@ -203,7 +203,8 @@ def test_a_tiny_model_is_swept_from_its_config(tmp_path: Path) -> None:
     fixed = ["--activation-checkpointing", "none", "--max-tp", "2", "--dp-replicate", "1", "--workers", "1"]
     command = ["estimate", str(tmp_path), "--seq-len", "16", "--sweep", "--world-size", "2", *fixed, "--json", "-"]
     done = subprocess.run(
-        [sys.executable, "-m", "fsdp_runtime.cli", *command, "--bandwidth", "1GB/s", "--device-memory", "1GiB"],
+        ["python", "-m", "fsdp_runtime.cli", *command, "--bandwidth", "1GB/s", "--device-memory", "1GiB"],
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=600,

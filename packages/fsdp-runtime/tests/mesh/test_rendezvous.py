@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 
 from fsdp_runtime import MeshError, RankInfo, rank_info_from_env
 from fsdp_runtime.mesh.rendezvous import first_host
+from harness.interpreter import environment
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 SLURM = {
@@ -83,13 +83,11 @@ print(dist.get_rank(), int(total), mesh.shape)
 
 
 def test_two_tasks_of_a_slurm_step_find_each_other() -> None:
-    common = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     step = {**SLURM, "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
-    path = os.pathsep.join(filter(None, sys.path))
     tasks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK],
-            env={**common, **step, "SLURM_PROCID": rank, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            ["python", "-c", RANK],
+            env=environment(**{**step, "SLURM_PROCID": rank}),
             stdout=subprocess.PIPE,
             text=True,
         )

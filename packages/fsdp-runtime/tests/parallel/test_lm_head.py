@@ -15,6 +15,7 @@ import rl_logprobs
 from fsdp_runtime import FSDPOptions, MeshSpec, ModelError, OptionError, parallelize
 from fsdp_runtime.parallel.lm_head import LMHeadParameters, LogitsMap, _maps, forward_with_lm_head
 from harness.models import tiny_inputs, tiny_model
+from harness.pairwise import pairwise_first
 from harness.ranks import RankPool
 
 
@@ -64,22 +65,21 @@ def _mismatches(
     return wrong
 
 
-@pytest.mark.parametrize("before", ["nothing", "no_grad"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    ("axes", "options"),
-    [
-        ({"dp_shard": 2}, {}),
-        ({"tp": 2}, {}),
-        ({"tp": 2}, {"sequence_parallel": True}),
-        ({"dp_shard": 2}, {"activation_checkpointing": "block", "fsdp": FSDPOptions(reshard_after_forward=True)}),
-        ({"dp_shard": 2}, {"compile": {"backend": "aot_eager"}}),
-    ],
-    ids=["dp_shard", "tp", "sequence_parallel", "recomputed", "compiled"],
-)
-def test_gradients_on_two_ranks_equal_one_process(
-    two_ranks: RankPool, axes: dict[str, int], options: dict[str, Any], tied: bool, before: str
-) -> None:
+WAYS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "dp_shard": ({"dp_shard": 2}, {}),
+    "tp": ({"tp": 2}, {}),
+    "sequence_parallel": ({"tp": 2}, {"sequence_parallel": True}),
+    "recomputed": (
+        {"dp_shard": 2},
+        {"activation_checkpointing": "block", "fsdp": FSDPOptions(reshard_after_forward=True)},
+    ),
+    "compiled": ({"dp_shard": 2}, {"compile": {"backend": "aot_eager"}}),
+}
+
+
+@pytest.mark.parametrize(("way", "tied", "before"), pairwise_first([*WAYS], [False, True], ["nothing", "no_grad"]))
+def test_gradients_on_two_ranks_equal_one_process(two_ranks: RankPool, way: str, tied: bool, before: str) -> None:
+    axes, options = WAYS[way]
     assert two_ranks.run(_mismatches, axes, options, tied=tied, before=before, late=False) == [[], []]
 
 

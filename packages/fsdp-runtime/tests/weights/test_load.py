@@ -23,6 +23,7 @@ from fsdp_runtime.model import state
 from fsdp_runtime.weights import load_weights
 from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_config, tiny_model
+from harness.pairwise import pairwise_first
 from harness.parity import mesh_for, own_part
 from harness.ranks import RankPool
 
@@ -78,19 +79,26 @@ def _load(architecture: str, axes: dict[str, int], path: Path, *, meta: bool, **
     }
 
 
-@pytest.mark.parametrize("meta", [True, False], ids=["meta", "materialised"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "axes", "tied", "meta"),
+    pairwise_first(ARCHITECTURES, [*TWO, *FOUR], [True, False], [True, False]),
+    ids=str,
+)
 def test_every_rank_holds_its_shards_of_the_checkpoint(
-    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, architecture: str, tied: bool, meta: bool
+    two_ranks: RankPool,
+    four_ranks: RankPool,
+    tmp_path: Path,
+    architecture: str,
+    axes: dict[str, int],
+    tied: bool,
+    meta: bool,
 ) -> None:
     path = _checkpoint(tmp_path, architecture, tied=tied)
-    for axes in (*TWO, *FOUR):
-        pool = two_ranks if axes in TWO else four_ranks
-        for result in pool.run(_load, architecture, axes, path, meta=meta, tied=tied):
-            assert result["differences"] == []
-            assert result["tied"] is tied
-            assert result["read"] == result["held"]
+    pool = two_ranks if axes in TWO else four_ranks
+    for result in pool.run(_load, architecture, axes, path, meta=meta, tied=tied):
+        assert result["differences"] == []
+        assert result["tied"] is tied
+        assert result["read"] == result["held"]
 
 
 def test_ranks_of_fsdp_together_read_the_checkpoint_once(two_ranks: RankPool, tmp_path: Path) -> None:

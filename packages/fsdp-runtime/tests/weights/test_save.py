@@ -21,6 +21,7 @@ from fsdp_runtime.training_state import save_training_state
 from fsdp_runtime.weights import describe_weights, load_weights, save, save_weights
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 from harness.models import ARCHITECTURES, tiny_model
+from harness.pairwise import pairwise_first
 from harness.parity import mesh_for
 from harness.ranks import RankPool
 
@@ -40,27 +41,25 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "axes", "tied"), pairwise_first(ARCHITECTURES, AXES, [True, False]), ids=str)
 def test_saved_files_equal_save_pretrained_and_load_in_transformers(
-    four_ranks: RankPool, tmp_path: Path, architecture: str, tied: bool
+    four_ranks: RankPool, tmp_path: Path, architecture: str, axes: dict[str, int], tied: bool
 ) -> None:
     reference = _model(architecture, tied=tied)
     reference.save_pretrained(tmp_path / "theirs")
     expected = load_file(tmp_path / "theirs" / "model.safetensors")
-    for number, axes in enumerate(AXES):
-        directory = tmp_path / str(number)
-        four_ranks.run(_save, architecture, axes, directory, tied=tied, max_shard_bytes=100_000)
-        reloaded, found = getattr(transformers, architecture).from_pretrained(directory, output_loading_info=True)
-        assert not any(found.values())
-        _assert_equal(reloaded.state_dict(), reference.state_dict())
-        shards = list(directory.glob("*.safetensors"))
-        assert len(shards) > 2
-        assert all(file.stat().st_size < 110_000 for file in shards)
-        _assert_equal({k: v for file in shards for k, v in load_file(file).items()}, expected)
-        for name in ("config.json", "generation_config.json"):
-            ours, theirs = (json.loads((d / name).read_text()) for d in (directory, tmp_path / "theirs"))
-            assert ours == theirs
+    directory = tmp_path / "ours"
+    four_ranks.run(_save, architecture, axes, directory, tied=tied, max_shard_bytes=100_000)
+    reloaded, found = getattr(transformers, architecture).from_pretrained(directory, output_loading_info=True)
+    assert not any(found.values())
+    _assert_equal(reloaded.state_dict(), reference.state_dict())
+    shards = list(directory.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert all(file.stat().st_size < 110_000 for file in shards)
+    _assert_equal({k: v for file in shards for k, v in load_file(file).items()}, expected)
+    for name in ("config.json", "generation_config.json"):
+        ours, theirs = (json.loads((d / name).read_text()) for d in (directory, tmp_path / "theirs"))
+        assert ours == theirs
 
 
 def _files_written_by_a_replica(directory: Path) -> list[str]:
