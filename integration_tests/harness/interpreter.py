@@ -9,6 +9,7 @@ its signals, its exit codes) takes place as with an ordinary interpreter.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import re
@@ -99,7 +100,6 @@ def _end(server: Any, folder: Path) -> None:
 
 def _serve(address: str) -> None:
     """Fork a child for each connection until the process of the tests has ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     tests = parent_process()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
@@ -107,10 +107,17 @@ def _serve(address: str) -> None:
         Path(address).with_name("ready").touch()
         while tests is not None and tests.sentinel not in wait([listening, tests.sentinel]):
             connection, _ = listening.accept()
+            _reap()
             if os.fork() == 0:
                 listening.close()
                 os._exit(_run(connection))
             connection.close()
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
 
 
 def _run(connection: socket.socket) -> int:
@@ -122,7 +129,6 @@ def _run(connection: socket.socket) -> int:
         os.dup2(received, stream)
         os.close(received)
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115 they last as the process does
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     threading.Thread(target=_end_with_client, args=(connection.dup(),), daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
