@@ -17,13 +17,13 @@ from rl_logprobs.errors import DtypeError, OptionError
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 Test = Callable[[Any], bool]
+#: An exception's class, or what makes one of a message.
+Refusal = Callable[[str], Exception]
 
 _NUMBERS = {int: numbers.Integral, float: numbers.Real}
 
 
-def argument_types(
-    error: type[Exception], special: Mapping[type, type[Exception]] | None = None
-) -> Callable[[Target], Target]:
+def argument_types(error: Refusal, special: Mapping[type, Refusal] | None = None) -> Callable[[Target], Target]:
     """Return a decorator for functions, and for classes, whose arguments must have the annotated types.
 
     Numbers of any library are taken for ``int`` and ``float``, but no booleans and no integers beyond 64 bits.  A
@@ -63,8 +63,8 @@ def _checked(
     function: Callable[..., Any],
     name: str,
     module: str,
-    error: type[Exception],
-    special: Mapping[type, type[Exception]] | None,
+    error: Refusal,
+    special: Mapping[type, Refusal] | None,
 ) -> Callable[..., Any]:
     names = vars(sys.modules[module])
     tests, annotations, order = {}, {}, []
@@ -78,7 +78,7 @@ def _checked(
 
     def refusal(key: str, value: Any) -> Exception:
         annotation = annotations[key]
-        kinds = {annotation, *typing.get_args(annotation)}
+        kinds = [annotation, *typing.get_args(annotation)]
         raised = next((each for cls, each in (special or {}).items() if cls in kinds), error)
         shown = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__qualname__
         shown += f" of layout {value.layout}" if isinstance(value, torch.Tensor) else ""
@@ -111,6 +111,13 @@ def _test(annotation: Any) -> Test:
     if annotation in _NUMBERS:
         number = _NUMBERS[annotation]
         return lambda value: isinstance(value, number) and not isinstance(value, bool) and not _is_long(value)
+    if origin is tuple and inner[-1] is not ...:
+        parts = [_test(each) for each in inner]
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(parts)
+            and all(part(each) for part, each in zip(parts, value, strict=True))
+        )
     cls = origin or annotation
     if cls is Callable:
         return callable
@@ -126,7 +133,7 @@ def _test_elements(cls: Any, inner: list[Test]) -> Test:
         (item,) = inner
         return lambda value: is_one(value) and not isinstance(value, (str, bytes)) and all(map(item, value))
     if cls is Iterable:
-        return lambda value: is_one(value) and not isinstance(value, (str, bytes))
+        return lambda value: is_one(value) and not isinstance(value, (str, bytes)) and not hasattr(value, "ndim")
     return is_one
 
 

@@ -82,5 +82,7 @@ def require_model(value: Any) -> None:
 
 def require_size(tp: object, error: type[Exception] = PlanError) -> None:
     """Raise ``error`` unless ``tp`` is the size of an axis."""
-    if not is_integer(tp, least=1) or tp > MAX_RANKS:
-        raise error(f"tp is {tp!r}: give the axis's size, from 1 to {MAX_RANKS}")
+    if not is_integer(tp, least=1):
+        raise error(f"tp is {tp!r}: give the axis's size, 1 or more")
+    if tp > MAX_RANKS:
+        raise error(f"tp is {tp!r}: give the axis's size, at most {MAX_RANKS}")

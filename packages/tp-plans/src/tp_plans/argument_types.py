@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import numbers
@@ -13,13 +14,13 @@ from typing import Any, Literal, TypeVar, Union, cast
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 Test = Callable[[Any], bool]
+#: An exception's class, or what makes one of a message.
+Refusal = Callable[[str], Exception]
 
 _NUMBERS = {int: numbers.Integral, float: numbers.Real}
 
 
-def argument_types(
-    error: type[Exception], special: Mapping[type, type[Exception]] | None = None
-) -> Callable[[Target], Target]:
+def argument_types(error: Refusal, special: Mapping[type, Refusal] | None = None) -> Callable[[Target], Target]:
     """Return a decorator for functions, and for classes, whose arguments must have the annotated types.
 
     Numbers of any library are taken for ``int`` and ``float``, but no booleans and no integers beyond 64 bits.  Of a
@@ -59,22 +60,27 @@ def _checked(
     function: Callable[..., Any],
     name: str,
     module: str,
-    error: type[Exception],
-    special: Mapping[type, type[Exception]] | None,
+    error: Refusal,
+    special: Mapping[type, Refusal] | None,
 ) -> Callable[..., Any]:
     names = vars(sys.modules[module])
+    known = {*names, *vars(builtins)}
     tests, annotations, order = {}, {}, []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             order.append(parameter.name)
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name != "self":
             annotation = parameter.annotation
-            annotations[parameter.name] = eval(annotation, names) if isinstance(annotation, str) else annotation
-            tests[parameter.name] = _test(annotations[parameter.name])
+            if isinstance(annotation, str):
+                # A name that only type checkers import is compared with the names of a value's classes.
+                unknown = annotation.isidentifier() and annotation not in known
+                annotation = annotation if unknown else eval(annotation, names)
+            annotations[parameter.name] = annotation
+            tests[parameter.name] = _named(annotation) if isinstance(annotation, str) else _test(annotation)
 
     def refusal(key: str, value: Any) -> Exception:
         annotation = annotations[key]
-        kinds = {annotation, *typing.get_args(annotation)}
+        kinds = [annotation, *typing.get_args(annotation)]
         raised = next((each for cls, each in (special or {}).items() if cls in kinds), error)
         shown = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__qualname__
         shown += " (beyond 64 bits)" * _is_long(value)
@@ -105,6 +111,13 @@ def _test(annotation: Any) -> Test:
     if annotation in _NUMBERS:
         number = _NUMBERS[annotation]
         return lambda value: isinstance(value, number) and not isinstance(value, bool) and not _is_long(value)
+    if origin is tuple and inner[-1] is not ...:
+        parts = [_test(each) for each in inner]
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(parts)
+            and all(part(each) for part, each in zip(parts, value, strict=True))
+        )
     cls = origin or annotation
     if cls is Callable:
         return callable
@@ -120,12 +133,16 @@ def _test_elements(cls: Any, inner: list[Test]) -> Test:
         (item,) = inner
         return lambda value: is_one(value) and not isinstance(value, (str, bytes)) and all(map(item, value))
     if cls is Iterable:
-        return lambda value: is_one(value) and not isinstance(value, (str, bytes))
+        return lambda value: is_one(value) and not isinstance(value, (str, bytes)) and not hasattr(value, "ndim")
     return is_one
 
 
 def _instance(cls: Any) -> Test:
     return lambda value: isinstance(value, cls)
+
+
+def _named(cls: str) -> Test:
+    return lambda value: any(base.__name__ == cls for base in type(value).__mro__)
 
 
 def _is_long(value: Any) -> bool:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_runtime._torch_compat import flatten_axes
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import MeshError
 from fsdp_runtime.mesh.rendezvous import rank_info_from_env, start_distributed
 
@@ -60,6 +61,7 @@ class MeshSpec:
         """Sizes by axis name, in mesh order."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    @checked
     def resolve(self, world_size: int) -> MeshSpec:
         """Return the spec with every size known and a product of ``world_size``.
 
@@ -81,6 +83,7 @@ class MeshSpec:
             raise MeshError(f"{sizes} does not fill the world of {world_size} ranks: {advice}")
         return replace(self, **dict.fromkeys(inferred, world_size // known))
 
+    @checked
     def build(self, *, device_type: str | None = None) -> DeviceMesh:
         """Build the ``DeviceMesh`` with all four axes and flattened ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
@@ -126,6 +129,7 @@ def default_device_type() -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
+@checked
 def adopt_mesh(
     mesh: DeviceMesh,
     *,
@@ -191,6 +195,7 @@ def adopt_mesh(
     return adopted
 
 
+@checked
 def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return one axis of a mesh: one of its own or a flattened one (``dp``, ``dp_shard_cp``, ``dp_cp``).
 

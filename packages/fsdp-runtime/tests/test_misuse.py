@@ -1,0 +1,198 @@
+"""Wrong arguments, generated, to every public function: a typed error before anything changes, or a right result."""
+
+import torch
+from torch import nn
+
+import fsdp_runtime
+import tp_plans
+from fsdp_runtime import FSDPOptions, MeshSpec
+from harness.misuse import Call
+
+ERRORS = (fsdp_runtime.FsdpRuntimeError, tp_plans.TpPlansError)
+#: The records that functions return, and what a custom attention is given.
+RESULTS = {
+    *("AttentionHeads", "ContextAttention", "Estimate", "LMHeadParameters", "LoadReport", "ModelStructure"),
+    *("OffloadReport", "Parallelism", "ParallelismReport", "RankInfo", "RankMonitor", "Sweep", "TrainingState"),
+    "WeightInfo",
+}
+
+
+class Model(nn.Module):
+    """Two blocks of two linear layers between an embedding and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2))
+        self.lm_head = nn.Linear(4, 10)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.lm_head(hidden)
+
+
+def mesh():
+    return MeshSpec().build(device_type="cpu")
+
+
+def sharded():
+    return fsdp_runtime.parallelize(Model(), mesh(), plan=None)
+
+
+def on_mesh():
+    return {"model": Model(), "mesh": mesh(), "plan": None}
+
+
+def resolved():
+    model = Model()
+    return {"model": model, "parallelism": fsdp_runtime.resolve_parallelism(model, mesh(), plan=None)}
+
+
+def optimized():
+    model = Model()
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def saved_weights():
+    model = Model()
+    fsdp_runtime.save_weights(model, "weights")
+    return {"model": model, "path": "weights"}
+
+
+def saved_state():
+    arguments = optimized()
+    fsdp_runtime.save_training_state("state", **arguments, step=1)
+    return {"directory": "state", **arguments}
+
+
+def adapted():
+    """A model with LoRA adapters, of transformers since peft reads a config."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=10, num_hidden_layers=1, **sizes))
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+
+
+def saved_adapter():
+    model = adapted()
+    fsdp_runtime.save_adapter(model, "adapter")
+    return {"model": model, "directory": "adapter"}
+
+
+def bucket():
+    return next(fsdp_runtime.stream_buckets(Model()))
+
+
+def flat_bucket():
+    given = bucket()
+    weights = [fsdp_runtime.WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in given]
+    return {"weights": weights, "flat": fsdp_runtime.flatten_bucket(given)}
+
+
+def score(hidden, head):
+    return hidden @ head.weight.mT
+
+
+def with_head(model, function, ids):
+    if callable(function):  # what it raises is its author's
+        function = score
+    return fsdp_runtime.forward_with_lm_head(model, function, ids)
+
+
+def tiny_step(**options):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = {"model_type": "llama", "vocab_size": 16, "num_hidden_layers": 1, "head_dim": 4, **sizes}
+    return {"model": {"architectures": ["LlamaForCausalLM"], **config}, "seq_len": 4, **options}
+
+
+CALLS = {
+    "FSDPOptions": Call(FSDPOptions),
+    "MeshSpec": Call(MeshSpec),
+    "MeshSpec.resolve": Call(MeshSpec(dp_shard=-1).resolve, lambda: {"world_size": 8}),
+    "MeshSpec.build": Call(MeshSpec().build),
+    "SelectiveCheckpoint": Call(fsdp_runtime.SelectiveCheckpoint),
+    "SequenceLayout": Call(fsdp_runtime.SequenceLayout, lambda: {"length": 8, "ranks": 2, "rank": 0}),
+    "SequenceLayout.shard": Call(
+        fsdp_runtime.SequenceLayout(length=8, ranks=2, rank=0).shard, lambda: {"full": torch.ones(2, 8)}
+    ),
+    "SequenceLayout.shard_batch": Call(
+        fsdp_runtime.SequenceLayout(length=8, ranks=2, rank=0).shard_batch,
+        lambda: {"batch": {"input_ids": torch.ones(2, 8)}},
+    ),
+    "WeightExport": Call(fsdp_runtime.WeightExport, lambda: {"model": Model()}, keep=("entries",)),
+    "adopt_mesh": Call(fsdp_runtime.adopt_mesh, lambda: {"mesh": mesh()}),
+    "apply_ac": Call(fsdp_runtime.apply_ac, resolved),
+    "apply_compile": Call(fsdp_runtime.apply_compile, resolved),
+    "apply_cp": Call(fsdp_runtime.apply_cp, resolved),
+    "apply_fsdp": Call(fsdp_runtime.apply_fsdp, resolved),
+    "apply_tp": Call(fsdp_runtime.apply_tp, resolved),
+    "assert_finite_gradients": Call(fsdp_runtime.assert_finite_gradients, lambda: {"model": Model()}),
+    "assert_inputs_equal": Call(
+        fsdp_runtime.assert_inputs_equal, lambda: {"mesh": mesh(), "inputs": {"input_ids": torch.ones(2, 8)}}
+    ),
+    "assert_replicas_equal": Call(fsdp_runtime.assert_replicas_equal, lambda: {"model": Model()}),
+    "describe_parallelism": Call(fsdp_runtime.describe_parallelism, lambda: {"model": Model()}),
+    "describe_weights": Call(fsdp_runtime.describe_weights, lambda: {"model": Model()}),
+    "flatten_bucket": Call(fsdp_runtime.flatten_bucket, lambda: {"bucket": bucket()}),
+    "forward_with_lm_head": Call(
+        with_head,
+        lambda: {
+            "model": Model(),
+            "function": score,
+            "ids": torch.ones(1, 3, dtype=torch.int64),
+        },
+        keep=("ids",),  # the model's own argument
+    ),
+    "fsdp_mesh": Call(fsdp_runtime.fsdp_mesh, lambda: {"mesh": mesh()}),
+    "init_adapters": Call(fsdp_runtime.init_adapters, lambda: {"model": adapted()}),
+    "inspect_model": Call(fsdp_runtime.inspect_model, lambda: {"model": Model()}),
+    "load_adapter": Call(fsdp_runtime.load_adapter, saved_adapter),
+    "load_training_state": Call(fsdp_runtime.load_training_state, saved_state),
+    "load_weights": Call(fsdp_runtime.load_weights, saved_weights),
+    "materialize": Call(fsdp_runtime.materialize, lambda: {"model": Model()}),
+    "monitor_ranks": Call(fsdp_runtime.monitor_ranks),
+    "no_sync": Call(fsdp_runtime.no_sync, lambda: {"model": sharded()}),
+    "offload": Call(fsdp_runtime.offload, lambda: {**optimized(), "device": "cpu"}),
+    "onload": Call(fsdp_runtime.onload, lambda: {"model": Model()}),
+    "parallelize": Call(fsdp_runtime.parallelize, on_mesh),
+    "rank_info_from_env": Call(fsdp_runtime.rank_info_from_env, lambda: {"environment": {}}),
+    "resolve_parallelism": Call(fsdp_runtime.resolve_parallelism, on_mesh),
+    "ring_attention": Call(fsdp_runtime.ring_attention, lambda: {"model": Model(), "mesh": mesh(), "length": 8}),
+    "save_adapter": Call(fsdp_runtime.save_adapter, lambda: {"model": adapted(), "directory": "adapter"}),
+    "save_training_state": Call(
+        fsdp_runtime.save_training_state, lambda: {**optimized(), "directory": "state", "step": 1}
+    ),
+    "save_weights": Call(fsdp_runtime.save_weights, lambda: {"model": Model(), "directory": "weights"}),
+    "send_weights": Call(
+        fsdp_runtime.send_weights, lambda: {"model": Model(), "group": None, "on_bucket": lambda weights: None}
+    ),
+    "sequence_layout": Call(fsdp_runtime.sequence_layout, lambda: {"mesh": mesh(), "length": 8}),
+    "stop_on_signal": Call(fsdp_runtime.stop_on_signal),
+    "stream_buckets": Call(fsdp_runtime.stream_buckets, lambda: {"model": Model()}),
+    "stream_weights": Call(fsdp_runtime.stream_weights, lambda: {"model": Model()}),
+    "submesh": Call(fsdp_runtime.submesh, lambda: {"mesh": mesh(), "axis": "dp"}),
+    "unflatten_bucket": Call(fsdp_runtime.unflatten_bucket, flat_bucket),
+    "unsharded": Call(fsdp_runtime.unsharded, lambda: {"model": sharded()}),
+}
+#: Right calls that need a feature of a mesh of more ranks, or do nothing.
+NOT_ALONE = {"ring_attention", "no_sync", "meta_device"}
+
+
+def test_every_public_function_is_called():
+    public = {name for name in fsdp_runtime.__all__ if not name.endswith("Error")}
+    assert {name.partition(".")[0] for name in CALLS} == public - RESULTS - {"meta_device", "estimate", "sweep"}
+
+
+def scan_setup():
+
+    mesh()
