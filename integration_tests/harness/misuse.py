@@ -13,7 +13,7 @@ import math
 import re
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -152,7 +152,7 @@ def complaint(call: Call, changes: tuple[Change, ...], package: ModuleType, *err
 
 def use(result: Any) -> None:
     """Use a result as a caller would: read generators, enter and leave contexts."""
-    if isinstance(result, contextlib.AbstractContextManager) and not isinstance(result, Mapping):
+    if isinstance(result, contextlib.AbstractContextManager) and not isinstance(result, Path):
         with result:
             pass
     elif inspect.isgenerator(result):

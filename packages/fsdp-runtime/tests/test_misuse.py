@@ -1,12 +1,15 @@
 """Wrong arguments, generated, to every public function: a typed error before anything changes, or a right result."""
 
+import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import fsdp_runtime
 import tp_plans
 from fsdp_runtime import FSDPOptions, MeshSpec
-from harness.misuse import Call
+from harness.misuse import Call, complaint, use, wrong_arguments
 
 ERRORS = (fsdp_runtime.FsdpRuntimeError, tp_plans.TpPlansError)
 #: The records that functions return, and what a custom attention is given.
@@ -109,10 +112,18 @@ def with_head(model, function, ids):
     return fsdp_runtime.forward_with_lm_head(model, function, ids)
 
 
-def tiny_step(**options):
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = {"model_type": "llama", "vocab_size": 16, "num_hidden_layers": 1, "head_dim": 4, **sizes}
-    return {"model": {"architectures": ["LlamaForCausalLM"], **config}, "seq_len": 4, **options}
+def loss(model, inputs):
+    return model(inputs["input_ids"]).square().mean()
+
+
+def swept(model, world_size, *, seq_len, sequence_parallel=(False,), workers=1, max_tp=8, cp=(1,)):
+    options = {**dry_run(), "seq_len": seq_len, "cp": cp, "max_tp": max_tp, "workers": workers}
+    modes = {"activation_checkpointing": ("none",), "sequence_parallel": sequence_parallel}
+    return fsdp_runtime.sweep(**{**options, **modes, "model": model, "world_size": world_size})
+
+
+def dry_run():
+    return {"model": Model, "plan": None, "logprobs": loss, "clip": False, "seq_len": 4}
 
 
 CALLS = {
@@ -184,15 +195,47 @@ CALLS = {
     "unflatten_bucket": Call(fsdp_runtime.unflatten_bucket, flat_bucket),
     "unsharded": Call(fsdp_runtime.unsharded, lambda: {"model": sharded()}),
 }
-#: Right calls that need a feature of a mesh of more ranks, or do nothing.
-NOT_ALONE = {"ring_attention", "no_sync", "meta_device"}
+#: Each runs in a process without a world, and a right one takes a second.
+DRY_RUNS = {
+    "estimate": Call(fsdp_runtime.estimate, lambda: {**dry_run(), "mesh": {"dp_shard": 2}}),
+    "sweep": Call(swept, lambda: {"model": Model, "world_size": 1, "seq_len": 4}),
+}
+EXAMPLES = {"derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+#: These make and read files, or a model with adapters.
+COSTLY = {"load_training_state", "load_weights", "save_training_state", "init_adapters", "load_adapter", "save_adapter"}
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def test_every_public_function_is_called():
     public = {name for name in fsdp_runtime.__all__ if not name.endswith("Error")}
-    assert {name.partition(".")[0] for name in CALLS} == public - RESULTS - {"meta_device", "estimate", "sweep"}
+    assert {name.partition(".")[0] for name in CALLS | DRY_RUNS} == public - RESULTS - {"meta_device"}
 
 
-def scan_setup():
-
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"ring_attention"}))
+def test_right_arguments_are_taken(name):
     mesh()
+    use(CALLS[name].function(**CALLS[name].valid()))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_arguments_are_refused_or_understood(name):
+    mesh()
+
+    @settings(max_examples=8 if name in COSTLY else 30, **EXAMPLES)
+    @given(changes=wrong_arguments(CALLS[name]))
+    def refused_or_understood(changes):
+        assert complaint(CALLS[name], changes, fsdp_runtime, *ERRORS) is None
+
+    refused_or_understood()
+
+
+@pytest.mark.parametrize("name", DRY_RUNS)
+@settings(max_examples=12, **EXAMPLES)
+@given(data=st.data())
+def test_wrong_arguments_of_a_dry_run_are_refused_or_understood(name, data):
+    changes = data.draw(wrong_arguments(DRY_RUNS[name]))
+    assert complaint(DRY_RUNS[name], changes, fsdp_runtime, *ERRORS) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import functools
 import inspect
 import numbers
@@ -64,7 +63,6 @@ def _checked(
     special: Mapping[type, Refusal] | None,
 ) -> Callable[..., Any]:
     names = vars(sys.modules[module])
-    known = {*names, *vars(builtins)}
     tests, annotations, order = {}, {}, []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -72,9 +70,7 @@ def _checked(
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name != "self":
             annotation = parameter.annotation
             if isinstance(annotation, str):
-                # A name that only type checkers import is compared with the names of a value's classes.
-                unknown = annotation.isidentifier() and annotation not in known
-                annotation = annotation if unknown else eval(annotation, names)
+                annotation = _read(annotation, names)
             annotations[parameter.name] = annotation
             tests[parameter.name] = _named(annotation) if isinstance(annotation, str) else _test(annotation)
 
@@ -95,6 +91,14 @@ def _checked(
         return function(*args, **kwargs)
 
     return checked
+
+
+def _read(annotation: str, names: dict[str, Any]) -> Any:
+    """Return an annotation's types; of names that only type checkers import, one as it is, several as ``Any``."""
+    try:
+        return eval(annotation, names)
+    except NameError:
+        return annotation if annotation.isidentifier() else Any
 
 
 def _test(annotation: Any) -> Test:
@@ -142,6 +146,7 @@ def _instance(cls: Any) -> Test:
 
 
 def _named(cls: str) -> Test:
+    """Return the test for a class that is known by its name alone."""
     return lambda value: any(base.__name__ == cls for base in type(value).__mro__)
 
 

@@ -137,6 +137,16 @@ _maps: WeakKeyDictionary[nn.Module, LogitsMap] = WeakKeyDictionary()
 _paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
+def assume_logits_map(model: nn.Module, logits_map: LogitsMap) -> None:
+    """Let :func:`forward_with_lm_head` use a map that is known, for a model whose tensors have no values.
+
+    Args:
+        model: the model, on fake tensors.
+        logits_map: what it does with its logits.
+    """
+    _maps[model] = logits_map
+
+
 class _StandIn(nn.Module):
     """Keeps the head's input and returns probes; attributes are the head's."""
 
