@@ -215,3 +215,35 @@ def test_a_tiny_model_is_swept_from_its_config(tmp_path: Path) -> None:
     assert {(each["mesh"]["tp"], each["sequence_parallel"]) for each in found} == {(1, False), (2, False), (2, True)}
     assert all(each["estimate"]["fits"] and each["seconds_per_million_tokens"] > 0 for each in found)
     assert "3/3 " in done.stderr
+
+
+def test_wrong_arguments_help_and_version_need_no_torch() -> None:
+    calls = {
+        "fsdp-runtime 0": ["--version"],
+        "--micro-batch": ["estimate", "--help"],
+        "has an axis 'dp_shrd'": [*ONE[:-1], "dp_shrd=4"],
+        "size 0": [*ONE[:-1], "tp=0"],
+        "no unit": [*ONE, "--device-memory", "80"],
+        "is not a bandwidth": [*ONE, "--bandwidth", "tp=fast"],
+        "invalid _integers value: 'two'": [*MANY, "--cp", "two"],
+    }
+    program = f"""
+import contextlib, sys
+from fsdp_runtime.cli import main
+for arguments in {list(calls.values())!r}:
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+print("torch" in sys.modules)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "False", found.stderr
+    assert [said for said in calls if said not in found.stdout + found.stderr] == []
+
+
+def test_functions_with_the_name_of_a_module_stay_functions() -> None:
+    program = """
+import fsdp_runtime.estimate.types, fsdp_runtime.parallelize, fsdp_runtime
+print(callable(fsdp_runtime.estimate), callable(fsdp_runtime.parallelize))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "True True\n"

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.mesh.spec import axis_size, require_axes
 from fsdp_runtime.model.structure import ModelStructure, inspect_model
@@ -92,6 +93,7 @@ class Parallelism:
             apply_input_check(model, tp_mesh=self.tp_mesh, cp_mesh=self.cp_mesh)
 
 
+@checked
 def resolve_parallelism(
     model: nn.Module,
     mesh: DeviceMesh,

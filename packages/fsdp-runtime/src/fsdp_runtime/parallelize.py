@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.parallel.activation_checkpoint import ActivationCheckpointing
 from fsdp_runtime.parallel.context.sharding import LoadBalancer
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
@@ -15,6 +16,7 @@ from fsdp_runtime.parallel.tensor import Logits
 from fsdp_runtime.parallelism import PlanSource, resolve_parallelism
 
 
+@checked
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,

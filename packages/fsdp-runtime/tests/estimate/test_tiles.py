@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime import Estimate, estimate
+from fsdp_runtime.estimate import losses
 from fsdp_runtime.estimate.trace.recorder import Recorder
 from rl_logprobs.softmax import fused_linear, row_blocks
 
@@ -108,3 +109,29 @@ def wide(vocabulary: int) -> nn.Module:
     model.embedding = nn.Embedding(vocabulary, WIDTH)
     model.lm_head = nn.Linear(WIDTH, vocabulary, bias=False)
     return model
+
+
+class Scaled(Model):
+    """Keeps its logits within a bound, as Gemma does, in its own code."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return torch.tanh(super().forward(input_ids) / 30) * 30
+
+
+def test_the_loss_of_hidden_states_runs_inside_the_forward_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[nn.Module] = []
+    real = losses.forward_with_lm_head
+
+    def counted(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        called.append(model)
+        return real(model, *args, **kwargs)
+
+    monkeypatch.setattr(losses, "forward_with_lm_head", counted)
+    found = run(Scaled, logprobs="linear", seq_len=60)
+    assert called
+    logits = run(Scaled, logprobs="logits", seq_len=60)
+    assert gathered(found) == gathered(logits) != {}
+
+
+def gathered(found: Estimate) -> dict[tuple[str, str], int]:
+    return {(each.phase, each.kind): each.nbytes for each in found.traffic if each.axis == "dp_shard"}

@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 
 from rl_logprobs._torch_compat import all_gather_single, apply_function
-from rl_logprobs.errors import ShapeError
+from rl_logprobs.argument_types import checked
+from rl_logprobs.devices import require_same_device
+from rl_logprobs.errors import DtypeError, ShapeError
 
 
+@checked
 def headtail_permutation(length: int, ranks: int) -> torch.Tensor:
     """Return the permutation that gives each rank a chunk from both ends, which balances causal attention.
 
@@ -45,6 +48,7 @@ def headtail_permutation(length: int, ranks: int) -> torch.Tensor:
     return torch.cat(pairs)
 
 
+@checked
 def sequence_shard(
     full: torch.Tensor, permutation: torch.Tensor, group: dist.ProcessGroup, *, dim: int = -1
 ) -> torch.Tensor:
@@ -60,7 +64,10 @@ def sequence_shard(
         ``full`` with ``seq / ranks`` tokens, in the order in which this rank holds them.
 
     Raises:
-        ShapeError: the permutation does not have one entry per token, or its length is not a multiple of the ranks.
+        ShapeError: the permutation does not have one entry per token, its length is not a multiple of the ranks, or
+            the tensor has no such dim.
+        DtypeError: the permutation does not hold integers.
+        OptionError: the devices differ.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -71,9 +78,12 @@ def sequence_shard(
         tensor([5, 6, 7, 8])
         >>> dist.destroy_process_group()
     """
+    dim = _sequence_dim(full, dim)
+    require_same_device(full=full, permutation=permutation)
     return full.index_select(dim, _rank_positions(permutation, group, full.shape[dim]))
 
 
+@checked
 def gather_sequence(
     local: torch.Tensor, permutation: torch.Tensor, group: dist.ProcessGroup, *, dim: int = -1
 ) -> torch.Tensor:
@@ -92,7 +102,10 @@ def gather_sequence(
         The tensor with all ``seq`` tokens in sequence order.
 
     Raises:
-        ShapeError: the permutation does not have one entry per token, or its length is not a multiple of the ranks.
+        ShapeError: the permutation does not have one entry per token, its length is not a multiple of the ranks, or
+            the tensor has no such dim.
+        DtypeError: the permutation does not hold integers.
+        OptionError: the devices differ.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -103,15 +116,24 @@ def gather_sequence(
         tensor([5, 6, 7, 8])
         >>> dist.destroy_process_group()
     """
-    dim %= local.dim()
+    dim = _sequence_dim(local, dim)
+    require_same_device(local=local, permutation=permutation)
     positions = _rank_positions(permutation, group, local.shape[dim] * dist.get_world_size(group))
     gathered: torch.Tensor = apply_function(_GatherSequence, local, permutation.argsort(), positions, group, dim)
     return gathered
 
 
+def _sequence_dim(tensor: torch.Tensor, dim: int) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ShapeError(f"dim {dim} is not one of the {tensor.dim()} dims of a tensor {tuple(tensor.shape)}")
+    return dim % tensor.dim()
+
+
 def _rank_positions(permutation: torch.Tensor, group: dist.ProcessGroup, tokens: int) -> torch.Tensor:
     """Return the sequence positions of this rank's tokens."""
     ranks = dist.get_world_size(group)
+    if permutation.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(f"permutation must be int64 or int32, got {permutation.dtype}")
     if permutation.dim() != 1 or permutation.shape[0] != tokens or tokens % ranks:
         raise ShapeError(
             f"the permutation has shape {tuple(permutation.shape)} for {tokens} tokens over {ranks} ranks; it must "

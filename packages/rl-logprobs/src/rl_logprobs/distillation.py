@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from rl_logprobs._torch_compat import apply_function
+from rl_logprobs.argument_types import checked
+from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import OptionError, ShapeError
 from rl_logprobs.softmax.log2_scale import TemperatureScale, check_temperature
@@ -39,6 +41,7 @@ class TopTokens(NamedTuple):
     logprobs: torch.Tensor
 
 
+@checked
 @torch.no_grad()
 def topk_logprobs(
     logits: torch.Tensor,
@@ -134,6 +137,7 @@ def _lowest_of_the_largest(block: torch.Tensor, k: int) -> torch.Tensor:
     return columns.topk(k, dim=1, largest=False, sorted=True).values.clamp_(max=width - 1)
 
 
+@checked
 def logprobs_at(
     logits: torch.Tensor,
     ids: torch.Tensor,
@@ -186,8 +190,7 @@ def logprobs_at(
     tokens = located.tokens
     if ids.dim() != len(tokens.full) + 1 or ids.shape[-1] == 0:
         raise ShapeError(f"ids must be {tokens.full} and a last dim of at least one id, got {tuple(ids.shape)}")
-    if ids.device != located.values.device:
-        raise OptionError(f"ids are on {ids.device} and logits on {located.values.device}; move the ids")
+    require_same_device(logits=located.values, ids=ids)
     k = ids.shape[-1]
     entries = TokenSlice((*tokens.full, k), (*tokens.shape, k), (*tokens.offset, 0))
     local_ids = local_targets(ids, entries, shift=False, ignore_index=ignore_index)

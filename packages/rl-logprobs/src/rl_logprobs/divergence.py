@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from rl_logprobs._torch_compat import apply_function
+from rl_logprobs.argument_types import checked
+from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
-from rl_logprobs.errors import OptionError, PlacementError, ShapeError
+from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
 from rl_logprobs.softmax.log2_scale import TemperatureScale, check_temperature, log2_weights, rescale_exponent
 from rl_logprobs.softmax.partial_softmax import PartialSoftmax, merge
 from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
@@ -23,6 +25,7 @@ from rl_logprobs.targets import local_targets
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
+@checked
 def kl_estimate(
     logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: KlEstimator = "k3"
 ) -> torch.Tensor:
@@ -42,7 +45,8 @@ def kl_estimate(
 
     Raises:
         ShapeError: the shapes differ.
-        OptionError: the estimator is unknown.
+        DtypeError: one of them is not floating point.
+        OptionError: the estimator is unknown, or the devices differ.
 
     Example:
         >>> import torch
@@ -54,6 +58,10 @@ def kl_estimate(
         raise ShapeError(
             f"logprobs {tuple(logprobs.shape)} and reference_logprobs {tuple(reference_logprobs.shape)} differ"
         )
+    for name, tensor in (("logprobs", logprobs), ("reference_logprobs", reference_logprobs)):
+        if not tensor.is_floating_point():
+            raise DtypeError(f"{name} must be floating point, got {tensor.dtype}")
+    require_same_device(logprobs=logprobs, reference_logprobs=reference_logprobs)
     ratio = reference_logprobs - logprobs
     if estimator == "k1":
         return -ratio
@@ -64,6 +72,7 @@ def kl_estimate(
     raise OptionError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
 
 
+@checked
 def token_kl(
     logits: torch.Tensor,
     reference_logits: torch.Tensor,
@@ -110,6 +119,7 @@ def token_kl(
     policy = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
     reference = locate_logits(reference_logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
     _check_same_shard(policy, reference)
+    require_same_device(logits=policy.values, reference_logits=reference.values)
     shape = policy.values.shape[:-1]
     counted = policy.values.new_ones(shape, dtype=torch.uint8)
     if mask is not None:

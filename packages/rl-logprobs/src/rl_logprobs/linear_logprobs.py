@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from rl_logprobs.argument_types import checked
+from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
 from rl_logprobs.logprobs import TokenStatistics, shaped_like
 from rl_logprobs.softmax.fused_linear import LMHead, linear_softmax_statistics
@@ -25,6 +27,7 @@ from rl_logprobs.softmax.vocab_shard import (
 from rl_logprobs.targets import ignored_targets, local_targets
 
 
+@checked
 def linear_token_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -104,6 +107,7 @@ def linear_token_logprobs(
     ).logprobs
 
 
+@checked
 def linear_token_statistics(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -170,6 +174,7 @@ def linear_token_statistics(
     """
     _check_dtypes(hidden, weight, bias)
     _check_shapes(hidden, weight, bias)
+    require_same_device(hidden=hidden, weight=weight, bias=bias, targets=targets)
     _check_logit_options(logit_scale, softcap)
     shard = _locate_weight(weight, group, vocab_size, vocab_start)
     tokens = _tokens_after_gather(hidden, shard.group)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from rl_logprobs.argument_types import checked
+from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import OptionError
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
 from rl_logprobs.softmax.backends import Backend, kernels
@@ -44,6 +46,7 @@ class TokenStatistics:
     target_rank: torch.Tensor | None = None
 
 
+@checked
 def token_logprobs(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -126,6 +129,7 @@ def token_logprobs(
     ).logprobs
 
 
+@checked
 def token_statistics(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -195,10 +199,7 @@ def token_statistics(
         raise OptionError("inplace_forward loses the logits that the entropy's gradient needs; use inplace_backward")
     located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
     rank_targets = local_targets(targets, located.tokens, shift=shift, ignore_index=ignore_index)
-    if rank_targets.device != located.values.device:
-        raise OptionError(
-            f"targets are on {rank_targets.device} and logits on {located.values.device}; move the targets"
-        )
+    require_same_device(logits=located.values, targets=rank_targets)
     ignored = ignored_targets(rank_targets, vocab_size=located.vocab.vocab_size, ignore_index=ignore_index)
     flat_temperature = check_temperature(temperature, rank_targets)
     min_logit = None

@@ -6,10 +6,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rl_logprobs._torch_compat import assert_on_device, local_shape_and_offset
+from rl_logprobs.argument_types import checked
+from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import DtypeError, PlacementError, ShapeError, TargetError
 from rl_logprobs.softmax.vocab_shard import TokenSlice
 
 
+@checked
 def next_token_targets(
     token_ids: torch.Tensor,
     *,
@@ -31,9 +34,10 @@ def next_token_targets(
         ``[..., seq]`` int64: position ``i`` holds ``token_ids[..., i + 1]`` or ``ignore_index``.
 
     Raises:
-        ShapeError: the mask has another shape, or ``cu_seqlens`` does not ascend from 0 to ``seq`` (on an
-            accelerator its values are checked there).
-        DtypeError: ``cu_seqlens`` is not int32 or int64.
+        ShapeError: the ids have no dim, the mask has another shape, or ``cu_seqlens`` does not ascend from 0 to
+            ``seq`` (on an accelerator its values are checked there).
+        DtypeError: the ids are not integers, or ``cu_seqlens`` is not int32 or int64.
+        OptionError: the devices differ.
 
     Example:
         >>> import torch
@@ -41,6 +45,10 @@ def next_token_targets(
         >>> next_token_targets(torch.tensor([5, 6, 7, 8, 9]), cu_seqlens=torch.tensor([0, 3, 5]))
         tensor([   6,    7, -100,    9, -100])
     """
+    require_ids(token_ids, "token_ids")
+    if token_ids.dim() == 0:
+        raise ShapeError("token_ids must be [..., seq], got a tensor without dims")
+    require_same_device(token_ids=token_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
     token_ids = token_ids.long()
     last = torch.full_like(token_ids[..., :1], ignore_index)
     targets = torch.cat([token_ids[..., 1:], last], dim=-1)
@@ -56,6 +64,16 @@ def next_token_targets(
         # An empty sequence has the end index of the sequence before it, or -1 at the front, which is the last position.
         targets.index_fill_(-1, (cu_seqlens[1:].long() - 1) % token_ids.shape[-1], ignore_index)
     return targets
+
+
+def require_ids(tensor: torch.Tensor, name: str) -> None:
+    """Check that a tensor holds integers that can be vocabulary ids.
+
+    Raises:
+        DtypeError: it does not; ``name`` is its name in the message.
+    """
+    if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        raise DtypeError(f"{name} must be integer vocabulary ids, got {tensor.dtype}")
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int) -> None:
@@ -97,8 +115,7 @@ def local_targets(
             the first token of the next rank.
         PlacementError: a DTensor that is neither replicated nor placed like the logits' tokens.
     """
-    if targets.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-        raise DtypeError(f"{name} must be integer vocabulary ids, got {targets.dtype}")
+    require_ids(targets, name)
     is_full = tuple(targets.shape) == tokens.full
     if isinstance(targets, DTensor):
         shape, offset = local_shape_and_offset(targets)

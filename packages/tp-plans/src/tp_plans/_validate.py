@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any, TypeGuard
 
+from tp_plans.argument_types import argument_types
 from tp_plans.errors import ModelError, PlanError
 from tp_plans.layouts import Replicate, Shard
+
+#: Of public functions and classes whose bodies do not check the types of their arguments.
+checked = argument_types(PlanError)
+#: No mesh axis is larger; what is listed for every rank would not end.
+MAX_RANKS = 2**20
 
 
 def require(style: Any, field: str, allowed: bool, wanted: str) -> None:
@@ -78,3 +84,5 @@ def require_size(tp: object, error: type[Exception] = PlanError) -> None:
     """Raise ``error`` unless ``tp`` is the size of an axis."""
     if not is_integer(tp, least=1):
         raise error(f"tp is {tp!r}: give the axis's size, 1 or more")
+    if tp > MAX_RANKS:
+        raise error(f"tp is {tp!r}: give the axis's size, at most {MAX_RANKS}")

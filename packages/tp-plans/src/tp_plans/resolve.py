@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from tp_plans._validate import checked
 from tp_plans.errors import (
     CapabilityError,
     CustomPlanError,
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 _KINDS = "a Plan, a dict of pattern to style, or a dotted path to a dict or to a function that returns one"
 
 
+@checked
 def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False) -> Plan:
     """The plan that a user's ``plan`` argument means for a model.
 

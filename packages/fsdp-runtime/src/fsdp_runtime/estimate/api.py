@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_runtime.errors import EstimateError
+from tp_plans.argument_types import argument_types
+
 if TYPE_CHECKING:
     from fsdp_runtime.estimate.types import Estimate
     from fsdp_runtime.mesh.spec import MeshSpec
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     from tp_plans import Plan, Style
 
 
+@argument_types(EstimateError)
 def estimate(
     model: str | Path | Any,
     mesh: MeshSpec | Mapping[str, int],
@@ -21,7 +25,7 @@ def estimate(
     micro_batch: int = 1,
     plan: Plan | Mapping[str, Style | str] | str | None = "auto",
     sequence_parallel: bool = False,
-    activation_checkpointing: ActivationCheckpointing = "none",
+    activation_checkpointing: ActivationCheckpointing | str = "none",
     dtype: str = "bf16",
     master_dtype: str | None = None,
     optimizer: str = "adamw",
@@ -105,7 +109,10 @@ def estimate(
         528
     """
     from fsdp_runtime.estimate.parse_args import parse_bandwidths, parse_bytes, parse_dtype, parse_mesh_spec
-    from fsdp_runtime.estimate.pipeline import run
+
+    spec, bandwidths = parse_mesh_spec(mesh), parse_bandwidths(bandwidth)
+    memory = None if device_memory is None else parse_bytes(device_memory)
+    from fsdp_runtime.estimate.pipeline import run  # torch, after the arguments that need none
     from fsdp_runtime.estimate.step import StepConfig
 
     step = StepConfig(
@@ -124,11 +131,11 @@ def estimate(
     )
     return run(
         model,
-        parse_mesh_spec(mesh),
+        spec,
         step,
         exact=exact,
         rank=rank,
-        device_memory=None if device_memory is None else parse_bytes(device_memory),
-        bandwidths=parse_bandwidths(bandwidth),
+        device_memory=memory,
+        bandwidths=bandwidths,
         progress=progress,
     )

@@ -9,12 +9,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp_runtime._torch_compat import children
 from fsdp_runtime.errors import EstimateError
-from fsdp_runtime.parallel.lm_head import logits_of
+from fsdp_runtime.parallel.lm_head import (
+    LMHeadParameters,
+    LogitsMap,
+    assume_logits_map,
+    forward_with_lm_head,
+    logits_of,
+)
 
-#: Runs the model on its inputs, ``input_ids`` among them, and returns a function that computes the loss.
-Forward = Callable[[nn.Module, Mapping[str, Tensor]], Callable[[], Tensor]]
+#: Runs the model on its inputs, ``input_ids`` among them, and returns the loss; calls the function before computing it.
+Forward = Callable[[nn.Module, Mapping[str, Tensor], Callable[[], None]], Tensor]
 
 
 def resolve_loss(loss: str | Callable[..., Any], lm_head: str | None) -> Forward:
@@ -22,7 +27,7 @@ def resolve_loss(loss: str | Callable[..., Any], lm_head: str | None) -> Forward
 
     Args:
         loss: ``"logits"``, ``"linear"``, the dotted path of a function of model and inputs, or the function.
-        lm_head: path of the layer that computes logits, which ``"linear"`` leaves out.
+        lm_head: path of the layer that computes logits, which ``"linear"`` needs.
 
     Raises:
         EstimateError: the package or the function does not exist, or ``"linear"`` finds no LM head.
@@ -32,7 +37,7 @@ def resolve_loss(loss: str | Callable[..., Any], lm_head: str | None) -> Forward
     if loss == "linear":
         if lm_head is None:
             raise EstimateError("logprobs='linear' needs an LM head, and none was found in the model: use 'logits'")
-        return _on_hidden(_from_rl_logprobs("linear_token_logprobs"), lm_head)
+        return _on_hidden(_from_rl_logprobs("linear_token_logprobs"))
     return _as_forward(loss if callable(loss) else _by_dotted_path(loss))
 
 
@@ -65,32 +70,43 @@ def few_tiles() -> Iterator[Callable[[], int]]:
 def _as_forward(function: Callable[..., Tensor]) -> Forward:
     """Wrap a function that runs the model and returns the loss; all of it counts as forward."""
 
-    def forward(model: nn.Module, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+    def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
         loss = function(model, inputs)
-        return lambda: loss
+        begin_loss()
+        return loss
 
     return forward
 
 
 def _on_logits(token_logprobs: Callable[..., Tensor]) -> Forward:
-    def forward(model: nn.Module, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+    def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
         logits = _logits(model(**inputs))
-        return lambda: -token_logprobs(logits, inputs["input_ids"]).mean()
+        begin_loss()
+        return -token_logprobs(logits, inputs["input_ids"]).mean()
 
     return forward
 
 
-def _on_hidden(linear_token_logprobs: Callable[..., Tensor], lm_head: str) -> Forward:
-    def forward(model: nn.Module, inputs: Mapping[str, Tensor]) -> Callable[[], Tensor]:
-        parent_path, _, name = lm_head.rpartition(".")
-        parent = model.get_submodule(parent_path)
-        layer: Any = children(parent)[name]
-        children(parent)[name] = nn.Identity()  # the model then returns the hidden states instead of logits
-        try:
-            hidden = _logits(model(**inputs))
-        finally:
-            children(parent)[name] = layer
-        return lambda: -linear_token_logprobs(hidden, layer.weight, inputs["input_ids"], bias=layer.bias).mean()
+def _on_hidden(linear_token_logprobs: Callable[..., Tensor]) -> Forward:
+    def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
+        def loss(hidden: Tensor, head: LMHeadParameters) -> Tensor:
+            begin_loss()
+            found = linear_token_logprobs(
+                hidden,
+                head.weight,
+                inputs["input_ids"],
+                bias=head.bias,
+                logit_scale=head.logit_scale,
+                softcap=head.softcap,
+            )
+            return -found.mean()
+
+        config = getattr(model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        # Fake tensors have no values to measure it on; a factor costs nothing.
+        assume_logits_map(model, LogitsMap(softcap=getattr(text, "final_logit_softcapping", None)))
+        found: Tensor = forward_with_lm_head(model, loss, **inputs)
+        return found
 
     return forward
 

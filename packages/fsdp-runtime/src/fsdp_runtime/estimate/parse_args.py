@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-
-import torch
+from typing import TYPE_CHECKING
 
 from fsdp_runtime.errors import EstimateError, MeshError
 from fsdp_runtime.mesh.spec import FLATTENED, MeshSpec
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
 
@@ -130,9 +132,11 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     Raises:
         EstimateError: the name is not a floating-point dtype.
     """
+    import torch
+
     if isinstance(name, torch.dtype):
         return name
-    found = _DTYPES.get(name) or getattr(torch, name, None)
+    found = getattr(torch, _DTYPES.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise EstimateError(f"dtype {name!r}: write one of {', '.join(_DTYPES)}")
     return found
@@ -140,7 +144,8 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of a dtype."""
-    return next((name for name, known in _DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+    written = str(dtype).removeprefix("torch.")
+    return next((name for name, known in _DTYPES.items() if known == written), written)
 
 
 def plan_name(plan: object) -> str:

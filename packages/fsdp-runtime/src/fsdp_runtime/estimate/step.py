@@ -109,10 +109,7 @@ def trace_step(
             recorder.register(_state_tensors(optimizer), "optimizer_state")
         forward = resolve_loss(step.logprobs, structure.lm_head)
         with recorder.phase("forward"):
-            compute_loss = forward(model, inputs)
-        with recorder.phase("loss"):
-            loss = compute_loss()
-        del compute_loss
+            loss = forward(model, inputs, lambda: recorder.begin("loss"))
         with recorder.phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
             del loss

@@ -19,8 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_runtime._torch_compat import leaves
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OffloadError, OptionError
 from fsdp_runtime.memory.unshard import is_held
+from fsdp_runtime.model.devices import require_device
 from fsdp_runtime.model.materialize import compute_device
 from fsdp_runtime.model.state import is_freed, state_entries
 from fsdp_runtime.runtime_state import runtime_state
@@ -61,6 +63,7 @@ class _Offloaded:
     guards: list[Any] = field(default_factory=list)
 
 
+@checked
 def offload(
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -84,7 +87,7 @@ def offload(
         The bytes that were freed, by part, and the device's allocation before and after.
 
     Raises:
-        OptionError: an unknown part, or ``"optimizer"`` alone without one.
+        OptionError: an unknown part, ``"optimizer"`` alone without one, or an unknown device.
         ModelError: called inside ``unsharded``.
         OffloadError: the device did not get the bytes back, or a tensor does not own its memory.
 
@@ -98,7 +101,9 @@ def offload(
         80
     """
     wanted = _require_parts(parts, optimizer)
-    target = torch.device(device) if device is not None else compute_device(state_entries(model, allow_offloaded=True))
+    target = (
+        require_device(device) if device is not None else compute_device(state_entries(model, allow_offloaded=True))
+    )
     if target.type == "cpu" and device is None:
         logger.info("the model is on the CPU: nothing to offload")
         return OffloadReport(dict.fromkeys(wanted, 0), None, None)
@@ -129,6 +134,7 @@ def offload(
     return report
 
 
+@checked
 def onload(model: nn.Module, *, parts: Iterable[Part] = PARTS) -> OffloadReport:
     """Move back the tensors that :func:`offload` moved; parts that are on the device do not change.
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from fsdp_runtime._torch_compat import flatten_axes
 from fsdp_runtime.errors import MeshError
-from fsdp_runtime.mesh.rendezvous import rank_info_from_env, start_distributed
+from tp_plans.argument_types import argument_types
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: This module imports torch where it is used: the command line checks meshes before.
+checked = argument_types(MeshError)
 
 #: Flattened axes: those that shard the batch, those that shard parameters, those that shard tokens.
 FLATTENED: dict[str, tuple[str, ...]] = {
@@ -60,6 +62,7 @@ class MeshSpec:
         """Sizes by axis name, in mesh order."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    @checked
     def resolve(self, world_size: int) -> MeshSpec:
         """Return the spec with every size known and a product of ``world_size``.
 
@@ -81,6 +84,7 @@ class MeshSpec:
             raise MeshError(f"{sizes} does not fill the world of {world_size} ranks: {advice}")
         return replace(self, **dict.fromkeys(inferred, world_size // known))
 
+    @checked
     def build(self, *, device_type: str | None = None) -> DeviceMesh:
         """Build the ``DeviceMesh`` with all four axes and flattened ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
@@ -96,6 +100,11 @@ class MeshSpec:
         Raises:
             MeshError: the sizes do not fill the world, or environment variables are missing.
         """
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from fsdp_runtime.mesh.rendezvous import rank_info_from_env, start_distributed
+
         device_type = device_type or default_device_type()
         require_device_type(device_type)
         info = None if dist.is_initialized() else rank_info_from_env()
@@ -121,11 +130,14 @@ def require_device_type(device_type: object) -> None:
 
 def default_device_type() -> str:
     """Return the type of this machine's accelerator, or ``"cpu"``."""
+    import torch
+
     # Builds for CUDA name it as their accelerator on machines without a GPU too.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
 
+@checked
 def adopt_mesh(
     mesh: DeviceMesh,
     *,
@@ -159,6 +171,9 @@ def adopt_mesh(
         >>> adopt_mesh(mesh, dp_shard="fsdp", tp="model").mesh_dim_names
         ('dp_replicate', 'dp_shard', 'cp', 'tp')
     """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
     require_mesh(mesh)
     given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     names = mesh.mesh_dim_names or ()
@@ -191,6 +206,7 @@ def adopt_mesh(
     return adopted
 
 
+@checked
 def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return one axis of a mesh: one of its own or a flattened one (``dp``, ``dp_shard_cp``, ``dp_cp``).
 
@@ -211,6 +227,8 @@ def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
         >>> submesh(MeshSpec().build(device_type="cpu"), "dp").size()
         1
     """
+    from fsdp_runtime._torch_compat import flatten_axes
+
     require_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     if axis in names:

@@ -9,10 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import offloads_to_cpu, persistent_buffers
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.model.buffers import compute_meta_buffers
+from fsdp_runtime.model.devices import require_device
 from fsdp_runtime.model.state import StateEntry, state_entries
 
 
+@checked
 def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """Allocate every tensor of the model that is on the meta device on ``device``, in place.
 
@@ -52,7 +55,7 @@ def materialize_entries(
     """Do the work of :func:`materialize` on entries that are known already; buffers among them may be replaced."""
     if device is None and not _any_on_meta(model, entries):
         return
-    target = torch.device(device) if device is not None else compute_device(entries)
+    target = require_device(device) if device is not None else compute_device(entries)
     compute_meta_buffers(model)
     parameter_device = torch.device("cpu") if offloads_to_cpu(model) else target
     for entry in entries:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LostRankError, OptionError
 
 
@@ -66,6 +67,7 @@ class RankMonitor:
         """End all threads."""
 
 
+@checked
 @contextmanager
 def monitor_ranks(*, timeout: float = 60.0) -> Iterator[RankMonitor]:
     """End this rank within a bounded time if another rank is lost, and name that rank and its phase.

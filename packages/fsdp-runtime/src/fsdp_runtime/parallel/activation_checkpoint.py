@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_runtime._transformers_compat import disable_cache
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.saved_tensors import SelectiveContexts
@@ -103,6 +104,7 @@ def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, 
     return _mlps(structure) if mode == "mlp" else tuple(structure.blocks)
 
 
+@checked
 def apply_ac(model: nn.Module, parallelism: Parallelism) -> None:
     """Make modules recompute their activations in backward, in place; the third of the five steps.
 

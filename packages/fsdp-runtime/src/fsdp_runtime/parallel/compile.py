@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.parallel.async_tp import enable_async_tp
 
@@ -30,6 +31,7 @@ def check_compile_options(options: Mapping[str, Any]) -> None:
         raise OptionError(f"compile={dict(options)!r} is refused by torch.compile: {reason}") from error
 
 
+@checked
 def apply_compile(model: nn.Module, parallelism: Parallelism) -> None:
     """Compile every block with ``nn.Module.compile``, in place; the fourth of the five steps.
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_runtime._torch_compat import join_axes
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import MeshError, ModelError, OptionError
 from fsdp_runtime.mesh.spec import axis_size, submesh
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@checked
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     """Return the part of a mesh that FSDP2 shards over.
 
@@ -63,6 +65,7 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     return join_axes(mesh["dp_replicate"], shards) if axis_size(mesh, "dp_replicate") > 1 else shards
 
 
+@checked
 def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
     """Wrap every block and then the model with ``fully_shard``, in place; the last of the five steps.
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import children
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import inspect_model
 
@@ -60,6 +61,7 @@ class LMHeadParameters:
 HeadFunction = Callable[[Tensor, LMHeadParameters], Any]
 
 
+@checked
 def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any, **kwargs: Any) -> Any:
     """Run a model's forward with a function in the place of its language-model head, and return the function's result.
 
@@ -133,6 +135,16 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
 #: What each model does with its logits, once measured.
 _maps: WeakKeyDictionary[nn.Module, LogitsMap] = WeakKeyDictionary()
 _paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+def assume_logits_map(model: nn.Module, logits_map: LogitsMap) -> None:
+    """Let :func:`forward_with_lm_head` use a map that is known, for a model whose tensors have no values.
+
+    Args:
+        model: the model, on fake tensors.
+        logits_map: what it does with its logits.
+    """
+    _maps[model] = logits_map
 
 
 class _StandIn(nn.Module):

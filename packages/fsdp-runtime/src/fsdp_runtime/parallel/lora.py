@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import nn
 
 from fsdp_runtime._peft_compat import BASE, adapter_config, base_model, is_peft_model, lora_layers
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
 from fsdp_runtime.sharded.fsync import move_into_place
 from fsdp_runtime.sharded.gather import full_tensors
+from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.weights.adapters import adapter_tensors
 from tp_plans import (
@@ -80,6 +81,7 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
     return Plan(rules, name=f"{plan.name} with adapters", sequence_parallel=plan.sequence_parallel)
 
 
+@checked
 def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter: str = "default") -> None:
     """Save one adapter of a ``PeftModel`` in peft's format, for ``PeftModel.from_pretrained``.
 
@@ -108,7 +110,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     """
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(entries)
-    target = Path(directory)
+    target = require_path("directory", directory)
     with raise_on_all(ranks):
         tensors = adapter_tensors(model, entries, adapter)
         if ranks.is_first:

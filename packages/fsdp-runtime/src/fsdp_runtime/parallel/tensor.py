@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from tp_plans import ColwiseParallel, Plan, Replicate, Style, check, styles_by_path
 
@@ -59,6 +60,7 @@ def check_plan(model: nn.Module, plan: Plan, tp: int) -> tuple[str, ...]:
     return findings
 
 
+@checked
 def apply_tp(model: nn.Module, parallelism: Parallelism) -> None:
     """Shard the layers of a model over ``tp`` by the resolved plan, in place; the first of the five steps.
 

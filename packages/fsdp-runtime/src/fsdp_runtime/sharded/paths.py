@@ -16,12 +16,14 @@ def require_path(name: str, path: str | os.PathLike[str]) -> Path:
         path: the path.
 
     Raises:
-        OptionError: it is empty, or not a path.
+        OptionError: it is empty, not a path, or contains a null byte.
     """
     if not isinstance(path, str | os.PathLike):
         raise OptionError(f"{name}={path!r}: give a path, as a string or a pathlib.Path")
     if not os.fspath(path).strip():
         raise OptionError(f"{name}={os.fspath(path)!r} is empty: give a directory; '.' is the current one")
+    if "\0" in os.fspath(path):
+        raise OptionError(f"{name}={os.fspath(path)!r} contains a null byte")
     return Path(path)
 
 

@@ -7,12 +7,13 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_memory, state_entries
 from fsdp_runtime.sharded.collectives import (
@@ -35,6 +36,7 @@ from fsdp_runtime.training_state.snapshot import NamedTensor, as_list, chunks_to
 SHARED_FILE = "shared.pt"
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """An object whose state is a dict, such as a learning-rate scheduler."""
 
@@ -45,6 +47,7 @@ class Stateful(Protocol):
         """Restore a state."""
 
 
+@checked
 def save_training_state(
     directory: str | os.PathLike[str],
     model: nn.Module,

@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.errors import OptionError
 from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, Bucket, WeightInfo, stream_buckets
 
 
+@checked
 def send_weights(
     model: nn.Module,
     group: ProcessGroup | None,
@@ -61,6 +64,7 @@ def send_weights(
         del tensor, bucket  # free before the next bucket is gathered
 
 
+@checked
 def flatten_bucket(bucket: Bucket) -> Tensor:
     """Return the bytes of a bucket's tensors as one tensor, without gaps.
 
@@ -70,15 +74,21 @@ def flatten_bucket(bucket: Bucket) -> Tensor:
     Returns:
         ``[bytes]``, uint8.
 
+    Raises:
+        OptionError: the bucket is empty.
+
     Example:
         >>> import torch
         >>> from fsdp_runtime import flatten_bucket
         >>> flatten_bucket([("weight", torch.ones(2, 3))]).shape
         torch.Size([24])
     """
+    if not bucket:
+        raise OptionError("bucket is empty: give at least one name and tensor")
     return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
 
 
+@checked
 def unflatten_bucket(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:
     """Return the names and tensors of a flat bucket: the inverse of :func:`flatten_bucket`.
 
@@ -89,6 +99,9 @@ def unflatten_bucket(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:
     Returns:
         Names and tensors, views of ``flat``.
 
+    Raises:
+        OptionError: ``flat`` does not have the bytes of the weights.
+
     Example:
         >>> import torch
         >>> from fsdp_runtime import WeightInfo, flatten_bucket, unflatten_bucket
@@ -96,6 +109,12 @@ def unflatten_bucket(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:
         >>> unflatten_bucket([WeightInfo("weight", torch.float32, (2, 3))], flat)[0][1].shape
         torch.Size([2, 3])
     """
+    nbytes = sum(weight.nbytes for weight in weights)
+    if flat.dtype is not torch.uint8 or flat.shape != (nbytes,):
+        raise OptionError(
+            f"flat must be a uint8 tensor of the {nbytes} bytes of the weights, got {flat.dtype} of shape "
+            f"{tuple(flat.shape)}"
+        )
     bucket, start = [], 0
     for weight in weights:
         tensor = flat[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)

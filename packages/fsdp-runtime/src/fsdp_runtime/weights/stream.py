@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.model.state import StateEntry
@@ -69,6 +70,7 @@ class WeightExport:
         ['weight', 'bias']
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -130,6 +132,7 @@ class WeightExport:
             yield from group.produce({name: next(full) for name in group.sources})
 
 
+@checked
 def stream_weights(
     model: nn.Module,
     *,
@@ -172,6 +175,7 @@ def stream_weights(
     yield from WeightExport(model, dtype=dtype, names=names).stream(bucket_bytes)
 
 
+@checked
 def stream_buckets(
     model: nn.Module,
     *,
@@ -207,6 +211,7 @@ def stream_buckets(
     yield from WeightExport(model, dtype=dtype, names=names).buckets(bucket_bytes)
 
 
+@checked
 def describe_weights(
     model: nn.Module, *, dtype: torch.dtype | None = None, names: Names = "checkpoint"
 ) -> list[WeightInfo]:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rl_logprobs._torch_compat import foreach_mul_
-from rl_logprobs.errors import NonFiniteNormError, OptionError
+from rl_logprobs.argument_types import checked
+from rl_logprobs.errors import DtypeError, NonFiniteNormError, OptionError, ShapeError
 from rl_logprobs.norms.local_gradients import LocalGradients, complete_partial_sums, local_gradients
 from rl_logprobs.norms.local_norms import norm_power
 from rl_logprobs.norms.reduce_groups import ReduceGroup, reduce_groups
@@ -18,6 +19,7 @@ from rl_logprobs.norms.reduce_groups import ReduceGroup, reduce_groups
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
 
+@checked
 @torch.no_grad()
 def grad_norm(
     parameters: Parameters,
@@ -64,6 +66,7 @@ def grad_norm(
     return norm
 
 
+@checked
 @torch.no_grad()
 def grad_norms(
     parameter_groups: Mapping[str, Parameters],
@@ -102,6 +105,7 @@ def grad_norms(
     return _norms(listed, everything, local_gradients(everything), norm_type, groups)
 
 
+@checked
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Parameters,
@@ -151,6 +155,7 @@ def clip_grad_norm_(
     return norm
 
 
+@checked
 @torch.no_grad()
 def clip_grads_with_norm_(parameters: Parameters, max_norm: float, total_norm: float | torch.Tensor) -> None:
     """Scale all gradients in place by ``max_norm / (total_norm + 1e-6)``, if that is less than one.
@@ -163,7 +168,8 @@ def clip_grads_with_norm_(parameters: Parameters, max_norm: float, total_norm: f
         total_norm: the norm of all gradients, usually from ``grad_norm``; a number or a 0-d tensor.
 
     Raises:
-        OptionError: ``max_norm`` is negative or NaN.
+        OptionError: ``max_norm`` is negative or NaN, or ``total_norm`` is on the meta device.
+        ShapeError: ``total_norm`` is not one real number.
         DtypeError: a gradient is sparse or not floating point.
 
     Example:
@@ -209,6 +215,8 @@ def _norms(
     is_max = norm_type == math.inf
     result_device = everything[0].device if everything else torch.device("cpu")
     complete = complete_partial_sums(gradients)
+    if not listed:
+        return {}
     powers = []
     for group, members in reduce_groups(everything, groups).items():
         device, member_ids = group.device(result_device), {id(parameter) for parameter in members}
@@ -236,6 +244,8 @@ def _weighted_power(
 
 def _scale(parts: Iterable[torch.Tensor], max_norm: float, total_norm: float | torch.Tensor) -> None:
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else torch.as_tensor(total_norm)
+    if norm.dim() or norm.is_complex():
+        raise ShapeError(f"total_norm must be one real number, got shape {tuple(norm.shape)} of {norm.dtype}")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if factor.device.type == "cpu" and factor == 1:  # reading the value costs nothing on a CPU
         return
@@ -243,12 +253,17 @@ def _scale(parts: Iterable[torch.Tensor], max_norm: float, total_norm: float | t
     for part in parts:
         by_device_and_dtype.setdefault((part.device, part.dtype), []).append(part)
     for (device, _), gradients in by_device_and_dtype.items():
+        if factor.is_meta and device.type != "meta":
+            raise OptionError(f"total_norm is on the meta device, where it has no value, and gradients are on {device}")
         foreach_mul_(gradients, factor.to(device))
 
 
 def _distinct(parameters: Parameters) -> list[torch.Tensor]:
     """Return each parameter once, in order: tied parameters appear under several names."""
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    other = next((each for each in listed if not isinstance(each, torch.Tensor)), None)
+    if other is not None:
+        raise DtypeError(f"parameters must be tensors, got one of type {type(other).__qualname__}")
     return list({id(parameter): parameter for parameter in listed}.values())
 
 

@@ -7,9 +7,11 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
-from rl_logprobs.errors import OptionError
+from rl_logprobs.argument_types import checked
+from rl_logprobs.errors import DtypeError, OptionError
 
 
+@checked
 def should_skip_step(total_norm: torch.Tensor, *, max_norm: float = math.inf) -> torch.Tensor:
     """Return whether to skip an optimizer step with gradients of this norm, as a tensor: the host does not wait.
 
@@ -27,6 +29,7 @@ def should_skip_step(total_norm: torch.Tensor, *, max_norm: float = math.inf) ->
 
     Raises:
         OptionError: ``max_norm`` is not positive.
+        DtypeError: the norm is complex.
 
     Example:
         >>> import torch
@@ -36,5 +39,7 @@ def should_skip_step(total_norm: torch.Tensor, *, max_norm: float = math.inf) ->
     """
     if not max_norm > 0:
         raise OptionError(f"max_norm must be positive, got {max_norm}; leave it out to skip only non-finite norms")
+    if total_norm.is_complex():
+        raise DtypeError(f"total_norm must be real, got {total_norm.dtype}")
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
     return ~(norm.isfinite() & (norm <= max_norm)).all()

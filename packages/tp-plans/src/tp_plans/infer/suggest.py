@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tp_plans._validate import checked
 from tp_plans.errors import PlanError
 from tp_plans.infer.rules import Doubt, Proposal, gathered_rules, propose
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
@@ -49,6 +50,7 @@ class Suggestion:
         return "\n".join([f"{self.plan!r}, doubts:", *(f"  {doubt}" for doubt in self.doubts)])
 
 
+@checked
 def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
     """Propose a tensor-parallel plan for a decoder from its modules' shapes and names.
 

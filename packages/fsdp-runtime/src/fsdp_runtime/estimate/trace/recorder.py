@@ -128,11 +128,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase = name
         with observe_storage_resizes(self._resized), self._modules.track(), self:
             yield
-        if name in ("forward", "loss"):
+        self._end_phase()
+        self._phase = None
+
+    def begin(self, name: Phase) -> None:
+        """End the phase of the code that runs, and record what follows in the same ``with`` as another."""
+        self._end_phase()
+        self._phase = name
+
+    def _end_phase(self) -> None:
+        if self._phase in ("forward", "loss"):
             for index, _ in self._live.values():
                 self.recording.storages[index].outlives_forward = True
-        self.recording.ends[name] = len(self.recording.allocations)
-        self._phase = None
+        if self._phase is not None:
+            self.recording.ends[self._phase] = len(self.recording.allocations)
 
     def register(self, tensors: Iterable[Tensor], category: str) -> None:
         """Register tensors that exist before the step under a category."""

@@ -23,6 +23,7 @@ from fsdp_runtime._transformers_compat import (
     supports_sdpa,
     use_attention,
 )
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.context.attention import ContextAttention, gather_tokens
@@ -88,6 +89,7 @@ def check_context_parallel(model: Any, structure: ModelStructure) -> None:
         )
 
 
+@checked
 def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
     """Make a model take its tokens sharded over ``cp``, in place; the second of the five steps.
 

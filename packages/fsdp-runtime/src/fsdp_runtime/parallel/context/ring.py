@@ -10,11 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._torch_compat import context_parallel
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import BackendError, OptionError
 from fsdp_runtime.parallel.context.apply import attention_of
 from fsdp_runtime.parallel.context.sharding import sequence_layout
 
 
+@checked
 @contextmanager
 def ring_attention(model: nn.Module, mesh: DeviceMesh, length: int) -> Iterator[nn.Module]:
     """Compute attention with torch's ring (``context_parallel``) inside the ``with``, around forward and backward.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, OptionError
 from fsdp_runtime.mesh.spec import axis_size
 
@@ -18,6 +19,7 @@ from fsdp_runtime.mesh.spec import axis_size
 LoadBalancer = Literal["headtail"] | None
 
 
+@checked
 @dataclass(frozen=True)
 class SequenceLayout:
     """The sharding of ``length`` tokens over the ranks of the ``cp`` axis.
@@ -90,6 +92,7 @@ class SequenceLayout:
         """``[length / ranks]`` int64: the positions of this rank's tokens, its position ids in an unpadded batch."""
         return self.permutation.chunk(self.ranks)[self.rank]
 
+    @checked
     def shard(self, full: Tensor, *, dim: int = 1) -> Tensor:
         """Return this rank's tokens of a tensor in sequence order; no communication.
 
@@ -111,6 +114,7 @@ class SequenceLayout:
             raise LayoutError(f"{full.shape[dim]} entries on dim {dim} of {tuple(full.shape)}, not {self.length}")
         return full.index_select(dim, self.positions.to(full.device))
 
+    @checked
     def shard_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's part of a model's inputs, with position ids if they are missing.
 
@@ -142,6 +146,7 @@ class SequenceLayout:
         return (rank, 2 * self.ranks - 1 - rank) if self.chunks_per_rank == 2 else (rank,)
 
 
+@checked
 def sequence_layout(mesh: DeviceMesh, length: int, *, load_balancer: LoadBalancer = "headtail") -> SequenceLayout:
     """Return the layout of sequences of ``length`` tokens on a mesh; without ``cp`` each rank has the full sequence.
 

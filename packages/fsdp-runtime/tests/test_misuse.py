@@ -1,0 +1,241 @@
+"""Wrong arguments, generated, to every public function: a typed error before anything changes, or a right result."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fsdp_runtime
+import tp_plans
+from fsdp_runtime import FSDPOptions, MeshSpec
+from harness.misuse import Call, complaint, use, wrong_arguments
+
+ERRORS = (fsdp_runtime.FsdpRuntimeError, tp_plans.TpPlansError)
+#: The records that functions return, and what a custom attention is given.
+RESULTS = {
+    *("AttentionHeads", "ContextAttention", "Estimate", "LMHeadParameters", "LoadReport", "ModelStructure"),
+    *("OffloadReport", "Parallelism", "ParallelismReport", "RankInfo", "RankMonitor", "Sweep", "TrainingState"),
+    "WeightInfo",
+}
+
+
+class Model(nn.Module):
+    """Two blocks of two linear layers between an embedding and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2))
+        self.lm_head = nn.Linear(4, 10)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.lm_head(hidden)
+
+
+def mesh():
+    return MeshSpec().build(device_type="cpu")
+
+
+def sharded():
+    return fsdp_runtime.parallelize(Model(), mesh(), plan=None)
+
+
+def on_mesh():
+    return {"model": Model(), "mesh": mesh(), "plan": None}
+
+
+def resolved():
+    model = Model()
+    return {"model": model, "parallelism": fsdp_runtime.resolve_parallelism(model, mesh(), plan=None)}
+
+
+def optimized():
+    model = Model()
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def saved_weights():
+    model = Model()
+    fsdp_runtime.save_weights(model, "weights")
+    return {"model": model, "path": "weights"}
+
+
+def saved_state():
+    arguments = optimized()
+    fsdp_runtime.save_training_state("state", **arguments, step=1)
+    return {"directory": "state", **arguments}
+
+
+def adapted():
+    """A model with LoRA adapters, of transformers since peft reads a config."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=10, num_hidden_layers=1, **sizes))
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+
+
+def saved_adapter():
+    model = adapted()
+    fsdp_runtime.save_adapter(model, "adapter")
+    return {"model": model, "directory": "adapter"}
+
+
+def bucket():
+    return next(fsdp_runtime.stream_buckets(Model()))
+
+
+def flat_bucket():
+    given = bucket()
+    weights = [fsdp_runtime.WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in given]
+    return {"weights": weights, "flat": fsdp_runtime.flatten_bucket(given)}
+
+
+def score(hidden, head):
+    return hidden @ head.weight.mT
+
+
+def with_head(model, function, ids):
+    if callable(function):  # what it raises is its author's
+        function = score
+    return fsdp_runtime.forward_with_lm_head(model, function, ids)
+
+
+def loss(model, inputs):
+    return model(inputs["input_ids"]).square().mean()
+
+
+def swept(model, world_size, *, seq_len, sequence_parallel=(False,), workers=1, max_tp=8, cp=(1,)):
+    options = {**dry_run(), "seq_len": seq_len, "cp": cp, "max_tp": max_tp, "workers": workers}
+    modes = {"activation_checkpointing": ("none",), "sequence_parallel": sequence_parallel}
+    return fsdp_runtime.sweep(**{**options, **modes, "model": model, "world_size": world_size})
+
+
+def dry_run():
+    return {"model": Model, "plan": None, "logprobs": loss, "clip": False, "seq_len": 4}
+
+
+CALLS = {
+    "FSDPOptions": Call(FSDPOptions),
+    "MeshSpec": Call(MeshSpec),
+    "MeshSpec.resolve": Call(MeshSpec(dp_shard=-1).resolve, lambda: {"world_size": 8}),
+    "MeshSpec.build": Call(MeshSpec().build),
+    "SelectiveCheckpoint": Call(fsdp_runtime.SelectiveCheckpoint),
+    "SequenceLayout": Call(fsdp_runtime.SequenceLayout, lambda: {"length": 8, "ranks": 2, "rank": 0}),
+    "SequenceLayout.shard": Call(
+        fsdp_runtime.SequenceLayout(length=8, ranks=2, rank=0).shard, lambda: {"full": torch.ones(2, 8)}
+    ),
+    "SequenceLayout.shard_batch": Call(
+        fsdp_runtime.SequenceLayout(length=8, ranks=2, rank=0).shard_batch,
+        lambda: {"batch": {"input_ids": torch.ones(2, 8)}},
+    ),
+    "WeightExport": Call(fsdp_runtime.WeightExport, lambda: {"model": Model()}, keep=("entries",)),
+    "adopt_mesh": Call(fsdp_runtime.adopt_mesh, lambda: {"mesh": mesh()}),
+    "apply_ac": Call(fsdp_runtime.apply_ac, resolved),
+    "apply_compile": Call(fsdp_runtime.apply_compile, resolved),
+    "apply_cp": Call(fsdp_runtime.apply_cp, resolved),
+    "apply_fsdp": Call(fsdp_runtime.apply_fsdp, resolved),
+    "apply_tp": Call(fsdp_runtime.apply_tp, resolved),
+    "assert_finite_gradients": Call(fsdp_runtime.assert_finite_gradients, lambda: {"model": Model()}),
+    "assert_inputs_equal": Call(
+        fsdp_runtime.assert_inputs_equal, lambda: {"mesh": mesh(), "inputs": {"input_ids": torch.ones(2, 8)}}
+    ),
+    "assert_replicas_equal": Call(fsdp_runtime.assert_replicas_equal, lambda: {"model": Model()}),
+    "describe_parallelism": Call(fsdp_runtime.describe_parallelism, lambda: {"model": Model()}),
+    "describe_weights": Call(fsdp_runtime.describe_weights, lambda: {"model": Model()}),
+    "flatten_bucket": Call(fsdp_runtime.flatten_bucket, lambda: {"bucket": bucket()}),
+    "forward_with_lm_head": Call(
+        with_head,
+        lambda: {
+            "model": Model(),
+            "function": score,
+            "ids": torch.ones(1, 3, dtype=torch.int64),
+        },
+        keep=("ids",),  # the model's own argument
+    ),
+    "fsdp_mesh": Call(fsdp_runtime.fsdp_mesh, lambda: {"mesh": mesh()}),
+    "init_adapters": Call(fsdp_runtime.init_adapters, lambda: {"model": adapted()}),
+    "inspect_model": Call(fsdp_runtime.inspect_model, lambda: {"model": Model()}),
+    "load_adapter": Call(fsdp_runtime.load_adapter, saved_adapter),
+    "load_training_state": Call(fsdp_runtime.load_training_state, saved_state),
+    "load_weights": Call(fsdp_runtime.load_weights, saved_weights),
+    "materialize": Call(fsdp_runtime.materialize, lambda: {"model": Model()}),
+    "monitor_ranks": Call(fsdp_runtime.monitor_ranks),
+    "no_sync": Call(fsdp_runtime.no_sync, lambda: {"model": sharded()}),
+    "offload": Call(fsdp_runtime.offload, lambda: {**optimized(), "device": "cpu"}),
+    "onload": Call(fsdp_runtime.onload, lambda: {"model": Model()}),
+    "parallelize": Call(fsdp_runtime.parallelize, on_mesh),
+    "rank_info_from_env": Call(fsdp_runtime.rank_info_from_env, lambda: {"environment": {}}),
+    "resolve_parallelism": Call(fsdp_runtime.resolve_parallelism, on_mesh),
+    "ring_attention": Call(fsdp_runtime.ring_attention, lambda: {"model": Model(), "mesh": mesh(), "length": 8}),
+    "save_adapter": Call(fsdp_runtime.save_adapter, lambda: {"model": adapted(), "directory": "adapter"}),
+    "save_training_state": Call(
+        fsdp_runtime.save_training_state, lambda: {**optimized(), "directory": "state", "step": 1}
+    ),
+    "save_weights": Call(fsdp_runtime.save_weights, lambda: {"model": Model(), "directory": "weights"}),
+    "send_weights": Call(
+        fsdp_runtime.send_weights, lambda: {"model": Model(), "group": None, "on_bucket": lambda weights: None}
+    ),
+    "sequence_layout": Call(fsdp_runtime.sequence_layout, lambda: {"mesh": mesh(), "length": 8}),
+    "stop_on_signal": Call(fsdp_runtime.stop_on_signal),
+    "stream_buckets": Call(fsdp_runtime.stream_buckets, lambda: {"model": Model()}),
+    "stream_weights": Call(fsdp_runtime.stream_weights, lambda: {"model": Model()}),
+    "submesh": Call(fsdp_runtime.submesh, lambda: {"mesh": mesh(), "axis": "dp"}),
+    "unflatten_bucket": Call(fsdp_runtime.unflatten_bucket, flat_bucket),
+    "unsharded": Call(fsdp_runtime.unsharded, lambda: {"model": sharded()}),
+}
+#: Each runs in a process without a world, and a right one takes a second.
+DRY_RUNS = {
+    "estimate": Call(fsdp_runtime.estimate, lambda: {**dry_run(), "mesh": {"dp_shard": 2}}),
+    "sweep": Call(swept, lambda: {"model": Model, "world_size": 1, "seq_len": 4}),
+}
+EXAMPLES = {"derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+#: These make and read files, or a model with adapters.
+COSTLY = {"load_training_state", "load_weights", "save_training_state", "init_adapters", "load_adapter", "save_adapter"}
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_public_function_is_called():
+    public = {name for name in fsdp_runtime.__all__ if not name.endswith("Error")}
+    assert {name.partition(".")[0] for name in CALLS | DRY_RUNS} == public - RESULTS - {"meta_device"}
+
+
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"ring_attention"}))
+def test_right_arguments_are_taken(name):
+    mesh()
+    use(CALLS[name].function(**CALLS[name].valid()))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_arguments_are_refused_or_understood(name):
+    mesh()
+
+    @settings(max_examples=8 if name in COSTLY else 30, **EXAMPLES)
+    @given(changes=wrong_arguments(CALLS[name]))
+    def refused_or_understood(changes):
+        assert complaint(CALLS[name], changes, fsdp_runtime, *ERRORS) is None
+
+    refused_or_understood()
+
+
+@pytest.mark.parametrize("name", DRY_RUNS)
+@settings(max_examples=12, **EXAMPLES)
+@given(data=st.data())
+def test_wrong_arguments_of_a_dry_run_are_refused_or_understood(name, data):
+    changes = data.draw(wrong_arguments(DRY_RUNS[name]))
+    assert complaint(DRY_RUNS[name], changes, fsdp_runtime, *ERRORS) is None
