@@ -3,6 +3,7 @@
 Log-probabilities:   ``token_logprobs``, ``token_statistics``, ``next_token_targets``
 From hidden states:  ``linear_token_logprobs``, ``linear_token_statistics``
 Sampling:            ``SamplingFilter``, ``sample_tokens``
+Kept sets:           ``Support``, ``sampling_support``, ``kept_logprobs``
 Distillation:        ``topk_logprobs``, ``logprobs_at``
 Divergence:          ``kl_estimate``, ``token_kl``
 Context parallelism: ``headtail_permutation``, ``sequence_shard``, ``gather_sequence``
@@ -14,7 +15,7 @@ Import names from ``rl_logprobs``; the modules below it may move.
 """
 
 from rl_logprobs.context_parallel import gather_sequence, headtail_permutation, sequence_shard
-from rl_logprobs.distillation import TopTokens, logprobs_at, topk_logprobs
+from rl_logprobs.distillation import TopTokens, kept_logprobs, logprobs_at, topk_logprobs
 from rl_logprobs.divergence import kl_estimate, token_kl
 from rl_logprobs.errors import (
     DtypeError,
@@ -23,6 +24,7 @@ from rl_logprobs.errors import (
     OptionError,
     PlacementError,
     ShapeError,
+    SupportError,
     TargetError,
 )
 from rl_logprobs.linear_logprobs import linear_token_logprobs, linear_token_statistics
@@ -31,6 +33,8 @@ from rl_logprobs.norms.grad_norm import clip_grad_norm_, clip_grads_with_norm_, 
 from rl_logprobs.norms.skip_step import should_skip_step
 from rl_logprobs.sampling import sample_tokens
 from rl_logprobs.sampling_filter import SamplingFilter
+from rl_logprobs.support.kept_sets import Support
+from rl_logprobs.support.record import sampling_support
 from rl_logprobs.targets import next_token_targets
 
 __version__ = "0.1.0"
@@ -43,6 +47,8 @@ __all__ = [
     "PlacementError",
     "SamplingFilter",
     "ShapeError",
+    "Support",
+    "SupportError",
     "TargetError",
     "TokenStatistics",
     "TopTokens",
@@ -52,12 +58,14 @@ __all__ = [
     "grad_norm",
     "grad_norms",
     "headtail_permutation",
+    "kept_logprobs",
     "kl_estimate",
     "linear_token_logprobs",
     "linear_token_statistics",
     "logprobs_at",
     "next_token_targets",
     "sample_tokens",
+    "sampling_support",
     "sequence_shard",
     "should_skip_step",
     "token_kl",

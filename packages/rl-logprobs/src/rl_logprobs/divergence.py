@@ -18,6 +18,10 @@ from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 from rl_logprobs.softmax.torch_kernels import zero_tokens_
 from rl_logprobs.softmax.vocab_parallel import all_gather
 from rl_logprobs.softmax.vocab_shard import LocalLogits, VocabShard, locate_logits
+from rl_logprobs.support.entries import kept_entries
+from rl_logprobs.support.kept_logits import kept_logits
+from rl_logprobs.support.kept_sets import Support
+from rl_logprobs.support.statistics import kept_divergence, kept_softmax
 from rl_logprobs.targets import local_targets
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -73,6 +77,7 @@ def token_kl(
     vocab_start: int | None = None,
     temperature: float | torch.Tensor = 1.0,
     mask: torch.Tensor | None = None,
+    support: Support | None = None,
 ) -> torch.Tensor:
     """Return ``KL(softmax(logits / T) || softmax(reference_logits / T))`` of each token, over the full vocabulary.
 
@@ -90,6 +95,8 @@ def token_kl(
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
         mask: bool or integers of the logits' leading shape, the full batch or this rank's part; 0 at tokens that do
             not count (such as prompt and padding): value 0 and gradient 0, whatever their logits.
+        support: the divergence of the two distributions over the ids that the sampler kept, each normalised over them;
+            one row per token, for the full batch or for this rank's part.
 
     Returns:
         Nats, of the logits' leading shape, float32 (float64 if either input is float64), differentiable in both.
@@ -98,8 +105,9 @@ def token_kl(
         ShapeError: the two hold different tokens or columns, or the mask does not fit them.
         PlacementError: the vocabularies are sharded differently or over two mesh axes, or the logits are a partial sum.
         DtypeError: the logits are not floating point.
-        OptionError: the temperature is not positive, or options for local shards contradict each other.  All errors
-            are raised before any collective starts.
+        OptionError: the temperature is not positive, or options for local shards contradict each other.
+        SupportError: the kept set of a token that counts is empty, or contains an id outside the vocabulary.  All
+            errors are raised before any collective starts.
 
     Example:
         >>> import torch
@@ -115,11 +123,31 @@ def token_kl(
     if mask is not None:
         counted = local_targets((mask != 0).to(torch.uint8), policy.tokens, name="mask").to(counted.device)
     flat_temperature = check_temperature(temperature, counted)
+    if support is not None:
+        return _kept_kl(policy, reference, flat_temperature, counted == 0, support)
     ignored = None if mask is None else counted.reshape(-1) == 0
     found: torch.Tensor = apply_function(
         _Divergence, policy.values, reference.values, policy.vocab, flat_temperature, ignored
     )
     return found.view(shape)
+
+
+def _kept_kl(
+    policy: LocalLogits,
+    reference: LocalLogits,
+    temperature: float | torch.Tensor,
+    ignored: torch.Tensor,
+    support: Support,
+) -> torch.Tensor:
+    """Return the divergence over kept sets; one all-reduce of the kept logits of each side."""
+    entries, flat = kept_entries(support, policy.tokens, ignored, policy.vocab.vocab_size), ignored.reshape(-1)
+    softmaxes = [
+        kept_softmax(kept_logits(side.values, entries, side.vocab), entries, flat, temperature)
+        for side in (policy, reference)
+    ]
+    dtype = statistics_dtype(torch.promote_types(policy.values.dtype, reference.values.dtype))
+    divergence = kept_divergence(softmaxes[0], softmaxes[1], entries)
+    return divergence.masked_fill(flat, 0).to(dtype).view(ignored.shape)
 
 
 def _check_same_shard(policy: LocalLogits, reference: LocalLogits) -> None:
