@@ -28,25 +28,43 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(
-    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: KlEstimator = "k3"
+    logprobs: torch.Tensor,
+    reference_logprobs: torch.Tensor,
+    estimator: KlEstimator = "k3",
+    *,
+    sampled_logprobs: torch.Tensor | None = None,
+    gradient: Literal["estimator", "unbiased"] = "estimator",
 ) -> torch.Tensor:
-    """Estimate ``KL(policy || reference)`` from tokens that the policy sampled.
+    """Estimate ``KL(policy || reference)`` from sampled tokens.
 
     With ``r = reference_logprobs - logprobs`` (Schulman, "Approximating KL Divergence", 2020): ``k1 = -r`` is
     unbiased and may be negative, ``k2 = r**2 / 2`` is biased with low variance, ``k3 = exp(r) - 1 - r`` is
     unbiased and never negative (the one in GRPO, arXiv:2402.03300, equation 4).
 
+    An unbiased *value* does not make its gradient the divergence's.  For tokens that the policy itself sampled, the
+    gradient of ``k1`` is 0 on average, that of ``k3`` is the gradient of ``KL(reference || policy)``, and that of
+    ``k2`` is right (Liu et al., "Rethinking KL Regularization in RLHF", arXiv:2510.01555).  Two ways to the right
+    gradient:
+
+    * ``gradient="unbiased"``: the value of the estimator with the gradient of ``k2``, for tokens sampled by the policy.
+    * ``sampled_logprobs``: the estimator times the ratio of the policy and the policy that sampled, differentiated
+      through both factors (DeepSeek-V3.2, arXiv:2512.02556, section 3.1); right for ``k1`` and ``k3``, also off-policy.
+
     Args:
         logprobs: log-probabilities of the sampled tokens under the policy, any shape, floating point.
         reference_logprobs: log-probabilities of the same tokens under the reference, of the same shape.
         estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
+        sampled_logprobs: log-probabilities under the policy that sampled, of the same shape; a detached copy of
+            ``logprobs`` if that is the policy itself.
+        gradient: ``"estimator"`` for that of the formula, or ``"unbiased"``.
 
     Returns:
-        One estimate per token in nats, of the shape of ``logprobs``, differentiable in both.
+        One estimate per token in nats, of the shape of ``logprobs``, differentiable in both (with
+        ``gradient="unbiased"`` in ``logprobs`` alone).
 
     Raises:
         ShapeError: the shapes differ.
-        OptionError: the estimator is unknown.
+        OptionError: the estimator or the gradient is unknown, or both ways to the right gradient are asked for.
 
     Example:
         >>> import torch
@@ -60,12 +78,27 @@ def kl_estimate(
         )
     ratio = reference_logprobs - logprobs
     if estimator == "k1":
-        return -ratio
-    if estimator == "k2":
-        return ratio.square() / 2
-    if estimator == "k3":
-        return ratio.expm1() - ratio
-    raise OptionError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
+        value = -ratio
+    elif estimator == "k2":
+        value = ratio.square() / 2
+    elif estimator == "k3":
+        value = ratio.expm1() - ratio
+    else:
+        raise OptionError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
+    if gradient not in ("estimator", "unbiased"):
+        raise OptionError(f"gradient must be 'estimator' or 'unbiased', got {gradient!r}")
+    if gradient == "unbiased":
+        if sampled_logprobs is not None:
+            raise OptionError("gradient='unbiased' is for tokens of the policy itself: leave out sampled_logprobs")
+        with_gradient = (logprobs - reference_logprobs.detach()).square() / 2
+        return value.detach() + with_gradient - with_gradient.detach()
+    if sampled_logprobs is None:
+        return value
+    if sampled_logprobs.shape != logprobs.shape:
+        raise ShapeError(
+            f"logprobs {tuple(logprobs.shape)} and sampled_logprobs {tuple(sampled_logprobs.shape)} differ"
+        )
+    return (logprobs - sampled_logprobs.detach()).exp() * value
 
 
 def token_kl(

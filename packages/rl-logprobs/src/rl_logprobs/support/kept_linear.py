@@ -25,7 +25,7 @@ Way = Literal["entry", "token"]
 #: The cost of a logit by entry relative to one by token.  On a CPU measured with ``benchmarks/bench_support.py``; on an
 #: accelerator the quotient of memory and matrix throughput (an H100 reads 3.3 TB/s and multiplies 0.8 PFLOP/s, and a
 #: dot product reads its row, writes and reads the gathered copy).
-CPU_ENTRY_COST, ACCELERATOR_ENTRY_COST = 16, 700
+CPU_ENTRY_COST, ACCELERATOR_ENTRY_COST = 100, 700
 
 
 def cheaper_way(entries: int, tokens: int, vocab_size: int, device: torch.device) -> Way:
