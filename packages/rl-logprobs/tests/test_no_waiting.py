@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rl_logprobs
-from rl_logprobs import SamplingFilter
+from rl_logprobs import SamplingFilter, Support
 
 SHAPE = (3, 5)
 
@@ -27,10 +27,15 @@ def statistics(**options):
     return found.logprobs + found.logsumexp + (0 if found.entropy is None else found.entropy)
 
 
-def from_hidden(**options):
+def from_hidden(vocab=300, **options):
     hidden = torch.empty(*SHAPE, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.empty(300, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(vocab, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
     return rl_logprobs.linear_token_logprobs(hidden, weight, ids(), **options)
+
+
+def kept():
+    support = Support.from_padded(torch.arange(4).expand(*SHAPE, 4))
+    return support.to("meta")
 
 
 STEPS = {
@@ -44,6 +49,10 @@ STEPS = {
     "logprobs_at": lambda: rl_logprobs.logprobs_at(logits(), ids(*SHAPE, 2)).sum().backward(),
     "token_kl": lambda: rl_logprobs.token_kl(logits(), logits(), mask=ids()).sum().backward(),
     "from hidden": lambda: from_hidden(shift=True, softcap=3.0).sum().backward(),
+    "kept sets": lambda: statistics(entropy=True, support=kept()).sum().backward(),
+    "kept sets from hidden": lambda: from_hidden(shift=True, softcap=3.0, support=kept()).sum().backward(),
+    "kept rows of a head": lambda: from_hidden(vocab=4000, support=kept()).sum().backward(),
+    "divergence over kept sets": lambda: rl_logprobs.token_kl(logits(), logits(), support=kept()).sum().backward(),
     "targets": lambda: rl_logprobs.next_token_targets(ids(7), cu_seqlens=ids(3)),
 }
 

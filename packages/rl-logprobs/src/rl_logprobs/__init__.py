@@ -3,8 +3,12 @@
 Log-probabilities:   ``token_logprobs``, ``token_statistics``, ``next_token_targets``
 From hidden states:  ``linear_token_logprobs``, ``linear_token_statistics``
 Sampling:            ``SamplingFilter``, ``sample_tokens``
+Kept sets:           ``Support``, ``sampling_support``, ``kept_logprobs``
 Distillation:        ``topk_logprobs``, ``logprobs_at``
 Divergence:          ``kl_estimate``, ``token_kl``
+One loss:            ``plan_mean``, ``global_mean``
+Policy gradients:    ``group_advantages``, ``ppo_loss``, ``gspo_loss``, ``cispo_loss``, ``importance_weights``,
+                     ``rejection_mask``, ``ratio_metrics``
 Context parallelism: ``headtail_permutation``, ``sequence_shard``, ``gather_sequence``
 Gradient norms:      ``grad_norm``, ``grad_norms``, ``clip_grad_norm_``, ``clip_grads_with_norm_``, ``should_skip_step``
 NeMo RL's names:     ``rl_logprobs.nemo``
@@ -14,7 +18,7 @@ Import names from ``rl_logprobs``; the modules below it may move.
 """
 
 from rl_logprobs.context_parallel import gather_sequence, headtail_permutation, sequence_shard
-from rl_logprobs.distillation import TopTokens, logprobs_at, topk_logprobs
+from rl_logprobs.distillation import TopTokens, kept_logprobs, logprobs_at, topk_logprobs
 from rl_logprobs.divergence import kl_estimate, token_kl
 from rl_logprobs.errors import (
     DtypeError,
@@ -23,14 +27,22 @@ from rl_logprobs.errors import (
     OptionError,
     PlacementError,
     ShapeError,
+    SupportError,
     TargetError,
 )
 from rl_logprobs.linear_logprobs import linear_token_logprobs, linear_token_statistics
 from rl_logprobs.logprobs import TokenStatistics, token_logprobs, token_statistics
 from rl_logprobs.norms.grad_norm import clip_grad_norm_, clip_grads_with_norm_, grad_norm, grad_norms
 from rl_logprobs.norms.skip_step import should_skip_step
+from rl_logprobs.policy.advantages import group_advantages
+from rl_logprobs.policy.corrections import importance_weights, rejection_mask
+from rl_logprobs.policy.global_mean import MeanPlan, global_mean, plan_mean
+from rl_logprobs.policy.losses import PolicyLoss, cispo_loss, gspo_loss, ppo_loss
+from rl_logprobs.policy.metrics import RatioMetrics, ratio_metrics
 from rl_logprobs.sampling import sample_tokens
 from rl_logprobs.sampling_filter import SamplingFilter
+from rl_logprobs.support.kept_sets import Support
+from rl_logprobs.support.record import sampling_support
 from rl_logprobs.targets import next_token_targets
 
 __version__ = "0.1.0"
@@ -38,26 +50,42 @@ __version__ = "0.1.0"
 __all__ = [
     "DtypeError",
     "LogprobsError",
+    "MeanPlan",
     "NonFiniteNormError",
     "OptionError",
     "PlacementError",
+    "PolicyLoss",
+    "RatioMetrics",
     "SamplingFilter",
     "ShapeError",
+    "Support",
+    "SupportError",
     "TargetError",
     "TokenStatistics",
     "TopTokens",
+    "cispo_loss",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "gather_sequence",
+    "global_mean",
     "grad_norm",
     "grad_norms",
+    "group_advantages",
+    "gspo_loss",
     "headtail_permutation",
+    "importance_weights",
+    "kept_logprobs",
     "kl_estimate",
     "linear_token_logprobs",
     "linear_token_statistics",
     "logprobs_at",
     "next_token_targets",
+    "plan_mean",
+    "ppo_loss",
+    "ratio_metrics",
+    "rejection_mask",
     "sample_tokens",
+    "sampling_support",
     "sequence_shard",
     "should_skip_step",
     "token_kl",

@@ -20,6 +20,10 @@ from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 from rl_logprobs.softmax.torch_kernels import reduce_logits, write_gradient
 from rl_logprobs.softmax.vocab_parallel import all_gather
 from rl_logprobs.softmax.vocab_shard import TokenSlice, VocabShard, locate_logits
+from rl_logprobs.support.entries import kept_entries
+from rl_logprobs.support.kept_logits import kept_logits
+from rl_logprobs.support.kept_sets import Support
+from rl_logprobs.support.statistics import kept_logprobs_of, kept_softmax
 from rl_logprobs.targets import ignored_targets, local_targets
 
 
@@ -205,6 +209,61 @@ def logprobs_at(
         flat_temperature,
     )
     return flat.view(local_ids.shape)
+
+
+def kept_logprobs(
+    logits: torch.Tensor,
+    support: Support,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    temperature: float | torch.Tensor = 1.0,
+) -> torch.Tensor:
+    """Return the log-probability of every kept id under the softmax over its kept set.
+
+    With a teacher's log-probabilities of the same entries, distillation over kept sets is the sum over entries of
+    ``teacher.exp() * (teacher - kept_logprobs(student_logits, support))``.  ``Support.from_padded(top.ids)`` is the
+    support of ``topk_logprobs``.
+
+    Args:
+        logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
+            one axis of its mesh; or, with ``group``, a local shard.
+        support: one row per token of this rank's logits; empty rows have no entries.
+        group: for a local shard: the process group over which the vocabulary is sharded.
+        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding.  Required with ``group``.
+        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks of
+            ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
+
+    Returns:
+        ``[entries]`` in the order of ``support.ids``, float32 (float64 for float64 logits), differentiable, the same on
+        every rank that holds those tokens.
+
+    Raises:
+        ShapeError: the support has another number of rows than this rank has tokens, or widths contradict each other.
+        PlacementError: the logits are a partial sum, or their vocabulary is sharded over two mesh axes.
+        DtypeError: the logits are not floating point.
+        OptionError: the temperature is not positive, the devices differ, or the options for a local shard contradict
+            each other.
+        SupportError: a kept id is outside the vocabulary.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import Support, kept_logprobs
+        >>> kept_logprobs(torch.tensor([[0.0, 2.0, 1.0], [0.0, 0.0, 0.0]]), Support.from_rows([[1, 2], [0]]))
+        tensor([-0.3133, -1.3133,  0.0000])
+    """
+    located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
+    tokens = TokenSlice.all_of(located.tokens.shape)
+    unscored = torch.zeros(tokens.shape, dtype=torch.bool, device=located.values.device)
+    flat_temperature = check_temperature(temperature, unscored)
+    if support.num_tokens == unscored.numel():
+        unscored = (support.offsets.diff() == 0).to(unscored.device).view(tokens.shape)
+    entries = kept_entries(support, tokens, unscored, located.vocab.vocab_size)
+    values = kept_logits(located.values, entries, located.vocab)
+    found = kept_softmax(values, entries, unscored.reshape(-1), flat_temperature)
+    return kept_logprobs_of(found, entries).to(values.dtype)
 
 
 class _LogprobsAt(torch.autograd.Function):

@@ -20,6 +20,10 @@ from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 from rl_logprobs.softmax.torch_kernels import zero_tokens_
 from rl_logprobs.softmax.vocab_parallel import all_gather
 from rl_logprobs.softmax.vocab_shard import LocalLogits, VocabShard, locate_logits
+from rl_logprobs.support.entries import kept_entries
+from rl_logprobs.support.kept_logits import kept_logits
+from rl_logprobs.support.kept_sets import Support
+from rl_logprobs.support.statistics import kept_divergence, kept_softmax
 from rl_logprobs.targets import local_targets
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -27,26 +31,45 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 @checked
 def kl_estimate(
-    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: KlEstimator = "k3"
+    logprobs: torch.Tensor,
+    reference_logprobs: torch.Tensor,
+    estimator: KlEstimator = "k3",
+    *,
+    sampled_logprobs: torch.Tensor | None = None,
+    gradient: Literal["estimator", "unbiased"] = "estimator",
 ) -> torch.Tensor:
-    """Estimate ``KL(policy || reference)`` from tokens that the policy sampled.
+    """Estimate ``KL(policy || reference)`` from sampled tokens.
 
     With ``r = reference_logprobs - logprobs`` (Schulman, "Approximating KL Divergence", 2020): ``k1 = -r`` is
     unbiased and may be negative, ``k2 = r**2 / 2`` is biased with low variance, ``k3 = exp(r) - 1 - r`` is
     unbiased and never negative (the one in GRPO, arXiv:2402.03300, equation 4).
 
+    An unbiased *value* does not make its gradient the divergence's.  For tokens that the policy itself sampled, the
+    gradient of ``k1`` is 0 on average, that of ``k3`` is the gradient of ``KL(reference || policy)``, and that of
+    ``k2`` is right (Liu et al., "Rethinking KL Regularization in RLHF", arXiv:2510.01555).  Two ways to the right
+    gradient:
+
+    * ``gradient="unbiased"``: the value of the estimator with the gradient of ``k2``, for tokens sampled by the policy.
+    * ``sampled_logprobs``: the estimator times the ratio of the policy and the policy that sampled, differentiated
+      through both factors (DeepSeek-V3.2, arXiv:2512.02556, section 3.1); right for ``k1`` and ``k3``, also off-policy.
+
     Args:
         logprobs: log-probabilities of the sampled tokens under the policy, any shape, floating point.
         reference_logprobs: log-probabilities of the same tokens under the reference, of the same shape.
         estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
+        sampled_logprobs: log-probabilities under the policy that sampled, of the same shape; a detached copy of
+            ``logprobs`` if that is the policy itself.
+        gradient: ``"estimator"`` for that of the formula, or ``"unbiased"``.
 
     Returns:
-        One estimate per token in nats, of the shape of ``logprobs``, differentiable in both.
+        One estimate per token in nats, of the shape of ``logprobs``, differentiable in both (with
+        ``gradient="unbiased"`` in ``logprobs`` alone).
 
     Raises:
         ShapeError: the shapes differ.
         DtypeError: one of them is not floating point.
-        OptionError: the estimator is unknown, or the devices differ.
+        OptionError: the estimator or the gradient is unknown, both ways to the right gradient are asked for, or the
+            devices differ.
 
     Example:
         >>> import torch
@@ -64,12 +87,27 @@ def kl_estimate(
     require_same_device(logprobs=logprobs, reference_logprobs=reference_logprobs)
     ratio = reference_logprobs - logprobs
     if estimator == "k1":
-        return -ratio
-    if estimator == "k2":
-        return ratio.square() / 2
-    if estimator == "k3":
-        return ratio.expm1() - ratio
-    raise OptionError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
+        value = -ratio
+    elif estimator == "k2":
+        value = ratio.square() / 2
+    elif estimator == "k3":
+        value = ratio.expm1() - ratio
+    else:
+        raise OptionError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
+    if gradient not in ("estimator", "unbiased"):
+        raise OptionError(f"gradient must be 'estimator' or 'unbiased', got {gradient!r}")
+    if gradient == "unbiased":
+        if sampled_logprobs is not None:
+            raise OptionError("gradient='unbiased' is for tokens of the policy itself: leave out sampled_logprobs")
+        with_gradient = (logprobs - reference_logprobs.detach()).square() / 2
+        return value.detach() + with_gradient - with_gradient.detach()
+    if sampled_logprobs is None:
+        return value
+    if sampled_logprobs.shape != logprobs.shape:
+        raise ShapeError(
+            f"logprobs {tuple(logprobs.shape)} and sampled_logprobs {tuple(sampled_logprobs.shape)} differ"
+        )
+    return (logprobs - sampled_logprobs.detach()).exp() * value
 
 
 @checked
@@ -82,6 +120,7 @@ def token_kl(
     vocab_start: int | None = None,
     temperature: float | torch.Tensor = 1.0,
     mask: torch.Tensor | None = None,
+    support: Support | None = None,
 ) -> torch.Tensor:
     """Return ``KL(softmax(logits / T) || softmax(reference_logits / T))`` of each token, over the full vocabulary.
 
@@ -99,6 +138,8 @@ def token_kl(
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
         mask: bool or integers of the logits' leading shape, the full batch or this rank's part; 0 at tokens that do
             not count (such as prompt and padding): value 0 and gradient 0, whatever their logits.
+        support: the divergence of the two distributions over the ids that the sampler kept, each normalised over them;
+            one row per token, for the full batch or for this rank's part.
 
     Returns:
         Nats, of the logits' leading shape, float32 (float64 if either input is float64), differentiable in both.
@@ -107,8 +148,9 @@ def token_kl(
         ShapeError: the two hold different tokens or columns, or the mask does not fit them.
         PlacementError: the vocabularies are sharded differently or over two mesh axes, or the logits are a partial sum.
         DtypeError: the logits are not floating point.
-        OptionError: the temperature is not positive, or options for local shards contradict each other.  All errors
-            are raised before any collective starts.
+        OptionError: the temperature is not positive, or options for local shards contradict each other.
+        SupportError: the kept set of a token that counts is empty, or contains an id outside the vocabulary.  All
+            errors are raised before any collective starts.
 
     Example:
         >>> import torch
@@ -125,11 +167,31 @@ def token_kl(
     if mask is not None:
         counted = local_targets((mask != 0).to(torch.uint8), policy.tokens, name="mask").to(counted.device)
     flat_temperature = check_temperature(temperature, counted)
+    if support is not None:
+        return _kept_kl(policy, reference, flat_temperature, counted == 0, support)
     ignored = None if mask is None else counted.reshape(-1) == 0
     found: torch.Tensor = apply_function(
         _Divergence, policy.values, reference.values, policy.vocab, flat_temperature, ignored
     )
     return found.view(shape)
+
+
+def _kept_kl(
+    policy: LocalLogits,
+    reference: LocalLogits,
+    temperature: float | torch.Tensor,
+    ignored: torch.Tensor,
+    support: Support,
+) -> torch.Tensor:
+    """Return the divergence over kept sets; one all-reduce of the kept logits of each side."""
+    entries, flat = kept_entries(support, policy.tokens, ignored, policy.vocab.vocab_size), ignored.reshape(-1)
+    softmaxes = [
+        kept_softmax(kept_logits(side.values, entries, side.vocab), entries, flat, temperature)
+        for side in (policy, reference)
+    ]
+    dtype = statistics_dtype(torch.promote_types(policy.values.dtype, reference.values.dtype))
+    divergence = kept_divergence(softmaxes[0], softmaxes[1], entries)
+    return divergence.masked_fill(flat, 0).to(dtype).view(ignored.shape)
 
 
 def _check_same_shard(policy: LocalLogits, reference: LocalLogits) -> None:

@@ -24,7 +24,11 @@ class OptionError(LogprobsError, ValueError):
 
 
 class TargetError(LogprobsError, IndexError):
-    """A target is outside the vocabulary."""
+    """A target is outside the vocabulary or outside its kept set."""
+
+
+class SupportError(LogprobsError, ValueError):
+    """A kept set is empty at a scored token, contains an id twice, or an id outside the vocabulary."""
 
 
 class NonFiniteNormError(LogprobsError, RuntimeError):

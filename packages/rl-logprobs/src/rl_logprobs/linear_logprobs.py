@@ -24,6 +24,10 @@ from rl_logprobs.softmax.vocab_shard import (
     shard_of_dtensor,
     token_slice,
 )
+from rl_logprobs.support.entries import kept_entries, target_positions
+from rl_logprobs.support.kept_linear import kept_linear_logits
+from rl_logprobs.support.kept_sets import Support
+from rl_logprobs.support.statistics import kept_statistics
 from rl_logprobs.targets import ignored_targets, local_targets
 
 
@@ -42,6 +46,7 @@ def linear_token_logprobs(
     vocab_start: int | None = None,
     shift: bool = False,
     ignore_index: int = -100,
+    support: Support | None = None,
 ) -> torch.Tensor:
     """Return the log-probability of each target under the LM head's softmax, without a ``[tokens, vocab / tp]`` tensor.
 
@@ -71,6 +76,9 @@ def linear_token_logprobs(
         shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
             position gets 0.
         ignore_index: target of tokens that are not scored: value 0 and gradient 0, whatever their hidden states.
+        support: normalise over the ids that the sampler kept, one row per target; for the full batch, or for the tokens
+            that this rank has after the gather.  Small sets read the kept rows of the head and no others, large ones
+            compute all logits of a few tokens at a time, whichever costs less; only kept rows have a gradient.
 
     Returns:
         Float32 (float64 for float64 inputs) of hidden's leading shape, after the gather of sharded tokens.
@@ -81,7 +89,9 @@ def linear_token_logprobs(
             targets are placed differently from weight or hidden.
         DtypeError: hidden, weight or bias is not floating point, or the targets are not integers.
         OptionError: an option is outside its range, or options contradict each other.
-        TargetError: a target is outside the vocabulary.  All errors are raised before any collective starts.
+        TargetError: a target is outside the vocabulary or its kept set.
+        SupportError: the kept set of a scored token is empty, or contains an id outside the vocabulary.  All errors are
+            raised before any collective starts.
 
     Example:
         >>> import torch
@@ -104,6 +114,7 @@ def linear_token_logprobs(
         vocab_start=vocab_start,
         shift=shift,
         ignore_index=ignore_index,
+        support=support,
     ).logprobs
 
 
@@ -124,6 +135,7 @@ def linear_token_statistics(
     vocab_start: int | None = None,
     shift: bool = False,
     ignore_index: int = -100,
+    support: Support | None = None,
 ) -> TokenStatistics:
     """Return the log-probability, log-sum-exp and other statistics of each token under the LM head's softmax.
 
@@ -152,6 +164,8 @@ def linear_token_statistics(
         shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
             position gets 0.
         ignore_index: target of tokens that are not scored: values 0 and gradient 0, whatever their hidden states.
+        support: normalise over the ids that the sampler kept, one row per target; all statistics are those of the kept
+            ids.  See ``linear_token_logprobs``.
 
     Returns:
         The statistics.  All are differentiable except ``argmax``; ``target_rank`` is None.
@@ -162,7 +176,9 @@ def linear_token_statistics(
             targets are placed differently from weight or hidden.
         DtypeError: hidden, weight or bias is not floating point, or the targets are not integers.
         OptionError: an option is outside its range, or options contradict each other.
-        TargetError: a target is outside the vocabulary.  All errors are raised before any collective starts.
+        TargetError: a target is outside the vocabulary or its kept set.
+        SupportError: the kept set of a scored token is empty, or contains an id outside the vocabulary.  All errors are
+            raised before any collective starts.
 
     Example:
         >>> import torch
@@ -181,16 +197,28 @@ def linear_token_statistics(
     rank_targets = local_targets(targets, tokens, shift=shift, ignore_index=ignore_index)
     ignored = ignored_targets(rank_targets, vocab_size=shard.vocab_size, ignore_index=ignore_index)
     flat_temperature = check_temperature(temperature, rank_targets)
+    flat_targets, flat_ignored = rank_targets.reshape(-1), ignored.reshape(-1)
+    kept = None
+    if support is not None:
+        entries = kept_entries(support, tokens, ignored, shard.vocab_size, shift=shift)
+        error = support.missing_target == "error"
+        kept = entries, target_positions(entries, flat_targets, flat_ignored, error=error)
     rows, reduce_hidden_grad = _gather_tokens(hidden, shard.group)
-    found = linear_softmax_statistics(
+    operands = (
         rows.reshape(-1, rows.shape[-1]),
         weight.to_local() if isinstance(weight, DTensor) else weight,
         bias.to_local() if isinstance(bias, DTensor) else bias,
-        rank_targets.reshape(-1),
-        ignored.reshape(-1),
-        LMHead(shard=shard, logit_scale=logit_scale, softcap=softcap, reduce_hidden_grad=reduce_hidden_grad),
-        SoftmaxOptions(temperature=flat_temperature, entropy=entropy, argmax=argmax),
     )
+    head = LMHead(shard=shard, logit_scale=logit_scale, softcap=softcap, reduce_hidden_grad=reduce_hidden_grad)
+    if kept is not None:
+        entries, positions = kept
+        logits = kept_linear_logits(*operands, entries, head)
+        found = kept_statistics(
+            logits, entries, positions, flat_ignored, flat_temperature, entropy=entropy, argmax=argmax
+        )
+    else:
+        options = SoftmaxOptions(temperature=flat_temperature, entropy=entropy, argmax=argmax)
+        found = linear_softmax_statistics(*operands, flat_targets, flat_ignored, head, options)
     return shaped_like(rank_targets, found)
 
 

@@ -15,6 +15,10 @@ from rl_logprobs.softmax.backends import Backend, kernels
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.vocab_parallel import SoftmaxOptions, SoftmaxStatistics, softmax_statistics
 from rl_logprobs.softmax.vocab_shard import locate_logits
+from rl_logprobs.support.entries import kept_entries, target_positions
+from rl_logprobs.support.kept_logits import kept_logits
+from rl_logprobs.support.kept_sets import Support
+from rl_logprobs.support.statistics import kept_statistics
 from rl_logprobs.targets import ignored_targets, local_targets
 
 
@@ -58,6 +62,7 @@ def token_logprobs(
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
     sampling: SamplingFilter | None = None,
+    support: Support | None = None,
     inplace_backward: bool = False,
     inplace_forward: bool = False,
     backend: Backend | None = None,
@@ -85,6 +90,8 @@ def token_logprobs(
         ignore_index: target of tokens that are not scored: value 0 and gradient 0, whatever their logits.
         sampling: score under the filtered and renormalised distribution of a sampler with these settings.
             A target that the filter removes has ``-inf`` and no gradient.  Needs a few more collectives.
+        support: normalise over the ids that the sampler kept, one row per target; for a full batch, or for this rank's
+            tokens.  Gradients go to kept columns only.  Not together with ``sampling``.
         inplace_backward: write the gradient over the logits' memory instead of a second tensor of their size.
             The logits are lost in the backward pass.
         inplace_forward: if the logits need a gradient, overwrite them in the forward pass by what the backward pass
@@ -102,7 +109,9 @@ def token_logprobs(
             a DTensor placed differently from the logits' tokens.
         DtypeError: the logits are not floating point, or the targets are not integers.
         OptionError: an option is outside its range, or options contradict each other.
-        TargetError: a target is outside the vocabulary.  All errors are raised before any collective starts.
+        TargetError: a target is outside the vocabulary or its kept set.
+        SupportError: the kept set of a scored token is empty, or contains an id outside the vocabulary.  All errors are
+            raised before any collective starts.
 
     Example:
         >>> import torch
@@ -123,6 +132,7 @@ def token_logprobs(
         temperature=temperature,
         ignore_index=ignore_index,
         sampling=sampling,
+        support=support,
         inplace_backward=inplace_backward,
         inplace_forward=inplace_forward,
         backend=backend,
@@ -144,6 +154,7 @@ def token_statistics(
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
     sampling: SamplingFilter | None = None,
+    support: Support | None = None,
     inplace_backward: bool = False,
     inplace_forward: bool = False,
     backend: Backend | None = None,
@@ -171,6 +182,9 @@ def token_statistics(
         ignore_index: target of tokens that are not scored: values 0 and gradient 0, whatever their logits.
         sampling: score under the filtered and renormalised distribution of a sampler with these settings, entropy
             included.  A target that the filter removes has ``-inf`` and no gradient.
+        support: normalise over the ids that the sampler kept, one row per target; all statistics are those of the kept
+            ids, and ``target_rank`` counts kept ids only.  Reads the kept logits alone, with torch's own operations on
+            every backend.  Not together with ``sampling``.
         inplace_backward: write the gradient over the logits' memory instead of a second tensor of their size.
         inplace_forward: if the logits need a gradient, overwrite them in the forward pass by what the backward pass
             would otherwise compute again.  Not together with ``entropy``, whose gradient needs the logits.
@@ -186,7 +200,9 @@ def token_statistics(
             a DTensor placed differently from the logits' tokens.
         DtypeError: the logits are not floating point, or the targets are not integers.
         OptionError: an option is outside its range, or options contradict each other.
-        TargetError: a target is outside the vocabulary.  All errors are raised before any collective starts.
+        TargetError: a target is outside the vocabulary or its kept set.
+        SupportError: the kept set of a scored token is empty, or contains an id outside the vocabulary.  All errors are
+            raised before any collective starts.
 
     Example:
         >>> import torch
@@ -197,11 +213,30 @@ def token_statistics(
     """
     if inplace_forward and entropy:
         raise OptionError("inplace_forward loses the logits that the entropy's gradient needs; use inplace_backward")
+    if support is not None and sampling is not None:
+        raise OptionError("support is what the sampler kept: leave out sampling, which would filter it again")
     located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
     rank_targets = local_targets(targets, located.tokens, shift=shift, ignore_index=ignore_index)
     require_same_device(logits=located.values, targets=rank_targets)
     ignored = ignored_targets(rank_targets, vocab_size=located.vocab.vocab_size, ignore_index=ignore_index)
     flat_temperature = check_temperature(temperature, rank_targets)
+    backend_kernels = kernels(backend, located.values.device)
+    if support is not None:
+        entries = kept_entries(support, located.tokens, ignored, located.vocab.vocab_size, shift=shift)
+        flat_ignored, inplace = ignored.reshape(-1), inplace_backward or inplace_forward
+        error = support.missing_target == "error"
+        positions = target_positions(entries, rank_targets.reshape(-1), flat_ignored, error=error)
+        flat = kept_statistics(
+            kept_logits(located.values, entries, located.vocab, inplace_backward=inplace),
+            entries,
+            positions,
+            flat_ignored,
+            flat_temperature,
+            entropy=entropy,
+            argmax=argmax,
+            target_rank=target_rank,
+        )
+        return shaped_like(rank_targets, flat)
     min_logit = None
     if sampling is not None:
         min_logit = min_kept_logit(located.values, located.vocab, flat_temperature, sampling)
@@ -213,7 +248,7 @@ def token_statistics(
         min_logit=min_logit,
         inplace_backward=inplace_backward,
         inplace_forward=inplace_forward and located.values.requires_grad and torch.is_grad_enabled(),
-        kernels=kernels(backend, located.values.device),
+        kernels=backend_kernels,
     )
     flat = softmax_statistics(located.values, rank_targets.reshape(-1), ignored.reshape(-1), located.vocab, options)
     return shaped_like(rank_targets, flat)

@@ -75,6 +75,19 @@ def linear_softmax_statistics(
     return SoftmaxStatistics(*found)
 
 
+def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the logits: the statistics dtype of the wider operand."""
+    return statistics_dtype(torch.promote_types(hidden.dtype, weight.dtype))
+
+
+def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the products' operands: CUDA multiplies half precision into float32, a CPU does not."""
+    same, device = hidden.dtype == weight.dtype, weight.device
+    stands_for_cuda = device.type == "cpu" and not has_cpu_costs(device)
+    cuda_products = device.type == "cuda" or stands_for_cuda
+    return weight.dtype if same and cuda_products else product_dtype(hidden, weight)
+
+
 @dataclass(frozen=True)
 class _Tiles:
     """The tiles of one head's logits, computed on demand in the statistics dtype."""
@@ -87,14 +100,11 @@ class _Tiles:
 
     @property
     def dtype(self) -> torch.dtype:
-        return statistics_dtype(torch.promote_types(self.hidden.dtype, self.weight.dtype))
+        return product_dtype(self.hidden, self.weight)
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """The dtype of the products' operands: CUDA multiplies half precision into float32, a CPU does not."""
-        same, device = self.hidden.dtype == self.weight.dtype, self.weight.device
-        stands_for_cuda = device.type == "cpu" and not has_cpu_costs(device)
-        return self.weight.dtype if same and (device.type == "cuda" or stands_for_cuda) else self.dtype
+        return operand_dtype(self.hidden, self.weight)
 
     @property
     def _size(self) -> tuple[int, int]:

@@ -1,0 +1,132 @@
+"""What a generator sampled with truncation, a sharded trainer scores equally; and a batch has one gradient."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fsdp_runtime
+import rl_logprobs
+from harness.models import tiny_model
+from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, mesh_for, own_part
+from harness.ranks import RankPool
+
+BATCH, PROMPT, LENGTH = 4, 4, 16
+SAMPLING = rl_logprobs.SamplingFilter(top_p=0.8, top_k=40)
+MESHES = ({"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2})
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Sampled token ids ``[batch, seq]``, the generator's log-probabilities and kept sets of them, and a mask."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    support: rl_logprobs.Support
+    mask: Tensor
+
+
+@torch.no_grad()
+def _generate(model: nn.Module) -> Rollout:
+    """Completions of random lengths, as an engine with truncated sampling returns them."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(3, 120, (BATCH, PROMPT), generator=generator)
+    lengths = torch.randint(3, LENGTH - PROMPT + 1, (BATCH,), generator=generator)
+    logprobs: list[Tensor] = [torch.zeros(BATCH, PROMPT - 1, dtype=torch.float64)]
+    rows: list[list[list[int]]] = [[] for _ in range(BATCH)]
+    for step in range(LENGTH - PROMPT):
+        logits = model(tokens, use_cache=False).logits[:, -1].double()
+        drawn = rl_logprobs.sample_tokens(logits, seed=step, sampling=SAMPLING)
+        logprobs.append(rl_logprobs.token_logprobs(logits, drawn, sampling=SAMPLING)[:, None])
+        kept = rl_logprobs.sampling_support(logits, SAMPLING)
+        for row, (start, end) in zip(rows, kept.offsets.unfold(0, 2, 1).tolist(), strict=True):
+            row.append(kept.ids[start:end].tolist())
+        tokens = torch.cat([tokens, drawn[:, None]], 1)
+    rows = [row[: int(length)] for row, length in zip(rows, lengths, strict=True)]
+    support = rl_logprobs.Support.from_completions(rows, [PROMPT] * BATCH, LENGTH).next_token()
+    positions = torch.arange(LENGTH)
+    mask = (positions >= PROMPT - 1) & (positions < PROMPT - 1 + lengths[:, None])
+    padded = torch.cat([*logprobs, torch.zeros(BATCH, 1, dtype=torch.float64)], 1)
+    return Rollout(tokens, padded * mask, support, mask)
+
+
+def _gradients(model: nn.Module, rollout: Rollout, axes: dict[str, int] | None, per: str) -> tuple[float, nn.Module]:
+    """Backward of a GRPO loss in two micro-batches per rank; the largest distance of a ratio from 1."""
+    rows, dp, groups, cp_group = torch.arange(BATCH), 1, None, None
+    layout = None
+    if axes is not None:
+        mesh = mesh_for(axes)
+        fsdp_runtime.parallelize(model, mesh, sequence_parallel="tp" in axes and "cp" not in axes)
+        data = fsdp_runtime.submesh(mesh, "dp")
+        dp, groups = data.size(), data.get_group()
+        # Uneven: a rank of dp has one sequence, and the other three.
+        rows = rows if dp == 1 else (rows[:1], rows[1:])[data.get_local_rank()]
+        if axes.get("cp"):
+            layout, cp_group = fsdp_runtime.sequence_layout(mesh, LENGTH), mesh.get_group("cp")
+    advantages = torch.tensor([0.7, -1.0, 0.4, 1.3], dtype=torch.float64)[:, None]
+    targets = rl_logprobs.next_token_targets(rollout.tokens).masked_fill(~rollout.mask, -100)
+    positions = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
+
+    def local(tensor: Tensor, part: Tensor) -> Tensor:
+        return tensor[part] if layout is None else layout.shard(tensor[part])
+
+    # All ranks run the model as often as the others, because its collectives have to match.
+    parts = [rows[:1], rows[1:] if len(rows) > 1 else rows[:1]]
+    masks = [local(rollout.mask, part) for part in parts]
+    if len(rows) == 1:
+        masks[1] = torch.zeros_like(masks[1])
+    plan = rl_logprobs.plan_mean(
+        masks,
+        per=per,  # type: ignore[arg-type]
+        group=groups,
+        cp_group=cp_group,
+        gradient_divide_factor=dp,
+    )
+    furthest = 0.0
+    for part, mask in zip(parts, masks, strict=True):
+        inputs = {"input_ids": rollout.tokens[part]}
+        if layout is not None:
+            inputs = layout.shard_batch(inputs)
+        logits = model(**inputs, use_cache=False).logits
+        logprobs = rl_logprobs.token_logprobs(
+            logits, local(targets, part), support=rollout.support.select(local(positions, part))
+        )
+        old = local(rollout.logprobs, part)
+        furthest = max(furthest, (logprobs.detach() - old).abs().max().item())
+        found = rl_logprobs.ppo_loss(logprobs, old.to(logprobs.dtype), advantages[part], mask)
+        rl_logprobs.global_mean(found.loss, mask, plan).backward()
+    return furthest, model
+
+
+def _errors(per: str) -> dict[str, float]:
+    """For each mesh, the largest error of a ratio and of each gradient, in units of their bounds."""
+    single = tiny_model("Qwen3ForCausalLM")
+    rollout = _generate(single)
+    _, reference = _gradients(copy.deepcopy(single), rollout, None, per)
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    errors: dict[str, float] = {}
+    for axes in MESHES:
+        furthest, model = _gradients(copy.deepcopy(single), rollout, axes, per)
+        errors[f"{axes} ratio"] = furthest / OUTPUT_BOUND
+        for name, parameter in model.named_parameters():
+            wanted, found = expected[name], parameter.grad
+            assert wanted is not None, name
+            assert found is not None, name
+            scale = wanted.abs().max().item() or 1.0
+            if isinstance(found, DTensor):
+                wanted, found = own_part(wanted, found), found.to_local()
+            if wanted.numel():
+                errors[f"{axes} {name}"] = (found - wanted).abs().max().item() / scale / GRADIENT_BOUND
+    return errors
+
+
+def test_replayed_kept_sets_give_ratio_1_and_any_cut_the_gradient_of_one_process(four_ranks: RankPool) -> None:
+    for per in ("token", "sequence"):
+        for rank, errors in enumerate(four_ranks.run(_errors, per)):
+            beyond = {name: error for name, error in errors.items() if not error <= 1}
+            assert not beyond, f"rank {rank}, per {per}"
+            assert sum(name.endswith(" ratio") for name in errors) == len(MESHES)

@@ -1,0 +1,239 @@
+"""One mean over a global batch, however the batch is cut into micro-batches, ranks and packed rows.
+
+A gradient is a sum over tokens of weights that depend on counts of the whole batch.  The counts are reduced once per
+batch (``plan_mean``); each micro-batch then contributes a plain weighted sum (``global_mean``), so that the sum over
+micro-batches and ranks is the mean over the batch, and no part is divided by a number of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from rl_logprobs.dtypes import statistics_dtype, wide_dtype
+from rl_logprobs.errors import OptionError, ShapeError
+from rl_logprobs.policy.sequences import Sequences, check_mask
+
+Per = Literal["token", "sequence", "group"]
+
+
+@dataclass(frozen=True, eq=False)
+class MeanPlan:
+    """The denominators of a mean over one global batch; made by ``plan_mean``.
+
+    Attributes:
+        per: what has the same weight: each token, each sequence or each group.
+        count: 0-d, the number of tokens, sequences or groups of the whole batch.
+        segment_tokens: ``[num_segments]``, the tokens of each sequence or group of the whole batch; None for tokens,
+            and where each row is a sequence.
+        length: the constant that replaces the number of tokens of a sequence, or None.
+        gradient_divide_factor: the divisor of the gradient reduction, which the loss is multiplied by.
+        cp_group: the ranks that hold other tokens of the same sequences, or None.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import plan_mean
+        >>> plan_mean(torch.tensor([[1, 1, 0], [1, 1, 1]]), per="sequence").count
+        tensor(2., dtype=torch.float64)
+    """
+
+    per: Per
+    count: torch.Tensor
+    segment_tokens: torch.Tensor | None
+    length: float | None
+    gradient_divide_factor: float
+    cp_group: dist.ProcessGroup | None
+
+
+@torch.no_grad()
+def plan_mean(
+    masks: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    per: Per = "token",
+    segments: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    num_segments: int | None = None,
+    group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+    gradient_divide_factor: float = 1.0,
+    length: float | None = None,
+    count: float | None = None,
+) -> MeanPlan:
+    """Count the scored tokens, sequences or groups of a global batch, in one or two small collectives.
+
+    ``per="token"`` gives each token the same weight (DAPO's token-level loss over a batch, arXiv:2503.14476, section
+    3.3); ``"sequence"`` each sequence, and within it each token (GRPO, arXiv:2402.03300, equation 3); ``"group"`` each
+    group of responses to one prompt, and within it each token (prompt-level averaging of ScaleRL, arXiv:2510.13786).
+
+    Args:
+        masks: for each of this rank's micro-batches, nonzero at scored tokens: ``[..., tokens]``.
+        per: what has the same weight.
+        segments: for each micro-batch the number of each token's sequence or group, in ``[0, num_segments)`` and the
+            same on all ranks.  Required for groups, and for sequences that are packed.  Without it each row is one
+            sequence, of which ``cp_group`` holds the rest.
+        num_segments: the number of sequences or groups of the whole batch, with ``segments``.
+        group: the process group, or groups, whose ranks have other sequences (data parallelism).
+        cp_group: the process group whose ranks have other tokens of the same sequences.  Leave it out if the values are
+            gathered over it, as by ``gather_sequence``.
+        gradient_divide_factor: the number by which the gradients' reduction divides their sum over ranks: the ranks of
+            the reduction for FSDP2 and DDP; the data-parallel ranks for ``fsdp_runtime``, which sums over ``cp``; or
+            the ``gradient_divide_factor`` that was set.  1 without such a reduction.
+        length: divide each sequence's sum by this constant instead of its number of tokens (Dr. GRPO,
+            arXiv:2503.20783).  With ``per="sequence"`` only.
+        count: divide by this number of units instead of those with a scored token, for example all sequences of a batch
+            from which some were filtered.
+
+    Returns:
+        The plan of the batch, for ``global_mean`` of each of its micro-batches.
+
+    Raises:
+        OptionError: an option is outside its range, or options contradict each other.
+        ShapeError: segments and masks differ in shape or number, or a segment is out of range.
+        DtypeError: segments are not integers.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import global_mean, plan_mean
+        >>> micro_batches = [torch.tensor([[1.0, 2.0, 6.0]]), torch.tensor([[4.0, 0.0, 0.0]])]
+        >>> masks = [torch.tensor([[1, 1, 1]]), torch.tensor([[1, 0, 0]])]
+        >>> plan = plan_mean(masks)
+        >>> sum(global_mean(values, mask, plan) for values, mask in zip(micro_batches, masks))
+        tensor(3.2500)
+    """
+    mask_list = [masks] if isinstance(masks, torch.Tensor) else list(masks)
+    _check_options(per, segments, gradient_divide_factor, length, count)
+    if not mask_list:
+        raise OptionError("plan_mean needs at least one mask; a rank without tokens passes a mask of zeros")
+    given = [segments] if isinstance(segments, torch.Tensor) else segments
+    if given is not None and len(given) != len(mask_list):
+        raise ShapeError(f"{len(mask_list)} masks and {len(given)} segments; give one of each per micro-batch")
+    device = mask_list[0].device
+    groups = [group] if isinstance(group, dist.ProcessGroup) else list(group or ())
+    total = torch.zeros((), dtype=wide_dtype(device), device=device)
+    segment_tokens = None
+    if given is not None and num_segments is not None and per != "token":
+        segment_tokens = total.new_zeros(num_segments)
+        for index, mask in enumerate(mask_list):
+            local = Sequences(given[index], num_segments).check(mask != 0)
+            segment_tokens += local.totals((mask != 0)[None])[0]
+        _sum_over(segment_tokens, [*groups, cp_group])
+        total = (segment_tokens > 0).sum().to(total.dtype)
+    elif given is not None and num_segments is None:
+        raise OptionError("segments need num_segments, the number of sequences or groups of the whole batch")
+    elif per == "token":
+        for mask in mask_list:
+            total += (mask != 0).sum()
+        _sum_over(total, [*groups, cp_group])
+    else:
+        row_tokens = torch.cat([Sequences().totals((mask != 0)[None])[0].reshape(-1) for mask in mask_list])
+        _sum_over(row_tokens, [cp_group])
+        total = (row_tokens > 0).sum().to(total.dtype)
+        _sum_over(total, groups)
+    return MeanPlan(
+        per=per,
+        count=total if count is None else torch.full_like(total, count),
+        segment_tokens=segment_tokens,
+        length=length,
+        gradient_divide_factor=gradient_divide_factor,
+        cp_group=cp_group,
+    )
+
+
+def global_mean(
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    plan: MeanPlan | None = None,
+    *,
+    segments: torch.Tensor | None = None,
+    per: Per = "token",
+    num_segments: int | None = None,
+) -> torch.Tensor:
+    """Return this micro-batch's part of the mean over the global batch of its plan.
+
+    The sum of the parts over micro-batches and ranks, divided by the plan's ``gradient_divide_factor``, is the mean;
+    call ``backward`` on each part.  A batch without any scored token has the mean 0.
+
+    Args:
+        values: ``[..., tokens]`` floating point, differentiable.
+        mask: of the same shape, nonzero at scored tokens: the one that the plan was made from.  To reject a token and
+            count it nevertheless, set its value to 0; to count it no more, leave it out of both masks.
+        plan: the plan of the batch; None if this micro-batch is the whole batch.
+        segments: the sequences or groups of the tokens, as in the plan.
+        per: without a plan, what has the same weight.
+        num_segments: without a plan, the number of segments.
+
+    Returns:
+        0-d, in the statistics dtype of the values (float64 for float64, else float32).
+
+    Raises:
+        ShapeError: the shapes differ, or a segment is out of range.
+        OptionError: segments are given and the plan has none, or the reverse.
+        DtypeError: segments are not integers.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import global_mean
+        >>> global_mean(torch.tensor([[1.0, 3.0, 9.0], [4.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]]))
+        tensor(2.6667)
+        >>> global_mean(
+        ...     torch.tensor([[1.0, 3.0, 9.0], [4.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]]), per="sequence"
+        ... )
+        tensor(3.)
+    """
+    scored = check_mask(mask, values)
+    if plan is None:
+        plan = plan_mean(mask, per=per, segments=segments, num_segments=num_segments)
+    if plan.per != "token" and (segments is None) != (plan.segment_tokens is None):
+        without = "the plan was made without segments: leave them out, or give them to plan_mean too"
+        raise OptionError(without if segments is not None else "the plan was made with segments: give this batch's")
+    dtype = statistics_dtype(values.dtype)
+    kept = values.to(dtype).where(scored, 0)
+    weights = _weights(scored, plan, segments)
+    return (kept * weights.to(dtype)).sum() * plan.gradient_divide_factor
+
+
+@torch.no_grad()
+def _weights(scored: torch.Tensor, plan: MeanPlan, segments: torch.Tensor | None) -> torch.Tensor:
+    """Return the weight of each token, which broadcasts to the mask's shape."""
+    unit = torch.where(plan.count > 0, 1 / plan.count, 0)
+    if plan.per == "token":
+        return unit
+    if plan.segment_tokens is not None:
+        sequences = Sequences(segments, plan.segment_tokens.shape[0]).check(scored)
+        tokens = sequences.spread(plan.segment_tokens, scored)
+    else:
+        sequences = Sequences(cp_group=plan.cp_group)
+        tokens = sequences.spread(sequences.totals(scored[None])[0], scored) if plan.length is None else unit
+    return unit / (plan.length if plan.length is not None else tokens.clamp(min=1))
+
+
+def _sum_over(values: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> None:
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(values, group=group)
+
+
+def _check_options(
+    per: str,
+    segments: torch.Tensor | Sequence[torch.Tensor] | None,
+    gradient_divide_factor: float,
+    length: float | None,
+    count: float | None,
+) -> None:
+    if per not in get_args(Per):
+        raise OptionError(f"per must be one of {', '.join(get_args(Per))}, got {per!r}")
+    if per == "group" and segments is None:
+        raise OptionError("per='group' needs segments, the group of each token")
+    if length is not None and per != "sequence":
+        raise OptionError(f"length replaces the tokens of a sequence: use it with per='sequence', not {per!r}")
+    for name, value in (
+        ("gradient_divide_factor", gradient_divide_factor),
+        ("length", length),
+        ("count", count),
+    ):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise OptionError(f"{name} must be positive and finite, got {value}")

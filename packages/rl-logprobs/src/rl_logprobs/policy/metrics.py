@@ -1,0 +1,145 @@
+"""Metrics of two policies on sampled tokens: sums in one pass, added over micro-batches, reduced in one collective."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rl_logprobs.dtypes import wide_dtype
+from rl_logprobs.errors import ShapeError
+from rl_logprobs.policy.corrections import divergence_of, masked_log_ratio
+from rl_logprobs.policy.losses import MAX_LOG_RATIO, PolicyLoss
+from rl_logprobs.softmax.vocab_parallel import all_gather
+
+#: The sums that ``RatioMetrics`` holds, in order.
+SUMS = (
+    "tokens",
+    "log_ratio",
+    "ratio",
+    "ratio_squared",
+    "k3",
+    "weight",
+    "weight_squared",
+    "weight_zero",
+    "clipped_low",
+    "clipped_high",
+    "dual_clipped",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RatioMetrics:
+    """Sums over the scored tokens of some micro-batches; add them, and take the ``values`` once per batch.
+
+    Attributes:
+        sums: ``[quantities]``, see ``SUMS``.
+        extremes: ``[2]``, the largest ratio and the negative of the least.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import RatioMetrics, ratio_metrics
+        >>> isinstance(ratio_metrics(torch.zeros(2), torch.zeros(2), torch.ones(2)), RatioMetrics)
+        True
+    """
+
+    sums: torch.Tensor
+    extremes: torch.Tensor
+
+    def __add__(self, other: RatioMetrics) -> RatioMetrics:
+        """Return the metrics of both parts."""
+        return RatioMetrics(self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
+
+    @torch.no_grad()
+    def values(self, group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+        """Return the metrics over all ranks of a group, in one all-gather of a few numbers.
+
+        Returns:
+            0-d tensors, NaN without a scored token: ``tokens``; ``ratio_mean``, ``ratio_min`` and ``ratio_max``;
+            ``kl_k1`` and ``kl_k3``, estimates of ``KL(other || policy)`` in nats; ``chi2``, the mean squared ratio
+            minus 1, an estimate of the chi-square divergence; ``ess``, the effective sample size as a share of the
+            tokens, ``(sum w)**2 / (n sum w**2)`` (Kish), of the weights or else the ratios; ``weight_mean``; and the
+            shares of tokens ``weight_zero``, ``clipped_low``, ``clipped_high`` and ``dual_clipped``.
+        """
+        ranks = all_gather(torch.cat([self.sums, self.extremes])[:, None], group)[..., 0]
+        total = dict(zip(SUMS, ranks[:, : len(SUMS)].sum(0).unbind(), strict=True))
+        largest, least = ranks[:, len(SUMS) :].amax(0).unbind()
+        tokens = total["tokens"]
+        mean = {name: value / tokens for name, value in total.items()}
+        return {
+            "tokens": tokens,
+            "ratio_mean": mean["ratio"],
+            "ratio_min": -least,
+            "ratio_max": largest,
+            "kl_k1": -mean["log_ratio"],
+            "kl_k3": mean["k3"],
+            "chi2": mean["ratio_squared"] - 1,
+            "ess": mean["weight"].square() / mean["weight_squared"],
+            "weight_mean": mean["weight"],
+            **{name: mean[name] for name in ("weight_zero", "clipped_low", "clipped_high", "dual_clipped")},
+        }
+
+
+@torch.no_grad()
+def ratio_metrics(
+    logprobs: torch.Tensor,
+    other_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    weights: torch.Tensor | None = None,
+    loss: PolicyLoss | None = None,
+) -> RatioMetrics:
+    """Return the sums from which the metrics of a policy against another follow, without waiting for an accelerator.
+
+    For the drift between trainer and generator pass the generator's log-probabilities as the other's; for the policy's
+    step those of the old policy.  For metrics of sequences, pass their summed log-probabilities.
+
+    Args:
+        logprobs: log-probabilities of the sampled tokens under the policy, any shape.
+        other_logprobs: those under the policy that sampled, of the same shape.
+        mask: of the same shape, nonzero at scored tokens.
+        weights: importance weights of the same shape, whose effective sample size is taken; by default the ratios.
+        loss: a policy loss of the same tokens, for its clip fractions.
+
+    Returns:
+        Sums of this micro-batch.  Ratios are bounded by ``exp(+-20)``.
+
+    Raises:
+        ShapeError: the shapes differ.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import ratio_metrics
+        >>> micro_batch = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0]), torch.ones(2)
+        >>> metrics = ratio_metrics(*micro_batch) + ratio_metrics(*micro_batch)
+        >>> {name: round(value.item(), 3) for name, value in metrics.values().items() if name in ("ess", "kl_k3")}
+        {'kl_k3': 0.074, 'ess': 0.943}
+    """
+    log_ratio, scored = masked_log_ratio(logprobs, other_logprobs, mask)
+    log_ratio = log_ratio.to(wide_dtype(log_ratio.device))
+    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = bounded.exp()
+    chosen = ratio if weights is None else weights.to(ratio.dtype)
+    if chosen.shape != scored.shape:
+        raise ShapeError(f"weights have shape {tuple(chosen.shape)} and the mask {tuple(scored.shape)}")
+    never = torch.zeros_like(scored)
+    clips = (never, never, never) if loss is None else (loss.clipped_low, loss.clipped_high, loss.dual_clipped)
+    quantities = torch.stack(
+        [
+            torch.ones_like(ratio),
+            log_ratio,
+            ratio,
+            ratio.square(),
+            divergence_of(bounded, "k3"),
+            chosen,
+            chosen.square(),
+            (chosen == 0).to(ratio.dtype),
+            *(clip.to(ratio.dtype) for clip in clips),
+        ]
+    )
+    sums = quantities.where(scored, 0).flatten(1).sum(1)
+    largest = ratio.masked_fill(~scored, -math.inf).amax()
+    least = (-ratio).masked_fill(~scored, -math.inf).amax()
+    return RatioMetrics(sums, torch.stack([largest, least]))

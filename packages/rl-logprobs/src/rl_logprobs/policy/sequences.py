@@ -1,0 +1,98 @@
+"""Sums over the tokens of each sequence, for padded rows, packed rows and context parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rl_logprobs._torch_compat import assert_on_device
+from rl_logprobs.dtypes import wide_dtype
+from rl_logprobs.errors import DtypeError, OptionError, ShapeError
+
+
+def check_mask(mask: torch.Tensor, values: torch.Tensor, name: str = "values") -> torch.Tensor:
+    """Return the mask as bool, after a check of its shape.
+
+    Raises:
+        ShapeError: its shape is not that of the values.
+    """
+    if mask.shape != values.shape:
+        raise ShapeError(f"the mask has shape {tuple(mask.shape)} and the {name} {tuple(values.shape)}")
+    return mask != 0
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequence of each token.
+
+    Attributes:
+        segments: integers of the tokens' shape in ``[0, num_segments)``; None where each row (last dim) is a sequence.
+        num_segments: the number of segments; None without ``segments``.
+        cp_group: the ranks that hold other tokens of the same sequences, in rows of the same order or under the same
+            segment numbers; None where every sequence is on one rank.
+    """
+
+    segments: torch.Tensor | None = None
+    num_segments: int | None = None
+    cp_group: dist.ProcessGroup | None = None
+
+    def check(self, mask: torch.Tensor) -> Sequences:
+        """Return the sequences with segment 0 at masked tokens, after a check of shapes and numbers.
+
+        Raises:
+            OptionError: only one of ``segments`` and ``num_segments`` is given.
+            DtypeError: the segments are not integers.
+            ShapeError: their shape is not the mask's, or a token's segment is out of range (on an accelerator checked
+                there).
+        """
+        if (self.segments is None) != (self.num_segments is None):
+            raise OptionError("segments and num_segments belong together: give both, or neither for one row a sequence")
+        if self.segments is None or self.num_segments is None:
+            return self
+        if self.segments.is_floating_point() or self.segments.dtype is torch.bool:
+            raise DtypeError(f"segments must be integers, got {self.segments.dtype}")
+        if self.segments.shape != mask.shape:
+            raise ShapeError(f"segments have shape {tuple(self.segments.shape)} and the mask {tuple(mask.shape)}")
+        segments = self.segments.long().where(mask, 0)
+        valid = (segments >= 0) & (segments < max(1, self.num_segments))
+        if segments.device.type != "cpu":
+            assert_on_device(valid.all(), f"a segment is outside [0, {self.num_segments})")
+        elif not valid.all():
+            raise ShapeError(f"segment {segments[~valid][0].item()} is outside [0, {self.num_segments})")
+        return Sequences(segments, self.num_segments, self.cp_group)
+
+    @torch.no_grad()
+    def totals(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sums of ``[quantities, *tokens]`` by sequence: ``[quantities, *rows]``, or by segment.
+
+        In the widest dtype of the device; one all-reduce over ``cp_group``.
+        """
+        wide = values.to(wide_dtype(values.device))
+        if self.segments is None or self.num_segments is None:
+            sums = wide.sum(-1)
+        else:
+            sums = wide.new_zeros(wide.shape[0], self.num_segments)
+            sums.index_add_(1, self.segments.reshape(-1), wide.flatten(1))
+        if self.cp_group is not None:
+            dist.all_reduce(sums, group=self.cp_group)
+        return sums
+
+    @torch.no_grad()
+    def maxima(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the largest of values ``[*tokens]`` by sequence, ``[*rows]`` or ``[segments]``."""
+        if self.segments is None or self.num_segments is None:
+            largest = values.amax(-1)
+        else:
+            largest = values.new_full((self.num_segments,), -torch.inf)
+            largest.scatter_reduce_(0, self.segments.reshape(-1), values.reshape(-1), "amax")
+        if self.cp_group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.cp_group)
+        return largest
+
+    def spread(self, per_sequence: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return each token's value of its sequence, in the shape of ``like``."""
+        if self.segments is None:
+            return per_sequence.unsqueeze(-1).expand_as(like)
+        return per_sequence[self.segments]

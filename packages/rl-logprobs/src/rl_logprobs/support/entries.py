@@ -1,0 +1,136 @@
+"""The entries of a support that count for this rank's tokens, checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rl_logprobs._torch_compat import assert_on_device
+from rl_logprobs.errors import OptionError, ShapeError, SupportError, TargetError
+from rl_logprobs.softmax.vocab_shard import TokenSlice
+from rl_logprobs.support.kept_sets import Support
+
+
+@dataclass(frozen=True)
+class KeptEntries:
+    """The kept sets of this rank's tokens as flat entries.
+
+    Attributes:
+        ids: ``[entries]`` vocabulary ids.
+        rows: ``[entries]`` the token of each, ascending.
+        offsets: ``[tokens + 1]`` the start of each token's entries.
+        counted: ``[entries]`` bool, false at tokens that are not scored.
+    """
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+    offsets: torch.Tensor
+    counted: torch.Tensor
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each token's entries, ``[tokens]``; the order of summation is fixed."""
+        return torch.segment_reduce(values, "sum", offsets=self.offsets, initial=0, unsafe=True)
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the largest of each token's entries, ``[tokens]``; the lowest value of the dtype where it has none."""
+        integral = not values.is_floating_point()
+        lowest = torch.iinfo(values.dtype).min if integral else -math.inf
+        start = values.new_full((self.offsets.shape[0] - 1,), lowest)
+        return start.scatter_reduce_(0, self.rows, values, "amax")
+
+    def positions(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the entry that holds each token's target, ``[tokens]``; the number of entries where none does."""
+        entries = self.ids.shape[0]
+        found = self.counted & (self.ids == targets[self.rows])
+        last = self.largest(torch.arange(entries, device=self.ids.device).where(found, -1))
+        return last.where(last >= 0, entries)
+
+
+def kept_entries(
+    support: Support, tokens: TokenSlice, ignored: torch.Tensor, vocab_size: int, *, shift: bool = False
+) -> KeptEntries:
+    """Return the entries for this rank's tokens.
+
+    Args:
+        support: rows for the full batch (``tokens.full``) or for this rank's tokens (``tokens.shape``).
+        tokens: the position of this rank's tokens in the batch.
+        ignored: bool of ``tokens.shape``; tokens that are not scored, whose rows do not count.
+        vocab_size: number of tokens in the vocabulary.
+        shift: the targets are shifted by one position, so shift the rows likewise.
+
+    Raises:
+        ShapeError: the number of rows is that of neither, or a shift needs the first row of the next rank.
+        OptionError: the support is on another device.
+        SupportError: the row of a scored token is empty, or contains an id at or beyond ``vocab_size``.  On an
+            accelerator the check runs there.
+    """
+    if support.ids.device != ignored.device:
+        raise OptionError(f"the support is on {support.ids.device} and the tokens on {ignored.device}; move it")
+    is_full = support.num_tokens == math.prod(tokens.full)
+    if not is_full and support.num_tokens != math.prod(tokens.shape):
+        raise ShapeError(
+            f"the support has {support.num_tokens} rows where the tokens {tokens.full} need {math.prod(tokens.full)}"
+            + (f", or {math.prod(tokens.shape)} for this rank's alone" if tokens.shape != tokens.full else "")
+        )
+    if shift:
+        if not is_full and tokens.shape[-1] != tokens.full[-1]:
+            raise ShapeError(
+                f"shift needs the rows of the full sequence of {tokens.full[-1]} tokens, because the last of this "
+                f"rank's {tokens.shape[-1]} is scored under the next rank's first"
+            )
+        support = support.next_token()
+    if is_full and tokens.shape != tokens.full:
+        rows = torch.arange(support.num_tokens, device=support.ids.device).view(tokens.full)
+        support = support.select(tokens.local(rows))
+    rows, flat_ignored = support.rows(), ignored.reshape(-1)
+    entries = KeptEntries(support.ids, rows, support.offsets, ~flat_ignored[rows])
+    _check(entries, flat_ignored, vocab_size)
+    return entries
+
+
+def _check(entries: KeptEntries, ignored: torch.Tensor, vocab_size: int) -> None:
+    empty = ~ignored & (entries.offsets.diff() == 0)
+    outside = entries.counted & (entries.ids >= vocab_size)
+    if empty.device.type != "cpu":
+        assert_on_device(~empty.any(), "the kept set of a scored token is empty")
+        assert_on_device(~outside.any(), f"a kept set contains an id outside [0, {vocab_size})")
+        return
+    if empty.any():
+        raise SupportError(
+            f"the kept sets of {int(empty.sum())} scored tokens are empty, the first is that of token "
+            f"{int(empty.int().argmax())}; mark tokens that no sampler drew with ignore_index (or mask=0)"
+        )
+    if outside.any():
+        first = int(outside.int().argmax())
+        raise SupportError(
+            f"{int(outside.sum())} kept ids are outside [0, {vocab_size}), the first is {entries.ids[first].item()} of "
+            f"token {entries.rows[first].item()}"
+        )
+
+
+def target_positions(
+    entries: KeptEntries, targets: torch.Tensor, ignored: torch.Tensor, *, error: bool
+) -> torch.Tensor:
+    """Return the entry of each target; the number of entries for ignored and missing targets.
+
+    Raises:
+        TargetError: with ``error``, a scored target is outside its kept set.  On an accelerator the check runs there.
+    """
+    positions = entries.positions(targets)
+    missing = (positions == entries.ids.shape[0]) & ~ignored
+    if not error:
+        return positions
+    if missing.device.type != "cpu":
+        assert_on_device(~missing.any(), "a target is outside its kept set")
+    elif missing.any():
+        first = int(missing.int().argmax())
+        kept = entries.ids[entries.offsets[first] : entries.offsets[first + 1]].tolist()
+        shown = ", ".join(map(str, kept[:8])) + (", ..." if len(kept) > 8 else "")
+        raise TargetError(
+            f"{int(missing.sum())} of {int((~ignored).sum())} scored targets are outside their kept sets; the first is "
+            f"target {targets[first].item()} of token {first}, whose set of {len(kept)} is {shown}.  Rows follow the "
+            f"targets (shifted with shift=True); missing_target='-inf' gives such targets -inf"
+        )
+    return positions

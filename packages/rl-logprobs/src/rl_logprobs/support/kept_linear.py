@@ -1,0 +1,214 @@
+"""The logits of the kept ids from hidden states and the LM head, on every rank of a sharded vocabulary.
+
+Two ways.  *By entry*: one dot product per kept id, which reads the kept rows of the head and no others.  *By token*:
+the logits of a few tokens at a time, from which the kept ones are taken.  A product of matrices costs far less per
+logit than single dot products, so that large kept sets are cheaper by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from rl_logprobs._torch_compat import add_product_, apply_function, wide_product
+from rl_logprobs.softmax.fused_linear import LMHead, operand_dtype, product_dtype
+from rl_logprobs.softmax.row_blocks import ACCELERATOR_WORKSPACE, CPU_WORKSPACE, has_cpu_costs
+from rl_logprobs.support.entries import KeptEntries
+from rl_logprobs.support.kept_logits import own_columns
+
+Way = Literal["entry", "token"]
+
+#: The cost of a logit by entry relative to one by token.  On a CPU measured with ``benchmarks/bench_support.py``; on an
+#: accelerator the quotient of memory and matrix throughput (an H100 reads 3.3 TB/s and multiplies 0.8 PFLOP/s, and a
+#: dot product reads its row, writes and reads the gathered copy).
+CPU_ENTRY_COST, ACCELERATOR_ENTRY_COST = 100, 700
+
+
+def cheaper_way(entries: int, tokens: int, vocab_size: int, device: torch.device) -> Way:
+    """Return the way that costs less for a number of kept entries."""
+    cost = CPU_ENTRY_COST if has_cpu_costs(device) else ACCELERATOR_ENTRY_COST
+    return "entry" if entries * cost < tokens * vocab_size else "token"
+
+
+def kept_linear_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, entries: KeptEntries, head: LMHead
+) -> torch.Tensor:
+    """Return the kept ids' logits ``[entries]`` in the statistics dtype, the same on every rank of the group.
+
+    One all-reduce of the entries forward; backward one for the hidden gradient, unless the caller reduces it.  Only
+    kept rows of the head have a gradient.  Entries that do not count are 0 and have no gradient.
+
+    Args:
+        hidden: ``[tokens, features]``, the same on all ranks of the vocabulary's group.
+        weight: ``[columns, features]``, this rank's rows of the head.
+        bias: ``[columns]`` or None.
+        entries: the kept entries of these tokens.
+        head: the vocabulary shard, logit scale and softcap.
+    """
+    way = cheaper_way(entries.ids.shape[0], hidden.shape[0], head.shard.vocab_size, hidden.device)
+    logits: torch.Tensor = apply_function(_KeptProducts, hidden, weight, bias, entries, head, way)
+    if head.logit_scale != 1.0:
+        logits = logits * head.logit_scale
+    if head.softcap is not None:
+        logits = (logits / head.softcap).tanh() * head.softcap
+    return logits
+
+
+class _KeptProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        entries: KeptEntries,
+        head: LMHead,
+        way: Way,
+    ) -> torch.Tensor:
+        columns, owned = own_columns(entries, head.shard)
+        values = torch.zeros(columns.shape, dtype=product_dtype(hidden, weight), device=hidden.device)
+        if head.shard.width:
+            products = _products_by_entry if way == "entry" else _products_by_token
+            products(hidden, weight, entries, columns, owned, values)
+            if bias is not None:
+                values += bias[columns].to(values.dtype)
+            values = values.where(owned, 0)
+        if head.shard.group is not None:
+            dist.all_reduce(values, group=head.shard.group)
+        ctx.save_for_backward(hidden, weight, bias, columns, owned)
+        ctx.entries, ctx.head, ctx.way = entries, head, way
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, columns, owned = ctx.saved_tensors
+        d_values = gradients[0].where(owned, 0)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.zeros_like(hidden, dtype=d_values.dtype) if needs_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=d_values.dtype) if needs_weight else None
+        d_bias = None
+        if ctx.head.shard.width:
+            write = _gradients_by_entry if ctx.way == "entry" else _gradients_by_token
+            write(hidden, weight, ctx.entries, columns, owned, d_values, d_hidden, d_weight)
+        if needs_bias:
+            d_bias = torch.zeros_like(bias, dtype=d_values.dtype)
+            if ctx.head.shard.width:
+                d_bias.index_add_(0, columns, d_values)
+            d_bias = d_bias.to(bias.dtype)
+        if d_hidden is not None and ctx.head.shard.group is not None and ctx.head.reduce_hidden_grad:
+            dist.all_reduce(d_hidden, group=ctx.head.shard.group)
+        return (
+            None if d_hidden is None else d_hidden.to(hidden.dtype),
+            None if d_weight is None else d_weight.to(weight.dtype),
+            d_bias,
+            None,
+            None,
+            None,
+        )
+
+
+def _entry_spans(features: int, owned: torch.Tensor) -> Iterator[torch.Tensor | slice]:
+    """Yield indices of this rank's entries, a workspace of rows at a time.
+
+    On an accelerator all entries, because their number is unknown to the host; those of other ranks read row 0.
+    """
+    on_cpu = has_cpu_costs(owned.device)
+    size = max(1, (CPU_WORKSPACE if on_cpu else ACCELERATOR_WORKSPACE) // features)
+    if on_cpu:
+        yield from torch.split(owned.nonzero()[:, 0], size)
+    else:
+        for start in range(0, owned.shape[0], size):
+            yield slice(start, start + size)
+
+
+def _products_by_entry(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    entries: KeptEntries,
+    columns: torch.Tensor,
+    owned: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    for span in _entry_spans(hidden.shape[1], owned):
+        states = hidden.index_select(0, entries.rows[span]).to(values.dtype)
+        head_rows = weight.index_select(0, columns[span]).to(values.dtype)
+        values[span] = states.mul_(head_rows).sum(-1)
+
+
+def _gradients_by_entry(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    entries: KeptEntries,
+    columns: torch.Tensor,
+    owned: torch.Tensor,
+    d_values: torch.Tensor,
+    d_hidden: torch.Tensor | None,
+    d_weight: torch.Tensor | None,
+) -> None:
+    for span in _entry_spans(hidden.shape[1], owned):
+        rows, cols, coef = entries.rows[span], columns[span], d_values[span, None]
+        if d_hidden is not None:
+            d_hidden.index_add_(0, rows, weight.index_select(0, cols).to(coef.dtype).mul_(coef))
+        if d_weight is not None:
+            states = hidden.index_select(0, rows).to(coef.dtype)
+            d_weight.index_add_(0, cols, states.mul_(coef).masked_fill_(coef == 0, 0))
+
+
+def _token_spans(weight: torch.Tensor, entries: KeptEntries) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of tokens whose logits fit a workspace, with the range of their entries.
+
+    If there are several, the host waits once for an accelerator.
+    """
+    tokens = entries.offsets.shape[0] - 1
+    workspace = CPU_WORKSPACE if has_cpu_costs(weight.device) else ACCELERATOR_WORKSPACE
+    size = max(64, workspace // weight.shape[0])
+    if tokens <= size:
+        yield slice(0, tokens), slice(0, entries.ids.shape[0])
+        return
+    starts = [*entries.offsets[::size].tolist(), entries.ids.shape[0]]
+    for index, start in enumerate(range(0, tokens, size)):
+        yield slice(start, min(tokens, start + size)), slice(starts[index], starts[index + 1])
+
+
+def _products_by_token(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    entries: KeptEntries,
+    columns: torch.Tensor,
+    owned: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    dtype = operand_dtype(hidden, weight)
+    head = weight.to(dtype)
+    for tokens, span in _token_spans(weight, entries):
+        logits = wide_product(hidden[tokens].to(dtype), head.t(), values.dtype)
+        values[span] = logits[entries.rows[span] - tokens.start, columns[span]]
+
+
+def _gradients_by_token(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    entries: KeptEntries,
+    columns: torch.Tensor,
+    owned: torch.Tensor,
+    d_values: torch.Tensor,
+    d_hidden: torch.Tensor | None,
+    d_weight: torch.Tensor | None,
+) -> None:
+    dtype = operand_dtype(hidden, weight)
+    head = weight.to(dtype)
+    for tokens, span in _token_spans(weight, entries):
+        tile = d_values.new_zeros(tokens.stop - tokens.start, weight.shape[0])
+        index = (entries.rows[span] - tokens.start, columns[span])
+        tile.index_put_(index, d_values[span], accumulate=True)
+        operand = tile.to(dtype)
+        if d_hidden is not None:
+            add_product_(d_hidden[tokens], operand, head)
+        if d_weight is not None:
+            uncounted = (tile == 0).all(-1, keepdim=True)
+            add_product_(d_weight, operand.t(), hidden[tokens].to(dtype).masked_fill(uncounted, 0))

@@ -1,0 +1,262 @@
+"""The vocabulary ids that a sampler kept for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, Protocol
+
+import torch
+
+from rl_logprobs._torch_compat import assert_on_device
+from rl_logprobs.errors import DtypeError, OptionError, ShapeError, SupportError
+
+
+class SamplingMask(Protocol):
+    """What vLLM returns for a completion (``CompletionOutput.sampling_mask``, vllm-project/vllm#49577)."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The kept ids of all generated tokens, one after another."""
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """The start of each generated token's ids in ``token_ids``, and their number at the end."""
+
+
+@dataclass(frozen=True, eq=False)
+class Support:
+    """The kept set of each token: the ids among which the sampler chose, as rows of a sparse matrix (CSR).
+
+    With truncated sampling (top-k, top-p, min-p), a generator's log-probabilities are normalised over the ids that were
+    kept.  Scored over the same ids, equal policies have equal log-probabilities ("Keep Sampling Mask", DeepSeek-V3.2,
+    arXiv:2512.02556, section 3.1).
+
+    Rows follow the targets: row ``i`` belongs to the ``i``-th of the flattened targets.  Where targets are shifted
+    (``shift=True``), rows are too: the row of a token is the set from which that token was drawn.
+
+    Attributes:
+        ids: ``[entries]`` int64 vocabulary ids, in any order within a row.
+        offsets: ``[tokens + 1]`` int64, the start of each row in ``ids``, and the number of entries at the end.  A row
+            may be empty where the target is not scored (prompt, padding).
+        missing_target: what happens to a target outside its row: ``"error"``, or ``"-inf"`` for a log-probability of
+            ``-inf`` without a gradient.
+
+    Raises:
+        DtypeError: ids or offsets are not integers.
+        ShapeError: the offsets do not ascend from 0 to the number of ids.
+        SupportError: a row contains an id twice, or a negative id.  On an accelerator the values are checked there.
+        OptionError: ``missing_target`` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import Support, token_logprobs
+        >>> support = Support(ids=torch.tensor([0, 1, 2]), offsets=torch.tensor([0, 2, 3]))
+        >>> token_logprobs(torch.tensor([[0.0, 0.0, 9.0], [9.0, 9.0, 0.0]]), torch.tensor([1, 2]), support=support)
+        tensor([-0.6931,  0.0000])
+    """
+
+    ids: torch.Tensor
+    offsets: torch.Tensor
+    missing_target: Literal["error", "-inf"] = "error"
+
+    def __post_init__(self) -> None:
+        for name, tensor in (("ids", self.ids), ("offsets", self.offsets)):
+            if tensor.dtype not in (torch.int64, torch.int32):
+                raise DtypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
+            object.__setattr__(self, name, tensor.long())
+        if self.missing_target not in ("error", "-inf"):
+            raise OptionError(f"missing_target must be 'error' or '-inf', got {self.missing_target!r}")
+        if self.ids.dim() != 1 or self.offsets.dim() != 1 or self.offsets.shape[0] < 1:
+            raise ShapeError(
+                f"ids must be [entries] and offsets [tokens + 1], got {tuple(self.ids.shape)} and "
+                f"{tuple(self.offsets.shape)}"
+            )
+        if self.ids.device != self.offsets.device:
+            raise OptionError(f"ids are on {self.ids.device} and offsets on {self.offsets.device}; move one")
+        self._check_offsets()
+        self._check_ids()
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of rows."""
+        return self.offsets.shape[0] - 1
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int]], *, missing_target: Literal["error", "-inf"] = "error") -> Support:
+        """Return the support of one list of ids per token.
+
+        Example:
+            >>> from rl_logprobs import Support
+            >>> Support.from_rows([[4, 7], [], [1]]).offsets
+            tensor([0, 2, 2, 3])
+        """
+        counts = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
+        flat = torch.tensor([kept for row in rows for kept in row], dtype=torch.int64)
+        return cls(flat, counts.cumsum(0), missing_target)
+
+    @classmethod
+    def from_padded(
+        cls,
+        ids: torch.Tensor,
+        sizes: torch.Tensor | None = None,
+        *,
+        missing_target: Literal["error", "-inf"] = "error",
+    ) -> Support:
+        """Return the support of padded rows, such as a top-k's ids.
+
+        Args:
+            ids: integers ``[..., k]``; negative ids are padding.
+            sizes: ``[...]``, the number of ids at the front of each row; the rest is padding whatever its value.
+            missing_target: see ``Support``.
+
+        Example:
+            >>> import torch
+            >>> from rl_logprobs import Support
+            >>> Support.from_padded(torch.tensor([[3, 1, -1], [2, -1, -1]])).ids
+            tensor([3, 1, 2])
+        """
+        if ids.dim() < 1 or (sizes is not None and sizes.shape != ids.shape[:-1]):
+            raise ShapeError(
+                f"ids must be [..., k] and sizes [...], got {tuple(ids.shape)} and "
+                f"{None if sizes is None else tuple(sizes.shape)}"
+            )
+        kept = ids >= 0
+        if sizes is not None:
+            kept = torch.arange(ids.shape[-1], device=ids.device) < sizes.unsqueeze(-1)
+        counts = kept.sum(-1).reshape(-1)
+        return cls(ids[kept], torch.cat([counts.new_zeros(1), counts.cumsum(0)]), missing_target)
+
+    @classmethod
+    def from_completions(
+        cls,
+        masks: Sequence[SamplingMask | Sequence[Sequence[int]]],
+        starts: Sequence[int],
+        length: int,
+        *,
+        missing_target: Literal["error", "-inf"] = "error",
+    ) -> Support:
+        """Return the support of a padded batch of prompts and completions, for token ids ``[batch, length]``.
+
+        Args:
+            masks: for each sequence what the generator returned for its completion: vLLM's ``sampling_mask``
+                (``token_ids`` and ``offsets``, with ``return_sampling_mask`` of vLLM 0.28 and later), or one list of
+                ids per generated token (SGLang).
+            starts: the position of each sequence's first generated token in its row.
+            length: tokens of a row, padding included.
+            missing_target: see ``Support``.
+
+        Returns:
+            The support of the token ids, for calls with ``shift=True``; prompt and padding have empty rows.  With
+            targets that are shifted already, use ``next_token()``.
+
+        Raises:
+            ShapeError: a completion does not fit into its row, or the numbers of masks and starts differ.
+
+        Example:
+            >>> from rl_logprobs import Support
+            >>> Support.from_completions([[[4, 7], [1]]], starts=[2], length=5).offsets
+            tensor([0, 0, 0, 2, 3, 3])
+        """
+        if len(masks) != len(starts):
+            raise ShapeError(f"{len(masks)} masks and {len(starts)} starts; give one start per mask")
+        ids: list[int] = []
+        counts: list[int] = [0]
+        for index, (mask, start) in enumerate(zip(masks, starts, strict=True)):
+            token_ids, row_counts = _flattened(mask)
+            if start < 0 or start + len(row_counts) > length:
+                raise ShapeError(
+                    f"completion {index} has {len(row_counts)} tokens from position {start}, and a row has {length}"
+                )
+            ids.extend(token_ids)
+            counts.extend([0] * start + row_counts + [0] * (length - start - len(row_counts)))
+        return cls(torch.tensor(ids, dtype=torch.int64), torch.tensor(counts).cumsum(0), missing_target)
+
+    def to(self, device: torch.device | str) -> Support:
+        """Return the support with its tensors on a device."""
+        return self._with(self.ids.to(device), self.offsets.to(device))
+
+    def select(self, rows: torch.Tensor) -> Support:
+        """Return the support of some tokens; the host waits for an accelerator, because the size is a value there.
+
+        Args:
+            rows: integers of any shape, the positions of the tokens among the flattened ones.  For context parallelism:
+                ``sequence_shard(torch.arange(batch * seq).view(batch, seq), permutation, group)``.
+
+        Example:
+            >>> import torch
+            >>> from rl_logprobs import Support
+            >>> Support.from_rows([[4, 7], [5], [1]]).select(torch.tensor([2, 0])).ids
+            tensor([1, 4, 7])
+        """
+        rows = rows.reshape(-1)
+        starts, counts = self.offsets[rows], self.offsets.diff()[rows]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        within = torch.arange(int(offsets[-1]), device=rows.device) - offsets[:-1].repeat_interleave(counts)
+        return self._with(self.ids[starts.repeat_interleave(counts) + within], offsets)
+
+    def next_token(self) -> Support:
+        """Return the support for targets that ``next_token_targets`` has shifted: row ``i`` is that of token ``i + 1``.
+
+        The last row gets the first row's ids.  The last position of a sequence has no target, so that no row of another
+        sequence counts.
+
+        Example:
+            >>> from rl_logprobs import Support
+            >>> Support.from_rows([[], [5, 6], [1]]).next_token().offsets
+            tensor([0, 2, 3, 3])
+        """
+        entries, first = self.ids.shape[0], self.offsets[1 : 2 if self.num_tokens else 1].sum()
+        order = (torch.arange(entries, device=self.ids.device) + first) % max(1, entries)
+        offsets = torch.cat([self.offsets[1:] - first, self.offsets[-1:]])
+        return self._with(self.ids[order], offsets)
+
+    def rows(self) -> torch.Tensor:
+        """Return the row of each entry, ``[entries]`` int64."""
+        tokens = torch.arange(self.num_tokens, device=self.ids.device)
+        return tokens.repeat_interleave(self.offsets.diff(), output_size=self.ids.shape[0])
+
+    def _with(self, ids: torch.Tensor, offsets: torch.Tensor) -> Support:
+        """Return a support with tensors made from this one's, which are checked already."""
+        other = copy(self)
+        object.__setattr__(other, "ids", ids)
+        object.__setattr__(other, "offsets", offsets)
+        return other
+
+    def _check_offsets(self) -> None:
+        entries, offsets = self.ids.shape[0], self.offsets
+        valid = (offsets[0] == 0) & (offsets[-1] == entries) & (offsets.diff() >= 0).all()
+        if offsets.device.type != "cpu":
+            assert_on_device(valid, f"offsets must ascend from 0 to {entries}")
+        elif not valid:
+            raise ShapeError(
+                f"offsets must ascend from 0 to the {entries} ids; they go from {offsets[0].item()} to "
+                f"{offsets[-1].item()}" + (" and descend in between" if (offsets.diff() < 0).any() else "")
+            )
+
+    def _check_ids(self) -> None:
+        if self.ids.shape[0] == 0:
+            return
+        ids, order = self.ids.sort(stable=True)
+        rows, by_row = self.rows()[order].sort(stable=True)
+        ids = ids[by_row]
+        twice = (ids[1:] == ids[:-1]) & (rows[1:] == rows[:-1])
+        valid = ~twice.any() & (ids >= 0).all()
+        if ids.device.type != "cpu":
+            assert_on_device(valid, "a kept set contains an id twice, or a negative id")
+        elif not valid:
+            wrong = int(torch.cat([twice.new_zeros(1), twice]).logical_or(ids < 0).int().argmax())
+            raise SupportError(
+                f"the kept set of token {rows[wrong].item()} contains id {ids[wrong].item()}"
+                + (", which is no vocabulary id" if ids[wrong] < 0 else " twice; give each id once")
+            )
+
+
+def _flattened(mask: SamplingMask | Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Return all ids of a completion, and the number of ids of each token."""
+    if isinstance(mask, Sequence):
+        return [kept for row in mask for kept in row], [len(row) for row in mask]
+    offsets = list(mask.offsets)
+    return list(mask.token_ids), [end - start for start, end in pairwise(offsets)]

@@ -1,0 +1,81 @@
+"""Record the kept sets of a sampler of one's own, from the logits that it sampled from."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from rl_logprobs.dtypes import statistics_dtype
+from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
+from rl_logprobs.softmax.log2_scale import check_temperature
+from rl_logprobs.softmax.vocab_parallel import all_gather
+from rl_logprobs.softmax.vocab_shard import locate_logits
+from rl_logprobs.support.kept_sets import Support
+
+
+@torch.no_grad()
+def sampling_support(
+    logits: torch.Tensor,
+    sampling: SamplingFilter,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    temperature: float | torch.Tensor = 1.0,
+) -> Support:
+    """Return the ids that a filter keeps, to be replayed where the sampled tokens are scored.
+
+    For generators of one's own; vLLM and SGLang return kept sets themselves.  The host waits for the number of ids.
+
+    Args:
+        logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
+            one axis of its mesh; or, with ``group``, a local shard.
+        sampling: the sampler's filter.
+        group: for a local shard: the process group over which the vocabulary is sharded.
+        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding.  Required with ``group``.
+        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks of
+            ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
+
+    Returns:
+        One row per token of this rank's logits, ids ascending, the same on every rank of the vocabulary.  A row is
+        empty where all logits are ``-inf``.
+
+    Raises:
+        OptionError: the temperature is not positive, or the options for a local shard contradict each other.
+        ShapeError: the logits have no tokens, or the widths contradict each other.
+        PlacementError: the logits are a partial sum, or the vocabulary is sharded over two mesh axes.
+        DtypeError: the logits are not floating point.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import SamplingFilter, sampling_support
+        >>> sampling_support(torch.tensor([[0.0, 2.0, 1.0]]), SamplingFilter(top_k=2)).ids
+        tensor([1, 2])
+    """
+    located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
+    shard = located.vocab
+    values = located.values[..., : shard.width].flatten(0, -2)
+    flat_temperature = check_temperature(temperature, values.new_zeros(located.values.shape[:-1]))
+    wide = values.to(statistics_dtype(values.dtype))
+    kept = wide > float("-inf")
+    threshold = min_kept_logit(located.values, shard, flat_temperature, sampling)
+    if threshold is not None:
+        kept &= wide >= threshold[:, None]
+    rows, columns = kept.nonzero(as_tuple=True)
+    rows, ids = _gather_ragged(torch.stack([rows, columns + shard.start]), shard.group)
+    ids, order = ids.sort()
+    rows, by_row = rows[order].sort(stable=True)
+    counts = torch.bincount(rows, minlength=values.shape[0])
+    return Support(ids[by_row], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+
+
+def _gather_ragged(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return ``[2, entries]`` of all ranks, each of which has another number of entries."""
+    if group is None:
+        return part
+    sizes = all_gather(part.new_tensor([[part.shape[1]]]), group).flatten().tolist()
+    padded = part.new_zeros(2, max(sizes))
+    padded[:, : part.shape[1]] = part
+    gathered = all_gather(padded, group)
+    return torch.cat([rank[:, :size] for rank, size in zip(gathered, sizes, strict=True)], dim=1)

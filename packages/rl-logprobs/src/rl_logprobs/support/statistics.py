@@ -1,0 +1,123 @@
+"""Log-probabilities, entropy and divergence over kept sets, from the logits of the kept ids.
+
+Every rank has all kept logits, so that nothing here communicates.  Computed in the widest dtype of the device, which
+costs little at a few entries per token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from rl_logprobs.dtypes import wide_dtype
+from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics
+from rl_logprobs.support.entries import KeptEntries
+
+
+class KeptSoftmax(NamedTuple):
+    """A softmax over kept sets.
+
+    Attributes:
+        exponents: ``[entries]``, scaled logits relative to the largest of their token; 0 where ``possible`` is false.
+        weights: ``[entries]``, ``exp(exponents)``; 0 where ``possible`` is false.
+        possible: ``[entries]`` bool, false at entries that do not count and at logits of ``-inf``.
+        largest: ``[tokens]``, the largest scaled logit.
+        log_sum: ``[tokens]``, the logarithm of the sum of weights.
+    """
+
+    exponents: torch.Tensor
+    weights: torch.Tensor
+    possible: torch.Tensor
+    largest: torch.Tensor
+    log_sum: torch.Tensor
+
+
+def kept_softmax(
+    logits: torch.Tensor, entries: KeptEntries, ignored: torch.Tensor, temperature: float | torch.Tensor
+) -> KeptSoftmax:
+    """Return the softmax of kept logits ``[entries]`` divided by a temperature (a number, or one per token)."""
+    wide = wide_dtype(logits.device)
+    if isinstance(temperature, torch.Tensor):
+        scaled = logits.to(wide) / temperature.to(wide)[entries.rows]
+    else:
+        scaled = logits.to(wide) / temperature
+    possible = entries.counted & (scaled != -math.inf)
+    largest = entries.largest(scaled.detach().where(possible, -math.inf))
+    largest = largest.where(largest != -math.inf, 0)
+    exponents = (scaled - largest[entries.rows]).where(possible, 0)
+    weights = exponents.exp().where(possible, 0)
+    log_sum = entries.sums(weights).masked_fill(ignored, 1).log()
+    return KeptSoftmax(exponents, weights, possible, largest, log_sum)
+
+
+def kept_statistics(
+    logits: torch.Tensor,
+    entries: KeptEntries,
+    positions: torch.Tensor,
+    ignored: torch.Tensor,
+    temperature: float | torch.Tensor,
+    *,
+    entropy: bool = False,
+    argmax: bool = False,
+    target_rank: bool = False,
+) -> SoftmaxStatistics:
+    """Return statistics of the softmax over kept sets, ``[tokens]`` in the dtype of the logits.
+
+    Args:
+        logits: ``[entries]`` in the statistics dtype, differentiable.
+        entries: their tokens and ids.
+        positions: ``[tokens]``, the entry of each target, or the number of entries for a target that is not kept.
+        ignored: ``[tokens]`` bool; those tokens get 0 and have no gradient.
+        temperature: a number, or one number per token.
+        entropy: compute the entropy.
+        argmax: compute the most probable kept id, the lowest of several.
+        target_rank: count the kept logits greater than the target's.
+    """
+    found = kept_softmax(logits, entries, ignored, temperature)
+
+    def finished(value: torch.Tensor) -> torch.Tensor:
+        return value.masked_fill(ignored, 0).to(logits.dtype)
+
+    at_target = functional.pad(found.exponents, (0, 1))[positions]
+    impossible = ~functional.pad(found.possible, (0, 1))[positions]
+    return SoftmaxStatistics(
+        logprobs=finished((at_target - found.log_sum).masked_fill(impossible, -math.inf)),
+        logsumexp=finished(found.largest + found.log_sum),
+        entropy=finished(_entropy(found, entries)) if entropy else None,
+        argmax=_most_probable(found, entries).masked_fill(ignored, 0) if argmax else None,
+        target_rank=_greater(found, entries, at_target.where(~impossible, -math.inf)).masked_fill(ignored, 0)
+        if target_rank
+        else None,
+    )
+
+
+def kept_logprobs_of(found: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:
+    """Return the log-probability of every entry, ``[entries]``; ``-inf`` where it is impossible."""
+    return (found.exponents - found.log_sum[entries.rows]).where(found.possible, -math.inf)
+
+
+def kept_divergence(policy: KeptSoftmax, reference: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:
+    """Return ``KL(policy || reference)`` over the kept sets, ``[tokens]``; infinite where only the reference has 0."""
+    probability = policy.weights * (-policy.log_sum[entries.rows]).exp()
+    difference = policy.exponents - reference.exponents
+    one_sided = entries.largest((policy.possible & ~reference.possible).to(difference.dtype)) > 0
+    divergence = entries.sums(probability * difference) - policy.log_sum + reference.log_sum
+    return divergence.masked_fill(one_sided, math.inf)
+
+
+def _entropy(found: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:
+    mean_exponent = entries.sums(found.weights * found.exponents) * (-found.log_sum).exp()
+    return found.log_sum - mean_exponent
+
+
+def _most_probable(found: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:
+    is_largest = found.possible & (found.exponents == 0)
+    return -entries.largest((-entries.ids).where(is_largest, torch.iinfo(torch.int64).min + 1))
+
+
+def _greater(found: KeptSoftmax, entries: KeptEntries, threshold: torch.Tensor) -> torch.Tensor:
+    greater = found.possible & (found.exponents > threshold[entries.rows])
+    return entries.sums(greater.to(found.exponents.dtype)).long()
