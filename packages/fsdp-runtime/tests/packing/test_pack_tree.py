@@ -28,7 +28,7 @@ group = st.lists(sample, min_size=1, max_size=6)
 
 
 @given(samples=group)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_tree_has_each_distinct_prefix_once_and_its_paths_spell_the_samples(samples: list[list[int]]) -> None:
     tree = prefix_tree([torch.tensor(each) for each in samples])
     prefixes = {tuple(each[:length]) for each in samples for length in range(1, len(each) + 1)}
@@ -40,7 +40,7 @@ def test_a_tree_has_each_distinct_prefix_once_and_its_paths_spell_the_samples(sa
 
 
 @given(groups=st.lists(group, min_size=1, max_size=3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_token_sees_the_tokens_of_its_own_prefix_and_no_others(groups: list[list[list[int]]]) -> None:
     for row in pack_tree(groups, budget=64, multiple_of=3).rows():
         seen = row.mask()[0, 0]
@@ -52,7 +52,7 @@ def test_a_token_sees_the_tokens_of_its_own_prefix_and_no_others(groups: list[li
 
 
 @given(groups=st.lists(group, min_size=1, max_size=4), ranks=st.integers(1, 3), budget=st.integers(8, 20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_values_of_scored_tokens_come_back_to_every_sample(
     groups: list[list[list[int]]], ranks: int, budget: int
 ) -> None:
