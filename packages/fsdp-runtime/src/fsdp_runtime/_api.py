@@ -22,6 +22,7 @@ from fsdp_runtime.errors import (
     OptionError,
     OtherRankError,
     ReplicaError,
+    SampleError,
     WeightsError,
 )
 from fsdp_runtime.estimate import Estimate, Sweep, estimate, sweep
@@ -33,6 +34,10 @@ from fsdp_runtime.mesh.spec import MeshSpec, adopt_mesh, submesh
 from fsdp_runtime.model.structure import AttentionHeads, ModelStructure, inspect_model
 from fsdp_runtime.monitor import RankMonitor, monitor_ranks
 from fsdp_runtime.monitor.signals import stop_on_signal
+from fsdp_runtime.packing.pack import PackedRow, pack
+from fsdp_runtime.packing.pack_tree import pack_tree
+from fsdp_runtime.packing.packing import Packing
+from fsdp_runtime.packing.tree_row import GroupMember, TreeRow
 from fsdp_runtime.parallel.activation_checkpoint import SelectiveCheckpoint, apply_ac
 from fsdp_runtime.parallel.check_inputs import assert_inputs_equal
 from fsdp_runtime.parallel.compile import apply_compile
@@ -44,6 +49,7 @@ from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_mesh
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
 from fsdp_runtime.parallel.lm_head import LMHeadParameters, forward_with_lm_head
 from fsdp_runtime.parallel.lora import save_adapter
+from fsdp_runtime.parallel.shared_prefixes import apply_shared_prefixes
 from fsdp_runtime.parallel.tensor import apply_tp
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
 from fsdp_runtime.parallelize import parallelize
@@ -77,6 +83,7 @@ __all__ = [
     "FSDPOptions",
     "FsdpRuntimeError",
     "GradientError",
+    "GroupMember",
     "LMHeadParameters",
     "LayoutError",
     "LoadReport",
@@ -91,15 +98,19 @@ __all__ = [
     "OffloadReport",
     "OptionError",
     "OtherRankError",
+    "PackedRow",
+    "Packing",
     "Parallelism",
     "ParallelismReport",
     "RankInfo",
     "RankMonitor",
     "ReplicaError",
+    "SampleError",
     "SelectiveCheckpoint",
     "SequenceLayout",
     "Sweep",
     "TrainingState",
+    "TreeRow",
     "WeightExport",
     "WeightInfo",
     "WeightsError",
@@ -108,6 +119,7 @@ __all__ = [
     "apply_compile",
     "apply_cp",
     "apply_fsdp",
+    "apply_shared_prefixes",
     "apply_tp",
     "assert_finite_gradients",
     "assert_inputs_equal",
@@ -129,6 +141,8 @@ __all__ = [
     "no_sync",
     "offload",
     "onload",
+    "pack",
+    "pack_tree",
     "parallelize",
     "rank_info_from_env",
     "resolve_parallelism",

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime._torch_compat import persistent_buffers
-from fsdp_runtime.errors import BackendError
+from fsdp_runtime.errors import BackendError, LayoutError, ModelError
 
 #: The first release whose table of weight conversions, and order of applying it, is the one that is followed here.
 OLDEST = (5, 6)
@@ -101,6 +102,7 @@ def sdpa_mask_of_documents(
     mask_function: Any,
     documents: Tensor | None,
     positions: Tensor | None,
+    subtree_end: Tensor | None,
     attention_mask: Tensor | None,
     q_offset: Tensor,
     **options: Any,
@@ -113,14 +115,17 @@ def sdpa_mask_of_documents(
     Args:
         mask_function: of batch, head, query and key index.
         documents: ``[batch, seq]``, the number of each token's document in a packed batch, or ``None``.
-        positions: ``[batch, seq]``, each token's position in its document; given with ``documents``.
+        positions: ``[batch, seq]``, each token's position in its document, or on its path in a prefix tree.
+        subtree_end: ``[batch, seq]``, of prefix trees, or ``None``; see :class:`PathMask`.
         attention_mask: ``[batch, seq]``, false where a token is padding, or ``None``.
         q_offset: ``[seq / cp]``, the difference between a local token's position and its index.
         options: the remaining keywords of ``AttentionMaskInterface``.
     """
     from transformers.masking_utils import and_masks, sdpa_mask
 
-    if documents is not None and positions is not None:
+    if subtree_end is not None and positions is not None:
+        mask_function = PathMask(positions, subtree_end).along_paths(mask_function)
+    elif documents is not None and positions is not None:
         of_positions, at = mask_function, positions  # chunks of attention start anew in each document
         mask_function = and_masks(
             lambda b, h, q, k: of_positions(b, h, at[b, q], at[b, k]),
@@ -134,6 +139,87 @@ def sdpa_mask_of_documents(
         **options,
     )
     return mask
+
+
+@dataclass(frozen=True, eq=False)
+class PathMask:
+    """The prefix trees in a batch, over which masks are built.
+
+    Args:
+        positions: ``[batch, seq]``, the position of each token on its path.
+        subtree_end: ``[batch, seq]``, the index after the last descendant of each token in pre-order.
+    """
+
+    positions: Tensor
+    subtree_end: Tensor
+
+    def along_paths(self, mask_function: Any) -> Any:
+        """Return a mask function of indices in the row, given a layer's own, which compares positions."""
+        from transformers.masking_utils import and_masks
+
+        positions, subtree_end = self.positions, self.subtree_end
+        return and_masks(
+            lambda b, h, q, k: mask_function(b, h, positions[b, q], positions[b, k]),
+            lambda b, h, q, k: (k <= q) & (q < subtree_end[b, k]),
+        )
+
+
+def build_masks_along_paths(current: ContextVar[PathMask | None], implementations: Iterable[str]) -> None:
+    """Let transformers' own mask functions build masks along the paths of prefix trees, while there are any.
+
+    The registered functions are replaced by ones that call them, once a process; without trees nothing changes.  The
+    model's implementation of attention keeps its name, which some models compare with the names that they know.
+
+    Args:
+        current: the trees of the batch that runs.
+        implementations: names of implementations of attention.
+    """
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    for name in implementations:
+        build = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        if not isinstance(build, _BuildAlongPaths):
+            AttentionMaskInterface.register(name, _BuildAlongPaths(build, current))
+
+
+@dataclass(frozen=True)
+class _BuildAlongPaths:
+    """A function of ``AttentionMaskInterface`` over another one.
+
+    Args:
+        build: the other one.
+        current: the trees of the batch that runs.
+    """
+
+    build: Callable[..., Any]
+    current: ContextVar[PathMask | None]
+
+    def __call__(self, *, q_length: int, kv_length: int, **options: Any) -> Any:
+        """Build a mask.
+
+        Raises:
+            ModelError: a mask is bidirectional.
+            LayoutError: a mask has another length than the trees.
+        """
+        trees = self.current.get()
+        # A vision tower's masks are bidirectional, over its own patches.
+        bidirectional = "allow_is_bidirectional_skip" in options
+        if trees is None or (bidirectional and q_length != trees.subtree_end.shape[1]):
+            return self.build(q_length=q_length, kv_length=kv_length, **options)
+        if bidirectional:
+            raise ModelError("bidirectional attention cannot share prefixes: a prefix depends on what follows it")
+        if not q_length == kv_length == trees.subtree_end.shape[1]:
+            raise LayoutError(
+                f"attention from {q_length} to {kv_length} tokens, where the row with shared prefixes has "
+                f"{trees.subtree_end.shape[1]}: only self-attention without a cache can share prefixes"
+            )
+        options |= {
+            "mask_function": trees.along_paths(options["mask_function"]),
+            "attention_mask": None,
+            "allow_is_causal_skip": False,
+        }
+        return self.build(q_length=q_length, kv_length=kv_length, **options)
 
 
 def is_causal_mask_function(mask_function: Any) -> bool:

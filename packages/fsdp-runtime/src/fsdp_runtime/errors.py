@@ -23,6 +23,10 @@ class OptionError(FsdpRuntimeError, ValueError):
     """An option has a value that is not allowed, alone or together with another option."""
 
 
+class SampleError(FsdpRuntimeError, ValueError):
+    """Samples, or values about them, cannot be packed or unpacked."""
+
+
 class ReplicaError(FsdpRuntimeError, RuntimeError):
     """Replicas of a tensor on several ranks differ."""
 

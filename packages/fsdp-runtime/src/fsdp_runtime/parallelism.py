@@ -32,6 +32,7 @@ from fsdp_runtime.parallel.fsdp import apply_fsdp, check_uniform_dtypes, fsdp_me
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, check_fsdp_options
 from fsdp_runtime.parallel.lora import resolve_adapted_plan
 from fsdp_runtime.parallel.refuse_pickle import refuse_pickle
+from fsdp_runtime.parallel.shared_prefixes import apply_shared_prefixes, check_shared_prefixes
 from fsdp_runtime.parallel.stale_optimizers import refuse_stale_optimizers
 from fsdp_runtime.parallel.tensor import Logits, apply_tp, check_plan, require_logits, with_logits
 from tp_plans import Plan, Style
@@ -60,6 +61,7 @@ class Parallelism:
         fsdp_mesh: the axis, or the two axes (replicas, shards), of FSDP2; ``None`` where it is not needed.
         fsdp: the settings of FSDP2, with ``gradient_divide_factor`` resolved.
         check_inputs: compare the inputs of every forward over ``tp`` and ``cp``.
+        shared_prefixes: the model takes rows of ``pack_tree``.
     """
 
     structure: ModelStructure
@@ -75,6 +77,7 @@ class Parallelism:
     fsdp_mesh: DeviceMesh | None = None
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
     check_inputs: bool = False
+    shared_prefixes: bool = False
 
     def apply(self, model: nn.Module) -> None:
         """Apply TP, CP, activation checkpointing, compile and FSDP2, in that order and in place.
@@ -85,6 +88,7 @@ class Parallelism:
         with refuse_stale_optimizers(model):
             apply_tp(model, self)
             apply_cp(model, self)
+            apply_shared_prefixes(model, self)
             apply_ac(model, self)
             apply_compile(model, self)
             apply_fsdp(model, self)
@@ -108,6 +112,7 @@ def resolve_parallelism(
     async_tensor_parallel: bool = False,
     fsdp: FSDPOptions | None = None,
     check_inputs: bool = False,
+    shared_prefixes: bool = False,
 ) -> Parallelism:
     """Check everything that :func:`parallelize` does to a model, and change nothing.
 
@@ -129,14 +134,15 @@ def resolve_parallelism(
             and CUDA.
         fsdp: settings of FSDP2.
         check_inputs: compare the inputs of every forward over the ranks of ``tp``, and their shapes over ``cp``.
+        shared_prefixes: let the model take rows of ``pack_tree``.
 
     Returns:
         The resolved parallelism.
 
     Raises:
         MeshError: the mesh has other axis names.
-        ModelError: no blocks are found, the model is already parallelized, no module would recompute, or the model's
-            sequences cannot be sharded over ``cp``.
+        ModelError: no blocks are found, the model is already parallelized, no module would recompute, the model's
+            sequences cannot be sharded over ``cp``, or its samples cannot share prefixes.
         BackendError: an option needs a device that is not available.
         OptionError: an option is not allowed, or needs an axis that the mesh lacks; or FSDP2 would wrap trainable
             parameters of several dtypes as one module.
@@ -185,7 +191,9 @@ def resolve_parallelism(
         fsdp_mesh=shards,
         fsdp=options,
     )
-    return replace(parallelism, check_inputs=check_inputs)
+    if shared_prefixes:
+        check_shared_prefixes(model, parallelism.structure)
+    return replace(parallelism, check_inputs=check_inputs, shared_prefixes=shared_prefixes)
 
 
 def resolve_on(

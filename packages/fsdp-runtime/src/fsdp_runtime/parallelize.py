@@ -31,6 +31,7 @@ def parallelize(
     async_tensor_parallel: bool = False,
     fsdp: FSDPOptions | None = None,
     check_inputs: bool = False,
+    shared_prefixes: bool = False,
 ) -> nn.Module:
     """Parallelize a model over a mesh, in place.
 
@@ -56,14 +57,15 @@ def parallelize(
         fsdp: settings of FSDP2: dtypes, CPU offload, resharding, prefetching, frozen parameters.
         check_inputs: compare the inputs of every forward over the ranks of ``tp``, which must be equal, and their
             shapes over ``cp``; one all-gather of 16 bytes and one host synchronisation a forward.
+        shared_prefixes: let the model take rows of ``pack_tree``, in which samples share the tokens of their prefixes.
 
     Returns:
         The same model.
 
     Raises:
         MeshError: the mesh has other axis names.
-        ModelError: no blocks are found, the model is already parallelized, no module would recompute, or the model's
-            sequences cannot be sharded over ``cp``.
+        ModelError: no blocks are found, the model is already parallelized, no module would recompute, the model's
+            sequences cannot be sharded over ``cp``, or its samples cannot share prefixes.
         BackendError: an option needs a device that is not available.
         OptionError: an option is not allowed, or needs an axis that the mesh lacks; or FSDP2 would wrap trainable
             parameters of several dtypes as one module.
@@ -94,6 +96,7 @@ def parallelize(
         async_tensor_parallel=async_tensor_parallel,
         fsdp=fsdp,
         check_inputs=check_inputs,
+        shared_prefixes=shared_prefixes,
     )
     parallelism.apply(model)
     return model

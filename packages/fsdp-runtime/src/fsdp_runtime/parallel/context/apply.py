@@ -112,14 +112,17 @@ def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
         True
     """
     if parallelism.cp_mesh is not None:
-        replace_attention(model, parallelism.cp_mesh.get_group(), parallelism.cp_load_balancer)
+        group = parallelism.cp_mesh.get_group()
+        replace_attention(model, group, parallelism.cp_load_balancer, shared_prefixes=parallelism.shared_prefixes)
 
 
-def replace_attention(model: nn.Module, group: ProcessGroup, load_balancer: LoadBalancer) -> None:
+def replace_attention(
+    model: nn.Module, group: ProcessGroup, load_balancer: LoadBalancer, *, shared_prefixes: bool = False
+) -> None:
     """Replace a model's attention by :class:`ContextAttention` over a group, and complete its inputs in a hook."""
     attention = ContextAttention(group, load_balancer)
     use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask)
-    model.register_forward_pre_hook(_Inputs(attention), with_kwargs=True)
+    model.register_forward_pre_hook(_Inputs(attention, shared_prefixes), with_kwargs=True)
     logger.info("context parallelism: attention over %d ranks, load balancer %s", group.size(), load_balancer)
 
 
@@ -148,12 +151,14 @@ def _hooks(model: nn.Module) -> Iterator[_Inputs]:
 class _Inputs:
     """A forward pre-hook that completes the inputs of a rank and refuses inputs that cannot be sharded."""
 
-    def __init__(self, attention: ContextAttention) -> None:
-        self.attention = attention
+    def __init__(self, attention: ContextAttention, shared_prefixes: bool = False) -> None:
+        self.attention, self.shared_prefixes = attention, shared_prefixes
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             raise LayoutError("a model under context parallelism takes its inputs by name, such as input_ids=...")
+        kwargs = dict(kwargs)
+        subtree_end = kwargs.pop("subtree_end", None) if self.shared_prefixes else None
         _refuse_unshardable(kwargs)
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is None:
@@ -162,8 +167,13 @@ class _Inputs:
         layout = attention.layout(tokens.shape[1])
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         attention.masked, attention.documents, attention.positions = mask is not None, None, None
+        attention.subtree_end = None
         if mask is None:
-            if positions is not None:
+            if subtree_end is not None:
+                attention.subtree_end = gather_tokens(subtree_end, layout, attention.group, dim=-1)
+                full = gather_tokens(positions, layout, attention.group, dim=-1)
+                attention.positions = full[0] if full.dim() == 3 else full
+            elif positions is not None:
                 full = gather_tokens(positions, layout, attention.group, dim=-1)
                 attention.documents = _documents(full)
                 attention.positions = (

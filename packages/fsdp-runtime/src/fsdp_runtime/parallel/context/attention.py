@@ -31,7 +31,9 @@ class ContextAttention:
         load_balancer: the tokens that each rank holds, see ``SequenceLayout``.
         masked: the current batch has an attention mask; set once a forward, without reading values.
         documents: ``[batch, seq]``, the number of each token's document in a packed batch, else ``None``.
-        positions: ``[batch, seq]``, each token's position in its document where ``documents`` is given, else ``None``.
+        positions: ``[batch, seq]``, each token's position in its document or on its path where ``documents`` or
+            ``subtree_end`` is given, else ``None``.
+        subtree_end: ``[batch, seq]`` of a row with shared prefixes (see ``TreeRow``), else ``None``.
         ring: torch's ring attention is active, which takes local tokens.
 
     Example:
@@ -51,6 +53,7 @@ class ContextAttention:
     masked: bool = False
     documents: Tensor | None = None
     positions: Tensor | None = None
+    subtree_end: Tensor | None = None
     ring: bool = False
 
     def layout(self, local_length: int) -> SequenceLayout:
@@ -127,7 +130,8 @@ class ContextAttention:
             ``[batch, 1, seq / cp, seq]`` bool, or ``None`` for a plain causal mask.
         """
         skip = options.pop("allow_is_causal_skip", True)
-        if skip and is_causal_mask_function(mask_function) and not self.masked and self.documents is None:
+        whole_rows = not self.masked and self.documents is None and self.subtree_end is None
+        if skip and is_causal_mask_function(mask_function) and whole_rows:
             return None
         options.pop("q_offset", None)  # of contiguous queries
         positions = self.layout(q_length).positions.to(options["device"])
@@ -137,6 +141,7 @@ class ContextAttention:
             mask_function=mask_function,
             documents=self.documents,
             positions=self.positions,
+            subtree_end=self.subtree_end,
             attention_mask=attention_mask if self.masked else None,
             **options,
         )

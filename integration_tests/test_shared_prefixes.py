@@ -1,0 +1,361 @@
+"""Rows with shared prefixes against separate rows: log-probabilities, entropies and every gradient on every rank."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+import rl_logprobs
+from architecture_matrix.shrink import VOCAB
+from architecture_matrix.table import UNBUILDABLE, Entry, entries, tiny_model
+from fsdp_runtime import (
+    MeshSpec,
+    ModelError,
+    Packing,
+    TreeRow,
+    forward_with_lm_head,
+    pack_tree,
+    parallelize,
+    sequence_layout,
+    submesh,
+)
+from harness import models
+from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, mesh_for, own_part
+from harness.ranks import RankPool
+
+#: Rows of the matrix that are tested by default, each for its kind of attention.
+ATTENTION = [
+    "llama",
+    "gpt_neox",  # fused queries, keys and values
+    "gemma2",  # eager: soft caps, sliding windows
+    "gemma3_text",  # sliding and full attention
+    "gemma4_text",  # per-layer embeddings, keys shared between layers
+    "llama4_text",  # chunked attention, layers without positions
+    "doge",  # a mask computed from the values
+    "granite_swa",  # eager: attention sinks
+    "deepseek_v3",  # latent attention
+    "glm_moe_dsa",  # an indexer that picks the keys
+    "mixtral",  # routed experts
+    "olmo2",
+    "phi3",
+]
+#: Rows whose tokens see others by something else than a mask.
+STATEFUL = ["qwen3_next", "jamba", "lfm2_moe", "inkling_text", "nemotron_h", "deepseek_v4", "qwen4_exp_text"]
+#: A ReLU gives many keys of these tiny indexers the score 0, and of equal scores top-k picks by the index in the row.
+CHANGES: dict[str, dict[str, Any]] = {"deepseek_v32": {"index_n_heads": 32}}
+#: In float64 throughout: rounding of sums in another order.
+EXACT = 1e-12
+
+
+class _Float64Throughout(TorchFunctionMode):
+    """Computes in float64 what models compute in float32 whatever their dtype: norms, rotary embeddings, routers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        if func is Tensor.float:
+            return args[0].double()
+        if func is Tensor.type and len(args) > 1 and args[1] is torch.float32:
+            args = (args[0], torch.float64)
+        return func(*(_widened(value) for value in args), **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@cache
+def _groups() -> list[list[Tensor]]:
+    """Responses to one prompt, some with common turns, one that is a prefix of another, two equal; other groups."""
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> Tensor:
+        return torch.randint(3, VOCAB - 1, (count,), generator=generator)
+
+    prompt, turn, other = tokens(7), tokens(3), tokens(4)
+    first = torch.cat([prompt, turn, tokens(4)])
+    return [
+        [first, torch.cat([prompt, turn, tokens(2)]), torch.cat([prompt, tokens(5)]), first, first[:9]],
+        [tokens(6)],
+        [torch.cat([other, tokens(3)]), torch.cat([other, tokens(6)])],
+    ]
+
+
+def _weights() -> dict[Any, tuple[Tensor, Tensor]]:
+    """Weights of the log-probabilities and entropies of each sample in the loss."""
+    generator = torch.Generator().manual_seed(2)
+    return {
+        (g, i): tuple(torch.randn(len(ids), dtype=torch.float64, generator=generator) for _ in range(2))
+        for g, samples in enumerate(_groups())
+        for i, ids in enumerate(samples)
+    }  # type: ignore[misc]
+
+
+Values = dict[Any, tuple[Tensor, Tensor]]
+
+
+def _separate(model: nn.Module) -> Values:
+    """Log-probabilities and entropies of each sample, each in a row of its own."""
+    found = {}
+    for g, samples in enumerate(_groups()):
+        for i, ids in enumerate(samples):
+            logits = model(input_ids=ids[None], use_cache=False).logits
+            statistics = rl_logprobs.token_statistics(logits, ids[None], shift=True, entropy=True)
+            found[(g, i)] = (statistics.logprobs[0], statistics.entropy[0])
+    return found
+
+
+def _packed(model: nn.Module, rows: list[TreeRow], unpacked: Callable[..., Any]) -> Values:
+    found: Values = {}
+    for row in rows:
+        logits = model(**row.inputs(model)).logits
+        statistics = rl_logprobs.token_statistics(row.select(logits), row.targets, entropy=True)
+        logprobs, entropies = unpacked(row, statistics.logprobs), unpacked(row, statistics.entropy)
+        found |= {key: (logprobs[key], entropies[key]) for key in logprobs}
+    return found
+
+
+def _loss(found: Values) -> Tensor:
+    weights = _weights()
+    return torch.stack([(value * w).sum() for key in found for value, w in zip(found[key], weights[key], strict=True)]).sum()
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def _errors(found: Values, expected: Values, gradients: dict[str, Any], wanted: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The largest absolute error of the values, and of each gradient relative to its largest element."""
+    for key, pair in found.items():
+        for name, value, other in zip(("log-probability", "entropy"), pair, expected[key], strict=True):
+            yield f"{name} of sample {key}", (value - other).abs().max().item()
+    # Some gradients vanish mathematically, and what is left of them is rounding.
+    floor = 1e-6 * max(each.abs().max().item() for each in wanted.values() if each is not None)
+    for name, one in wanted.items():
+        other = gradients[name]
+        if one is None or other is None:
+            left = one if other is None else other
+            if left is not None and (left.to_local() if isinstance(left, DTensor) else left).abs().max().item() > floor:
+                yield f"gradient of {name}", float("inf")
+            continue
+        scale = max(one.abs().max().item(), floor)
+        if isinstance(other, DTensor):
+            one, other = own_part(one, other), other.to_local()
+        if one.numel():
+            yield f"gradient of {name}", (other - one).abs().max().item() / scale
+
+
+def _one_process(entry: Entry, *, float64: bool = True, **options: Any) -> dict[str, float]:
+    """Errors of shared prefixes against separate rows on one process."""
+    with _Float64Throughout() if float64 else nullcontext():
+        model = tiny_model(entry)
+        expected = _separate(model)
+        _loss(expected).backward()
+        wanted = _gradients(model)
+        model.zero_grad()
+        parallelize(model, MeshSpec().build(device_type="cpu"), shared_prefixes=True, **options)
+        rows = pack_tree(_groups(), budget=28, multiple_of=4).rows()
+        assert len(rows) == 2
+        found = _packed(model, rows, TreeRow.unpack)
+        _loss(found).backward()
+        return dict(_errors(found, expected, _gradients(model), wanted))
+
+
+def _beyond_bounds(errors: dict[str, float]) -> dict[str, float]:
+    """The errors beyond the bounds of models that compute their norms in float32."""
+    bounds = {name: GRADIENT_BOUND if name.startswith("gradient") else OUTPUT_BOUND for name in errors}
+    # A key bias shifts every score of a query alike: its gradient vanishes, and what is left is rounding.
+    return {name: error for name, error in errors.items() if not error <= bounds[name] and "k_proj.bias" not in name}
+
+
+def _entry(name: str) -> Entry:
+    entry = entries()[name]
+    changes = CHANGES.get(name, {})
+    return Entry(name, entry.model_type, entry.class_name, {**entry.changes, **changes}, experts=entry.experts)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_values_and_gradients_equal_those_of_separate_rows(name: str) -> None:
+    errors = _one_process(_entry(name))
+    assert {path: error for path, error in errors.items() if not error <= EXACT} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in entries() if name not in {*UNBUILDABLE, *ATTENTION}])
+def test_every_architecture_is_exact_or_refused_by_name(name: str) -> None:
+    if name == "qwen3, classifier":
+        pytest.skip("a model without a language-model head")
+    try:
+        errors = _one_process(_entry(name))
+    except ModelError as error:
+        assert "cannot share prefixes" in str(error) or "use separate rows" in str(error) or "TreeRow.mask" in str(error)
+        return
+    assert {path: error for path, error in errors.items() if not error <= EXACT} == {}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_architectures_that_pass_a_state_are_refused_before_they_change(name: str) -> None:
+    model = tiny_model(entries()[name])
+    with pytest.raises(ModelError, match="passes a state from token to token"):
+        parallelize(model, MeshSpec().build(device_type="cpu"), shared_prefixes=True)
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mixtral", "doge"])
+def test_blocks_that_recompute_give_the_same_gradients(name: str) -> None:
+    # Backward recomputes outside of a TorchFunctionMode, in the dtypes of the model.
+    errors = _one_process(_entry(name), float64=False, activation_checkpointing="block")
+    assert _beyond_bounds(errors) == {}
+
+
+def test_a_mask_by_indices_in_the_row_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdp_runtime._transformers_compat import PathMask
+
+    original = PathMask.along_paths
+
+    def by_index(trees: PathMask, own: Any) -> Any:
+        indices = torch.arange(trees.positions.shape[1]).expand_as(trees.positions)
+        return original(PathMask(indices, trees.subtree_end), own)
+
+    monkeypatch.setattr(PathMask, "along_paths", by_index)
+    assert max(_one_process(_entry("gemma3_text")).values()) > 1e-3  # sliding windows of four tokens
+    assert max(_one_process(_entry("llama")).values()) <= EXACT  # the ancestors alone suffice
+
+
+def test_a_shift_instead_of_predictors_would_be_noticed() -> None:
+    model = tiny_model(_entry("llama"))
+    expected = _separate(model)
+    parallelize(model, MeshSpec().build(device_type="cpu"), shared_prefixes=True)
+    (row,) = pack_tree(_groups(), budget=40).rows()
+    logits = model(**row.inputs(model)).logits
+    shifted = rl_logprobs.token_logprobs(logits, row.input_ids, shift=True)[0]
+    found = {key: shifted[path][:-1] for key, path in zip(row.samples, row.paths, strict=True)}
+    assert max((found[key] - expected[key][0][:-1]).abs().max().item() for key in found) > 0.1
+
+
+def test_an_ordinary_batch_of_the_same_model_is_as_before() -> None:
+    model = tiny_model(_entry("gemma3_text"))
+    inputs = {"input_ids": torch.randint(3, VOCAB, (2, 9)), "attention_mask": torch.ones(2, 9).long()}
+    inputs["attention_mask"][0, :3] = 0
+    expected = model(**inputs, use_cache=False).logits
+    parallelize(model, MeshSpec().build(device_type="cpu"), shared_prefixes=True)
+    (row,) = pack_tree(_groups(), budget=40).rows()
+    model(**row.inputs(model))
+    with pytest.raises(IndexError):
+        model(**{**row.inputs(model), "input_ids": torch.full_like(row.input_ids, 10**6)})  # also after an error
+    assert torch.equal(model(**inputs, use_cache=False).logits, expected)
+
+
+def test_flex_attention_takes_the_mask_as_a_function() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    (row,) = pack_tree(_groups(), budget=40).rows()
+    length = row.input_ids.shape[1]
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = torch.randn(3, 1, 2, length, 16, generator=generator).unbind()
+
+    def window(batch: Tensor, head: Tensor, of_query: Tensor, of_key: Tensor) -> Tensor:
+        return of_key > of_query - 4
+
+    blocks = create_block_mask(row.mask_mod(window), 1, None, length, length, device="cpu")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # flex_attention wants to be compiled
+        found = flex_attention(query, key, value, block_mask=blocks)
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=row.mask(window))
+    assert (found - expected).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+def test_a_model_with_flex_attention_gives_the_same_logits() -> None:  # transformers compiles its masks
+    model = models.tiny_model("Gemma3ForCausalLM", dtype=torch.float32)
+    parallelize(model, MeshSpec().build(device_type="cpu"), shared_prefixes=True)
+    (row,) = pack_tree(_groups(), budget=40).rows()
+    with torch.no_grad():
+        expected = model(**row.inputs(model)).logits
+        model.set_attn_implementation("flex_attention")
+        found = model(**row.inputs(model)).logits
+    tokens = len(torch.cat(row.paths).unique())  # padding attends to itself
+    assert (found - expected)[:, :tokens].abs().max() < 1e-4
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------
+
+
+def _on_ranks(cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> dict[str, float]:
+    """The errors beyond their bounds of several cases, each a model, the axes of a mesh and options."""
+    wrong: dict[str, float] = {}
+    for architecture, axes, options in cases:
+        errors = _beyond_bounds(dict(_case(architecture, axes, dict(options))))
+        wrong |= {f"{architecture} {axes} {options}: {name}": error for name, error in errors.items()}
+    return wrong
+
+
+def _case(architecture: str, axes: dict[str, int], options: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    fused = options.pop("fused", False)
+    reference = models.tiny_model(architecture)
+    expected = _separate(reference)
+    _loss(expected).backward()
+    mesh = mesh_for(axes)
+    model = copy.deepcopy(reference)
+    model.zero_grad()
+    parallelize(model, mesh, shared_prefixes=True, **options)
+    data, cp = submesh(mesh, "dp"), axes.get("cp", 1)
+    packing: Packing[TreeRow] = pack_tree(_groups(), budget=40 // cp, ranks=data.size(), cp=cp)
+    found: Values = {}
+    balancer = options.get("cp_load_balancer", "headtail")
+    for full in packing.rows(data.get_local_rank()):
+        row = full.shard(sequence_layout(mesh, full.input_ids.shape[1], load_balancer=balancer))
+        statistics = _fused(model, row) if fused else _from_logits(model, row)
+        group = mesh.get_group("cp") if row.slots is not None else None
+        logprobs, entropies = (row.unpack(each, group=group) for each in (statistics.logprobs, statistics.entropy))
+        found |= {key: (logprobs[key], entropies[key]) for key in logprobs}
+    if found:
+        loss = _loss(found)
+    # FSDP averages over the ranks of dp, which have different rows, and sums over those of cp.
+    loss.mul(data.size()).backward()
+    yield from _errors(found, expected, _gradients(model), _gradients(reference))
+
+
+def _from_logits(model: nn.Module, row: TreeRow) -> rl_logprobs.TokenStatistics:
+    logits = row.select(model(**row.inputs(model)).logits)
+    return rl_logprobs.token_statistics(logits, row.targets, entropy=True)
+
+
+def _fused(model: nn.Module, row: TreeRow) -> rl_logprobs.TokenStatistics:
+    def statistics(hidden: Tensor, head: Any) -> rl_logprobs.TokenStatistics:
+        return rl_logprobs.linear_token_statistics(row.select(hidden), head.weight, row.targets, entropy=True)
+
+    return forward_with_lm_head(model, statistics, **row.inputs(model))
+
+
+TWO_RANKS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("Qwen3ForCausalLM", {"tp": 2}, {}),
+    ("Gemma3ForCausalLM", {"tp": 2}, {"sequence_parallel": True}),
+    ("Qwen3ForCausalLM", {"tp": 2}, {"sequence_parallel": True, "fused": True}),
+    ("Gemma3ForCausalLM", {"cp": 2}, {}),
+    ("Qwen3ForCausalLM", {"cp": 2}, {"cp_load_balancer": None, "fused": True}),
+    ("Gemma3ForCausalLM", {"dp_shard": 2}, {"activation_checkpointing": "block"}),
+]
+FOUR_RANKS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("Gemma3ForCausalLM", {"cp": 2, "tp": 2}, {"sequence_parallel": True, "activation_checkpointing": "block"}),
+    ("Qwen3ForCausalLM", {"dp_shard": 2, "cp": 2}, {"activation_checkpointing": "mlp"}),
+    ("LlamaForCausalLM", {"dp_replicate": 2, "tp": 2}, {"fused": True}),
+    ("Qwen3ForCausalLM", {"cp": 4}, {"cp_load_balancer": None}),
+]
+
+
+def test_two_ranks_give_the_values_and_gradients_of_separate_rows(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_on_ranks, TWO_RANKS) == [{}, {}]
+
+
+def test_four_ranks_give_the_values_and_gradients_of_separate_rows(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_on_ranks, FOUR_RANKS) == [{}] * 4

@@ -1,0 +1,1 @@
+"""Samples packed into rows: side by side, or with shared prefixes computed once."""

@@ -1,0 +1,82 @@
+"""The prefix tree of some token sequences, with its tokens in pre-order.
+
+In pre-order every token comes after its ancestors, and the descendants of a token follow it without a gap.  So one
+number per token, the end of its subtree, decides whether token ``k`` is on the path to token ``q``:
+``k <= q < subtree_end[k]``.  Sequences in lexicographic order meet the tokens of their tree in pre-order: each one
+adds the tokens after its longest common prefix with the sequence before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixTree:
+    """The distinct prefixes of some sequences.
+
+    Args:
+        token_ids: ``[tokens]`` int64, in pre-order.
+        positions: ``[tokens]`` int64, the number of ancestors of each token.
+        subtree_end: ``[tokens]`` int64, the index after the last descendant of each token.
+        paths: for each sequence, ``[length]`` int64: the indices of its tokens.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    subtree_end: Tensor
+    paths: tuple[Tensor, ...]
+
+    @property
+    def attended_pairs(self) -> int:
+        """The number of pairs of a query and a key that causal attention computes."""
+        return int(self.positions.sum()) + len(self.positions)
+
+
+def prefix_tree(sequences: Sequence[Tensor]) -> PrefixTree:
+    """Return the prefix tree of non-empty sequences of token ids, which share as many tokens as they can.
+
+    Args:
+        sequences: ``[length]`` int64 each, on the CPU.
+    """
+    return _tree_in_order(sequences, lexicographic_order(sequences))
+
+
+def lexicographic_order(sequences: Sequence[Tensor]) -> list[int]:
+    """Return the indices of the sequences in lexicographic order; equal ones stay in their order."""
+    keys = [sequence.tolist() for sequence in sequences]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def common_prefix_length(one: Tensor, other: Tensor) -> int:
+    """Return the number of leading tokens that two sequences share."""
+    length = min(len(one), len(other))
+    differ = (one[:length] != other[:length]).nonzero()
+    return int(differ[0]) if len(differ) else length
+
+
+def _tree_in_order(sequences: Sequence[Tensor], order: Sequence[int]) -> PrefixTree:
+    added: list[Tensor] = []
+    closed: list[tuple[Tensor, int]] = []  # tokens, and the index at which their subtrees end
+    paths: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(sequences)
+    path = paths[0]
+    previous = sequences[order[0]][:0]
+    depths: list[Tensor] = []
+    total = 0
+    for index in order:
+        sequence = sequences[index]
+        shared = common_prefix_length(previous, sequence)
+        closed.append((path[shared:], total))
+        path = torch.cat([path[:shared], torch.arange(total, total + len(sequence) - shared)])
+        added.append(sequence[shared:])
+        depths.append(torch.arange(shared, len(sequence)))
+        paths[index], previous, total = path, sequence, total + len(sequence) - shared
+    closed.append((path, total))
+    subtree_end = torch.empty(total, dtype=torch.int64)
+    for tokens, end in closed:
+        subtree_end[tokens] = end
+    return PrefixTree(torch.cat(added), torch.cat(depths), subtree_end, tuple(paths))

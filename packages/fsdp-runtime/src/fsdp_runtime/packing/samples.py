@@ -1,0 +1,101 @@
+"""Samples as they come in: token ids with the tokens that count in the loss, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.errors import OptionError, SampleError
+
+#: Token ids of one sample.
+TokenIds = Tensor | Sequence[int]
+#: The work of one attended pair of tokens in units of a token's other work: ``1 / (6 * hidden_size)`` (a pair costs
+#: ``4 * hidden_size`` operations a layer, a token ``24 * hidden_size ** 2``), here for a hidden size of 4096.
+PAIR_COST = 1 / (6 * 4096)
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sequence of tokens.
+
+    Args:
+        token_ids: ``[length]`` int64, at least one, on the CPU.
+        scored: ``[length]`` bool, the tokens that count in the loss; never the first, which nothing predicts.
+    """
+
+    token_ids: Tensor
+    scored: Tensor
+
+
+def read_sample(token_ids: TokenIds, loss_mask: TokenIds | None, name: str) -> Sample:
+    """Check one sample.
+
+    Args:
+        token_ids: ``[length]`` integers.
+        loss_mask: ``[length]``, nonzero where a token counts in the loss; ``None`` for all of them.
+        name: the sample in error messages.
+
+    Raises:
+        SampleError: the token ids are not a non-empty row of integers, or the mask has another length.
+    """
+    ids = torch.as_tensor(token_ids).detach().cpu()
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise SampleError(f"{name} is {tuple(ids.shape)} of {ids.dtype}: give [length] integers, at least one")
+    scored = torch.ones(len(ids), dtype=torch.bool) if loss_mask is None else torch.as_tensor(loss_mask).detach().cpu()
+    if scored.shape != ids.shape:
+        raise SampleError(f"{name} has {len(ids)} tokens and a loss mask {tuple(scored.shape)}: give one entry a token")
+    scored = scored != 0
+    scored[0] = False
+    return Sample(ids.long(), scored)
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """The lengths that rows may have.
+
+    Args:
+        capacity: the largest.
+        step: every other one is a multiple of it.
+        unit: every one is a multiple of it.
+    """
+
+    capacity: int
+    step: int
+    unit: int
+
+    def padded(self, tokens: int) -> int:
+        """Return the length of a row for some tokens."""
+        return min(max(-(-tokens // self.step), 1) * self.step, self.capacity)
+
+
+def row_sizes(budget: int, *, cp: int, multiple_of: int, distinct_lengths: int) -> RowSizes:
+    """Return the lengths of rows of at most ``budget`` tokens on each rank of ``cp``.
+
+    Raises:
+        OptionError: a number is not a positive integer, or the budget is smaller than the multiple.
+    """
+    numbers = {"budget": budget, "cp": cp, "multiple_of": multiple_of, "distinct_lengths": distinct_lengths}
+    for name, value in numbers.items():
+        require_positive(name, value)
+    unit = multiple_of if cp == 1 else lcm(multiple_of, 2 * cp)  # the chunks of load balancer headtail
+    capacity = budget * cp // unit * unit
+    if not capacity:
+        raise OptionError(
+            f"budget={budget} with cp={cp} has no room for a row, whose length must be a multiple of {unit}: give a "
+            f"budget of {-(-unit // cp)} or more"
+        )
+    return RowSizes(capacity, -(-capacity // (distinct_lengths * unit)) * unit, unit)
+
+
+def require_positive(name: str, value: object) -> None:
+    """Check that an option is a positive integer.
+
+    Raises:
+        OptionError: it is not.
+    """
+    if type(value) is not int or value < 1:
+        raise OptionError(f"{name}={value!r}: give a positive integer")
