@@ -22,6 +22,7 @@ from fsdp_runtime.errors import (
     OptionError,
     OtherRankError,
     ReplicaError,
+    RoutesError,
     WeightsError,
 )
 from fsdp_runtime.estimate import Estimate, Sweep, estimate, sweep
@@ -47,6 +48,8 @@ from fsdp_runtime.parallel.lora import save_adapter
 from fsdp_runtime.parallel.tensor import apply_tp
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
 from fsdp_runtime.parallelize import parallelize
+from fsdp_runtime.routing.replay import record_routes, replay_routes
+from fsdp_runtime.routing.routes import Routes, routes_from_generator
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.weights import (
     LoadReport,
@@ -98,6 +101,8 @@ __all__ = [
     "RankInfo",
     "RankMonitor",
     "ReplicaError",
+    "Routes",
+    "RoutesError",
     "SelectiveCheckpoint",
     "SequenceLayout",
     "Sweep",
@@ -133,8 +138,11 @@ __all__ = [
     "onload",
     "parallelize",
     "rank_info_from_env",
+    "record_routes",
+    "replay_routes",
     "resolve_parallelism",
     "ring_attention",
+    "routes_from_generator",
     "save_adapter",
     "save_training_state",
     "save_weights",

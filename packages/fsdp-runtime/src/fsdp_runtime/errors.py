@@ -23,6 +23,10 @@ class OptionError(FsdpRuntimeError, ValueError):
     """An option has a value that is not allowed, alone or together with another option."""
 
 
+class RoutesError(FsdpRuntimeError, ValueError):
+    """Routes do not fit the model or its tokens, or would be recorded twice."""
+
+
 class ReplicaError(FsdpRuntimeError, RuntimeError):
     """Replicas of a tensor on several ranks differ."""
 
