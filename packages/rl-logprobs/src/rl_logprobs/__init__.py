@@ -5,6 +5,7 @@ From hidden states:  ``linear_token_logprobs``, ``linear_token_statistics``
 Sampling:            ``SamplingFilter``, ``sample_tokens``
 Distillation:        ``topk_logprobs``, ``logprobs_at``
 Divergence:          ``kl_estimate``, ``token_kl``
+Drift:               ``explain_drift``
 Context parallelism: ``headtail_permutation``, ``sequence_shard``, ``gather_sequence``
 Gradient norms:      ``grad_norm``, ``grad_norms``, ``clip_grad_norm_``, ``clip_grads_with_norm_``, ``should_skip_step``
 NeMo RL's names:     ``rl_logprobs.nemo``
@@ -16,6 +17,8 @@ Import names from ``rl_logprobs``; the modules below it may move.
 from rl_logprobs.context_parallel import gather_sequence, headtail_permutation, sequence_shard
 from rl_logprobs.distillation import TopTokens, logprobs_at, topk_logprobs
 from rl_logprobs.divergence import kl_estimate, token_kl
+from rl_logprobs.drift.explain import explain_drift
+from rl_logprobs.drift.report import Drift, DriftCause, DriftReport
 from rl_logprobs.errors import (
     DtypeError,
     LogprobsError,
@@ -36,6 +39,9 @@ from rl_logprobs.targets import next_token_targets
 __version__ = "0.1.0"
 
 __all__ = [
+    "Drift",
+    "DriftCause",
+    "DriftReport",
     "DtypeError",
     "LogprobsError",
     "NonFiniteNormError",
@@ -48,6 +54,7 @@ __all__ = [
     "TopTokens",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
+    "explain_drift",
     "gather_sequence",
     "grad_norm",
     "grad_norms",

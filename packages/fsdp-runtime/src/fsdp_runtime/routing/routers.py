@@ -26,6 +26,7 @@ SelectionKind = Literal["topk", "product_keys", "sparsemixer"]
 
 #: Attributes of a router that count the experts of a token.
 _TOP_K = ("top_k", "num_experts_per_tok", "moe_topk", "topk")
+_TOP_K_OF_CONFIG = ("top_k_experts", "num_experts_per_tok", "moe_topk")
 _EXPERTS = "experts"
 #: A buffer ``[vocabulary, experts per token]``: token ids decide, not scores (hash layers, arXiv:2106.04426).
 _TABLE = "tid2eid"
@@ -128,8 +129,8 @@ def _count_below(tree: ModelTree, path: str) -> int:
     if tree.is_numbered(path):
         return len(tree.children[path])
     owners = (path, *tree.below(path))
-    stacked = {p.shape[0] for owner in owners for p in tree.own_parameters(owner).values() if p.ndim == 3}
-    return int(next(iter(stacked))) if len(stacked) == 1 else 0
+    stacked = (p.shape[0] for owner in owners for p in tree.own_parameters(owner).values() if p.ndim == 3)
+    return max(stacked, default=0)  # identity experts may have a row in one weight and none in the next
 
 
 def _router(structure: ModelStructure, path: str, mixture: str) -> Router:
@@ -142,16 +143,17 @@ def _router(structure: ModelStructure, path: str, mixture: str) -> Router:
         raise ModelError(f"{path} ({type(module).__name__}) has no attribute that counts its experts")
     blocks = structure.decoder
     layer = next((index for index, block in enumerate(blocks) if f"{path}.".startswith(f"{block}.")), None)
-    top_k = next(_attributes((module, around), _TOP_K), None)
+    configs = [each.config for each in (module, around) if hasattr(each, "config")]
+    top_k = next(iter((*_attributes((module, around), _TOP_K), *_attributes(configs, _TOP_K_OF_CONFIG), None)))
     return Router(path, module, kind, max(counts), top_k, layer)
 
 
-def _attributes(modules: Iterable[nn.Module], names: Iterable[str]) -> Iterator[int]:
-    """Iterate over the whole numbers among attributes of modules."""
+def _attributes(owners: Iterable[object], names: Iterable[str]) -> Iterator[int]:
+    """Iterate over the whole numbers among attributes."""
     names = tuple(names)
-    for module in modules:
+    for owner in owners:
         for name in names:
-            if isinstance(value := getattr(module, name, None), int):
+            if isinstance(value := getattr(owner, name, None), int):
                 yield value
 
 
