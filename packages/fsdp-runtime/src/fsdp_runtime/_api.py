@@ -22,6 +22,7 @@ from fsdp_runtime.errors import (
     OptionError,
     OtherRankError,
     ReplicaError,
+    RoutesError,
     SampleError,
     WeightsError,
 )
@@ -53,6 +54,8 @@ from fsdp_runtime.parallel.shared_prefixes import apply_shared_prefixes
 from fsdp_runtime.parallel.tensor import apply_tp
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
 from fsdp_runtime.parallelize import parallelize
+from fsdp_runtime.routing.replay import record_routes, replay_routes
+from fsdp_runtime.routing.routes import Routes, routes_from_generator
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.weights import (
     LoadReport,
@@ -105,6 +108,8 @@ __all__ = [
     "RankInfo",
     "RankMonitor",
     "ReplicaError",
+    "Routes",
+    "RoutesError",
     "SampleError",
     "SelectiveCheckpoint",
     "SequenceLayout",
@@ -145,8 +150,11 @@ __all__ = [
     "pack_tree",
     "parallelize",
     "rank_info_from_env",
+    "record_routes",
+    "replay_routes",
     "resolve_parallelism",
     "ring_attention",
+    "routes_from_generator",
     "save_adapter",
     "save_training_state",
     "save_weights",

@@ -24,6 +24,7 @@ class RuntimeState:
             one that ``max_bytes`` excludes; ``None`` outside.
         no_sync: the module is inside :func:`fsdp_runtime.no_sync`.
         offloaded: of a model, the host copies that :func:`fsdp_runtime.offload` made, or ``None``.
+        watches: of a router, how many sessions and recomputations read its selection at present.
     """
 
     reshard_after_forward: bool | None = None
@@ -32,6 +33,7 @@ class RuntimeState:
     unsharded: bool | None = None
     no_sync: bool = False
     offloaded: Any = None
+    watches: int = 0
 
 
 def runtime_state(module: nn.Module) -> RuntimeState:

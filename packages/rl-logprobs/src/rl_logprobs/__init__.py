@@ -9,6 +9,7 @@ Divergence:          ``kl_estimate``, ``token_kl``
 One loss:            ``plan_mean``, ``global_mean``
 Policy gradients:    ``group_advantages``, ``ppo_loss``, ``gspo_loss``, ``cispo_loss``, ``importance_weights``,
                      ``rejection_mask``, ``ratio_metrics``
+Drift:               ``explain_drift``
 Context parallelism: ``headtail_permutation``, ``sequence_shard``, ``gather_sequence``
 Gradient norms:      ``grad_norm``, ``grad_norms``, ``clip_grad_norm_``, ``clip_grads_with_norm_``, ``should_skip_step``
 NeMo RL's names:     ``rl_logprobs.nemo``
@@ -20,6 +21,8 @@ Import names from ``rl_logprobs``; the modules below it may move.
 from rl_logprobs.context_parallel import gather_sequence, headtail_permutation, sequence_shard
 from rl_logprobs.distillation import TopTokens, kept_logprobs, logprobs_at, topk_logprobs
 from rl_logprobs.divergence import kl_estimate, token_kl
+from rl_logprobs.drift.explain import explain_drift
+from rl_logprobs.drift.report import Drift, DriftCause, DriftReport
 from rl_logprobs.errors import (
     DtypeError,
     LogprobsError,
@@ -48,6 +51,9 @@ from rl_logprobs.targets import next_token_targets
 __version__ = "0.1.0"
 
 __all__ = [
+    "Drift",
+    "DriftCause",
+    "DriftReport",
     "DtypeError",
     "LogprobsError",
     "MeanPlan",
@@ -66,6 +72,7 @@ __all__ = [
     "cispo_loss",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
+    "explain_drift",
     "gather_sequence",
     "global_mean",
     "grad_norm",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.saved_tensors import SelectiveContexts
+from fsdp_runtime.routing.session import bound_to_routes
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 from tp_plans.naming import MLP_MODULES
 
@@ -153,6 +154,8 @@ class _Recomputing:
                 f"{type(self).__name__} recomputes its activations but was given a key/value cache, which "
                 "recomputation would fill twice: pass use_cache=False"
             )
+        if not torch.compiler.is_compiling():
+            forward = bound_to_routes(cast(nn.Module, self), forward)
         contexts: SelectiveContexts | None = self.__dict__[RUNTIME_STATE].checkpoint_contexts
         if contexts is None:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)

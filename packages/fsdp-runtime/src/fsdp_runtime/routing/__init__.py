@@ -1,0 +1,1 @@
+"""Record the experts that a mixture selects for each token, and replay them in another forward."""

@@ -1,0 +1,197 @@
+"""``record_routes`` and ``replay_routes``.
+
+Sources of the method: routing replay, arXiv:2507.18071 (section 5.3); from the generator, arXiv:2510.11370.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_runtime._torch_compat import is_compiled
+from fsdp_runtime._transformers_compat import checkpointing_through
+from fsdp_runtime.errors import ModelError, RoutesError
+from fsdp_runtime.parallel.context.apply import attention_of, under_context_parallelism
+from fsdp_runtime.parallel.context.attention import ContextAttention, gather_tokens
+from fsdp_runtime.routing.routers import Router, Routers, find_routers
+from fsdp_runtime.routing.routes import Routes, checked_routes, has_holes
+from fsdp_runtime.routing.session import Session, activated, bound_to_routes
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def record_routes(model: nn.Module) -> Iterator[Routes]:
+    """Record the experts that every mixture of a model selects for each token of one forward.
+
+    The forward's outputs and gradients are those without recording.  The routes are filled in when the context ends;
+    under context parallelism this gathers them over ``cp``, so every rank must come to the end.
+
+    Args:
+        model: the model, parallelized or not.
+
+    Yields:
+        The routes, ``[tokens, k]`` integers by the path of the router.
+
+    Raises:
+        ModelError: the model has no mixture, the selection of one cannot be identified, or its code is compiled.
+        RoutesError: a router runs twice: one context records one forward.
+
+    Example:
+        >>> import torch, transformers
+        >>> from fsdp_runtime import record_routes, replay_routes
+        >>> config = transformers.MixtralConfig(
+        ...     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...     num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        ... )
+        >>> model = transformers.MixtralForCausalLM(config)
+        >>> tokens = torch.randint(32, (1, 5))
+        >>> with record_routes(model) as routes, torch.no_grad():
+        ...     logits = model(tokens).logits
+        >>> routes.stacked().shape  # [layers, tokens, k]
+        torch.Size([1, 5, 2])
+        >>> with replay_routes(model, routes):
+        ...     again = model(tokens).logits
+        >>> torch.equal(again, logits)
+        True
+    """
+    routes = Routes()
+    tokens = _Tokens(model)
+    session = Session(_routers_of(model))
+    with _session(model, session, tokens):
+        yield routes
+    routes._fill(tokens.gathered(session.recorded))
+
+
+@contextmanager
+def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tensor) -> Iterator[None]:
+    """Route the tokens of every forward as in another one, or as a generator did.
+
+    Each router computes its scores as usual and weights the replayed experts by them, with the architecture's own
+    normalisation and scaling: gradients reach the router.  A part that is recomputed in backward, inside the context or
+    after it, selects again what its forward selected.
+
+    Args:
+        model: the model, parallelized or not.
+        routes: those of :func:`record_routes`; or a mapping from a router's path to integers ``[tokens, k]``; or one
+            tensor ``[layers, tokens, k]`` with a layer for each router or for each block of the model (those of blocks
+            without a mixture are not read), as :func:`routes_from_generator` makes it.  Tokens are those of this
+            rank's input ``[batch, length]``, row after row; under context parallelism those of the full sequences, in
+            their order.  -1 stands for a missing route: that token, or a router that the mapping lacks, is routed as
+            usual.
+
+    Raises:
+        ModelError: the model has no mixture, the selection of one cannot be identified, or its code is compiled.
+        RoutesError: the routes have another number of layers, tokens or experts than the model, or an expert that it
+            does not have.
+
+    Example:
+        >>> import torch, transformers
+        >>> from fsdp_runtime import replay_routes
+        >>> config = transformers.MixtralConfig(
+        ...     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...     num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        ... )
+        >>> model = transformers.MixtralForCausalLM(config)
+        >>> routes = torch.tensor([[[0, 1], [2, 3], [-1, -1]]])  # one layer, three tokens, the last routed as usual
+        >>> with replay_routes(model, routes):
+        ...     loss = model(torch.tensor([[5, 6, 7]])).logits.logsumexp(-1).sum()
+        >>> loss.backward()
+        >>> bool(model.model.layers[0].mlp.gate.weight.grad.any())
+        True
+    """
+    routers = _routers_of(model)
+    layers = checked_routes(routers, routes)
+    tokens = _Tokens(model)
+
+    def local(router: Router) -> Tensor | None:
+        return tokens.local(layers[router.path]) if router.path in layers else None
+
+    holes = not (isinstance(routes, Routes) and routes.is_complete) and any(has_holes(ids) for ids in layers.values())
+    session = Session(routers, local, has_holes=holes)
+    with _session(model, session, tokens):
+        yield
+    if not session.recorded:
+        logger.warning("replay_routes: no router of %s ran inside the context", type(model).__name__)
+
+
+@contextmanager
+def _session(model: nn.Module, session: Session, tokens: _Tokens) -> Iterator[None]:
+    with tokens.counted(), checkpointing_through(model, bound_to_routes), activated(session):
+        yield
+
+
+def _routers_of(model: nn.Module) -> Routers:
+    """Return the routers, after a check that their code runs as Python and that recomputations can be followed."""
+    routers = find_routers(model)
+    for path, module in model.named_modules():
+        name = type(module).__name__
+        if name == "CheckpointWrapper":
+            raise ModelError(
+                f"{path} is wrapped by torch's CheckpointWrapper, whose recomputations would route anew: use "
+                "activation_checkpointing of parallelize, or gradient_checkpointing_enable of transformers"
+            )
+        covers = path == "" or any(f"{router}.".startswith(f"{path}.") for router in routers.by_path)
+        if covers and (is_compiled(module) or name == "OptimizedModule"):
+            raise ModelError(
+                f"{path or 'the model'} is compiled, and the routes of its mixture can be neither recorded nor replayed "
+                "there: parallelize it without compile"
+            )
+    return routers
+
+
+class _Tokens:
+    """The tokens of this rank among those of the full sequences; all of them without context parallelism.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = next((module for module in model.modules() if under_context_parallelism(module)), None)
+        self.attention: ContextAttention | None = None if self.model is None else attention_of(self.model)
+        self.batch = self.length = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Read batch and length from the inputs of each forward."""
+        if self.model is None:
+            yield
+            return
+        handle = self.model.register_forward_pre_hook(self._count, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def local(self, full: Tensor) -> Tensor:
+        """Return this rank's rows ``[tokens / cp, k]`` of ``[tokens, k]``."""
+        if self.attention is None:
+            return full
+        layout = self.attention.layout(self.length)
+        if len(full) != self.batch * layout.length:
+            raise RoutesError(
+                f"routes of {len(full)} tokens for {self.batch} sequences of {layout.length} over cp={layout.ranks}: "
+                "give those of all tokens of the full sequences, in their order"
+            )
+        return layout.shard(full.unflatten(0, (self.batch, layout.length))).flatten(0, 1)
+
+    def gathered(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the rows of all ranks, in the order of the full sequences; one all-gather."""
+        if self.attention is None or not local:
+            return dict(local)
+        layout = self.attention.layout(self.length)
+        widths = [ids.shape[-1] for ids in local.values()]
+        ids = torch.cat([ids.to(torch.int32) for ids in local.values()], dim=-1).unflatten(0, (self.batch, -1))
+        full = gather_tokens(ids, layout, self.attention.group, dim=1).flatten(0, 1).split(widths, dim=-1)
+        return {path: each.to(ids.dtype) for (path, ids), each in zip(local.items(), full, strict=True)}
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+        if tokens is not None:
+            self.batch, self.length = tokens.shape[:2]

@@ -1,0 +1,195 @@
+"""The routers of a model: the modules whose code selects the experts of each token.
+
+A router is found by structure and by its code: beside or around the stacked experts of a mixture, a module whose class
+calls an operator that selects.  Nothing is run for that, so a model on the meta device or sharded over a mesh will do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType
+from typing import Any, Literal
+
+from torch import nn
+
+from fsdp_runtime.errors import ModelError
+from fsdp_runtime.model.structure import ModelStructure, inspect_model
+from tp_plans import ModelTree
+from tp_plans.naming import EXPERT_COUNTS
+
+#: How a router selects: ``torch.topk`` over the scores of all experts; over the sums of two halves of keys (PEER,
+#: arXiv:2407.04153); one maximum after another (SparseMixer, arXiv:2409.12136).
+SelectionKind = Literal["topk", "product_keys", "sparsemixer"]
+
+#: Attributes of a router that count the experts of a token.
+_TOP_K = ("top_k", "num_experts_per_tok", "moe_topk", "topk")
+_TOP_K_OF_CONFIG = ("top_k_experts", "num_experts_per_tok", "moe_topk")
+_EXPERTS = "experts"
+#: A buffer ``[vocabulary, experts per token]``: token ids decide, not scores (hash layers, arXiv:2106.04426).
+_TABLE = "tid2eid"
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """One router.
+
+    Args:
+        path: its path in the model.
+        module: the module during whose forward experts are selected.
+        kind: how it selects.
+        experts: the number of experts that it selects from.
+        top_k: the number of experts of a token, ``None`` where no attribute tells.
+        layer: the index of its block in the stack of blocks, ``None`` outside of the stack.
+    """
+
+    path: str
+    module: nn.Module
+    kind: SelectionKind
+    experts: int
+    top_k: int | None
+    layer: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Routers:
+    """The routers of one model.
+
+    Args:
+        by_path: the routers by path, in the order of the model.
+        tables: paths of the routers that look experts up by token id, and select nothing.
+        layers: the number of blocks in the stack that the token embedding feeds.
+    """
+
+    by_path: dict[str, Router]
+    tables: tuple[str, ...]
+    layers: int
+
+
+def find_routers(model: nn.Module) -> Routers:
+    """Find the routers of every mixture of a model.
+
+    Args:
+        model: the model, on any device, parallelized or not.
+
+    Returns:
+        The routers.
+
+    Raises:
+        ModelError: the model has no mixture, or the selection of one cannot be identified.
+    """
+    structure = inspect_model(model)
+    tree = structure.tree
+    routers, tables = {}, []
+    for mixture in _mixtures(tree):
+        candidates = [path for path in (*tree.children[mixture], mixture) if selection_of(type(tree.modules[path]))]
+        if not candidates and (found := _tables(tree, mixture)):
+            tables += found
+            continue
+        if len(candidates) > 1 and candidates[-1] == mixture:
+            candidates.pop()
+        if len(candidates) != 1:
+            raise ModelError(_unidentified(tree, mixture, candidates))
+        routers[candidates[0]] = _router(structure, candidates[0], mixture)
+    if not routers:
+        raise ModelError(
+            f"{type(model).__name__} has no router that selects experts: routes are recorded and replayed in mixtures "
+            "of experts only"
+        )
+    return Routers(routers, tuple(tables), len(structure.decoder))
+
+
+def selection_of(cls: type[nn.Module]) -> SelectionKind | None:
+    """Return how the code of a module's class selects experts, ``None`` where it calls no operator that does."""
+    names = _names(cls)
+    if "sparsemixer" in names:  # transformers' function for PhiMoE
+        return "sparsemixer"
+    if "topk" not in names:
+        return None
+    return "product_keys" if "num_keys" in names else "topk"
+
+
+def _mixtures(tree: ModelTree) -> Iterator[str]:
+    """Iterate over the modules that contain a router and experts, each once."""
+    for path in tree.modules:
+        experts = [child for child in tree.children[path] if _are_experts(tree, child)]
+        if experts or (selection_of(type(tree.modules[path])) == "product_keys"):
+            yield path
+
+
+def _are_experts(tree: ModelTree, path: str) -> bool:
+    named = path.rpartition(".")[2] == _EXPERTS
+    return tree.is_expert_stack(path) or (named and bool(_count_below(tree, path)))
+
+
+def _count_below(tree: ModelTree, path: str) -> int:
+    """Return the number of experts that a module holds, 0 where it is not a stack or a list of them."""
+    if tree.is_numbered(path):
+        return len(tree.children[path])
+    owners = (path, *tree.below(path))
+    stacked = (p.shape[0] for owner in owners for p in tree.own_parameters(owner).values() if p.ndim == 3)
+    return max(stacked, default=0)  # identity experts may have a row in one weight and none in the next
+
+
+def _router(structure: ModelStructure, path: str, mixture: str) -> Router:
+    tree = structure.tree
+    module, around = tree.modules[path], tree.modules[mixture]
+    kind = selection_of(type(module))
+    counts = [*_attributes((module, around), EXPERT_COUNTS)]
+    counts += [_count_below(tree, child) for child in tree.children[mixture] if _are_experts(tree, child)]
+    if kind is None or not counts:
+        raise ModelError(f"{path} ({type(module).__name__}) has no attribute that counts its experts")
+    blocks = structure.decoder
+    layer = next((index for index, block in enumerate(blocks) if f"{path}.".startswith(f"{block}.")), None)
+    configs = [each.config for each in (module, around) if hasattr(each, "config")]
+    top_k = next(iter((*_attributes((module, around), _TOP_K), *_attributes(configs, _TOP_K_OF_CONFIG), None)))
+    return Router(path, module, kind, max(counts), top_k, layer)
+
+
+def _attributes(owners: Iterable[object], names: Iterable[str]) -> Iterator[int]:
+    """Iterate over the whole numbers among attributes."""
+    names = tuple(names)
+    for owner in owners:
+        for name in names:
+            if isinstance(value := getattr(owner, name, None), int):
+                yield value
+
+
+def _tables(tree: ModelTree, mixture: str) -> list[str]:
+    return [path for path in tree.children[mixture] if hasattr(tree.modules[path], _TABLE)]
+
+
+def _unidentified(tree: ModelTree, mixture: str, candidates: list[str]) -> str:
+    name = f"{mixture} ({type(tree.modules[mixture]).__name__})"
+    if candidates:
+        found = ", ".join(f"{path} ({type(tree.modules[path]).__name__})" for path in candidates)
+        return f"{name} has several modules that may select its experts: {found}; none can be chosen"
+    children = ", ".join(type(tree.modules[path]).__name__ for path in tree.children[mixture])
+    return (
+        f"{name} holds experts, and neither its code nor that of its children ({children}) calls torch.topk: the "
+        "selection cannot be identified, so its routes can be neither recorded nor replayed"
+    )
+
+
+@cache
+def _names(cls: type) -> frozenset[str]:
+    """Return the names that the functions of a class use, without those of torch's base classes."""
+    found: set[str] = set()
+    for base in cls.__mro__:
+        if base is object or base.__module__.partition(".")[0] == "torch":
+            continue
+        for value in vars(base).values():
+            function: Any = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else value
+            code = getattr(function, "__code__", None)
+            if isinstance(code, CodeType):
+                found |= set(_names_of_code(code))
+    return frozenset(found)
+
+
+def _names_of_code(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_of_code(constant)

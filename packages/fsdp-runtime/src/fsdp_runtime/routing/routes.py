@@ -1,0 +1,236 @@
+"""Routes: the experts of each token, by router; those that a generator returns, and checks of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.errors import RoutesError
+from fsdp_runtime.routing.routers import Router, Routers
+
+#: The id that stands for no route.
+HOLE = -1
+
+
+class Routes(Mapping[str, Tensor]):
+    """The experts of each token by the path of the router; filled when ``record_routes`` ends.
+
+    Each value is ``[tokens, k]`` int16 (int32 where there are more experts than that counts): the ids in the order in
+    which the router selected them, -1 in the rows of tokens without a route.  Tokens are those of the model's input
+    ``[batch, length]``, row after row; under context parallelism those of the full sequences, in their order.
+
+    Args:
+        layers: the routes by router.
+
+    Example:
+        >>> import torch
+        >>> from fsdp_runtime import Routes
+        >>> routes = Routes({"layers.0.mlp.gate": torch.tensor([[0, 2], [1, 3], [2, 0]])})
+        >>> routes.take(torch.tensor([2, -1]))["layers.0.mlp.gate"].tolist()
+        [[2, 0], [-1, -1]]
+    """
+
+    def __init__(self, layers: Mapping[str, Tensor] | None = None) -> None:
+        self._layers = dict(layers or {})
+        self._recorded = self._complete = False
+
+    def __getitem__(self, path: str) -> Tensor:
+        return self._layers[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        return f"Routes({ {path: tuple(ids.shape) for path, ids in self._layers.items()} })"
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether ``record_routes`` wrote them, so that their values need no check."""
+        return self._recorded
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether ``record_routes`` wrote them for every token."""
+        return self._complete
+
+    def take(self, tokens: Tensor) -> Routes:
+        """Return the routes of some tokens, in another order: those of a micro-batch, or of packed sequences.
+
+        Args:
+            tokens: ``[n]`` int64, indices of tokens; -1 for a token without a route, such as padding.
+
+        Returns:
+            Routes of ``n`` tokens.
+        """
+        return self._changed(
+            {
+                path: ids[tokens.to(ids.device).clamp(min=0)].masked_fill(tokens.to(ids.device)[:, None] < 0, HOLE)
+                for path, ids in self._layers.items()
+            }
+        )
+
+    def to(self, device: torch.device | str) -> Routes:
+        """Return the routes on a device."""
+        moved = self._changed({path: ids.to(device) for path, ids in self._layers.items()})
+        moved._complete = self._complete
+        return moved
+
+    def stacked(self) -> Tensor:
+        """Return one tensor ``[layers, tokens, k]``, in the order of the routers.
+
+        Raises:
+            RoutesError: the routers select different numbers of experts.
+        """
+        widths = {path: ids.shape[-1] for path, ids in self._layers.items()}
+        if len(set(widths.values())) != 1:
+            raise RoutesError(f"routes of several widths, or none, cannot be stacked: {widths}")
+        return torch.stack(list(self._layers.values()))
+
+    def _changed(self, layers: dict[str, Tensor]) -> Routes:
+        changed = Routes(layers)
+        changed._recorded = self._recorded
+        return changed
+
+    def _fill(self, layers: Mapping[str, Tensor]) -> None:
+        self._layers.update(layers)
+        self._recorded = self._complete = True
+
+
+def routes_from_generator(sequences: Sequence[Any], attention_mask: Tensor) -> Tensor:
+    """Bring the routes that a generator returned for each sequence into the form that ``replay_routes`` takes.
+
+    vLLM and SGLang return ``routed_experts`` of one sequence as ``[tokens, layers, k]``, without the last token, which
+    was sampled and never run; vLLM 0.21 returns those of the prompt apart (concatenate the two), SGLang a base64 text
+    (``numpy.frombuffer(base64.b64decode(text), dtype=numpy.int32).reshape(-1, layers, k)``).
+
+    Args:
+        sequences: for each row of the batch ``[tokens, layers, k]`` integers (arrays or tensors), the routes of its
+            first tokens, prompt included, padding excluded.
+        attention_mask: ``[batch, length]``, false where a position is padding; on either side.
+
+    Returns:
+        ``[layers, batch * length, k]`` int32 with -1 for padding and for tokens without a route.
+
+    Raises:
+        RoutesError: a sequence has another shape, or more tokens than its row.
+
+    Example:
+        >>> import torch
+        >>> from fsdp_runtime import routes_from_generator
+        >>> one_token = torch.tensor([[[3, 1]]])  # one layer, two experts per token
+        >>> routes_from_generator([one_token], torch.tensor([[0, 1, 1]])).tolist()  # left padding, then two tokens
+        [[[-1, -1], [3, 1], [-1, -1]]]
+    """
+    if attention_mask.ndim != 2 or len(sequences) != len(attention_mask):
+        raise RoutesError(
+            f"{len(sequences)} sequences and attention_mask {tuple(attention_mask.shape)}: give one row of the mask "
+            "[batch, length] for each sequence"
+        )
+    tensors = [torch.as_tensor(sequence) for sequence in sequences]
+    shapes = {tuple(each.shape[1:]) for each in tensors}
+    if len(shapes) != 1 or any(each.ndim != 3 for each in tensors):
+        found = [tuple(each.shape) for each in tensors]
+        raise RoutesError(f"sequences {found}: give [tokens, layers, k] with the same layers and k for each")
+    layers, width = next(iter(shapes))
+    mask = attention_mask.bool().cpu()
+    routes = torch.full((*mask.shape, layers, width), HOLE, dtype=torch.int32)
+    for row, (sequence, real) in enumerate(zip(tensors, mask, strict=True)):
+        positions = real.nonzero().squeeze(-1)
+        if len(sequence) > len(positions):
+            raise RoutesError(
+                f"sequence {row} has routes of {len(sequence)} tokens, and its row of the attention mask has "
+                f"{len(positions)}"
+            )
+        routes[row, positions[: len(sequence)]] = sequence.to(torch.int32).cpu()
+    return routes.flatten(0, 1).transpose(0, 1).contiguous()
+
+
+def checked_routes(routers: Routers, routes: Routes | Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
+    """Return the routes ``[tokens, k]`` by router, checked.
+
+    Args:
+        routers: the model's routers.
+        routes: by path, or ``[layers, tokens, k]`` with one layer for each router, each mixture or each block.
+
+    Raises:
+        RoutesError: the routes do not fit the routers.
+    """
+    layers = _by_path(routers, routes)
+    trusted = isinstance(routes, Routes) and routes.is_recorded
+    for path, ids in layers.items():
+        _check_shape(routers.by_path[path], ids)
+        if not trusted:
+            _check_ids(routers.by_path[path], ids)
+    counts = {path: len(ids) for path, ids in layers.items()}
+    if len(set(counts.values())) > 1:
+        raise RoutesError(f"the routes of different layers have different numbers of tokens: {counts}")
+    return layers
+
+
+def has_holes(ids: Tensor) -> bool:
+    """Return whether some token has no route."""
+    return bool((ids < 0).any())
+
+
+def _by_path(routers: Routers, routes: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
+    known = routers.by_path
+    if isinstance(routes, Mapping):
+        unknown = [path for path in routes if path not in known and path not in routers.tables]
+        if unknown:
+            raise RoutesError(f"routes of {unknown[0]}, which is no router of this model: it has {', '.join(known)}")
+        return {path: ids for path, ids in routes.items() if path in known}
+    if not isinstance(routes, Tensor) or routes.ndim != 3:
+        given = tuple(routes.shape) if isinstance(routes, Tensor) else type(routes).__name__
+        raise RoutesError(
+            f"routes are {given}: give a tensor [layers, tokens, k] (routes_from_generator makes one from what vLLM "
+            "and SGLang return), Routes, or a mapping from router to [tokens, k]"
+        )
+    if len(routes) == len(known):
+        return dict(zip(known, routes, strict=True))
+    ordered = [*known.values()]
+    if len(routes) == routers.layers and all(router.layer is not None for router in ordered):
+        return {router.path: routes[router.layer] for router in ordered}
+    if len(routes) == len(known) + len(routers.tables):
+        raise RoutesError(
+            f"routes of {len(routes)} layers include those of {', '.join(routers.tables)}, whose experts follow from "
+            f"the token ids: give the {len(known)} others, or one for each of {routers.layers} blocks"
+        )
+    raise RoutesError(
+        f"routes of {len(routes)} layers: this model has {len(known)} routers in {routers.layers} blocks; give one "
+        "layer for each of either"
+    )
+
+
+def _check_shape(router: Router, ids: Tensor) -> None:
+    if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise RoutesError(f"routes of {router.path} are {tuple(ids.shape)} {ids.dtype}: give integers [tokens, k]")
+    if router.top_k is not None and ids.shape[-1] != router.top_k:
+        raise RoutesError(
+            f"routes of {router.path} have {ids.shape[-1]} experts per token, and it selects {router.top_k}: leave out "
+            "shared experts"
+        )
+
+
+def _check_ids(router: Router, ids: Tensor) -> None:
+    out = (ids < HOLE) | (ids >= router.experts)
+    partial = (ids < 0).any(-1) & (ids >= 0).any(-1)
+    ordered = ids.sort(-1).values
+    twice = ((ordered.diff(dim=-1) == 0) & (ordered[:, 1:] >= 0)).any(-1)
+    if not bool((out.any(-1) | partial | twice).any()):
+        return
+    if bool(out.any()):
+        token, column = (int(index) for index in out.nonzero()[0])
+        reason = f"expert {int(ids[token, column])}, and there are {router.experts} (-1 marks a token without a route)"
+    elif bool(twice.any()):
+        token = int(twice.nonzero()[0])
+        reason = f"experts {ids[token].tolist()}, one of them twice: mark rows that were never filled by -1"
+    else:
+        token = int(partial.nonzero()[0])
+        reason = f"experts {ids[token].tolist()}: give all of a token's experts, or -1 for each"
+    raise RoutesError(f"routes of {router.path}: token {token} has {reason}")

@@ -1,0 +1,223 @@
+"""Function modes that read and replace the experts which a router's own code selects.
+
+The router's code runs as it is.  Only the operator that selects returns other experts, with their scores gathered from
+the operator's full input; what the code computes from these (a softmax before or after, normalisation, a bias that only
+selects, scaling factors) is the architecture's own, and so is its gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from fsdp_runtime.errors import ModelError, RoutesError
+from fsdp_runtime.routing.routers import Router
+
+_TOPK = (torch.topk, Tensor.topk)
+_MAX = (torch.max, Tensor.max)
+
+
+class Selection(TorchFunctionMode):
+    """Reads the experts that a router selects in one forward, and replaces them where routes are given.
+
+    Args:
+        router: the router.
+        wanted: ``[tokens, k]`` int64, the experts to select, -1 in the rows that are routed as usual; ``None`` to
+            replace nothing.
+        has_holes: some rows of ``wanted`` may be -1.
+    """
+
+    def __init__(self, router: Router, wanted: Tensor | None, *, has_holes: bool) -> None:
+        super().__init__()
+        self.router = router
+        self.wanted = wanted
+        self.has_holes = has_holes
+        self.found: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, or select in its place."""
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call one function of the router's code."""
+        raise NotImplementedError
+
+    def selected(self) -> Tensor:
+        """Return the experts of every token, ``[tokens, k]`` int64.
+
+        Raises:
+            ModelError: the router's code ran and selected nothing.
+        """
+        if self.found is None:
+            raise ModelError(
+                f"{self.router.path} ({type(self.router.module).__name__}) ran without a selection among its "
+                f"{self.router.experts} experts: its routes can be neither recorded nor replayed"
+            )
+        return self.found
+
+    def replaced(self, own: Tensor) -> Tensor:
+        """Return the wanted experts, and the router's own in rows without; shaped as its own, ``[tokens, k]``."""
+        if self.wanted is None:
+            return own
+        wanted = self.wanted.to(own.device, own.dtype)
+        if wanted.shape != own.shape:
+            raise RoutesError(
+                f"{self.router.path} routed {own.shape[0]} tokens to {own.shape[-1]} experts each, and the routes have "
+                f"{wanted.shape[0]} tokens with {wanted.shape[-1]}: give the routes of this forward's tokens"
+            )
+        return torch.where(wanted < 0, own, wanted) if self.has_holes else wanted
+
+
+class TopKSelection(Selection):
+    """Selection by ``torch.topk`` over the scores of all experts, among all groups of experts or some."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Select where the function is the router's top-k over experts or over groups of them."""
+        result = func(*args, **kwargs)
+        if func not in _TOPK:
+            return result
+        scores = args[0] if args else kwargs["input"]
+        _require_plain(scores, self.router)
+        experts = self.router.experts
+        if scores.shape[-1] >= experts and scores.ndim == 2 and self.router.top_k in (None, result.indices.shape[-1]):
+            self.found = self.replaced(result.indices)
+            return result if self.wanted is None else _chosen(scores, self.found)
+        groups = scores.shape[-1]
+        if self.wanted is None or scores.ndim != 2 or groups >= experts or experts % groups or groups == 1:
+            return result
+        return _chosen(scores, self._groups(scores, result.indices))
+
+    def _groups(self, scores: Tensor, own: Tensor) -> Tensor:
+        """Return groups that contain the wanted experts, filled up with the groups of the highest scores."""
+        size = self.router.experts // scores.shape[-1]
+        wanted = self.wanted.to(scores.device, torch.int64)  # type: ignore[union-attr]  # given, see call
+        if wanted.shape[0] != scores.shape[0]:
+            return own  # refused at the selection, with the numbers
+        self._require_few_groups(groups=scores.shape[-1], allowed=own.shape[-1])
+        missing = wanted < 0
+        group = torch.where(missing, own[:, :1].to(torch.int64), wanted // size)
+        raised = scores.detach().scatter(-1, group, float("inf"))
+        return raised.topk(own.shape[-1], dim=-1).indices
+
+
+    def _require_few_groups(self, *, groups: int, allowed: int) -> None:
+        """Refuse a token whose experts are in more groups than the router takes; the routes' own device is read."""
+        if allowed == groups or self.wanted is None or self.wanted.numel() == 0:
+            return
+        size = self.router.experts // groups
+        member = torch.zeros(len(self.wanted), groups, dtype=torch.int8, device=self.wanted.device)
+        member.scatter_(-1, self.wanted.to(torch.int64).clamp(min=0) // size, 1)
+        used = member.sum(-1)
+        if int(used.max()) > allowed:
+            token = int((used > allowed).nonzero()[0])
+            raise RoutesError(
+                f"{self.router.path} selects experts from {allowed} of {groups} groups of {size}, and token {token} "
+                f"has experts {self.wanted[token].tolist()} of {int(used[token])} groups: these are not routes of this "
+                "architecture"
+            )
+
+
+class ProductKeySelection(Selection):
+    """Selection among all sums of two halves of keys; expert ``i * keys + j`` is the pair of keys ``i`` and ``j``.
+
+    The router sorts each half first, so the second top-k selects positions in the sorted order.
+    """
+
+    def __init__(self, router: Router, wanted: Tensor | None, *, has_holes: bool) -> None:
+        super().__init__(router, wanted, has_holes=has_holes)
+        self.order: Tensor | None = None
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Remember the order of the keys at the first top-k, select at the second."""
+        result = func(*args, **kwargs)
+        if func not in _TOPK:
+            return result
+        scores = args[0] if args else kwargs["input"]
+        _require_plain(scores, self.router)
+        if scores.ndim == 3:
+            self.order = result.indices  # [2, tokens, keys]
+            return result
+        if self.order is None or scores.shape[-1] != self.order.shape[-1] ** 2:
+            return result
+        keys, (first, second) = self.order.shape[-1], self.order
+        own = result.indices
+        experts = first.gather(-1, own // keys) * keys + second.gather(-1, own % keys)
+        self.found = self.replaced(experts)
+        if self.wanted is None:
+            return result
+        first, second = first.argsort(-1), second.argsort(-1)
+        positions = first.gather(-1, self.found // keys) * keys + second.gather(-1, self.found % keys)
+        return _chosen(scores, positions)
+
+
+class SparseMixerSelection(Selection):
+    """Selection by one maximum after another; in training mode each is sampled near the maximum.
+
+    For each expert of a token, SparseMixer takes the largest score as a threshold, then (in training mode) samples the
+    expert and takes a maximum for the gradient's estimate.  Scores far below the threshold get no weight, so the
+    threshold is that of the wanted expert where the largest score would exclude it.
+    """
+
+    def __init__(self, router: Router, wanted: Tensor | None, *, has_holes: bool) -> None:
+        super().__init__(router, wanted, has_holes=has_holes)
+        self.calls = 0
+        self.experts: list[Tensor] = []
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace thresholds and selected experts."""
+        result = func(*args, **kwargs)
+        if func not in _MAX or not hasattr(result, "indices"):
+            return result
+        scores = args[0] if args else kwargs["input"]
+        _require_plain(scores, self.router)
+        training = self.router.module.training
+        slot, step = divmod(self.calls, 3 if training else 1)
+        self.calls += 1
+        if step == 2:
+            return result
+        own = result.indices.reshape(-1, 1)
+        column = None if self.wanted is None else self.wanted[:, slot : slot + 1]
+        chosen = _Column(self.router, column, has_holes=self.has_holes).replaced(own)
+        if step == 1 or not training:
+            self.experts.append(chosen)
+            if len(self.experts) == (self.router.top_k or len(self.experts)):
+                self.found = torch.cat(self.experts, dim=-1)
+        if self.wanted is None:
+            return result
+        values = scores.gather(-1, chosen)
+        if step == 0:
+            values = self._threshold(result.values.reshape(-1, 1), values)
+        shape = result.indices.shape
+        return torch.return_types.max((values.reshape(shape), chosen.reshape(shape)))
+
+    def _threshold(self, largest: Tensor, wanted: Tensor) -> Tensor:
+        distance = (largest - wanted) / torch.maximum(wanted.abs(), largest)
+        return torch.where(distance > 2 * self.router.module.router_jitter_noise, wanted, largest)
+
+
+class _Column(Selection):
+    """One expert of every token."""
+
+
+SELECTIONS: dict[str, type[Selection]] = {
+    "topk": TopKSelection,
+    "product_keys": ProductKeySelection,
+    "sparsemixer": SparseMixerSelection,
+}
+
+
+def _chosen(scores: Tensor, indices: Tensor) -> Any:
+    """Return what ``torch.topk`` would, had it selected these indices."""
+    return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+
+def _require_plain(scores: Tensor, router: Router) -> None:
+    if isinstance(scores, DTensor):
+        raise ModelError(
+            f"{router.path} selects experts from a DTensor with placements {scores.placements}: routes are replayed "
+            "where a router computes on plain tensors, as it does under the plans of tp_plans"
+        )

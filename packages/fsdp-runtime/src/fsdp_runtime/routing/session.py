@@ -1,0 +1,177 @@
+"""A session of recording or replaying: which routers are watched, and what a recomputation selects.
+
+While a session is active, a router's forward runs under a function mode.  Activation checkpointing runs the forward of
+a part of the model again in backward, perhaps after the session: the part's forward is bound to the session, keeps the
+experts of its first run and selects them in every later one, whatever noise the scores have by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_runtime.errors import RoutesError
+from fsdp_runtime.routing.routers import Router, Routers
+from fsdp_runtime.routing.selections import SELECTIONS
+from fsdp_runtime.runtime_state import runtime_state
+
+
+class Session:
+    """One ``with`` of recording or replaying.
+
+    Args:
+        routers: the routers of the model.
+        wanted: the routes by router of one forward's local tokens, ``None`` where nothing is replayed.
+        has_holes: some tokens have no route.
+    """
+
+    def __init__(
+        self, routers: Routers, wanted: Callable[[Router], Tensor | None] | None = None, *, has_holes: bool = False
+    ) -> None:
+        self.routers = routers
+        self.wanted = wanted
+        self.has_holes = has_holes
+        self.recorded: dict[str, Tensor] = {}
+        self.by_module = {router.module: router for router in routers.by_path.values()}
+
+    def select(self, router: Router, kept: dict[str, Tensor] | None, forward: Callable[[], Any]) -> Any:
+        """Run a router's forward; record or replay its selection.
+
+        Args:
+            router: the router.
+            kept: the experts that the first run of a recomputed part selected, to be filled in by it.
+            forward: the router's forward.
+        """
+        again = None if kept is None else kept.get(router.path)
+        wanted = again if again is not None or self.wanted is None else self.wanted(router)
+        has_holes = again is None and self.has_holes
+        selection = SELECTIONS[router.kind](router, wanted, has_holes=has_holes)
+        with selection:
+            output = forward()
+        experts = selection.selected().detach()
+        if again is not None:
+            return output
+        if self.wanted is None and router.path in self.recorded:
+            raise RoutesError(
+                f"{router.path} ran a second time inside record_routes, which records one forward: use one `with` for "
+                "each forward"
+            )
+        compact = experts.to(torch.int16 if router.experts < 2**15 else torch.int32)
+        self.recorded[router.path] = compact
+        if kept is not None:
+            kept[router.path] = compact
+        return output
+
+
+@dataclass(frozen=True, eq=False)
+class _Activation:
+    """An active session, and the memory of the recomputed part that runs, if any."""
+
+    session: Session
+    kept: dict[str, Tensor] | None = None
+
+
+_active: ContextVar[tuple[_Activation, ...]] = ContextVar("fsdp_runtime_routes", default=())
+
+
+@contextmanager
+def activated(session: Session) -> Iterator[None]:
+    """Watch the routers of a session; the innermost session of a model counts."""
+    with _watching(session), _set((*_active.get(), _Activation(session))):
+        yield
+
+
+def bound_to_routes(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that selects in every later call the experts of its first, whatever is active by then.
+
+    Args:
+        module: the module whose forward is recomputed.
+        forward: that forward; returned as it is where no session is active.
+    """
+    active = _active.get()
+    return _Bound(module, forward, active) if active else forward
+
+
+class _Bound:
+    """A forward with the sessions under which it ran first."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], active: tuple[_Activation, ...]) -> None:
+        self.module = module
+        self.forward = forward
+        self.active = tuple(replace(each, kept={}) for each in active)
+        self.ran = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = partial(self.forward, *args, **kwargs)
+        if not self.ran:
+            self.ran = True
+            with _set(self.active):
+                return run()
+        with _set(self.active), _watching(*(each.session for each in self.active)):
+            return _select(self.module, run)  # the module may itself be a router
+
+
+@contextmanager
+def _set(active: tuple[_Activation, ...]) -> Iterator[None]:
+    token = _active.set(active)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+@contextmanager
+def _watching(*sessions: Session) -> Iterator[None]:
+    """Give the routers a forward that asks the active sessions; counted, as sessions and recomputations overlap."""
+    modules = [router.module for session in sessions for router in session.routers.by_path.values()]
+    for module in modules:
+        state = runtime_state(module)
+        state.watches += 1
+        if state.watches == 1:
+            module.forward = _Watched(module, module.__dict__.get("forward"))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in modules:
+            state = runtime_state(module)
+            state.watches -= 1
+            if state.watches == 0:
+                _restore(module.__dict__)
+
+
+def _restore(attributes: dict[str, Any]) -> None:
+    watched = attributes.pop("forward")
+    if watched.patched is not None:
+        attributes["forward"] = watched.patched
+
+
+class _Watched:
+    """The forward of a router inside a session.
+
+    Args:
+        module: the router.
+        patched: the forward that other code had put on the instance, if any.
+    """
+
+    def __init__(self, module: nn.Module, patched: Callable[..., Any] | None) -> None:
+        self.module = module
+        self.patched = patched
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.patched or partial(type(self.module).forward, self.module)
+        return _select(self.module, partial(forward, *args, **kwargs))
+
+
+def _select(module: nn.Module, forward: Callable[[], Any]) -> Any:
+    """Run a forward, under the innermost session that has the module among its routers."""
+    for each in reversed(_active.get()):
+        if (router := each.session.by_module.get(module)) is not None:
+            return each.session.select(router, each.kept, forward)
+    return forward()

@@ -1,0 +1,187 @@
+"""Attribution of the gap between a generator's log-probabilities and a trainer's, by ablation.
+
+This package knows log-probabilities, not models: the trainer is a function, and a candidate is a set of keywords with
+which that function computes as the generator did.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_logprobs.divergence import kl_estimate
+from rl_logprobs.drift.report import Drift, DriftCause, DriftReport
+from rl_logprobs.errors import OptionError, ShapeError
+
+#: A candidate is a cause where it removes at least this share of the drift that is left.
+LEAST_SHARE = 0.05
+
+
+def explain_drift(
+    generator_logprobs: Tensor,
+    score: Callable[..., Tensor],
+    candidates: Mapping[str, Mapping[str, Any]],
+    *,
+    mask: Tensor | None = None,
+    tolerance: float = 1e-6,
+    group: dist.ProcessGroup | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> DriftReport:
+    """Say which candidates explain the drift between a generator's log-probabilities and a trainer's.
+
+    ``score()`` are the trainer's log-probabilities.  A candidate names a cause (a truncated support, routes, a
+    temperature, padding, packing, a padded vocabulary, a dtype, other weights) and gives the keywords with which
+    ``score`` computes as the generator did.  Candidates are added one by one: at each step that which removes the
+    largest part of the remaining drift, or, where none does alone, the pair that does.  Those that remove less than
+    5 % of what remains are no causes.  Every step compares mean absolute differences over the unmasked tokens.
+
+    Args:
+        generator_logprobs: ``[...]``, the log-probabilities that the generator returned for its tokens, in nats.
+        score: returns the trainer's log-probabilities of the same tokens, of the same shape, for any keywords of the
+            candidates together.  It is called without gradients, at most about ``n ** 2 / 2 + 3 * n`` times for ``n``
+            candidates, and ``2 * n + 2`` times where one explains all.
+        candidates: for each name the keywords for ``score``.
+        mask: ``[...]``, true where a token counts; by default all do.
+        tolerance: a drift of at most so many nats needs no explanation.
+        group: ranks that hold other tokens, over which the statistics are summed, so that all decide alike.
+        progress: called with a line of text before each call of ``score``.
+
+    Returns:
+        The report; ``str(report)`` is a table, ``report.to_json()`` its JSON.
+
+    Raises:
+        ShapeError: ``score`` or the mask has another shape, or no token counts.
+        OptionError: two candidates give the same keyword.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import explain_drift, token_logprobs
+        >>> logits, targets = torch.randn(4, 16), torch.arange(4)
+        >>> def score(temperature=1.0, vocab=16):
+        ...     return token_logprobs(logits[:, :vocab], targets, temperature=temperature)
+        >>> report = explain_drift(
+        ...     score(temperature=0.7), score, {"temperature": {"temperature": 0.7}, "vocabulary": {"vocab": 12}}
+        ... )
+        >>> report.found, report.after.mean_absolute
+        (('temperature',), 0.0)
+    """
+    _require_disjoint(candidates)
+    gap = _Gap(generator_logprobs, score, candidates, mask, group, progress)
+    names = tuple(candidates)
+    before = gap.drift(())
+    steps: list[str] = []
+    while (left := gap.drift(steps).mean_absolute) > tolerance:
+        added = _best(gap, steps, [(name,) for name in names if name not in steps], left)
+        if not added:
+            added = _best(gap, steps, itertools.combinations([name for name in names if name not in steps], 2), left)
+        if not added:
+            break
+        steps += added
+    causes = [
+        DriftCause(name, step, gap.moves(steps, name), gap.drift((name,)), gap.drift(steps[:step]))
+        for step, name in enumerate(steps, 1)
+    ]
+    causes += [
+        DriftCause(name, None, gap.moves(steps, name), gap.drift((name,)), None)
+        for name in names
+        if name not in steps
+    ]
+    return DriftReport(gap.tokens, before, gap.drift(steps), tuple(causes), gap.evaluations)
+
+
+class _Gap:
+    """The trainer's log-probabilities with some candidates, each computed once, and their drift."""
+
+    def __init__(
+        self,
+        generator: Tensor,
+        score: Callable[..., Tensor],
+        candidates: Mapping[str, Mapping[str, Any]],
+        mask: Tensor | None,
+        group: dist.ProcessGroup | None,
+        progress: Callable[[str], None] | None,
+    ) -> None:
+        if mask is not None and mask.shape != generator.shape:
+            raise ShapeError(f"mask {tuple(mask.shape)} and generator_logprobs {tuple(generator.shape)} differ")
+        self.mask = torch.ones_like(generator, dtype=torch.bool) if mask is None else mask.bool()
+        self.shape = generator.shape
+        self.generator = generator.detach().double()[self.mask]
+        self.score = score
+        self.candidates = candidates
+        self.group = group
+        self.progress = progress
+        self.known: dict[frozenset[str], tuple[Tensor, Drift]] = {}
+        self.tokens = int(self._reduced(torch.tensor([float(self.generator.numel())], dtype=torch.float64))[0])
+        if self.tokens == 0:
+            raise ShapeError("the mask leaves no token to compare")
+
+    @property
+    def evaluations(self) -> int:
+        return len(self.known)
+
+    def drift(self, names: Iterable[str]) -> Drift:
+        """Return the drift that is left with some candidates."""
+        return self._evaluated(frozenset(names))[1]
+
+    def moves(self, names: Iterable[str], name: str) -> float:
+        """Return how far one candidate moves the log-probabilities beside others."""
+        beside = frozenset(names) - {name}
+        with_it, without = self._evaluated(beside | {name})[0], self._evaluated(beside)[0]
+        total = (with_it - without).abs().nan_to_num(nan=float("inf")).sum()
+        return float(self._reduced(total[None].cpu())[0]) / self.tokens
+
+    def _evaluated(self, names: frozenset[str]) -> tuple[Tensor, Drift]:
+        if names not in self.known:
+            if self.progress is not None:
+                self.progress(f"log-probabilities {len(self.known) + 1}: " + (", ".join(sorted(names)) or "trainer"))
+            keywords = {key: value for name in names for key, value in self.candidates[name].items()}
+            with torch.no_grad():
+                found = self.score(**keywords)
+            if found.shape != self.shape:
+                raise ShapeError(
+                    f"score({', '.join(sorted(keywords))}) returned {tuple(found.shape)}, and generator_logprobs are "
+                    f"{tuple(self.shape)}"
+                )
+            trainer = found.detach().double().to(self.generator.device)[self.mask]
+            self.known[names] = trainer, self._drift(trainer)
+        return self.known[names]
+
+    def _drift(self, trainer: Tensor) -> Drift:
+        # A token that one side excludes (-inf) and the other does not is infinitely far.
+        difference = (self.generator - trainer).nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=-float("inf"))
+        kl = kl_estimate(self.generator, trainer)
+        ratio = (-difference).exp()
+        sums = torch.stack([difference.abs().sum(), difference.sum(), kl.sum(), ratio.sum()])
+        absolute, mean, kl_mean, ratio_mean = (self._reduced(sums.cpu()) / self.tokens).tolist()
+        largest = difference.abs().amax()[None].cpu() if len(difference) else torch.zeros(1, dtype=torch.float64)
+        return Drift(absolute, mean, float(self._reduced(largest, dist.ReduceOp.MAX)[0]), kl_mean, ratio_mean)
+
+    def _reduced(self, values: Tensor, operation: Any = None) -> Tensor:
+        if self.group is None:
+            return values
+        values = values.to(self.generator.device)
+        dist.all_reduce(values, dist.ReduceOp.SUM if operation is None else operation, group=self.group)
+        return values.cpu()
+
+
+def _best(gap: _Gap, steps: list[str], options: Iterable[tuple[str, ...]], left: float) -> tuple[str, ...]:
+    """Return the option that leaves the least drift, empty where none removes a sufficient part."""
+    drifts = {option: gap.drift((*steps, *option)).mean_absolute for option in options}
+    best = min(drifts, key=drifts.__getitem__, default=())
+    return best if best and drifts[best] < (1 - LEAST_SHARE) * left else ()
+
+
+def _require_disjoint(candidates: Mapping[str, Mapping[str, Any]]) -> None:
+    owners: dict[str, str] = {}
+    for name, keywords in candidates.items():
+        for key in keywords:
+            if key in owners:
+                raise OptionError(
+                    f"candidates {owners[key]!r} and {name!r} both give {key!r}: give each a keyword of its own"
+                )
+            owners[key] = name
