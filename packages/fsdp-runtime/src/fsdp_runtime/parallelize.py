@@ -1,4 +1,4 @@
-"""Apply TP, CP, activation checkpointing, compile and FSDP2 to a model, in that order."""
+"""Apply TP, EP, CP, activation checkpointing, compile and FSDP2 to a model, in that order."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime.parallel.activation_checkpoint import ActivationCheckpointing
 from fsdp_runtime.parallel.context.sharding import LoadBalancer
+from fsdp_runtime.parallel.experts import ExpertExchange
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
 from fsdp_runtime.parallel.tensor import Logits
 from fsdp_runtime.parallelism import PlanSource, resolve_parallelism
@@ -29,6 +30,7 @@ def parallelize(
     async_tensor_parallel: bool = False,
     fsdp: FSDPOptions | None = None,
     check_inputs: bool = False,
+    expert_exchange: ExpertExchange = "all_to_all",
 ) -> nn.Module:
     """Parallelize a model over a mesh, in place.
 
@@ -54,6 +56,8 @@ def parallelize(
         fsdp: settings of FSDP2: dtypes, CPU offload, resharding, prefetching, frozen parameters.
         check_inputs: compare the inputs of every forward over the ranks of ``tp``, which must be equal, and their
             shapes over ``cp``; one all-gather of 16 bytes and one host synchronisation a forward.
+        expert_exchange: how tokens travel to their experts on a mesh with ``ep``: ``"all_to_all"``, or a subclass of
+            ``tp_plans.torch_styles.TokenExchange``.
 
     Returns:
         The same model.
@@ -92,6 +96,7 @@ def parallelize(
         async_tensor_parallel=async_tensor_parallel,
         fsdp=fsdp,
         check_inputs=check_inputs,
+        expert_exchange=expert_exchange,
     )
     parallelism.apply(model)
     return model

@@ -1,0 +1,166 @@
+"""The style that sends tokens to the ranks of their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tp_plans import layouts
+from tp_plans._torch_compat import own_parameters
+from tp_plans.errors import LayoutError, PlanError
+from tp_plans.naming import EXPERT_COUNTS
+from tp_plans.row_ranges import shard_ranges
+from tp_plans.styles import DispatchExperts, ParameterStyle
+from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, distribute_tied
+from tp_plans.torch_styles.dispatch.every_expert import from_experts, to_experts
+from tp_plans.torch_styles.dispatch.exchange import AllToAllExchange, DispatchedTokens, TokenExchange
+from tp_plans.torch_styles.dispatch.rows import join_rows, split_rows, sum_rows
+from tp_plans.torch_styles.gradients import full_view, summed_gradient
+from tp_plans.torch_styles.placement import plain_full_tensor
+
+_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+
+
+class DispatchExpertsImpl(LocalTensorStyle):
+    """``DispatchExperts``: brings this rank's experts the tokens of all ranks, and every rank its tokens' sums.
+
+    The module's own forward runs on pairs of a token and one expert, ``top_k = 1``, so that none of its
+    implementations meets an index that stands for no expert.
+
+    Args:
+        style: the rule.
+        parameter_rules: as of every style.
+        shared_mesh: the axis whose ranks have the same tokens (``tp``), which they divide among themselves; ``None``
+            where every rank has its own.
+        exchange: how tokens travel.
+    """
+
+    style: DispatchExperts
+
+    def __init__(
+        self,
+        style: DispatchExperts,
+        parameter_rules: Mapping[str, ParameterStyle] | None = None,
+        *,
+        shared_mesh: DeviceMesh | None = None,
+        exchange: type[TokenExchange] = AllToAllExchange,
+    ) -> None:
+        super().__init__(style, parameter_rules)
+        self.shared_mesh, self.exchange = shared_mesh, exchange
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        experts = number_of_experts(own_parameters(module))
+        if not experts or experts % mesh.size():
+            legal = ", ".join(str(size) for size in range(1, experts + 1) if experts % size == 0)
+            raise PlanError(
+                f"{type(module).__name__} has {experts} stacked experts, which cannot be divided over "
+                f"ep={mesh.size()}: use an ep out of {legal or 1}"
+            )
+        for child, name, parameter in _inner_parameters(module):
+            child.register_parameter(name, distribute_tied(parameter, mesh, layouts.Replicate(), self.src_data_rank))
+
+    def pre_forward(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
+    ) -> tuple[Args, Kwargs]:
+        experts = number_of_experts(context.parameters)
+        own = shard_ranges(experts, context.mesh.size())[context.mesh.get_local_rank()]
+        for name, parameter in context.parameters.items():
+            if parameter.shape[0] != experts:  # rows behind the experts': stored split, and only its own ones used
+                rows = full_view(parameter, partial=True)
+                own_parameters(module)[name] = rows[own.start : own.stop] if parameter.ndim > 1 else rows
+        for child, name, parameter in _inner_parameters(module):
+            # Summed once a forward, not once a call: ranks call what is inside experts as often as they have tokens.
+            context.swap_in(child, name, parameter, summed_gradient(parameter))
+        for name in EXPERT_COUNTS:
+            if getattr(module, name, None) == experts:
+                context.attributes[name] = experts
+                setattr(module, name, len(own))
+        given = self._arguments(module, args, kwargs)
+        if len(given) == 1:
+            return (self._every_expert(given[0], experts, context),), {}
+        return self._routed(given, experts, context), {}
+
+    def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
+        saved = context.saved
+        shape, dtype = saved["shape"], saved["dtype"]
+        if (sizes := saved.get("sizes")) is not None:
+            outputs = output.view(saved["own"], -1, shape[-1])[:, : sum(sizes)]
+            mine = from_experts(context.mesh, outputs, sizes)
+            full = mine if self.shared_mesh is None else join_rows(self.shared_mesh, mine, saved["tokens"], dim=1)
+            return full.reshape(shape).clone() if full.shape != shape else full
+        dispatched: DispatchedTokens = saved["dispatched"]
+        pairs = output[: len(dispatched.pair_row)]  # without the row that stands for none
+        rows = sum_rows(pairs, dispatched.pair_row, len(dispatched.rows))
+        mine = saved["exchange"].combine(rows, dispatched)
+        if (identity := saved.get("identity")) is not None:
+            mine = mine + identity
+        full = mine if self.shared_mesh is None else join_rows(self.shared_mesh, mine, saved["tokens"])
+        full = full.to(dtype)
+        return full if full.shape == shape else full.view(shape).clone()  # no view: models add to it in place
+
+    def _arguments(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
+        """Return the arguments in the order of the module's forward, plain and full."""
+        given = dict(zip(_parameter_names(module), args, strict=False)) | kwargs
+        if set(given) not in ({_ARGUMENTS[0]}, set(_ARGUMENTS)):
+            raise LayoutError(
+                f"{type(module).__name__} was called with {', '.join(given)}: DispatchExperts knows forwards of "
+                f"({', '.join(_ARGUMENTS)}) and of (hidden_states)"
+            )
+        plain = (given[name] for name in _ARGUMENTS if name in given)
+        if self.shared_mesh is None:
+            return tuple(plain)
+        return tuple(plain_full_tensor(value, self.shared_mesh) for value in plain)
+
+    def _routed(self, given: tuple[Tensor, ...], experts: int, context: ForwardContext) -> tuple[Tensor, ...]:
+        """Send this rank's tokens, and return the pairs that came as arguments of the module's forward."""
+        hidden, index, weights = given
+        context.saved.update(shape=hidden.shape, dtype=hidden.dtype, tokens=index.shape[0])
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        if self.shared_mesh is not None:
+            hidden, index, weights = split_rows(self.shared_mesh, hidden, index, weights)
+        if self.style.identity_indices:
+            kept = weights.masked_fill(index < experts, 0).sum(-1, keepdim=True)
+            context.saved["identity"] = hidden * kept
+        exchange = self.exchange(context.mesh)
+        dispatched = exchange.dispatch(hidden, index, weights, experts=experts)
+        context.saved.update(exchange=exchange, dispatched=dispatched)
+        rows, expert, weight = dispatched.rows[dispatched.pair_row], dispatched.pair_expert, dispatched.pair_weight
+        if not len(expert):  # a pair of zeros keeps every parameter in the graph, with zeros for its gradient
+            rows = torch.cat([rows, dispatched.rows.sum(0, keepdim=True)])
+            expert, weight = expert.new_zeros(1), torch.cat([weight, weight.new_zeros(1)])
+        return rows, expert.unsqueeze(1), weight.unsqueeze(1)
+
+    def _every_expert(self, hidden: Tensor, experts: int, context: ForwardContext) -> Tensor:
+        """Send every expert's tokens to its rank."""
+        tokens = hidden.view(experts, -1, hidden.shape[-1])
+        context.saved.update(shape=hidden.shape, dtype=hidden.dtype, tokens=tokens.shape[1])
+        if self.shared_mesh is not None:
+            (tokens,) = split_rows(self.shared_mesh, tokens, dim=1)
+        mine, sizes = to_experts(context.mesh, tokens)
+        context.saved.update(sizes=sizes, own=mine.shape[0])
+        if not mine.shape[1]:
+            mine = mine.new_zeros(mine.shape[0], 1, mine.shape[2]) + mine.sum(1, keepdim=True)
+        return mine.reshape(-1, hidden.shape[-1])
+
+
+def _inner_parameters(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return the parameters below a module, without its own: their owner, name and value."""
+    below = [child for child in module.modules() if child is not module]
+    return [(child, name, each) for child in below for name, each in own_parameters(child).items() if each is not None]
+
+
+def number_of_experts(parameters: Mapping[str, Any]) -> int:
+    """Return the number of experts stacked in a module's own parameters; 0 where none are."""
+    return min((int(each.shape[0]) for each in parameters.values() if each is not None and each.ndim == 3), default=0)
+
+
+def _parameter_names(module: nn.Module) -> list[str]:
+    """Return the names of the arguments of a module's own forward, that of the class before any style."""
+    forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
+    named = (list(signature(forward).parameters)[1:] for forward in forwards)
+    return next(names for names in named if names and names[0] not in ("args",))
