@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
 from tp_plans._torch_compat import own_parameters
@@ -22,8 +23,6 @@ from tp_plans.torch_styles.dispatch.exchange import AllToAllExchange, Dispatched
 from tp_plans.torch_styles.dispatch.rows import join_rows, split_rows, sum_rows
 from tp_plans.torch_styles.gradients import full_view, summed_gradient
 from tp_plans.torch_styles.placement import plain_full_tensor
-
-_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 class DispatchExpertsImpl(LocalTensorStyle):
@@ -64,13 +63,23 @@ class DispatchExpertsImpl(LocalTensorStyle):
         for child, name, parameter in _inner_parameters(module):
             child.register_parameter(name, distribute_tied(parameter, mesh, layouts.Replicate(), self.src_data_rank))
 
+    def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        experts = number_of_experts(own_parameters(module))
+        for name, parameter in own_parameters(module).items():
+            if parameter is not None and parameter.shape[:1] != (experts,) and not isinstance(parameter, DTensor):
+                # Rows besides the experts' (LongCat): another dim, since uneven shards of rows are sharded again.
+                even = (dim for dim in range(1, parameter.ndim) if parameter.shape[dim] % mesh.size() == 0)
+                layout = layouts.Shard(next(even, 0)) if parameter.ndim else layouts.Replicate()
+                module.register_parameter(name, distribute_tied(parameter, mesh, layout, self.src_data_rank))
+        super()._distribute(module, mesh)
+
     def pre_forward(
         self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
     ) -> tuple[Args, Kwargs]:
         experts = number_of_experts(context.parameters)
         own = shard_ranges(experts, context.mesh.size())[context.mesh.get_local_rank()]
         for name, parameter in context.parameters.items():
-            if parameter.shape[0] != experts:  # rows behind the experts': stored split, and only its own ones used
+            if parameter.shape[:1] != (experts,):
                 rows = full_view(parameter, partial=True)
                 own_parameters(module)[name] = rows[own.start : own.stop] if parameter.ndim > 1 else rows
         for child, name, parameter in _inner_parameters(module):
@@ -82,8 +91,10 @@ class DispatchExpertsImpl(LocalTensorStyle):
                 setattr(module, name, len(own))
         given = self._arguments(module, args, kwargs)
         if len(given) == 1:
-            return (self._every_expert(given[0], experts, context),), {}
-        return self._routed(given, experts, context), {}
+            values: tuple[Tensor, ...] = (self._every_expert(*given.values(), experts, context),)
+        else:
+            values = self._routed(tuple(given.values()), experts, context)
+        return (), dict(zip(given, values, strict=True))
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         saved = context.saved
@@ -103,18 +114,20 @@ class DispatchExpertsImpl(LocalTensorStyle):
         full = full.to(dtype)
         return full if full.shape == shape else full.view(shape).clone()  # no view: models add to it in place
 
-    def _arguments(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
-        """Return the arguments in the order of the module's forward, plain and full."""
-        given = dict(zip(_parameter_names(module), args, strict=False)) | kwargs
-        if set(given) not in ({_ARGUMENTS[0]}, set(_ARGUMENTS)):
+    def _arguments(self, module: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Tensor]:
+        """Return the tokens, and the indices and weights if there are any, plain and full, by the argument's name."""
+        names = _argument_names(module)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        index = next((name for name, value in given.items() if not value.is_floating_point()), None)
+        order = [names[0]] if index is None else [names[0], index, *(set(given) - {names[0], index})]
+        if sorted(order) != sorted(given) or len(order) not in (1, 3):
             raise LayoutError(
                 f"{type(module).__name__} was called with {', '.join(given)}: DispatchExperts knows forwards of "
-                f"({', '.join(_ARGUMENTS)}) and of (hidden_states)"
+                "(hidden_states, top_k_index, top_k_weights), whatever the names, and of (hidden_states)"
             )
-        plain = (given[name] for name in _ARGUMENTS if name in given)
         if self.shared_mesh is None:
-            return tuple(plain)
-        return tuple(plain_full_tensor(value, self.shared_mesh) for value in plain)
+            return {name: given[name] for name in order}
+        return {name: plain_full_tensor(given[name], self.shared_mesh) for name in order}
 
     def _routed(self, given: tuple[Tensor, ...], experts: int, context: ForwardContext) -> tuple[Tensor, ...]:
         """Send this rank's tokens, and return the pairs that came as arguments of the module's forward."""
@@ -133,6 +146,9 @@ class DispatchExpertsImpl(LocalTensorStyle):
         if not len(expert):  # a pair of zeros keeps every parameter in the graph, with zeros for its gradient
             rows = torch.cat([rows, dispatched.rows.sum(0, keepdim=True)])
             expert, weight = expert.new_zeros(1), torch.cat([weight, weight.new_zeros(1)])
+        if self.style.identity_indices:  # LongCat's forward needs two choices: the other is an identity of weight zero
+            none = torch.full_like(expert, experts // context.mesh.size())
+            return rows, torch.stack([expert, none], dim=1), torch.stack([weight, torch.zeros_like(weight)], dim=1)
         return rows, expert.unsqueeze(1), weight.unsqueeze(1)
 
     def _every_expert(self, hidden: Tensor, experts: int, context: ForwardContext) -> Tensor:
@@ -159,8 +175,8 @@ def number_of_experts(parameters: Mapping[str, Any]) -> int:
     return min((int(each.shape[0]) for each in parameters.values() if each is not None and each.ndim == 3), default=0)
 
 
-def _parameter_names(module: nn.Module) -> list[str]:
+def _argument_names(module: nn.Module) -> list[str]:
     """Return the names of the arguments of a module's own forward, that of the class before any style."""
     forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
     named = (list(signature(forward).parameters)[1:] for forward in forwards)
-    return next(names for names in named if names and names[0] not in ("args",))
+    return next(names for names in named if names[:1] != ["args"])
