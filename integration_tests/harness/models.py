@@ -27,6 +27,7 @@ _TEXT: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_MIXTURE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -68,6 +69,10 @@ def tiny_config(architecture: str, *, tied: bool = False, **changes: Any) -> Any
                 image_token_index=IMAGE_TOKEN,
                 tie_word_embeddings=tied,
             )
+        case "Qwen3MoeForCausalLM":
+            return transformers.Qwen3MoeConfig(**{**_MIXTURE, **text})
+        case "GptOssForCausalLM":
+            return transformers.GptOssConfig(**{**_MIXTURE, "num_local_experts": 8, **text})
     raise ValueError(f"no tiny config for {architecture}")
 
 
@@ -76,7 +81,10 @@ def tiny_model(architecture: str, *, dtype: torch.dtype = torch.float64, seed: i
     import transformers
 
     torch.manual_seed(seed)
-    model: nn.Module = getattr(transformers, architecture)(tiny_config(architecture, **options))
+    model_class: Any = getattr(transformers, architecture)
+    experts = options.pop("experts", "eager")
+    mixture = {"experts_implementation": experts} if model_class._can_set_experts_implementation() else {}
+    model: nn.Module = model_class._from_config(tiny_config(architecture, **options), **mixture)
     model.eval()  # no dropout; gradients flow as in training
     model.to(dtype)
     jitter(model)

@@ -46,6 +46,7 @@ from fsdp_runtime.parallel.context.apply import apply_cp
 from fsdp_runtime.parallel.context.attention import ContextAttention
 from fsdp_runtime.parallel.context.ring import ring_attention
 from fsdp_runtime.parallel.context.sharding import SequenceLayout, sequence_layout
+from fsdp_runtime.parallel.experts import apply_ep
 from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_mesh
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
 from fsdp_runtime.parallel.lm_head import LMHeadParameters, forward_with_lm_head
@@ -123,6 +124,7 @@ __all__ = [
     "apply_ac",
     "apply_compile",
     "apply_cp",
+    "apply_ep",
     "apply_fsdp",
     "apply_shared_prefixes",
     "apply_tp",

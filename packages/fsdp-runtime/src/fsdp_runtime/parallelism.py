@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.mesh.spec import axis_size, require_axes
+from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
+from fsdp_runtime.mesh.spec import axis_size, require_axes, submesh
 from fsdp_runtime.model.structure import ModelStructure, inspect_model
 from fsdp_runtime.parallel.activation_checkpoint import (
     ActivationCheckpointing,
@@ -28,6 +29,7 @@ from fsdp_runtime.parallel.check_inputs import apply_input_check
 from fsdp_runtime.parallel.compile import apply_compile, check_compile_options
 from fsdp_runtime.parallel.context.apply import apply_cp, check_context_parallel, under_context_parallelism
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, require_load_balancer
+from fsdp_runtime.parallel.experts import ExpertExchange, apply_ep, expert_modules
 from fsdp_runtime.parallel.fsdp import apply_fsdp, check_uniform_dtypes, fsdp_mesh
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, check_fsdp_options
 from fsdp_runtime.parallel.lora import resolve_adapted_plan
@@ -35,7 +37,8 @@ from fsdp_runtime.parallel.refuse_pickle import refuse_pickle
 from fsdp_runtime.parallel.shared_prefixes import apply_shared_prefixes, check_shared_prefixes
 from fsdp_runtime.parallel.stale_optimizers import refuse_stale_optimizers
 from fsdp_runtime.parallel.tensor import Logits, apply_tp, check_plan, require_logits, with_logits
-from tp_plans import Plan, Style
+from tp_plans import Plan, Style, UnknownArchitectureError, with_expert_parallelism
+from tp_plans.torch_styles import exchange_class
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,12 @@ class Parallelism:
             check, only through ``fsdp_runtime.nemo``.
         findings: warnings of the plan check.
         tp_mesh: the axis that layers are sharded over, ``None`` without a plan.
+        expert_plan: the rules of the axis ``ep``, ``None`` where experts are not dispatched.
+        ep_mesh: the axis that experts are divided over.
+        shared_mesh: the axis whose ranks have the same tokens and divide them before they send them, ``None`` where
+            every rank has its own.
+        expert_exchange: how tokens travel to their experts.
+        expert_fsdp_mesh: the axis, or the two axes (replicas, shards), of FSDP2 for experts.
         cp_mesh: the axis that sequences are sharded over, ``None`` where attention is left alone.
         cp_load_balancer: the tokens that each rank of ``cp`` holds.
         activation_checkpointing: the mode.
@@ -68,6 +77,11 @@ class Parallelism:
     plan: Plan | Mapping[str, ParallelStyle] | None = None
     findings: tuple[str, ...] = ()
     tp_mesh: DeviceMesh | None = None
+    expert_plan: Plan | None = None
+    ep_mesh: DeviceMesh | None = None
+    shared_mesh: DeviceMesh | None = None
+    expert_exchange: ExpertExchange = "all_to_all"
+    expert_fsdp_mesh: DeviceMesh | None = None
     cp_mesh: DeviceMesh | None = None
     cp_load_balancer: LoadBalancer = "headtail"
     activation_checkpointing: ActivationCheckpointing = "none"
@@ -80,13 +94,14 @@ class Parallelism:
     shared_prefixes: bool = False
 
     def apply(self, model: nn.Module) -> None:
-        """Apply TP, CP, activation checkpointing, compile and FSDP2, in that order and in place.
+        """Apply TP, EP, CP, activation checkpointing, compile and FSDP2, in that order and in place.
 
         Args:
             model: the model that was resolved.
         """
         with refuse_stale_optimizers(model):
             apply_tp(model, self)
+            apply_ep(model, self)
             apply_cp(model, self)
             apply_shared_prefixes(model, self)
             apply_ac(model, self)
@@ -113,6 +128,7 @@ def resolve_parallelism(
     fsdp: FSDPOptions | None = None,
     check_inputs: bool = False,
     shared_prefixes: bool = False,
+    expert_exchange: ExpertExchange = "all_to_all",
 ) -> Parallelism:
     """Check everything that :func:`parallelize` does to a model, and change nothing.
 
@@ -135,6 +151,8 @@ def resolve_parallelism(
         fsdp: settings of FSDP2.
         check_inputs: compare the inputs of every forward over the ranks of ``tp``, and their shapes over ``cp``.
         shared_prefixes: let the model take rows of ``pack_tree``.
+        expert_exchange: how tokens travel to their experts on a mesh with ``ep``: ``"all_to_all"``, or a subclass of
+            ``tp_plans.torch_styles.TokenExchange``.
 
     Returns:
         The resolved parallelism.
@@ -171,13 +189,22 @@ def resolve_parallelism(
         raise OptionError("sequence_parallel=True needs a plan, and plan=None was given")
     if plan is None and tp > 1:
         logger.warning("plan=None on a mesh with tp=%d: every rank of tp computes the same", tp)
-    if cp > 1 and options.gradient_divide_factor is None:
+    ep = expert_axis_size(mesh)
+    if (cp > 1 or ep > 1) and options.gradient_divide_factor is None:
         options = replace(options, gradient_divide_factor=float(_ranks_with_different_batches(mesh)))
     if async_tensor_parallel:
         compile = async_compile_options(mesh, compile, sequence_parallel=sequence_parallel)  # noqa: A001
 
-    def resolve_plan() -> Plan:
-        return with_logits(resolve_adapted_plan(plan, model, sequence_parallel=sequence_parallel), logits)
+    def resolve_plan() -> Plan | None:
+        if ep > 1 and tp == 1 and plan == "auto":
+            return None
+        try:
+            return with_logits(resolve_adapted_plan(plan, model, sequence_parallel=sequence_parallel), logits)
+        except UnknownArchitectureError as error:
+            if ep == 1 or plan != "auto" or sequence_parallel:
+                raise
+            logger.warning("only experts are sharded, and every rank of tp computes all other layers: %s", error)
+            return None
 
     parallelism = resolve_on(
         model,
@@ -190,6 +217,10 @@ def resolve_parallelism(
         async_tensor_parallel=async_tensor_parallel,
         fsdp_mesh=shards,
         fsdp=options,
+        ep_mesh=submesh(mesh, "ep") if ep > 1 else None,
+        shared_mesh=mesh["tp"] if ep > 1 and tp > 1 else None,
+        expert_exchange=expert_exchange,
+        expert_fsdp_mesh=expert_fsdp_mesh(mesh) if ep > 1 and shards is not None else None,
     )
     if shared_prefixes:
         check_shared_prefixes(model, parallelism.structure)
@@ -209,6 +240,10 @@ def resolve_on(
     fsdp_mesh: DeviceMesh | None = None,
     fsdp: FSDPOptions | None = None,
     allow_dtensors: bool = False,
+    ep_mesh: DeviceMesh | None = None,
+    shared_mesh: DeviceMesh | None = None,
+    expert_exchange: ExpertExchange = "all_to_all",
+    expert_fsdp_mesh: DeviceMesh | None = None,
 ) -> Parallelism:
     """Check a model against one mesh per axis, whatever the axes are called; the model is not changed.
 
@@ -224,6 +259,10 @@ def resolve_on(
         fsdp_mesh: the axis or axes of FSDP2.
         fsdp: settings of FSDP2.
         allow_dtensors: accept parameters that are DTensors already, unless a plan is to be applied.
+        ep_mesh: the axis of expert parallelism.
+        shared_mesh: the axis whose ranks have the same tokens.
+        expert_exchange: how tokens travel to their experts.
+        expert_fsdp_mesh: the axis or axes of FSDP2 for experts.
 
     Returns:
         The resolved parallelism.
@@ -242,19 +281,34 @@ def resolve_on(
     structure = inspect_model(model)
     recompute = modules_to_recompute(structure, activation_checkpointing)
     check_fsdp_options(model, options)
-    if fsdp_mesh is not None:
-        check_uniform_dtypes(model, structure, options)
     if cp_mesh is not None:
         check_context_parallel(model, structure)
     if compile_options is not None:
         check_compile_options(compile_options)
-    plan = resolve_plan() if has_plan else None
-    findings = check_plan(model, plan, tp_mesh.size()) if tp_mesh is not None and isinstance(plan, Plan) else ()
+    plan = resolve_plan() if has_plan or (ep_mesh is not None and resolve_plan is not None) else None
+    expert_plan = None
+    if ep_mesh is not None:
+        exchange_class(expert_exchange)
+        plan = with_expert_parallelism(plan, model)
+        expert_plan = plan.on_axis("ep")
+    tp = tp_mesh.size() if tp_mesh is not None and has_plan else 1
+    findings: tuple[str, ...] = ()
+    if isinstance(plan, Plan) and (tp > 1 or expert_plan is not None):
+        checked = plan if tp > 1 or expert_plan is None else expert_plan
+        findings = check_plan(model, checked, tp=tp, ep=1 if ep_mesh is None else ep_mesh.size())
+        plan = plan.on_axis("tp") if tp > 1 else None
+    if fsdp_mesh is not None:
+        check_uniform_dtypes(model, structure, options, expert_modules(model, expert_plan))
     return Parallelism(
         structure=structure,
         plan=plan,
         findings=findings,
         tp_mesh=tp_mesh if plan is not None else None,
+        expert_plan=expert_plan,
+        ep_mesh=ep_mesh,
+        shared_mesh=shared_mesh,
+        expert_exchange=expert_exchange,
+        expert_fsdp_mesh=expert_fsdp_mesh,
         cp_mesh=cp_mesh,
         cp_load_balancer=cp_load_balancer,
         activation_checkpointing=activation_checkpointing,
@@ -303,9 +357,15 @@ def _fsdp_mesh(mesh: DeviceMesh, options: FSDPOptions) -> DeviceMesh | None:
     Raises:
         OptionError: a setting needs FSDP2, and the mesh has no data-parallel axis.
     """
-    shards = fsdp_mesh(mesh)
-    if shards is not None and (shards.size() > 1 or options.requires_fsdp):
+    shards, experts = fsdp_mesh(mesh), expert_fsdp_mesh(mesh)
+    divides_experts = experts is not None and experts.size() > 1
+    if shards is not None and (shards.size() > 1 or options.requires_fsdp or divides_experts):
         return shards
+    if divides_experts:
+        raise OptionError(
+            "experts are sharded over efsdp with FSDP2, and the mesh has no dp_shard axis: add one (size 1 is enough), "
+            "or pass adopt_mesh(mesh)"
+        )
     if options.requires_fsdp:
         raise OptionError(
             "mp_policy and offload_policy need FSDP2, and the mesh has no dp_shard axis: add one (size 1 is enough), "

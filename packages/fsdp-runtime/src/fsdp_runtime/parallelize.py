@@ -1,4 +1,4 @@
-"""Apply TP, CP, activation checkpointing, compile and FSDP2 to a model, in that order."""
+"""Apply TP, EP, CP, activation checkpointing, compile and FSDP2 to a model, in that order."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.parallel.activation_checkpoint import ActivationCheckpointing
 from fsdp_runtime.parallel.context.sharding import LoadBalancer
+from fsdp_runtime.parallel.experts import ExpertExchange
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
 from fsdp_runtime.parallel.tensor import Logits
 from fsdp_runtime.parallelism import PlanSource, resolve_parallelism
@@ -32,6 +33,7 @@ def parallelize(
     fsdp: FSDPOptions | None = None,
     check_inputs: bool = False,
     shared_prefixes: bool = False,
+    expert_exchange: ExpertExchange = "all_to_all",
 ) -> nn.Module:
     """Parallelize a model over a mesh, in place.
 
@@ -58,6 +60,8 @@ def parallelize(
         check_inputs: compare the inputs of every forward over the ranks of ``tp``, which must be equal, and their
             shapes over ``cp``; one all-gather of 16 bytes and one host synchronisation a forward.
         shared_prefixes: let the model take rows of ``pack_tree``, in which samples share the tokens of their prefixes.
+        expert_exchange: how tokens travel to their experts on a mesh with ``ep``: ``"all_to_all"``, or a subclass of
+            ``tp_plans.torch_styles.TokenExchange``.
 
     Returns:
         The same model.
@@ -97,6 +101,7 @@ def parallelize(
         fsdp=fsdp,
         check_inputs=check_inputs,
         shared_prefixes=shared_prefixes,
+        expert_exchange=expert_exchange,
     )
     parallelism.apply(model)
     return model

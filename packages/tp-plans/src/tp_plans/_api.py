@@ -19,6 +19,7 @@ from tp_plans.errors import (
 )
 from tp_plans.explanation import CollectiveSummary, Explanation, RuleExplanation, ShardedParameter, explain
 from tp_plans.hugging_face import from_hugging_face
+from tp_plans.infer.experts import with_expert_parallelism
 from tp_plans.infer.suggest import Doubt, Suggestion, suggest
 from tp_plans.layouts import Layout, Partial, Replicate, Shard
 from tp_plans.lora import AdapterStyles, adapter_styles
@@ -26,13 +27,14 @@ from tp_plans.model_tree import ModelTree
 from tp_plans.models import Architecture
 from tp_plans.models.spec import DecoderSpec, ExpertsSpec, FusedLinear, ReplicatedSublayer, SublayerSpec, decoder_plan
 from tp_plans.module_attrs import resolve_style
-from tp_plans.plan import Plan, PlanDiff, RuleChange, styles_by_path
+from tp_plans.plan import Plan, PlanDiff, RuleChange, expert_styles_by_path, styles_by_path
 from tp_plans.registry import architectures, plan_for, register
 from tp_plans.resolve import resolve_plan
 from tp_plans.styles import (
     AllReduceOutput,
     ColwiseEmbedding,
     ColwiseParallel,
+    DispatchExperts,
     ExpertsParallel,
     GatheredParameters,
     GatherSequence,
@@ -63,6 +65,7 @@ __all__ = [
     "ColwiseParallel",
     "CustomPlanError",
     "DecoderSpec",
+    "DispatchExperts",
     "Doubt",
     "ExpertsParallel",
     "ExpertsSpec",
@@ -106,6 +109,7 @@ __all__ = [
     "batch_divisibility",
     "check",
     "decoder_plan",
+    "expert_styles_by_path",
     "explain",
     "from_hugging_face",
     "plan_for",
@@ -115,4 +119,5 @@ __all__ = [
     "rowwise_free",
     "styles_by_path",
     "suggest",
+    "with_expert_parallelism",
 ]

@@ -18,6 +18,14 @@ def own_plan(owner: Any) -> Mapping[str, str] | None:
     return plan
 
 
+def own_expert_plan(module: Any) -> Mapping[str, str]:
+    """The expert-parallel plan of an inner model's config, in transformers' words, relative to that model."""
+    if getattr(module, "base_model", None) is not module:  # the config's plan is relative to the base model
+        return {}
+    plan: Mapping[str, str] | None = getattr(getattr(module, "config", None), "base_model_ep_plan", None)
+    return plan or {}
+
+
 def mark_expert_parallel(experts: Any) -> None:
     """Tell transformers' batched and grouped experts to look for the index that stands for no expert of this rank.
 

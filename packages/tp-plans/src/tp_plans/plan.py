@@ -6,15 +6,18 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tp_plans._validate import checked, is_integer
 from tp_plans.errors import PlanError, type_name
 from tp_plans.patterns import Patterns
-from tp_plans.styles import Style, style_from_dict, style_to_dict
+from tp_plans.styles import DispatchExperts, Style, style_from_dict, style_to_dict
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
+
+    from tp_plans.torch_styles.dispatch.exchange import TokenExchange
 
 FORMAT = 1
 _FIELDS = ("format", "name", "sequence_parallel", "rules")
@@ -138,6 +141,11 @@ class Plan(Mapping[str, Style]):
             return self
         return self._with({f"{prefix}.{pattern}" if pattern else prefix: s for pattern, s in self.items()})
 
+    def on_axis(self, axis: Literal["tp", "ep"]) -> Plan:
+        """The rules of one axis: ``"ep"`` for experts that are dispatched, ``"tp"`` for all others."""
+        rules = {p: style for p, style in self.items() if isinstance(style, DispatchExperts) == (axis == "ep")}
+        return self._with(rules)
+
     @checked
     def match(self, path: str) -> list[str]:
         """The patterns that a module path matches; more than one is a mistake in the plan."""
@@ -235,6 +243,42 @@ def styles_by_path(plan: Plan, model: Any) -> dict[str, ParallelStyle]:
     from tp_plans.torch_styles import styles_by_path as make
 
     return make(plan, model)
+
+
+def expert_styles_by_path(
+    plan: Plan,
+    model: Any,
+    *,
+    shared_mesh: DeviceMesh | None = None,
+    exchange: str | type[TokenExchange] = "all_to_all",
+) -> dict[str, ParallelStyle]:
+    """Return the torch styles of a plan's axis ``ep`` for one model, keyed by module path (imports torch).
+
+    Apply them with ``parallelize_module(model, mesh["ep"], styles)``, after those of the axis ``tp``.
+
+    Args:
+        plan: the plan; rules of the axis ``tp`` are passed over.
+        model: the ``torch.nn.Module`` that it is for; the meta device is enough.
+        shared_mesh: the axis whose ranks have the same tokens, ``tp``, which they divide among themselves before they
+            send them; ``None`` where every rank has tokens of its own.
+        exchange: how tokens travel: ``"all_to_all"``, or a subclass of ``TokenExchange``.
+
+    Returns:
+        ``{module path: ParallelStyle}``.
+
+    Raises:
+        CapabilityError: the kernels of the exchange are not installed.
+        PlanError: the exchange is unknown.
+
+    Example:
+        >>> import torch, tp_plans
+        >>> plan = tp_plans.Plan({"experts": tp_plans.DispatchExperts()})
+        >>> sorted(tp_plans.expert_styles_by_path(plan, torch.nn.ModuleDict({"experts": torch.nn.Identity()})))
+        ['experts']
+    """
+    from tp_plans.torch_styles import expert_styles_by_path as make
+
+    return make(plan, model, shared_mesh=shared_mesh, exchange=exchange)
 
 
 def _require_module_path(pattern: object) -> None:

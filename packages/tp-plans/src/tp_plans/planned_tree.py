@@ -17,6 +17,7 @@ from tp_plans.plan import Plan
 from tp_plans.styles import (
     ColwiseEmbedding,
     ColwiseParallel,
+    DispatchExperts,
     ExpertsParallel,
     GatheredParameters,
     GatherSequence,
@@ -134,7 +135,7 @@ class PlannedTree:
                 continue
             if any(path.startswith(f"{owner}.") for owner in experts):
                 continue
-            if isinstance(self.style(path), ExpertsParallel):
+            if isinstance(self.style(path), (ExpertsParallel, DispatchExperts)):
                 experts.append(path)
             yield path, module
 

@@ -77,8 +77,9 @@ def parse_mesh(text: str) -> MeshSpec:
     """
     sizes: dict[str, int] = {}
     for axis, size in _pairs(text, MeshError, "dp_shard=32,tp=8"):
-        if axis not in MeshSpec().sizes:
-            raise MeshError(f"the mesh {text!r} has an axis {axis!r}; the axes are {', '.join(MeshSpec().sizes)}")
+        known = [field.name for field in fields(MeshSpec)]
+        if axis not in known:
+            raise MeshError(f"the mesh {text!r} has an axis {axis!r}; the axes are {', '.join(known)}")
         if re.fullmatch(r"-?\d+", size) is None:
             raise MeshError(f"axis {axis} has size {size!r}: give a positive integer, as {axis}=8")
         sizes[axis] = int(size)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fsdp_runtime.errors import MeshError
+from fsdp_runtime.mesh.experts import (
+    EXPERT_AXES,
+    adopt_expert_mesh,
+    build_expert_mesh,
+    expert_view,
+    require_expert_size,
+)
 from tp_plans.argument_types import argument_types
 
 if TYPE_CHECKING:
@@ -15,6 +22,8 @@ if TYPE_CHECKING:
 #: This module imports torch where it is used: the command line checks meshes before.
 checked = argument_types(MeshError)
 
+#: The axes of a mesh, slowest-varying rank first.
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 #: Flattened axes: those that shard the batch, those that shard parameters, those that shard tokens.
 FLATTENED: dict[str, tuple[str, ...]] = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -33,14 +42,17 @@ class MeshSpec:
         cp: number of ranks that a sequence is sharded over (context parallelism).
         tp: number of ranks that layers are sharded over (tensor parallelism); neighbouring ranks, which share the
             fastest links.
+        ep: number of ranks that experts are divided over (expert parallelism): a second view of the ranks of
+            ``dp_shard x cp x tp``, of which ``ep`` neighbouring ones hold all experts together, and ``efsdp`` such
+            groups the same.  Smaller than ``tp``, equal to it, or larger; 1 for none.
 
     Raises:
-        MeshError: a size is not a positive integer or -1, or more than one is -1.
+        MeshError: a size is not a positive integer or -1, more than one is -1, or ``ep`` is not a positive integer.
 
     Example:
         >>> from fsdp_runtime import MeshSpec
         >>> MeshSpec(dp_shard=-1, tp=2).resolve(world_size=8)
-        MeshSpec(dp_replicate=1, dp_shard=4, cp=1, tp=2)
+        MeshSpec(dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=1)
         >>> MeshSpec().build(device_type="cpu").mesh_dim_names
         ('dp_replicate', 'dp_shard', 'cp', 'tp')
     """
@@ -49,8 +61,11 @@ class MeshSpec:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
+        if type(self.ep) is not int or self.ep < 1:
+            raise MeshError(f"axis ep has size {self.ep!r}: give a positive integer")
         for axis, size in self.sizes.items():
             if type(size) is not int or (size < 1 and size != -1):
                 raise MeshError(f"axis {axis} has size {size!r}: give a positive integer, or -1 to infer it")
@@ -59,8 +74,8 @@ class MeshSpec:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by axis name, in mesh order."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Sizes by axis name, in mesh order, without ``ep``, which divides the same ranks again."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @checked
     def resolve(self, world_size: int) -> MeshSpec:
@@ -70,7 +85,8 @@ class MeshSpec:
             world_size: number of ranks.
 
         Raises:
-            MeshError: the sizes do not fill the world; the message has sizes that do.
+            MeshError: the sizes do not fill the world, or ``ep`` does not divide the ranks; the message has sizes that
+                do.
         """
         known = math.prod(size for size in self.sizes.values() if size != -1)
         inferred = [axis for axis, size in self.sizes.items() if size == -1]
@@ -82,7 +98,9 @@ class MeshSpec:
                 else f"the other sizes must divide {world_size}, and {known} does not"
             )
             raise MeshError(f"{sizes} does not fill the world of {world_size} ranks: {advice}")
-        return replace(self, **dict.fromkeys(inferred, world_size // known))
+        resolved = replace(self, **dict.fromkeys(inferred, world_size // known))
+        require_expert_size(self.ep, resolved.sizes)
+        return resolved
 
     @checked
     def build(self, *, device_type: str | None = None) -> DeviceMesh:
@@ -114,6 +132,8 @@ class MeshSpec:
         mesh = init_device_mesh(device_type, tuple(spec.sizes.values()), mesh_dim_names=tuple(spec.sizes))
         for name in FLATTENED:
             submesh(mesh, name)
+        if spec.ep > 1:
+            build_expert_mesh(mesh, spec.ep)
         return mesh
 
 
@@ -145,6 +165,9 @@ def adopt_mesh(
     dp_shard: str = "dp_shard",
     cp: str = "cp",
     tp: str = "tp",
+    expert_mesh: DeviceMesh | None = None,
+    efsdp: str = "efsdp",
+    ep: str = "ep",
 ) -> DeviceMesh:
     """Return an existing mesh under this package's axis names, over the same process groups.
 
@@ -155,6 +178,10 @@ def adopt_mesh(
             accepted, and ``cp`` is then 1 in the result.
         cp: its name for the context-parallel axis.
         tp: its name for the tensor-parallel axis.
+        expert_mesh: another mesh over the same ranks, with axes for experts: any subset of ``dp_replicate``, ``efsdp``
+            and ``ep``, in this order.
+        efsdp: the expert mesh's name for the axis that shards experts.
+        ep: its name for the expert-parallel axis.
 
     Returns:
         A mesh with all four axes; missing ones have size 1.
@@ -203,12 +230,15 @@ def adopt_mesh(
     )
     for name in FLATTENED:
         submesh(adopted, name)
+    if expert_mesh is not None:
+        require_mesh(expert_mesh)
+        adopt_expert_mesh(adopted, expert_mesh, dict(zip(EXPERT_AXES, (dp_replicate, efsdp, ep), strict=True)))
     return adopted
 
 
 @checked
 def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """Return one axis of a mesh: one of its own or a flattened one (``dp``, ``dp_shard_cp``, ``dp_cp``).
+    """Return one axis of a mesh: its own, a flattened one (``dp``, ``dp_shard_cp``, ``dp_cp``), ``ep`` or ``efsdp``.
 
     Unlike ``mesh[axis]``, this returns flattened axes without the warning of torch 2.11 and later.
 
@@ -233,6 +263,10 @@ def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
     if axis in names:
         return mesh[axis]
+    if axis in EXPERT_AXES:
+        if (view := expert_view(mesh)) is None:
+            raise MeshError(f"the mesh has no axis {axis!r}: build it with MeshSpec(..., ep=N)")
+        return view[axis]
     parts = tuple(part for part in FLATTENED.get(axis, ()) if part in names)
     if not parts:
         raise MeshError(
@@ -268,7 +302,7 @@ def require_axes(mesh: DeviceMesh) -> None:
     """
     require_mesh(mesh)
     names = mesh.mesh_dim_names or ()
-    known = [field.name for field in fields(MeshSpec)]
+    known = AXES
     if not names or (unknown := [name for name in names if name not in known]):
         found = f"axes {', '.join(unknown)}" if names else "unnamed axes"
         raise MeshError(

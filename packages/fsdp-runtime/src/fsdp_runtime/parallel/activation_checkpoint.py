@@ -107,7 +107,7 @@ def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, 
 
 @checked
 def apply_ac(model: nn.Module, parallelism: Parallelism) -> None:
-    """Make modules recompute their activations in backward, in place; the third of the five steps.
+    """Make modules recompute their activations in backward, in place; the fourth of the six steps.
 
     Recomputation would append each key to a key/value cache twice, so ``use_cache`` of the model's configs is set to
     ``False`` where whole blocks recompute.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from fsdp_runtime.errors import MeshError, ModelError, OptionError
 from fsdp_runtime.mesh.spec import axis_size, submesh
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
 from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.parallel.experts import expert_modules
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, replicated_parameters
 from fsdp_runtime.runtime_state import runtime_state
 
@@ -67,7 +68,7 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 @checked
 def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
-    """Wrap every block and then the model with ``fully_shard``, in place; the last of the five steps.
+    """Wrap every block and then the model with ``fully_shard``, in place; the last of the six steps.
 
     A block that shares a parameter with another module belongs to the root, because two FSDP modules cannot hold one
     parameter; embedding and head belong to the root too, so a tied weight is gathered once.
@@ -99,31 +100,44 @@ def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
     offload_policy = options.offload_policy or OffloadPolicy()
     if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":  # memory is pinned for a device
         offload_policy = CPUOffloadPolicy(pin_memory=False)
-    shards = mesh.size(mesh.ndim - 1)  # the last axis shards, also under HSDP
+    # Tokens and routing weights come in the dtypes that the block gave them.
+    expert_policy = replace(block_policy, cast_forward_inputs=False)
+    experts, expert_mesh = expert_modules(model, parallelism.expert_plan), parallelism.expert_fsdp_mesh
 
-    def shard(module: nn.Module, *, reshard_after_forward: bool) -> None:
+    def shard(
+        module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, reshard_after_forward: bool
+    ) -> None:
+        shards = mesh.size(mesh.ndim - 1)  # the last axis shards, also under HSDP
         fully_shard(
             module,
             mesh=mesh,
-            mp_policy=policy if module is model else block_policy,
+            mp_policy=policy,
             offload_policy=offload_policy,
             reshard_after_forward=reshard_after_forward,
             ignored_params=replicated,
             shard_placement_fn=lambda parameter: _shard_placement(parameter, shards),
         )
         runtime_state(module).reshard_after_forward = reshard_after_forward
+        if options.gradient_divide_factor is not None:
+            _divide_gradients(module, mesh.size() / options.gradient_divide_factor)
+
+    def frees(path: str) -> bool:
+        is_last = f"{path}.".startswith(f"{structure.decoder[-1]}.")
+        return options.reshard_after_forward and (options.reshard_last_block or not is_last)
 
     blocks = _blocks_to_wrap(model, structure, options)
+    for path, module in experts.items():
+        if expert_mesh is not None and not replicated.issuperset(module.parameters()):
+            shard(module, expert_mesh, policy=expert_policy, reshard_after_forward=frees(path))
     for path, block in blocks.items():
-        keep = path == structure.decoder[-1] and not options.reshard_last_block
-        shard(block, reshard_after_forward=options.reshard_after_forward and not keep)
-    shard(model, reshard_after_forward=options.reshard_after_forward and options.reshard_last_block)
+        shard(block, mesh, policy=block_policy, reshard_after_forward=frees(path))
+    shard(
+        model, mesh, policy=policy, reshard_after_forward=options.reshard_after_forward and options.reshard_last_block
+    )
     gather_outside_inference_mode(model)
     runtime_state(model).is_fsdp_root = True
     _require_root_forward(model, structure)
-    _set_prefetching([blocks[path] for path in structure.decoder if path in blocks], options)
-    if options.gradient_divide_factor is not None:
-        _divide_gradients(model, mesh.size() / options.gradient_divide_factor)
+    _set_prefetching([blocks[path] for path in structure.decoder if path in blocks], experts.values(), options)
     logger.info("FSDP2: %d blocks and the root over %d ranks", len(blocks), mesh.size())
 
 
@@ -150,8 +164,11 @@ def _check_gathered(module: nn.Module, _args: Any, *, path: str, mesh_ndim: int)
         )
 
 
-def _divide_gradients(model: nn.Module, scale: float) -> None:
-    """Multiply the mean that FSDP2 reduces by ``scale``.
+def _divide_gradients(module: nn.Module, scale: float) -> None:
+    """Multiply the mean that FSDP2 reduces for one FSDP module by ``scale``.
+
+    The mean is over the ranks that the module is sharded over: those of ``efsdp`` for experts, to which the tokens of
+    ``ep`` ranks were sent.
 
     FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides twice where replicas have no shards
     (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
@@ -160,9 +177,8 @@ def _divide_gradients(model: nn.Module, scale: float) -> None:
     def rescale(gradients: torch.Tensor) -> None:
         gradients.mul_(scale)
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and scale != 1:
-            module.set_all_reduce_hook(rescale)
+    if isinstance(module, FSDPModule) and scale != 1:
+        module.set_all_reduce_hook(rescale)
 
 
 def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
@@ -179,7 +195,9 @@ def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
     return next((Shard(dim) for dim in free), None)
 
 
-def check_uniform_dtypes(model: nn.Module, structure: ModelStructure, options: FSDPOptions) -> None:
+def check_uniform_dtypes(
+    model: nn.Module, structure: ModelStructure, options: FSDPOptions, experts: Mapping[str, nn.Module] | None = None
+) -> None:
     """Check that the trainable parameters of every FSDP module have one dtype, as FSDP2 requires at its first forward.
 
     Raises:
@@ -187,7 +205,7 @@ def check_uniform_dtypes(model: nn.Module, structure: ModelStructure, options: F
     """
     if options.master_dtype is not None:  # apply_fsdp converts them
         return
-    wrapped = _blocks_to_wrap(model, structure, options)
+    wrapped = [*_blocks_to_wrap(model, structure, options), *(experts or ())]
     dtypes: dict[str, dict[torch.dtype, str]] = defaultdict(dict)  # by FSDP module, each dtype with its first parameter
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -229,14 +247,23 @@ def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, count in owners.items() if count > 1}
 
 
-def _set_prefetching(blocks: Sequence[nn.Module], options: FSDPOptions) -> None:
+def _set_prefetching(blocks: Sequence[nn.Module], experts: Iterable[nn.Module], options: FSDPOptions) -> None:
+    """Tell FSDP2 what to gather early; a block's experts are gathered while its attention runs."""
     wrapped: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+    own = set(experts)
+    inside = [
+        [part for part in block.modules() if isinstance(part, FSDPModule) and part in own]  # type: ignore[attr-defined]
+        for block in wrapped
+    ]
     for index, module in enumerate(wrapped):
-        if options.prefetch_forward:
-            module.set_modules_to_forward_prefetch(wrapped[index + 1 : index + 1 + options.prefetch_forward])
+        ahead = list(inside[index])
+        for later in range(index + 1, min(index + 1 + options.prefetch_forward, len(wrapped))):
+            ahead += [wrapped[later], *inside[later]]
+        if ahead:
+            module.set_modules_to_forward_prefetch(ahead)
         if options.prefetch_backward > 1:
-            before = wrapped[max(0, index - options.prefetch_backward) : index]
-            module.set_modules_to_backward_prefetch(list(reversed(before)))
+            before = range(index - 1, max(0, index - options.prefetch_backward) - 1, -1)
+            module.set_modules_to_backward_prefetch([part for i in before for part in (wrapped[i], *inside[i])])
 
 
 def _convert_trainable(model: nn.Module, dtype: torch.dtype) -> None:

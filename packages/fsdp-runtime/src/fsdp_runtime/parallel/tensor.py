@@ -43,8 +43,8 @@ def with_logits(plan: Plan, logits: Logits) -> Plan:
     return plan.override(heads)
 
 
-def check_plan(model: nn.Module, plan: Plan, tp: int) -> tuple[str, ...]:
-    """Check a plan against a model and a size of ``tp``; the model is not changed.
+def check_plan(model: nn.Module, plan: Plan, *, tp: int = 1, ep: int = 1) -> tuple[str, ...]:
+    """Check a plan against a model and the sizes of ``tp`` and ``ep``; the model is not changed.
 
     Returns:
         The warnings, which are also logged.
@@ -52,7 +52,7 @@ def check_plan(model: nn.Module, plan: Plan, tp: int) -> tuple[str, ...]:
     Raises:
         tp_plans.CheckFailedError: the plan does not fit; every finding is listed.
     """
-    report = check(plan, model, tp=tp)
+    report = check(plan, model, tp=tp, ep=ep)
     report.raise_on_error()
     findings = tuple(map(str, report.findings))
     for finding in findings:
@@ -62,7 +62,7 @@ def check_plan(model: nn.Module, plan: Plan, tp: int) -> tuple[str, ...]:
 
 @checked
 def apply_tp(model: nn.Module, parallelism: Parallelism) -> None:
-    """Shard the layers of a model over ``tp`` by the resolved plan, in place; the first of the five steps.
+    """Shard the layers of a model over ``tp`` by the resolved plan, in place; the first of the six steps.
 
     Parameters that hold values on every rank are taken from the first rank of the axis, as in torch.
 

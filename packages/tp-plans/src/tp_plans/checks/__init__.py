@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tp_plans._validate import is_integer
+from tp_plans.checks.dispatch import check_dispatched
 from tp_plans.checks.divisibility import check_kv_sharing, divisibility_constraints
 from tp_plans.checks.findings import Finding, deduplicate_by_rule
 from tp_plans.checks.gradients import check_partial_gradients
@@ -27,13 +28,14 @@ from tp_plans.planned_tree import PlannedTree
 __all__ = ["CheckReport", "Finding", "check"]
 
 
-def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> CheckReport:
+def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int, ep: int = 1) -> CheckReport:
     """Check a plan against a model without touching either.
 
     Args:
         plan: the plan, or a dict of pattern to style or style word.
         model: a ``torch.nn.Module`` on any device (meta is enough), or anything with its ``named_modules``.
         tp: the size of the tensor-parallel axis.
+        ep: the size of the expert-parallel axis, for rules with ``DispatchExperts``.
 
     Returns:
         The report.  Errors: unknown style names, patterns that match nothing, modules matched twice, modules that a
@@ -60,6 +62,10 @@ def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> CheckRep
         return CheckReport(
             plan, tp, (*unread, Finding("error", "", f"tp is {tp!r}", "give the axis's size, 1 or more"))
         )
+    if not is_integer(ep, least=1):
+        return CheckReport(
+            plan, tp, (*unread, Finding("error", "", f"ep is {ep!r}", "give the axis's size, 1 or more"))
+        )
     planned = PlannedTree(tree, plan)
     cuts, missing = divisibility_constraints(planned)
     findings = [
@@ -70,6 +76,7 @@ def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int) -> CheckRep
         *check_style_fit(planned),
         *missing,
         *check_kv_sharing(planned, tp),
+        *check_dispatched(planned, ep),
         *(cut.finding(tp) for cut in cuts if not cut.fits(tp)),
         *check_interfaces(planned),
         *check_partial_gradients(planned),

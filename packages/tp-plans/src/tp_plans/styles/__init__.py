@@ -15,7 +15,7 @@ from tp_plans.errors import PlanError, UnknownStyleError
 from tp_plans.layouts import Layout, Partial, Replicate, Shard, layout_from_str
 from tp_plans.styles.activations import GatherSequence, ParallelAttention, PrepareModuleInput
 from tp_plans.styles.embedding import ColwiseEmbedding, VocabParallelEmbedding
-from tp_plans.styles.experts import AllReduceOutput, ExpertsParallel, ScaleInput
+from tp_plans.styles.experts import AllReduceOutput, DispatchExperts, ExpertsParallel, ScaleInput
 from tp_plans.styles.linear import ColwiseParallel, MLAKVProjection, RowwiseParallel
 from tp_plans.styles.replicated import GatheredParameters, NoParallel, ParameterStyle, SequenceParallel
 
@@ -23,6 +23,7 @@ __all__ = [
     "AllReduceOutput",
     "ColwiseEmbedding",
     "ColwiseParallel",
+    "DispatchExperts",
     "ExpertsParallel",
     "GatherSequence",
     "GatheredParameters",
@@ -48,6 +49,7 @@ Style = (
     | VocabParallelEmbedding
     | ColwiseEmbedding
     | ExpertsParallel
+    | DispatchExperts
     | ScaleInput
     | AllReduceOutput
     | ParameterStyle
@@ -73,7 +75,7 @@ def parameter_layout(style: Style | None, ndim: int) -> Layout | None:
             return None
         case GatheredParameters() | AllReduceOutput() | ScaleInput():
             return None
-        case ColwiseParallel() | MLAKVProjection() | VocabParallelEmbedding() | ExpertsParallel():
+        case ColwiseParallel() | MLAKVProjection() | VocabParallelEmbedding() | ExpertsParallel() | DispatchExperts():
             return Shard(0)
         case RowwiseParallel() | ColwiseEmbedding():
             return Shard(1) if ndim > 1 else Replicate()

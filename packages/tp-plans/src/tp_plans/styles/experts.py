@@ -37,6 +37,31 @@ class ExpertsParallel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchExperts:
+    """The experts of a mixture, stacked in parameters ``[experts, ...]``, on the axis ``ep``: tokens go to experts.
+
+    The one style of the axis ``ep``; all others are of the axis ``tp``.  Each rank of ``ep`` holds
+    ``experts / ep`` experts and brings its own tokens.  A token is sent once to every rank that has some of its
+    experts, with their numbers and routing weights, and comes back as one sum.  What the module holds besides stacks,
+    such as a norm of the experts' outputs, is replicated and its gradient summed; routers and shared experts, which
+    are other modules, keep the rules of the axis ``tp``.
+
+    The module's forward takes ``(hidden_states, top_k_index, top_k_weights)`` with global expert numbers, as in
+    transformers 5.  Where it takes ``hidden_states`` alone, they are ``[experts * tokens, hidden]``, every expert's in
+    turn (Llama 4), and each expert gets all tokens.
+
+    Args:
+        identity_indices: whether an index from the number of experts on stands for an expert that returns its input
+            (LongCat), rather than for none.
+    """
+
+    identity_indices: bool = False
+
+    def __post_init__(self) -> None:
+        require_flag(self, "identity_indices")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleInput:
     """A module without parameters inside split experts, whose output every rank would add: input over ``tp``."""
 

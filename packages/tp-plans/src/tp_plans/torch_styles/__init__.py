@@ -5,17 +5,33 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tp_plans.model_tree import ModelTree
-from tp_plans.styles import Style
+from tp_plans.styles import DispatchExperts, Style
 from tp_plans.torch_styles.build import style_to_torch
+from tp_plans.torch_styles.dispatch.exchange import (
+    AllToAllExchange,
+    DispatchedTokens,
+    TokenExchange,
+    exchange_class,
+)
+from tp_plans.torch_styles.dispatch.style import DispatchExpertsImpl
 from tp_plans.torch_styles.parent_rules import group_by_parent
 
 if TYPE_CHECKING:
     from tp_plans.plan import Plan
 
-__all__ = ["styles_by_path", "to_torch"]
+__all__ = [
+    "AllToAllExchange",
+    "DispatchedTokens",
+    "TokenExchange",
+    "exchange_class",
+    "expert_styles_by_path",
+    "styles_by_path",
+    "to_torch",
+]
 
 
 def to_torch(plan: Mapping[str, Style]) -> dict[str, ParallelStyle]:
@@ -42,3 +58,20 @@ def styles_by_path(plan: Plan, model: Any) -> dict[str, ParallelStyle]:
     tree = ModelTree.of(model)
     places = (*tree.modules, *tree.parameters)
     return to_torch({path: plan[matched[0]] for path in places if (matched := plan.match(path))})
+
+
+def expert_styles_by_path(
+    plan: Plan, model: Any, *, shared_mesh: DeviceMesh | None, exchange: str | type[TokenExchange]
+) -> dict[str, ParallelStyle]:
+    """The rules of the axis ``ep`` for one model, by the paths of its modules."""
+    chosen = exchange_class(exchange)
+    made: dict[Style, ParallelStyle] = {}
+    styles: dict[str, ParallelStyle] = {}
+    for path in ModelTree.of(model).modules:
+        for pattern in plan.match(path)[:1]:
+            style = plan[pattern]
+            if isinstance(style, DispatchExperts):
+                if style not in made:
+                    made[style] = DispatchExpertsImpl(style, shared_mesh=shared_mesh, exchange=chosen)
+                styles[path] = made[style]
+    return styles

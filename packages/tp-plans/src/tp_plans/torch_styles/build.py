@@ -9,11 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tp_plans.errors import PlanError
 from tp_plans.module_attrs import resolve_style
 from tp_plans.styles import (
     AllReduceOutput,
     ColwiseEmbedding,
     ColwiseParallel,
+    DispatchExperts,
     ExpertsParallel,
     GatheredParameters,
     GatherSequence,
@@ -70,6 +72,11 @@ def style_to_torch(style: Style | None, owned: ParentRules | None = None) -> Par
 def _implementation(style: Style | None, parameter_rules: Mapping[str, ParameterStyle]) -> LocalTensorStyle:
     if isinstance(style, GatherSequence):
         return GatherSequenceImpl(style, parameter_rules, _implementation(style.inner, parameter_rules))
+    if isinstance(style, DispatchExperts):
+        raise PlanError(
+            "DispatchExperts is a style of the axis ep: apply plan.on_axis('tp') to the mesh of tp, and "
+            "expert_styles_by_path(plan, model) to that of ep"
+        )
     return LocalTensorStyle(None, parameter_rules) if style is None else _IMPL[type(style)](style, parameter_rules)
 
 

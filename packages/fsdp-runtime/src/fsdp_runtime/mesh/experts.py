@@ -1,0 +1,111 @@
+"""The second view of a mesh: its ranks as ``efsdp`` x ``ep``, for experts.
+
+The ranks of ``dp_shard x cp x tp`` are divided once more: ``ep`` neighbouring ranks hold all experts together, and
+``efsdp`` such groups hold the same experts, which FSDP2 shards over them.  The names are those of torchtitan and
+transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from fsdp_runtime.errors import MeshError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: The axes of the view, slowest-varying rank first; the first is the axis of that name of the mesh itself.
+EXPERT_AXES = ("dp_replicate", "efsdp", "ep")
+#: The axes of a mesh whose ranks are divided once more.
+DIVIDED = ("dp_shard", "cp", "tp")
+
+_VIEW = "_fsdp_runtime_expert_mesh"
+
+
+def require_expert_size(ep: int, sizes: dict[str, int]) -> None:
+    """Check that ``ep`` divides the ranks of ``dp_shard x cp x tp``.
+
+    Raises:
+        MeshError: it does not; the message has the sizes that do.
+    """
+    ranks = math.prod(sizes[axis] for axis in DIVIDED)
+    if ranks % ep:
+        legal = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        product = " x ".join(f"{axis}={sizes[axis]}" for axis in DIVIDED)
+        raise MeshError(f"ep={ep} does not divide the {ranks} ranks of {product}: use an ep out of {legal}")
+
+
+def build_expert_mesh(mesh: DeviceMesh, ep: int) -> None:
+    """Give a mesh with all axes its second view; every rank of the world must call it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    replicas, ranks = mesh.size(0), mesh.size() // mesh.size(0)
+    view = init_device_mesh(mesh.device_type, (replicas, ranks // ep, ep), mesh_dim_names=EXPERT_AXES)
+    setattr(mesh, _VIEW, view)
+
+
+def adopt_expert_mesh(mesh: DeviceMesh, view: DeviceMesh, names: dict[str, str]) -> None:
+    """Give a mesh with all axes another program's view of its ranks, over the same process groups.
+
+    Args:
+        mesh: the adopted mesh, with axes named as in ``MeshSpec``.
+        view: a mesh with some of the axes of :data:`EXPERT_AXES`, under other names.
+        names: the view's name of each axis.
+
+    Raises:
+        MeshError: an axis has no or another name, or the ranks are others.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    found = view.mesh_dim_names or ()
+    order = [name for name in names.values() if name in found]
+    if list(found) != order or names["ep"] not in found:
+        raise MeshError(
+            f"the expert mesh has axes {', '.join(found) or 'without names'}: name some of {', '.join(EXPERT_AXES)}, "
+            "in this order and 'ep' among them, as in adopt_mesh(mesh, expert_mesh=view, ep='expert')"
+        )
+    sizes = [view.size(found.index(name)) if name in found else 1 for name in names.values()]
+    own = mesh.mesh.view(mesh.size(0), -1).sort(dim=1).values
+    theirs = view.mesh.reshape(sizes[0], -1).sort(dim=1).values
+    if own.shape != theirs.shape or not bool((own == theirs).all()):
+        raise MeshError(
+            f"the expert mesh has ranks {view.mesh.tolist()} and the mesh {mesh.mesh.tolist()}: both must have the "
+            "same ranks for every index of dp_replicate"
+        )
+    single = dist.new_group([dist.get_rank()], use_local_synchronization=True) if 1 in sizes else None
+    groups: list[Any] = [view.get_group(name) if name in found else single for name in names.values()]
+    adopted = DeviceMesh.from_group(groups, view.device_type, mesh=view.mesh.view(sizes), mesh_dim_names=EXPERT_AXES)
+    setattr(mesh, _VIEW, adopted)
+
+
+def expert_view(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the second view of a mesh, or of the mesh that it was sliced from; ``None`` where it has none.
+
+    Raises:
+        MeshError: the mesh is a slice with other ranks than its view.
+    """
+    from fsdp_runtime._torch_compat import root_mesh
+
+    view: DeviceMesh | None = getattr(mesh, _VIEW, None) or getattr(root_mesh(mesh), _VIEW, None)
+    if view is not None and sorted(view.mesh.flatten().tolist()) != sorted(mesh.mesh.flatten().tolist()):
+        raise MeshError(
+            f"the mesh has {mesh.size()} ranks, and the mesh that it was sliced from has experts over {view.size()}: "
+            "pass the whole mesh"
+        )
+    return view
+
+
+def expert_axis_size(mesh: DeviceMesh) -> int:
+    """Return the size of ``ep``, 1 where the mesh has no second view."""
+    view = expert_view(mesh)
+    return 1 if view is None else view["ep"].size()
+
+
+def expert_fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the part of the second view that FSDP2 shards experts over; ``None`` where there is none."""
+    view = expert_view(mesh)
+    if view is None:
+        return None
+    return view["dp_replicate", "efsdp"] if view["dp_replicate"].size() > 1 else view["efsdp"]

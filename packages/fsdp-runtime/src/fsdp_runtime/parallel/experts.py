@@ -1,0 +1,52 @@
+"""Expert parallelism: stacked experts divided over ``ep``, and tokens sent to them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+from tp_plans import Plan, expert_styles_by_path
+from tp_plans.torch_styles import TokenExchange
+
+if TYPE_CHECKING:
+    from fsdp_runtime.parallelism import Parallelism
+
+logger = logging.getLogger(__name__)
+
+#: How tokens travel: the name of an exchange, or a subclass of ``tp_plans.torch_styles.TokenExchange``.
+ExpertExchange = str | type[TokenExchange]
+
+
+def expert_modules(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
+    """Return the modules whose tokens a plan dispatches, by path."""
+    if plan is None:
+        return {}
+    return {path: module for path, module in model.named_modules() if plan.match(path)}
+
+
+def apply_ep(model: nn.Module, parallelism: Parallelism) -> None:
+    """Divide stacked experts over ``ep`` and send tokens to them, in place; the second of the six steps.
+
+    Parameters that hold values on every rank are taken from the first rank of the axis, as in torch.
+
+    Args:
+        model: the model, already sharded over ``tp`` if that is asked for.
+        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``ep_mesh`` is ``None`` where experts are not
+            dispatched, and then nothing changes.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import MeshSpec, apply_ep, resolve_parallelism
+        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
+        >>> apply_ep(model, resolve_parallelism(model, MeshSpec().build(device_type="cpu")))  # no axis ep
+    """
+    if parallelism.expert_plan is None or parallelism.ep_mesh is None:
+        return
+    styles = expert_styles_by_path(
+        parallelism.expert_plan, model, shared_mesh=parallelism.shared_mesh, exchange=parallelism.expert_exchange
+    )
+    parallelize_module(model, parallelism.ep_mesh, dict(styles))
+    logger.info("expert parallelism: %d modules over %d ranks", len(styles), parallelism.ep_mesh.size())

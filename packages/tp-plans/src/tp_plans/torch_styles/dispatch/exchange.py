@@ -1,0 +1,225 @@
+"""How tokens travel to the ranks of their experts and back: the interface, and its reference by all-to-all.
+
+A token is sent once to every rank that has some of its experts, however many they are, and comes back as one sum.  (The
+deduplication is that of DeepSeek's DeepEP; its source is arXiv:2412.19437, section 3.2.2.)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tp_plans.errors import CapabilityError, PlanError
+from tp_plans.torch_styles.dispatch.rows import sum_rows
+
+
+@dataclass(frozen=True)
+class DispatchedTokens:
+    """The tokens that came to a rank, and which of its experts they are for.
+
+    A *pair* is a token with one of its experts.
+
+    Args:
+        rows: ``[rows, hidden]``, one for every token and rank that it came from.
+        pair_row: ``[pairs]``, the row of each pair.
+        pair_expert: ``[pairs]``, its expert, counted from this rank's first.
+        pair_weight: ``[pairs]``, its routing weight.
+        state: what :meth:`TokenExchange.combine` needs to send the results back.
+    """
+
+    rows: Tensor
+    pair_row: Tensor
+    pair_expert: Tensor
+    pair_weight: Tensor
+    state: Any
+
+
+class TokenExchange(ABC):
+    """Sends tokens to the ranks of their experts and the results back; both directions are differentiable.
+
+    Every rank of the axis takes part in every call, whether it has tokens or not.
+
+    Args:
+        mesh: the axis ``ep``.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    @abstractmethod
+    def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> DispatchedTokens:
+        """Send tokens to the ranks of their experts.
+
+        Args:
+            hidden: ``[tokens, hidden]``, this rank's own tokens.
+            index: ``[tokens, top_k]``, their experts; numbers below 0 or from ``experts`` on stand for none.
+            weights: ``[tokens, top_k]``, the routing weights.
+            experts: the number of experts of all ranks, a multiple of their number.
+        """
+
+    @abstractmethod
+    def combine(self, rows: Tensor, dispatched: DispatchedTokens) -> Tensor:
+        """Send the results ``[rows, hidden]`` back and sum them for every token: ``[tokens, hidden]``."""
+
+
+@dataclass(frozen=True)
+class _Splits:
+    """Rows, or pairs, that go to and come from each rank."""
+
+    sent: list[int]
+    received: list[int]
+
+
+@dataclass(frozen=True)
+class _AllToAllState:
+    """What brings the results back: tokens of this rank, the token of each row that was sent, and the row counts."""
+
+    tokens: int
+    row_token: Tensor
+    rows: _Splits
+
+
+class AllToAllExchange(TokenExchange):
+    """The reference: ``all_to_all_single`` with the exact sizes, which are read on the host once a call.
+
+    Five collectives forward (the sizes, the pairs, their weights, the tokens, the results) and three backward.
+    """
+
+    def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> DispatchedTokens:
+        tokens, top_k = index.shape
+        ranks, group = self.mesh.size(), self.mesh.get_group()
+        own = experts // ranks
+        expert = index.reshape(-1)
+        token = torch.arange(tokens, device=index.device).repeat_interleave(top_k)
+        to_rank = torch.where((expert >= 0) & (expert < experts), expert // own, ranks)
+
+        # Pairs in the order of rank and token, so that those of one row follow one another; pairs for no rank last.
+        key, order = (to_rank * max(tokens, 1) + token).sort(stable=True)
+        starts_row = torch.ones_like(key)
+        starts_row[1:] = key[1:] != key[:-1]
+        sorted_rank = to_rank[order]
+        counts = key.new_zeros(ranks + 1, 2).index_add_(
+            0, sorted_rank, torch.stack([starts_row, torch.ones_like(key)], dim=1)
+        )[:ranks]
+        arriving = _all_to_all(counts, None, group)
+        sent_rows, sent_pairs, rows, pairs = self.read_counts(counts, arriving)
+        by_row, by_pair = _Splits(sent_rows, rows), _Splits(sent_pairs, pairs)
+
+        order, sorted_rank = order[: sum(sent_pairs)], sorted_rank[: sum(sent_pairs)]
+        row = starts_row[: sum(sent_pairs)].cumsum(0) - 1
+        row_token = key.new_zeros(sum(sent_rows)).scatter_(0, row, token[order])
+        first_row = counts[:, 0].cumsum(0) - counts[:, 0]
+        code = (row - first_row[sorted_rank]) * own + expert[order] % own
+        code = _all_to_all(code, by_pair, group)
+
+        received_rows, pair_weight = _Dispatch.apply(  # type: ignore[no-untyped-call]
+            hidden[row_token], weights.reshape(-1)[order], by_row, by_pair, group
+        )
+        offset = (arriving[:, 0].cumsum(0) - arriving[:, 0]).repeat_interleave(arriving[:, 1], output_size=sum(pairs))
+        return DispatchedTokens(
+            rows=received_rows,
+            pair_row=code // own + offset,
+            pair_expert=code % own,
+            pair_weight=pair_weight,
+            state=_AllToAllState(tokens, row_token, by_row),
+        )
+
+    def combine(self, rows: Tensor, dispatched: DispatchedTokens) -> Tensor:
+        state: _AllToAllState = dispatched.state
+        returned = cast(Tensor, _Return.apply(rows, state.rows, self.mesh.get_group()))  # type: ignore[no-untyped-call]
+        return sum_rows(returned, state.row_token, state.tokens)
+
+    def read_counts(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Return the rows and pairs sent to each rank, and received from it, as numbers; waits for the device."""
+        numbers = torch.cat([sent, received], dim=1).t().tolist()
+        return numbers[0], numbers[1], numbers[2], numbers[3]
+
+
+class _Dispatch(torch.autograd.Function):
+    """Send rows and the weights of their pairs; one node, so that every rank's backward has one order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, by_row: _Splits, by_pair: _Splits, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        ctx.by_row, ctx.by_pair, ctx.group = by_row, by_pair, group
+        return _all_to_all(rows, by_row, group), _all_to_all(weights, by_pair, group)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, rows: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None]:
+        return (
+            _all_to_all(rows, _reversed(ctx.by_row), ctx.group),
+            _all_to_all(weights, _reversed(ctx.by_pair), ctx.group),
+            None,
+            None,
+            None,
+        )
+
+
+class _Return(torch.autograd.Function):
+    """Send rows back to where they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, splits: _Splits, group: dist.ProcessGroup) -> Tensor:
+        ctx.splits, ctx.group = splits, group
+        return _all_to_all(rows, _reversed(splits), group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _all_to_all(gradient, ctx.splits, ctx.group), None, None
+
+
+def _reversed(splits: _Splits) -> _Splits:
+    return _Splits(splits.received, splits.sent)
+
+
+def _all_to_all(values: Tensor, splits: _Splits | None, group: dist.ProcessGroup) -> Tensor:
+    """Exchange parts of a tensor's first dim; without splits, one equal part for every rank."""
+    if splits is None:
+        arrived = torch.empty_like(values)
+        dist.all_to_all_single(arrived, values.contiguous(), group=group)
+        return arrived
+    arrived = values.new_empty(sum(splits.received), *values.shape[1:])
+    dist.all_to_all_single(arrived, values.contiguous(), splits.received, splits.sent, group=group)
+    return arrived
+
+
+#: Kernels that can take the place of the reference: name to the package that has them.
+_KERNELS: Mapping[str, str] = {"deepep": "deep_ep", "hybridep": "deep_ep"}
+
+
+def exchange_class(exchange: str | type[TokenExchange]) -> type[TokenExchange]:
+    """Return the class of an exchange by name, or the class itself.
+
+    Args:
+        exchange: ``"all_to_all"``; ``"deepep"`` or ``"hybridep"``, for which this package has no adapter yet; or a
+            subclass of :class:`TokenExchange`.
+
+    Raises:
+        CapabilityError: the kernels are not installed, or no adapter is written for them.
+        PlanError: the name is unknown.
+    """
+    if isinstance(exchange, type) and issubclass(exchange, TokenExchange):
+        return exchange
+    if exchange == "all_to_all":
+        return AllToAllExchange
+    if isinstance(exchange, str) and (package := _KERNELS.get(exchange)) is not None:
+        installed = importlib.util.find_spec(package) is not None
+        reason = "has no adapter here" if installed else "is not installed"
+        raise CapabilityError(
+            f"exchange={exchange!r} needs the kernels of {package}, which {reason}: use 'all_to_all', or pass a "
+            "subclass of tp_plans.torch_styles.TokenExchange that calls them"
+        )
+    raise PlanError(
+        f"exchange={exchange!r} is unknown: write 'all_to_all', {', '.join(map(repr, _KERNELS))}, or a TokenExchange"
+    )

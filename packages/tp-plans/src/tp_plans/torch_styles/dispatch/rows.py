@@ -1,0 +1,82 @@
+"""Rows summed by index, and rows divided over the ranks that share them."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tp_plans.row_ranges import shard_ranges
+
+
+def sum_rows(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """Return ``[size, ...]`` whose row ``i`` is the sum of the values with index ``i``.
+
+    By ``index_put``, which sums in a fixed order on CUDA, unlike ``index_add``: recomputed activations are the same.
+    """
+    return values.new_zeros(size, *values.shape[1:]).index_put((index,), values, accumulate=True)
+
+
+def split_rows(mesh: DeviceMesh, *tensors: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+    """Return this rank's part of tensors that all ranks of an axis have in full; gradients come back in full.
+
+    Args:
+        mesh: the axis.
+        tensors: equal on all ranks and of one size on ``dim``; gradients of floating-point ones are gathered.
+        dim: the dim to divide, as ``torch.chunk`` does.
+    """
+    own = shard_ranges(tensors[0].shape[dim], mesh.size())[mesh.get_local_rank()]
+    exact = [tensor.narrow(dim, own.start, len(own)) for tensor in tensors]
+    traced = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+    if traced and torch.is_grad_enabled():
+        found = _SplitRows.apply(mesh, dim, *(tensors[i] for i in traced))  # type: ignore[no-untyped-call]
+        for i, tensor in zip(traced, found, strict=True):
+            exact[i] = tensor
+    return tuple(exact)
+
+
+def join_rows(mesh: DeviceMesh, part: Tensor, size: int, *, dim: int = 0) -> Tensor:
+    """Return the tensor whose parts the ranks of an axis have; each rank's gradient is its part of the full one."""
+    return cast(Tensor, _JoinRows.apply(mesh, part, size, dim))  # type: ignore[no-untyped-call]
+
+
+class _SplitRows(torch.autograd.Function):
+    """A slice of each tensor forward; their gathered gradients backward, in one node and so in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, dim: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.mesh, ctx.dim, ctx.size = mesh, dim, tensors[0].shape[dim]
+        own = shard_ranges(ctx.size, mesh.size())[mesh.get_local_rank()]
+        return tuple(tensor.narrow(dim, own.start, len(own)).clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, *(_gather(ctx.mesh, gradient, ctx.size, ctx.dim) for gradient in gradients)
+
+
+class _JoinRows(torch.autograd.Function):
+    """Gather forward; a slice backward, since every rank has the full gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, part: Tensor, size: int, dim: int) -> Tensor:
+        ctx.mesh, ctx.dim, ctx.size = mesh, dim, size
+        return _gather(mesh, part, size, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
+        own = shard_ranges(ctx.size, ctx.mesh.size())[ctx.mesh.get_local_rank()]
+        return None, gradient.narrow(ctx.dim, own.start, len(own)).contiguous(), None, None
+
+
+def _gather(mesh: DeviceMesh, part: Tensor, size: int, dim: int) -> Tensor:
+    """Gather parts as ``torch.chunk`` makes them: only the last ones are shorter, so all padding is at the end."""
+    ranks = mesh.size()
+    each, rows = -(-size // ranks), part.movedim(dim, 0)
+    padded = rows if len(rows) == each else torch.cat([rows, rows.new_zeros(each - len(rows), *rows.shape[1:])])
+    full = rows.new_empty(ranks * each, *rows.shape[1:])
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    gather(full, padded.contiguous(), group=mesh.get_group())
+    return full if len(full) == size and dim == 0 else full[:size].movedim(0, dim).clone()

@@ -1,0 +1,182 @@
+"""The style that sends tokens to the ranks of their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tp_plans import layouts
+from tp_plans._torch_compat import own_parameters
+from tp_plans.errors import LayoutError, PlanError
+from tp_plans.naming import EXPERT_COUNTS
+from tp_plans.row_ranges import shard_ranges
+from tp_plans.styles import DispatchExperts, ParameterStyle
+from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, distribute_tied
+from tp_plans.torch_styles.dispatch.every_expert import from_experts, to_experts
+from tp_plans.torch_styles.dispatch.exchange import AllToAllExchange, DispatchedTokens, TokenExchange
+from tp_plans.torch_styles.dispatch.rows import join_rows, split_rows, sum_rows
+from tp_plans.torch_styles.gradients import full_view, summed_gradient
+from tp_plans.torch_styles.placement import plain_full_tensor
+
+
+class DispatchExpertsImpl(LocalTensorStyle):
+    """``DispatchExperts``: brings this rank's experts the tokens of all ranks, and every rank its tokens' sums.
+
+    The module's own forward runs on pairs of a token and one expert, ``top_k = 1``, so that none of its
+    implementations meets an index that stands for no expert.
+
+    Args:
+        style: the rule.
+        parameter_rules: as of every style.
+        shared_mesh: the axis whose ranks have the same tokens (``tp``), which they divide among themselves; ``None``
+            where every rank has its own.
+        exchange: how tokens travel.
+    """
+
+    style: DispatchExperts
+
+    def __init__(
+        self,
+        style: DispatchExperts,
+        parameter_rules: Mapping[str, ParameterStyle] | None = None,
+        *,
+        shared_mesh: DeviceMesh | None = None,
+        exchange: type[TokenExchange] = AllToAllExchange,
+    ) -> None:
+        super().__init__(style, parameter_rules)
+        self.shared_mesh, self.exchange = shared_mesh, exchange
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        experts = number_of_experts(own_parameters(module))
+        if not experts or experts % mesh.size():
+            legal = ", ".join(str(size) for size in range(1, experts + 1) if experts % size == 0)
+            raise PlanError(
+                f"{type(module).__name__} has {experts} stacked experts, which cannot be divided over "
+                f"ep={mesh.size()}: use an ep out of {legal or 1}"
+            )
+        for child, name, parameter in _inner_parameters(module):
+            child.register_parameter(name, distribute_tied(parameter, mesh, layouts.Replicate(), self.src_data_rank))
+
+    def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        experts = number_of_experts(own_parameters(module))
+        for name, parameter in own_parameters(module).items():
+            if parameter is not None and parameter.shape[:1] != (experts,) and not isinstance(parameter, DTensor):
+                # Rows besides the experts' (LongCat): another dim, since uneven shards of rows are sharded again.
+                even = (dim for dim in range(1, parameter.ndim) if parameter.shape[dim] % mesh.size() == 0)
+                layout = layouts.Shard(next(even, 0)) if parameter.ndim else layouts.Replicate()
+                module.register_parameter(name, distribute_tied(parameter, mesh, layout, self.src_data_rank))
+        super()._distribute(module, mesh)
+
+    def pre_forward(
+        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
+    ) -> tuple[Args, Kwargs]:
+        experts = number_of_experts(context.parameters)
+        own = shard_ranges(experts, context.mesh.size())[context.mesh.get_local_rank()]
+        for name, parameter in context.parameters.items():
+            if parameter.shape[:1] != (experts,):
+                rows = full_view(parameter, partial=True)
+                own_parameters(module)[name] = rows[own.start : own.stop] if parameter.ndim > 1 else rows
+        for child, name, parameter in _inner_parameters(module):
+            # Summed once a forward, not once a call: ranks call what is inside experts as often as they have tokens.
+            context.swap_in(child, name, parameter, summed_gradient(parameter))
+        for name in EXPERT_COUNTS:
+            if getattr(module, name, None) == experts:
+                context.attributes[name] = experts
+                setattr(module, name, len(own))
+        given = self._arguments(module, args, kwargs)
+        if len(given) == 1:
+            values: tuple[Tensor, ...] = (self._every_expert(*given.values(), experts, context),)
+        else:
+            values = self._routed(tuple(given.values()), experts, context)
+        return (), dict(zip(given, values, strict=True))
+
+    def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
+        saved = context.saved
+        shape, dtype = saved["shape"], saved["dtype"]
+        if (sizes := saved.get("sizes")) is not None:
+            outputs = output.view(saved["own"], -1, shape[-1])[:, : sum(sizes)]
+            mine = from_experts(context.mesh, outputs, sizes)
+            full = mine if self.shared_mesh is None else join_rows(self.shared_mesh, mine, saved["tokens"], dim=1)
+            return full.reshape(shape).clone() if full.shape != shape else full
+        dispatched: DispatchedTokens = saved["dispatched"]
+        pairs = output[: len(dispatched.pair_row)]  # without the row that stands for none
+        rows = sum_rows(pairs, dispatched.pair_row, len(dispatched.rows))
+        mine = saved["exchange"].combine(rows, dispatched)
+        if (identity := saved.get("identity")) is not None:
+            mine = mine + identity
+        full = mine if self.shared_mesh is None else join_rows(self.shared_mesh, mine, saved["tokens"])
+        full = full.to(dtype)
+        return full if full.shape == shape else full.view(shape).clone()  # no view: models add to it in place
+
+    def _arguments(self, module: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Tensor]:
+        """Return the tokens, and the indices and weights if there are any, plain and full, by the argument's name."""
+        names = _argument_names(module)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        index = next((name for name, value in given.items() if not value.is_floating_point()), None)
+        order = [names[0]] if index is None else [names[0], index, *(set(given) - {names[0], index})]
+        if sorted(order) != sorted(given) or len(order) not in (1, 3):
+            raise LayoutError(
+                f"{type(module).__name__} was called with {', '.join(given)}: DispatchExperts knows forwards of "
+                "(hidden_states, top_k_index, top_k_weights), whatever the names, and of (hidden_states)"
+            )
+        if self.shared_mesh is None:
+            return {name: given[name] for name in order}
+        return {name: plain_full_tensor(given[name], self.shared_mesh) for name in order}
+
+    def _routed(self, given: tuple[Tensor, ...], experts: int, context: ForwardContext) -> tuple[Tensor, ...]:
+        """Send this rank's tokens, and return the pairs that came as arguments of the module's forward."""
+        hidden, index, weights = given
+        context.saved.update(shape=hidden.shape, dtype=hidden.dtype, tokens=index.shape[0])
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        if self.shared_mesh is not None:
+            hidden, index, weights = split_rows(self.shared_mesh, hidden, index, weights)
+        if self.style.identity_indices:
+            kept = weights.masked_fill(index < experts, 0).sum(-1, keepdim=True)
+            context.saved["identity"] = hidden * kept
+        exchange = self.exchange(context.mesh)
+        dispatched = exchange.dispatch(hidden, index, weights, experts=experts)
+        context.saved.update(exchange=exchange, dispatched=dispatched)
+        rows, expert, weight = dispatched.rows[dispatched.pair_row], dispatched.pair_expert, dispatched.pair_weight
+        if not len(expert):  # a pair of zeros keeps every parameter in the graph, with zeros for its gradient
+            rows = torch.cat([rows, dispatched.rows.sum(0, keepdim=True)])
+            expert, weight = expert.new_zeros(1), torch.cat([weight, weight.new_zeros(1)])
+        if self.style.identity_indices:  # LongCat's forward needs two choices: the other is an identity of weight zero
+            none = torch.full_like(expert, experts // context.mesh.size())
+            return rows, torch.stack([expert, none], dim=1), torch.stack([weight, torch.zeros_like(weight)], dim=1)
+        return rows, expert.unsqueeze(1), weight.unsqueeze(1)
+
+    def _every_expert(self, hidden: Tensor, experts: int, context: ForwardContext) -> Tensor:
+        """Send every expert's tokens to its rank."""
+        tokens = hidden.view(experts, -1, hidden.shape[-1])
+        context.saved.update(shape=hidden.shape, dtype=hidden.dtype, tokens=tokens.shape[1])
+        if self.shared_mesh is not None:
+            (tokens,) = split_rows(self.shared_mesh, tokens, dim=1)
+        mine, sizes = to_experts(context.mesh, tokens)
+        context.saved.update(sizes=sizes, own=mine.shape[0])
+        if not mine.shape[1]:
+            mine = mine.new_zeros(mine.shape[0], 1, mine.shape[2]) + mine.sum(1, keepdim=True)
+        return mine.reshape(-1, hidden.shape[-1])
+
+
+def _inner_parameters(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return the parameters below a module, without its own: their owner, name and value."""
+    below = [child for child in module.modules() if child is not module]
+    return [(child, name, each) for child in below for name, each in own_parameters(child).items() if each is not None]
+
+
+def number_of_experts(parameters: Mapping[str, Any]) -> int:
+    """Return the number of experts stacked in a module's own parameters; 0 where none are."""
+    return min((int(each.shape[0]) for each in parameters.values() if each is not None and each.ndim == 3), default=0)
+
+
+def _argument_names(module: nn.Module) -> list[str]:
+    """Return the names of the arguments of a module's own forward, that of the class before any style."""
+    forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
+    named = (list(signature(forward).parameters)[1:] for forward in forwards)
+    return next(names for names in named if names[:1] != ["args"])
