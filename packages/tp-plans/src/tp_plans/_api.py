@@ -14,6 +14,7 @@ from tp_plans.errors import (
     ModelError,
     PlanError,
     TpPlansError,
+    TransferError,
     UnknownArchitectureError,
     UnknownStyleError,
 )
@@ -49,6 +50,11 @@ from tp_plans.styles import (
     Style,
     VocabParallelEmbedding,
 )
+from tp_plans.transfer.engine_layout import EngineSize, engine_layout
+from tp_plans.transfer.engine_rules import EngineRule, engine_rules
+from tp_plans.transfer.layout import CheckpointTensor, StoredBlock, TransferLayout, mesh_layout
+from tp_plans.transfer.mesh_layout import StridedShard, mesh_boxes
+from tp_plans.transfer.plan import BlockTransfer, TransferPlan, plan_cover, plan_transfer
 from tp_plans.without_rowwise import rowwise_free
 
 __all__ = [
@@ -57,9 +63,11 @@ __all__ = [
     "AlreadyParallelizedError",
     "Architecture",
     "BatchDivisibility",
+    "BlockTransfer",
     "CapabilityError",
     "CheckFailedError",
     "CheckReport",
+    "CheckpointTensor",
     "CollectiveSummary",
     "ColwiseEmbedding",
     "ColwiseParallel",
@@ -67,6 +75,8 @@ __all__ = [
     "DecoderSpec",
     "DispatchExperts",
     "Doubt",
+    "EngineRule",
+    "EngineSize",
     "ExpertsParallel",
     "ExpertsSpec",
     "Explanation",
@@ -97,10 +107,15 @@ __all__ = [
     "SequenceParallel",
     "Shard",
     "ShardedParameter",
+    "StoredBlock",
+    "StridedShard",
     "Style",
     "SublayerSpec",
     "Suggestion",
     "TpPlansError",
+    "TransferError",
+    "TransferLayout",
+    "TransferPlan",
     "UnknownArchitectureError",
     "UnknownStyleError",
     "VocabParallelEmbedding",
@@ -110,9 +125,15 @@ __all__ = [
     "check",
     "decoder_plan",
     "expert_styles_by_path",
+    "engine_layout",
+    "engine_rules",
     "explain",
     "from_hugging_face",
+    "mesh_boxes",
+    "mesh_layout",
+    "plan_cover",
     "plan_for",
+    "plan_transfer",
     "register",
     "resolve_plan",
     "resolve_style",

@@ -49,5 +49,9 @@ class LayoutError(TpPlansError, ValueError):
     """A module was given a tensor in a layout under which it would train wrongly."""
 
 
+class TransferError(TpPlansError, ValueError):
+    """A transfer between two layouts of weights is not possible, or a layout is malformed."""
+
+
 class AlreadyParallelizedError(TpPlansError, RuntimeError):
     """A style was applied to a module that already carries one."""

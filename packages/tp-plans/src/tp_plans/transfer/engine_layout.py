@@ -1,0 +1,203 @@
+"""The layouts of vLLM and SGLang: fused projections, copied key/value heads, stacked experts, padded vocabularies."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tp_plans._validate import is_integer
+from tp_plans.errors import TransferError
+from tp_plans.transfer.boxes import Box, full_box
+from tp_plans.transfer.engine_rules import Engine, EngineRule, engine_rules, rule_for
+from tp_plans.transfer.layout import CheckpointTensor, StoredBlock, TransferLayout
+
+#: Both engines pad the vocabulary to a multiple of this (``DEFAULT_VOCAB_PADDING_SIZE``).
+VOCAB_PADDING = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSize:
+    """The sizes of a model and of the engine that serves it.
+
+    Args:
+        num_attention_heads: of the model.
+        num_key_value_heads: of the model; ``None`` for multi-head latent attention, and where it is the same.
+        tp: tensor-parallel ranks.
+        ep: expert-parallel ranks, of the same ``tp`` ranks: each has the experts of its ``ep`` rank, cut over
+            ``tp / ep`` ranks.  vLLM has 1 and, with ``enable_expert_parallel``, ``tp``.
+        vocab_padding: the vocabulary is padded to a multiple of this.
+    """
+
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    tp: int = 1
+    ep: int = 1
+    vocab_padding: int = VOCAB_PADDING
+
+    def __post_init__(self) -> None:
+        for field in ("num_attention_heads", "tp", "ep", "vocab_padding"):
+            if not is_integer(getattr(self, field), least=1):
+                raise TransferError(f"{field} is {getattr(self, field)!r}: give 1 or more")
+        if self.num_attention_heads % self.tp:
+            raise TransferError(f"{self.num_attention_heads} attention heads cannot be split over tp={self.tp}")
+        kv = self.kv_heads
+        if kv % self.tp and self.tp % kv:
+            raise TransferError(
+                f"{kv} key/value heads and tp={self.tp}: engines split or copy them evenly, so one divides the other"
+            )
+        if self.tp % self.ep:
+            raise TransferError(f"ep={self.ep} does not divide tp={self.tp}: the ranks of one engine are both")
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A checkpoint tensor in a parameter of the engine."""
+
+    name: str
+    tensor: CheckpointTensor
+    rule: EngineRule
+    expert: int | None
+
+
+def engine_layout(
+    tensors: Mapping[str, CheckpointTensor],
+    size: EngineSize,
+    *,
+    engine: Engine = "vllm",
+    rules: Sequence[EngineRule] | None = None,
+    replicas: int = 1,
+) -> TransferLayout:
+    """Lay a checkpoint's tensors out as vLLM or SGLang store them, before any repacking for a kernel.
+
+    Fused matrices follow one another in one local parameter: ``qkv_proj``, ``gate_up_proj``, ``w13_weight`` and
+    ``w2_weight`` of stacked experts, ``fused_qkv_a_proj`` of latent attention.  Key/value heads are copied where there
+    are fewer than ranks.  A rank stores its rows of the padded vocabulary; padding is no part of the checkpoint and is
+    not written.  An embedding that is also the LM head is one tensor, as in the checkpoint.
+
+    Args:
+        tensors: the checkpoint's tensors by name; experts one by one.
+        size: heads and ranks.
+        engine: whose names and rules.
+        rules: other rules, for example ``[EngineRule(...), *engine_rules("vllm")]``; ``None`` for the engine's own.
+        replicas: engines of ``tp`` ranks each, one after another, that hold the same.
+
+    Returns:
+        The layout on ranks 0 to ``replicas * tp - 1``; :meth:`TransferLayout.shifted` moves it behind the trainer's.
+
+    Raises:
+        TransferError: a tensor has no rule, or cannot be cut evenly; the message has the numbers.
+
+    Example:
+        >>> import tp_plans
+        >>> tensors = {f"model.layers.0.self_attn.{n}_proj.weight": tp_plans.CheckpointTensor((r, 8))
+        ...            for n, r in (("q", 16), ("k", 4), ("v", 4))}
+        >>> size = tp_plans.EngineSize(num_attention_heads=4, num_key_value_heads=1, tp=2)
+        >>> layout = tp_plans.engine_layout(tensors, size)
+        >>> for block in layout.blocks("model.layers.0.self_attn.v_proj.weight"):
+        ...     print(block.rank, block.box, block.local, block.offset)
+        0 ((0, 4), (0, 8)) model.layers.0.self_attn.qkv_proj.weight (12, 0)
+        1 ((0, 4), (0, 8)) model.layers.0.self_attn.qkv_proj.weight (12, 0)
+    """
+    chosen = engine_rules(engine) if rules is None else rules
+    parameters: dict[str, list[_Member]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        rule = rule_for(name, chosen)
+        local, expert = _local_name(name, rule)
+        parameters[local].append(_Member(name, tensor, rule, expert))
+    blocks: dict[str, list[StoredBlock]] = {name: [] for name in tensors}
+    for local, members in parameters.items():
+        for replica in range(replicas):
+            for rank in range(size.tp):
+                for name, box, offset, dims in _on_rank(members, rank, size):
+                    blocks[name].append(StoredBlock(replica * size.tp + rank, box, local, offset, dims))
+    return TransferLayout(tensors, blocks)
+
+
+def _local_name(name: str, rule: EngineRule) -> tuple[str, int | None]:
+    """The engine's parameter of a checkpoint tensor, and the number of its expert."""
+    path, _, attribute = name.rpartition(".")
+    if rule.expert:  # PARENT.experts.NUMBER.LINEAR.weight -> PARENT.experts.w13_weight
+        parent, number, _ = path.rsplit(".", 2)
+        if not number.isdigit():
+            raise TransferError(f"{name}: {number!r} is not the number of an expert")
+        return f"{parent}.{rule.fused_into}", int(number)
+    if rule.fused_into is None:
+        return name, None
+    return f"{path.rpartition('.')[0]}.{rule.fused_into}.{attribute}", None
+
+
+def _on_rank(
+    members: Sequence[_Member], rank: int, size: EngineSize
+) -> Iterator[tuple[str, Box, tuple[int, ...], tuple[int | None, ...]]]:
+    """A rank's blocks of one parameter: tensor, box, offset and dims."""
+    if members[0].expert is not None:
+        yield from _experts_on_rank(members, rank, size)
+        return
+    start = 0
+    for member in sorted(members, key=lambda each: each.rule.position):
+        dim, (low, high) = _cut(member, rank, size)
+        shape = member.tensor.shape
+        box = (*full_box(shape[:dim]), (low, high), *full_box(shape[dim + 1 :]))
+        offset = (start,) + (0,) * (len(shape) - 1)
+        yield member.name, box, offset, tuple(range(len(shape)))
+        start += box[0][1] - box[0][0]
+
+
+def _experts_on_rank(
+    members: Sequence[_Member], rank: int, size: EngineSize
+) -> Iterator[tuple[str, Box, tuple[int, ...], tuple[int | None, ...]]]:
+    expert_tp = size.tp // size.ep
+    ep_rank, tp_rank = divmod(rank, expert_tp)
+    count = max(member.expert or 0 for member in members) + 1
+    local, rest = divmod(count, size.ep)  # vLLM's linear placement: the first ranks have one more
+    first = ep_rank * local + min(ep_rank, rest)
+    held = range(first, first + local + (ep_rank < rest))
+    for member in members:
+        if member.expert not in held:
+            continue
+        rows, columns = member.tensor.shape
+        expert = (member.expert or 0) - first
+        if member.rule.split == "rows":
+            low, high = _even(member.name, rows, tp_rank, expert_tp)
+            box: Box = ((low, high), (0, columns))
+        else:
+            low, high = _even(member.name, columns, tp_rank, expert_tp)
+            box = ((0, rows), (low, high))
+        yield member.name, box, (expert, member.rule.position * (high - low), 0), (1, 2)
+
+
+def _cut(member: _Member, rank: int, size: EngineSize) -> tuple[int, tuple[int, int]]:
+    """The dim that a tensor is cut on, and the rank's range of it."""
+    shape, split = member.tensor.shape, member.rule.split
+    match split:
+        case "replicated":
+            return 0, (0, shape[0])
+        case "columns":
+            return 1, _even(member.name, shape[1], rank, size.tp)
+        case "heads":
+            return 0, _even(member.name, shape[0], rank, size.tp, unit=size.num_attention_heads)
+        case "kv_heads" if size.kv_heads < size.tp:
+            _even(member.name, shape[0], 0, 1, unit=size.kv_heads)
+            return 0, _even(member.name, shape[0], rank * size.kv_heads // size.tp, size.kv_heads)
+        case "kv_heads":
+            return 0, _even(member.name, shape[0], rank, size.tp, unit=size.kv_heads)
+        case "vocabulary":
+            padded = -(-shape[0] // size.vocab_padding) * size.vocab_padding
+            low, high = _even(f"the padded vocabulary of {member.name}", padded, rank, size.tp)
+            return 0, (min(low, shape[0]), min(high, shape[0]))
+    return 0, _even(member.name, shape[0], rank, size.tp)
+
+
+def _even(name: str, length: int, rank: int, parts: int, unit: int = 1) -> tuple[int, int]:
+    if length % parts or length % unit:
+        raise TransferError(
+            f"{name}: {length} features cannot be split evenly over {parts} ranks in {unit} equal units, as the engine "
+            "does: use a tp that divides them"
+        )
+    return rank * (length // parts), (rank + 1) * (length // parts)

@@ -1,0 +1,123 @@
+"""Boxes that the ranks of a mesh hold of a tensor under DTensor's and FSDP2's placements, without torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tp_plans.errors import PlanError, TransferError
+from tp_plans.layouts import Replicate, Shard
+from tp_plans.transfer.boxes import Box
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """A shard that is cut after the axes to its right, as FSDP2 cuts what ``tp`` has cut (torch's ``_StridedShard``).
+
+    Args:
+        dim: the sharded dim.
+    """
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        if type(self.dim) is not int or self.dim < 0:
+            raise PlanError(f"{self.dim!r} is not a dim: write 0 or more")
+
+    def __str__(self) -> str:
+        return f"strided_shard({self.dim})"
+
+
+MeshLayout = Replicate | Shard | StridedShard
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStep:
+    """One sharding of a tensor: dim ``dim`` of the part left by earlier steps, into ``num_chunks`` over an axis.
+
+    Args:
+        axis: index of the mesh axis.
+        dim: the tensor dim.
+        num_chunks: size of the mesh axis.
+    """
+
+    axis: int
+    dim: int
+    num_chunks: int
+
+    def chunk_size(self, size: int) -> int:
+        """Return the size of a full chunk of ``size``; as in ``torch.chunk``, the last chunks are shorter or empty."""
+        return -(-size // self.num_chunks)
+
+    def chunk_range(self, size: int, index: int) -> tuple[int, int]:
+        """Return the start and the length of chunk ``index`` of ``size``."""
+        start = min(size, self.chunk_size(size) * index)
+        return start, min(size - start, self.chunk_size(size))
+
+
+def shard_steps(layouts: Sequence[MeshLayout], mesh_shape: Sequence[int]) -> list[ShardStep]:
+    """Return the sharding steps in an order that reproduces every rank's shard.
+
+    Steps on different dims commute.  On one dim, plain shards apply from the first mesh axis to the last, while a
+    strided shard applies after the axes to its right: FSDP2 shards after ``tp``, although its axis comes first in the
+    mesh.  The last axis goes first wherever that is allowed, so that parameters sharded over ``tp`` and FSDP2 agree on
+    the order.
+    """
+    ordered: list[ShardStep] = []
+    for axis, layout in reversed(list(enumerate(layouts))):
+        if isinstance(layout, (Shard, StridedShard)):
+            step = ShardStep(axis, layout.dim, mesh_shape[axis])
+            same_dim = (index for index, other in enumerate(ordered) if other.dim == step.dim)
+            is_strided = isinstance(layout, StridedShard)
+            ordered.insert(len(ordered) if is_strided else next(same_dim, len(ordered)), step)
+    return ordered
+
+
+def mesh_boxes(shape: Sequence[int], mesh_shape: Sequence[int], layouts: Sequence[MeshLayout]) -> list[Box]:
+    """Return the box that each rank of a mesh holds, in the mesh's row-major order.
+
+    Chunks are those of ``torch.chunk``: ceiling-sized, the last ones shorter or empty.
+
+    Args:
+        shape: the full tensor's shape.
+        mesh_shape: the sizes of the mesh's axes.
+        layouts: one per axis: ``Replicate()``, ``Shard(dim)``, or ``StridedShard(dim)`` for FSDP2's shards of a dim
+            that an axis to the right has cut.
+
+    Returns:
+        One box per rank; a box of an empty shard has a dim of size 0.
+
+    Raises:
+        TransferError: there is not one layout per axis, or a layout's dim is not one of the tensor's.
+
+    Example:
+        >>> import tp_plans
+        >>> tp_plans.mesh_boxes((5, 4), (2, 2), [tp_plans.Shard(0), tp_plans.Shard(1)])
+        [((0, 3), (0, 2)), ((0, 3), (2, 4)), ((3, 5), (0, 2)), ((3, 5), (2, 4))]
+    """
+    if len(layouts) != len(mesh_shape):
+        raise TransferError(f"{len(layouts)} layouts for a mesh of {len(mesh_shape)} axes: give one per axis")
+    normal = [_in_dims(layout, shape) for layout in layouts]
+    steps = shard_steps(normal, mesh_shape)
+    boxes = []
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        box = [(0, size) for size in shape]
+        for step in steps:
+            start, stop = box[step.dim]
+            offset, length = step.chunk_range(stop - start, coordinate[step.axis])
+            box[step.dim] = (start + offset, start + offset + length)
+        boxes.append(tuple(box))
+    return boxes
+
+
+def _in_dims(layout: object, shape: Sequence[int]) -> MeshLayout:
+    if isinstance(layout, Replicate):
+        return layout
+    if isinstance(layout, (Shard, StridedShard)) and -len(shape) <= layout.dim < len(shape):
+        return type(layout)(layout.dim % len(shape))
+    raise TransferError(
+        f"{layout} is no layout of a tensor of shape {tuple(shape)} ({math.prod(shape)} elements): write Replicate(), "
+        "Shard(dim) or StridedShard(dim)"
+    )

@@ -1,0 +1,229 @@
+"""Plan a transfer: which box of which tensor each rank sends to each other rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tp_plans.errors import TransferError
+from tp_plans.transfer.boxes import Box, difference, disjoint, full_box, intersection, split_box, volume
+from tp_plans.transfer.layout import CheckpointTensor, TransferLayout
+
+#: Boxes that several ranks can send are shared out in parts of at most this many bytes.
+_SHARED_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTransfer:
+    """A box of a checkpoint tensor that one rank sends to another.
+
+    Args:
+        tensor: the checkpoint tensor.
+        box: the part of it.
+        source: the rank that sends.
+        destination: the rank that receives; the source itself where it stores the box already.
+        nbytes: bytes of the box in the dtype that is sent.
+    """
+
+    tensor: str
+    box: Box
+    source: int
+    destination: int
+    nbytes: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the box stays on its rank, as a copy."""
+        return self.source == self.destination
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """Every transfer between two layouts, in checkpoint order, and the layouts.
+
+    Args:
+        source: where the values are.
+        destination: where they go.
+        transfers: what goes from where to where; no element reaches a rank twice.
+    """
+
+    source: TransferLayout
+    destination: TransferLayout
+    transfers: tuple[BlockTransfer, ...]
+
+    @cached_property
+    def _totals(self) -> tuple[Mapping[int, int], Mapping[int, int], Mapping[int, int]]:
+        sent: dict[int, int] = defaultdict(int)
+        received: dict[int, int] = defaultdict(int)
+        kept: dict[int, int] = defaultdict(int)
+        for each in self.transfers:
+            if each.is_local:
+                kept[each.source] += each.nbytes
+            else:
+                sent[each.source] += each.nbytes
+                received[each.destination] += each.nbytes
+        return sent, received, kept
+
+    def bytes_sent(self, rank: int) -> int:
+        """Bytes that a rank sends to other ranks."""
+        return self._totals[0].get(rank, 0)
+
+    def bytes_received(self, rank: int) -> int:
+        """Bytes that a rank receives from other ranks."""
+        return self._totals[1].get(rank, 0)
+
+    def bytes_kept(self, rank: int) -> int:
+        """Bytes that a rank of both layouts copies from itself."""
+        return self._totals[2].get(rank, 0)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of either layout, in order."""
+        return tuple(sorted({*self.source.ranks, *self.destination.ranks}))
+
+
+def plan_transfer(source: TransferLayout, destination: TransferLayout) -> TransferPlan:
+    """Decide which rank sends which block of each checkpoint tensor to which rank.
+
+    Each element that a destination rank stores reaches it once, also where it stores copies; what the rank has itself
+    is copied locally.  Where several ranks hold a block, the one with the fewest bytes to send sends it, large blocks
+    in parts: first what has one sender is counted, then the rest from large to small.  The same plan comes out on
+    every process, without communication.
+
+    Args:
+        source: the layout that has the values; every tensor of the destination must be in it.
+        destination: the layout to fill; it may lack tensors of the source.
+
+    Returns:
+        The plan.
+
+    Raises:
+        TransferError: the source lacks a tensor or a part of one, or shapes or dtypes differ.
+
+    Example:
+        >>> import tp_plans
+        >>> tensors = {"weight": tp_plans.CheckpointTensor((4, 2))}
+        >>> trainer = tp_plans.mesh_layout(tensors, (2,), {"weight": [tp_plans.Shard(0)]})
+        >>> engine = tp_plans.mesh_layout(tensors, (1,), {"weight": [tp_plans.Replicate()]}).shifted(2)
+        >>> for each in tp_plans.plan_transfer(trainer, engine).transfers:
+        ...     print(each.tensor, each.box, f"{each.source} -> {each.destination}", each.nbytes)
+        weight ((0, 2), (0, 2)) 0 -> 2 8
+        weight ((2, 4), (0, 2)) 1 -> 2 8
+    """
+    _require_same_tensors(source, destination)
+    load: dict[int, int] = defaultdict(int)
+    fixed: list[tuple[int, BlockTransfer]] = []
+    shared: list[tuple[int, str, Box, Sequence[int], int, int]] = []
+    order = 0
+    for name, tensor in destination.tensors.items():
+        owners = _owners(source, name)
+        for rank, box in _wanted(destination, name):
+            for part, senders in _providers(name, tensor, box, rank, owners):
+                if len(senders) == 1:
+                    nbytes = volume(part) * tensor.itemsize
+                    fixed.append((order, BlockTransfer(name, part, senders[0], rank, nbytes)))
+                    load[senders[0]] += nbytes if senders[0] != rank else 0
+                    order += 1
+                    continue
+                for small in split_box(part, max(1, _SHARED_BYTES // tensor.itemsize)):
+                    shared.append((order, name, small, senders, rank, volume(small) * tensor.itemsize))
+                    order += 1
+    for place, name, box, senders, rank, nbytes in sorted(shared, key=lambda item: (-item[5], item[0])):
+        sender = min(senders, key=lambda each: (load[each], each))
+        load[sender] += nbytes
+        fixed.append((place, BlockTransfer(name, box, sender, rank, nbytes)))
+    fixed.sort(key=lambda item: item[0])
+    return TransferPlan(source, destination, tuple(transfer for _, transfer in fixed))
+
+
+def plan_cover(layout: TransferLayout) -> tuple[BlockTransfer, ...]:
+    """Share out every element of a layout's tensors among the ranks that store it, each to one of them.
+
+    Args:
+        layout: must hold every element of every tensor.
+
+    Returns:
+        For each box the rank that answers for it, as source and destination.
+
+    Raises:
+        TransferError: no rank stores some part of a tensor.
+
+    Example:
+        >>> import tp_plans
+        >>> tensors = {"weight": tp_plans.CheckpointTensor((4, 2))}
+        >>> layout = tp_plans.mesh_layout(tensors, (2,), {"weight": [tp_plans.Replicate()]})
+        >>> [(each.box, each.source) for each in tp_plans.plan_cover(layout)]
+        [(((0, 4), (0, 2)), 0)]
+    """
+    load: dict[int, int] = defaultdict(int)
+    found = []
+    for name, tensor in layout.tensors.items():
+        owners = _owners(layout, name)
+        for part, senders in _providers(name, tensor, full_box(tensor.shape), None, owners):
+            for small in split_box(part, max(1, _SHARED_BYTES // tensor.itemsize)):
+                owner = min(senders, key=lambda each: (load[each], each))
+                load[owner] += volume(small) * tensor.itemsize
+                found.append(BlockTransfer(name, small, owner, owner, volume(small) * tensor.itemsize))
+    return tuple(found)
+
+
+def _require_same_tensors(source: TransferLayout, destination: TransferLayout) -> None:
+    missing = [name for name in destination.tensors if name not in source.tensors]
+    if missing:
+        raise TransferError(
+            f"the source lacks {len(missing)} of the destination's {len(destination.tensors)} tensors, first "
+            f"{missing[0]}: export the names that the destination knows, or leave them out of its layout"
+        )
+    for name, tensor in destination.tensors.items():
+        if source.tensors[name] != tensor:
+            raise TransferError(
+                f"{name} is {source.tensors[name].shape} in {source.tensors[name].dtype} at the source and "
+                f"{tensor.shape} in {tensor.dtype} at the destination: both layouts name the values as they are sent"
+            )
+
+
+def _owners(layout: TransferLayout, name: str) -> dict[Box, list[int]]:
+    """The ranks that store each box of a tensor."""
+    owners: dict[Box, list[int]] = {}
+    for block in layout.blocks(name):
+        held = owners.setdefault(block.box, [])
+        if block.rank not in held:
+            held.append(block.rank)
+    return owners
+
+
+def _wanted(layout: TransferLayout, name: str) -> Iterator[tuple[int, Box]]:
+    """What each rank has to be given of a tensor, as boxes that do not overlap."""
+    by_rank: dict[int, list[Box]] = defaultdict(list)
+    for block in layout.blocks(name):
+        by_rank[block.rank].append(block.box)
+    for rank in sorted(by_rank):
+        for box in by_rank[rank] if len(by_rank[rank]) == 1 else disjoint(by_rank[rank]):
+            yield rank, box
+
+
+def _providers(
+    name: str, tensor: CheckpointTensor, box: Box, rank: int | None, owners: Mapping[Box, Sequence[int]]
+) -> Iterator[tuple[Box, Sequence[int]]]:
+    """Cut a box by the boxes that sources store; yield each part with the ranks that can send it."""
+    left = [box] if volume(box) else []
+    own_first = sorted(owners.items(), key=lambda item: rank not in item[1]) if rank is not None else owners.items()
+    for stored, senders in own_first:
+        if not left:
+            return
+        remaining: list[Box] = []
+        for piece in left:
+            part = intersection(piece, stored)
+            if part is None:
+                remaining.append(piece)
+                continue
+            yield part, [rank] if rank in senders and rank is not None else senders
+            remaining += difference(piece, part)
+        left = remaining
+    if left:
+        raise TransferError(
+            f"no source rank stores {left[0]} of {name}, which has shape {tensor.shape}: the source layout must hold "
+            "every part of the tensors that it sends"
+        )

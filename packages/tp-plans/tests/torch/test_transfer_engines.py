@@ -1,0 +1,161 @@
+"""Engine layouts filled by a plan equal what the engines' loaders make of the full tensors."""
+
+import pytest
+import torch
+
+import tp_plans
+from tp_plans import CheckpointTensor, EngineRule, EngineSize, Shard, TransferError
+
+HEADS, HEAD, HIDDEN, VOCAB, WIDTH, EXPERTS, EXPERT_WIDTH = 8, 4, 16, 70, 24, 6, 8
+LAYER = "model.layers.0"
+
+
+def dense(kv_heads, bias=True):
+    rows = {"q": HEADS * HEAD, "k": kv_heads * HEAD, "v": kv_heads * HEAD}
+    shapes = {f"{LAYER}.self_attn.{n}_proj.weight": (r, HIDDEN) for n, r in rows.items()}
+    shapes |= {f"{LAYER}.self_attn.{n}_proj.bias": (r,) for n, r in rows.items() if bias}
+    shapes |= {f"{LAYER}.mlp.{n}_proj.weight": (WIDTH, HIDDEN) for n in ("gate", "up")}
+    return shapes | {
+        f"{LAYER}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
+        f"{LAYER}.mlp.down_proj.weight": (HIDDEN, WIDTH),
+        f"{LAYER}.input_layernorm.weight": (HIDDEN,),
+        f"{LAYER}.self_attn.q_norm.weight": (HEAD,),
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }
+
+
+def mixture():
+    shapes = {f"{LAYER}.mlp.gate.weight": (EXPERTS, HIDDEN), f"{LAYER}.mlp.gate.e_score_correction_bias": (EXPERTS,)}
+    for expert in range(EXPERTS):
+        prefix = f"{LAYER}.mlp.experts.{expert}"
+        shapes |= {f"{prefix}.{n}_proj.weight": (EXPERT_WIDTH, HIDDEN) for n in ("gate", "up")}
+        shapes[f"{prefix}.down_proj.weight"] = (HIDDEN, EXPERT_WIDTH)
+    return shapes | {f"{LAYER}.mlp.shared_experts.up_proj.weight": (WIDTH, HIDDEN)}
+
+
+def latent():
+    return {
+        f"{LAYER}.self_attn.q_a_proj.weight": (12, HIDDEN),
+        f"{LAYER}.self_attn.q_a_layernorm.weight": (12,),
+        f"{LAYER}.self_attn.q_b_proj.weight": (HEADS * 6, 12),
+        f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight": (10, HIDDEN),
+        f"{LAYER}.self_attn.kv_b_proj.weight": (HEADS * 8, 8),
+    }
+
+
+def filled(shapes, size, engine="vllm", **options):
+    """The engine's local tensors after a transfer from a trainer of three ranks, sharded on dim 0."""
+    full = {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors = {name: CheckpointTensor(shape, "float32") for name, shape in shapes.items()}
+    trainer = tp_plans.mesh_layout(tensors, (3,), {name: [Shard(0)] for name in tensors})
+    layout = tp_plans.engine_layout(tensors, size, engine=engine, **options)
+    local = {}
+    for each in tp_plans.plan_transfer(trainer, layout.shifted(3)).transfers:
+        for part, block in layout.within(each.destination - 3, each.tensor, each.box):
+            values = full[each.tensor][tuple(slice(*side) for side in part)]
+            target = local.setdefault((each.destination - 3, block.local), {})
+            target[block.local_box(part)] = values
+    return full, local
+
+
+def assembled(parts, shape):
+    """The local tensor that boxes of values make; NaN where nothing was written."""
+    tensor = torch.full(shape, float("nan"))
+    for box, values in parts.items():
+        where = tuple(slice(*side) for side in box)
+        assert tensor[where].isnan().all()
+        tensor[where] = values.reshape(tensor[where].shape)
+    return tensor
+
+
+def equal(local, key, expected):
+    return torch.equal(assembled(local[key], expected.shape), expected)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+def test_attention_mlp_and_vocabulary_are_cut_and_fused_as_by_the_loaders(kv_heads, tp):
+    shapes = dense(kv_heads)
+    full, local = filled(shapes, EngineSize(num_attention_heads=HEADS, num_key_value_heads=kv_heads, tp=tp))
+    for rank in range(tp):
+        own_kv = max(1, kv_heads // tp) * HEAD
+        kv_start = rank * own_kv if kv_heads >= tp else rank // (tp // kv_heads) * HEAD
+        for kind in ("weight", "bias"):
+            q, k, v = (full[f"{LAYER}.self_attn.{n}_proj.{kind}"] for n in "qkv")
+            parts = [q.chunk(tp)[rank], k[kv_start : kv_start + own_kv], v[kv_start : kv_start + own_kv]]
+            assert equal(local, (rank, f"{LAYER}.self_attn.qkv_proj.{kind}"), torch.cat(parts))
+        gate, up = (full[f"{LAYER}.mlp.{n}_proj.weight"].chunk(tp)[rank] for n in ("gate", "up"))
+        assert equal(local, (rank, f"{LAYER}.mlp.gate_up_proj.weight"), torch.cat([gate, up]))
+        for name in (f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.down_proj.weight"):
+            assert equal(local, (rank, name), full[name].chunk(tp, 1)[rank])
+        for name in (f"{LAYER}.input_layernorm.weight", f"{LAYER}.self_attn.q_norm.weight", "model.norm.weight"):
+            assert equal(local, (rank, name), full[name])
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            rows = full[name].split(128 // tp)[rank:][:1]  # 70 rows, padded to 128
+            assert equal(local, (rank, name), rows[0]) if rows else (rank, name) not in local
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (4, 2), (8, 2)])
+def test_experts_are_stacked_and_dealt_over_expert_and_tensor_ranks(tp, ep):
+    full, local = filled(mixture(), EngineSize(num_attention_heads=8, tp=tp, ep=ep), "sglang")
+    cut = tp // ep
+    for rank in range(tp):
+        held = [[0, 1, 2, 3, 4, 5], [[0, 1, 2], [3, 4, 5]], 0, [[0, 1], [2, 3], [4], [5]]][ep - 1]
+        own = held if ep == 1 else held[rank // cut]
+        experts = [f"{LAYER}.mlp.experts.{expert}" for expert in own]
+        w13 = [[full[f"{e}.{n}_proj.weight"].chunk(cut)[rank % cut] for n in ("gate", "up")] for e in experts]
+        w2 = [full[f"{e}.down_proj.weight"].chunk(cut, 1)[rank % cut] for e in experts]
+        assert equal(local, (rank, f"{LAYER}.mlp.experts.w13_weight"), torch.stack([torch.cat(pair) for pair in w13]))
+        assert equal(local, (rank, f"{LAYER}.mlp.experts.w2_weight"), torch.stack(w2))
+        assert equal(local, (rank, f"{LAYER}.mlp.gate.weight"), full[f"{LAYER}.mlp.gate.weight"])
+        shared = full[f"{LAYER}.mlp.shared_experts.up_proj.weight"].chunk(tp)[rank]
+        assert equal(local, (rank, f"{LAYER}.mlp.shared_experts.gate_up_proj.weight"), shared)
+
+
+@pytest.mark.parametrize(("engine", "fused"), [("vllm", "fused_qkv_a_proj"), ("sglang", "fused_qkv_a_proj_with_mqa")])
+def test_latent_attention_keeps_its_compressed_projections_whole_and_cuts_heads(engine, fused):
+    full, local = filled(latent(), EngineSize(num_attention_heads=HEADS, tp=4), engine)
+    for rank in range(4):
+        pair = [full[f"{LAYER}.self_attn.{n}.weight"] for n in ("q_a_proj", "kv_a_proj_with_mqa")]
+        assert equal(local, (rank, f"{LAYER}.self_attn.{fused}.weight"), torch.cat(pair))
+        for name in ("q_b_proj", "kv_b_proj"):
+            weight = full[f"{LAYER}.self_attn.{name}.weight"]
+            assert equal(local, (rank, f"{LAYER}.self_attn.{name}.weight"), weight.chunk(4)[rank])
+
+
+def test_replicas_of_an_engine_store_the_same_on_later_ranks():
+    shapes = dense(8)
+    _, local = filled(shapes, EngineSize(num_attention_heads=HEADS, tp=2), replicas=2)
+    assert len(local) == 4 * len({name for _, name in local})
+    for rank, name in local:
+        assert local[rank, name].keys() == local[(rank + 2) % 4, name].keys()
+
+
+def test_a_rule_of_the_users_own_comes_first():
+    tensors = {"model.layers.0.mixer.in_proj.weight": CheckpointTensor((12, 4))}
+    size = EngineSize(num_attention_heads=4, tp=2)
+    with pytest.raises(TransferError, match=r"no rule says how the engine stores model\.layers\.0\.mixer\.in_proj"):
+        tp_plans.engine_layout(tensors, size)
+    rules = [EngineRule(pattern="*.mixer.in_proj.weight", split="rows"), *tp_plans.engine_rules("vllm")]
+    boxes = [b.box for b in tp_plans.engine_layout(tensors, size, rules=rules).blocks(next(iter(tensors)))]
+    assert boxes == [((0, 6), (0, 4)), ((6, 12), (0, 4))]
+
+
+def test_sizes_that_no_engine_has_are_refused_with_numbers():
+    for message, options in (
+        ("8 attention heads cannot be split over tp=3", {"tp": 3}),
+        ("3 key/value heads and tp=8", {"tp": 8, "num_key_value_heads": 3}),
+        ("ep=3 does not divide tp=4", {"tp": 4, "ep": 3}),
+        ("tp is 0", {"tp": 0}),
+    ):
+        with pytest.raises(TransferError, match=message):
+            EngineSize(**{"num_attention_heads": 8, **options})
+    shape = {"model.layers.0.mlp.up_proj.weight": CheckpointTensor((25, 4))}
+    with pytest.raises(TransferError, match="25 features cannot be split evenly over 2 ranks"):
+        tp_plans.engine_layout(shape, EngineSize(num_attention_heads=8, tp=2))
+    with pytest.raises(TransferError, match="engine is 'tgi'"):
+        tp_plans.engine_rules("tgi")
+    with pytest.raises(TransferError, match="split is 'diagonal'"):
+        EngineRule(pattern="*", split="diagonal")
