@@ -203,10 +203,10 @@ def all_gather_flat(output: Tensor, own: Tensor, group: ProcessGroup) -> dist.Wo
     return work
 
 
-def reduce_scatter_flat(own: Tensor, everyone: Tensor, group: ProcessGroup) -> dist.Work:
+def reduce_scatter_flat(output: Tensor, full: Tensor, group: ProcessGroup) -> dist.Work:
     """Start a reduce-scatter of flat tensors; torch 2.13 renamed the function."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: dist.Work = scatter(own, everyone, group=group, async_op=True)
+    work: dist.Work = scatter(output, full, group=group, async_op=True)
     return work
 
 
