@@ -17,6 +17,11 @@ with contextlib.suppress(ImportError):
     import peft  # noqa: F401
 
 with contextlib.suppress(ImportError):
+    from architecture_matrix.table import entries
+
+    entries()  # imports the config of every architecture
+
+with contextlib.suppress(ImportError):
     from transformers import (  # noqa: F401
         Gemma3ForConditionalGeneration,
         LlamaForCausalLM,

@@ -172,7 +172,11 @@ def test_every_mode_of_checkpointing_composes_with_the_mesh(
     assert_parity(four_ranks.run(compare, case))
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=["tp", "sp"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"sequence_parallel": True}],  # tp alone: test_compile of tp_plans
+    ids=["tp", "sp"],
+)
 def test_compiled_blocks_compute_the_same_on_the_mesh(four_ranks: RankPool, options: dict[str, Any]) -> None:
     options = {**options, "compile": {"backend": "aot_eager"}, "activation_checkpointing": "block"}
     assert_parity(four_ranks.run(compare, Case("Qwen3ForCausalLM", {"dp_shard": 2, "tp": 2}, parallelize, options)))

@@ -1,4 +1,7 @@
-"""Every use of a private torch API in this package, with its reason and the versions it was seen to work on."""
+"""Every use of a private torch API in this package, with its reason and the versions it was seen to work on.
+
+``tests/test_torch_compat.py`` fails where a later torch has what a function here replaces.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,8 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Param
     """FSDP2's sharded parameters by owning module and name; tied ones under every owner.
 
     While a unit is gathered its modules hold other tensors, in the dtype of the mixed-precision policy, and torch
-    2.10 to 2.15 have no public way to the shards but to drop the gathered ones (``FSDPModule.reshard``).
+    2.10 to 2.15 have no public way to the shards but to drop the gathered ones (``FSDPModule.reshard``;
+    pytorch/pytorch#120879).
     """
     found: dict[tuple[nn.Module, str], nn.Parameter] = {}
     for fsdp_parameter in _fsdp_parameters(model):
@@ -75,8 +79,8 @@ def initialize_root(root: FSDPModule) -> None:
     """Initialize FSDP2's state of a root and the modules below it, as the root's first forward does.
 
     Until then gradients of the root's own parameters are not reduced, since a backward does not know the root.
-    ``unshard()`` initializes one module's parameters only; torch 2.10 to 2.15 have no public function for all (no
-    upstream issue found).
+    ``unshard()`` initializes one module's parameters only; torch 2.10 to 2.15 have no public function for all
+    (introduced so in pytorch/pytorch#117881).
     """
     state: Any = root._get_fsdp_state()
     state._lazy_init()
@@ -108,7 +112,7 @@ def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
     """Raise ``freed()`` where backward reads a tensor that was saved inside the ``with`` and has lost its storage.
 
     torch's own error is about the storage, and torch turns its check for changes in place off for tensors with hooks
-    (2.10 to 2.15), so that is done here; the version of a tensor is not public.
+    (2.10 to 2.15, since pytorch/pytorch#60975), so that is done here; the version of a tensor is not public.
     """
 
     def pack(tensor: Tensor) -> tuple[Tensor, int]:
@@ -174,7 +178,10 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Return the leaves of nested dicts, lists and tuples; ``torch.utils._pytree`` is private in torch 2.10 to 2.15."""
+    """Return the leaves of nested dicts, lists and tuples.
+
+    ``torch.utils._pytree`` is private in torch 2.10 to 2.15 (pytorch/pytorch#65761).
+    """
     from torch.utils._pytree import tree_leaves
 
     found: list[Any] = tree_leaves(tree)
@@ -196,10 +203,10 @@ def all_gather_flat(output: Tensor, own: Tensor, group: ProcessGroup) -> dist.Wo
     return work
 
 
-def reduce_scatter_flat(own: Tensor, everyone: Tensor, group: ProcessGroup) -> dist.Work:
+def reduce_scatter_flat(output: Tensor, full: Tensor, group: ProcessGroup) -> dist.Work:
     """Start a reduce-scatter of flat tensors; torch 2.13 renamed the function."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: dist.Work = scatter(own, everyone, group=group, async_op=True)
+    work: dist.Work = scatter(output, full, group=group, async_op=True)
     return work
 
 
@@ -402,7 +409,7 @@ def observe_storage_resizes(observe: Callable[[UntypedStorage], None]) -> Iterat
     """Call ``observe`` after every ``UntypedStorage.resize_``.
 
     FSDP2 allocates and frees gathered parameters by resizing their storages.  Under ``FakeTensorMode`` no operator is
-    dispatched for that, and torch 2.10 to 2.15 have no hook, so the method is replaced.
+    dispatched for that, and torch 2.10 to 2.15 have no hook (pytorch/pytorch#122434), so the method is replaced.
     """
     original = UntypedStorage.resize_
 

@@ -248,7 +248,7 @@ class Translation:
 
     Args:
         renamed: names on the other side, for tensors that stay as they are.
-        conversions: what becomes of the others.
+        conversions: of the other names.
         rules: the rules that applied, for :func:`remember_rules`.
     """
 

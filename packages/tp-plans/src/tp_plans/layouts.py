@@ -35,7 +35,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Each rank holds an addend; the tensor is their sum."""
+    """Each rank holds a partial sum; the tensor is the sum over the ranks."""
 
     def __str__(self) -> str:
         return "partial"

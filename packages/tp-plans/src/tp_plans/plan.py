@@ -63,7 +63,7 @@ class Plan(Mapping[str, Style]):
         sequence_parallel: whether activations between blocks are cut on the sequence.
 
     Raises:
-        PlanError: a key is no module path, a value is no style, or another argument is of the wrong type.
+        PlanError: a key is no module path, a value is not a style, or another argument is of the wrong type.
     """
 
     def __init__(self, rules: Mapping[str, Style], *, name: str = "custom", sequence_parallel: bool = False) -> None:
@@ -73,7 +73,7 @@ class Plan(Mapping[str, Style]):
             _require_module_path(pattern)
             if not isinstance(style, Style):
                 raise PlanError(
-                    f"the rule for {pattern!r} is of type {type_name(style)}, which is no style of tp_plans: "
+                    f"the rule for {pattern!r} is of type {type_name(style)}, which is not a style of tp_plans: "
                     "write one, as ColwiseParallel()"
                 )
         if not isinstance(name, str):
@@ -215,7 +215,7 @@ def require_plan(value: object) -> Plan:
         PlanError: it is something else.
     """
     if not isinstance(value, Plan):
-        raise PlanError(f"what is of type {type_name(value)} is no plan: make one with resolve_plan(plan, model)")
+        raise PlanError(f"what is of type {type_name(value)} is not a plan: make one with resolve_plan(plan, model)")
     return value
 
 

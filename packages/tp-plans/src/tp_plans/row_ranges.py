@@ -59,6 +59,6 @@ def _split_blocks(size: int, tp: int, unit: int, *, shared: bool) -> list[range]
 
 
 def intersect(rows: Sequence[range], stored: range) -> list[range]:
-    """What of ``rows`` lies in a stored chunk, counted from the chunk's start; empty ranges are left out."""
+    """Return the part of ``rows`` in a stored chunk, counted from the chunk's start, without empty ranges."""
     cuts = (range(max(r.start, stored.start), min(r.stop, stored.stop)) for r in rows)
     return [range(cut.start - stored.start, cut.stop - stored.start) for cut in cuts if cut.start < cut.stop]

@@ -25,7 +25,8 @@ def rowwise_free(plan: Plan) -> Plan:
     A row-wise layer adds up what the ranks computed, in another order than one process does.  Here each rank
     gathers the layer's input and computes some of its output features, each of them with one product over all
     input features, and the features are gathered.  Stacked experts are replicated.  Embeddings are
-    looked up as before: all but one of their addends are zero.  The forward pass is meant; gradients are sums.
+    looked up as before: all but one of the summed values are zero.  Only the
+    forward pass is free of sums; gradients are sums.
 
     It sends more (a gather before and after each such layer) and costs no memory besides, except for experts.
 
@@ -40,7 +41,7 @@ def rowwise_free(plan: Plan) -> Plan:
 
     Raises:
         PlanError: a layer's part of a sum is left to another module, or its input consists of pieces; or what was
-            given is no plan.
+            given is not a plan.
 
     Example:
         >>> import tp_plans
@@ -62,7 +63,7 @@ def _without_sum(pattern: str, style: Style) -> Style:
             | GatherSequence(inner=AllReduceOutput())
         ):
             raise PlanError(
-                f"the rule for {pattern!r} is {style}, an addend of a sum over ranks: to do without it, "
+                f"the rule for {pattern!r} is {style}, whose output is a partial sum: to do without it, "
                 "override the rules of the module that sums, so that it is replicated"
             )
         case RowwiseParallel(fused_sizes=pieces) if pieces:

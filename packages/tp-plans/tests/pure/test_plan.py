@@ -175,7 +175,7 @@ def test_removing_a_rule_that_is_not_there_says_which_are():
 
 
 def test_override_refuses_what_is_no_style():
-    with pytest.raises(PlanError, match="'head' is of type str, which is no style"):
+    with pytest.raises(PlanError, match="'head' is of type str, which is not a style"):
         MLP.override({"head": "colwise"})
 
 
@@ -236,7 +236,7 @@ def test_a_prefix_that_is_no_module_path_is_refused(prefix):
 
 @pytest.mark.parametrize("value", ["colwise", None, ColwiseParallel, {"style": "ColwiseParallel"}])
 def test_a_value_that_is_no_style_is_refused_with_the_fix(value):
-    with pytest.raises(PlanError, match=r"the rule for 'a' is .*which is no style of tp_plans.*ColwiseParallel\(\)"):
+    with pytest.raises(PlanError, match=r"the rule for 'a' is .*which is not a style of tp_plans.*ColwiseParallel\(\)"):
         Plan({"a": value})
 
 

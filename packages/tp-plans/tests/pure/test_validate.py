@@ -1,4 +1,4 @@
-"""What is no plan, no model and no size is refused by type, with what to give instead."""
+"""Values that are not a plan, a model or a size are refused by type, with the value to give instead."""
 
 import pytest
 from stub_modules import decoder
@@ -42,7 +42,7 @@ def test_what_is_no_model_is_refused_with_how_to_get_one(asked, model):
 
 @pytest.mark.parametrize("plan", [None, "auto", 3, [("up", ColwiseParallel())]])
 def test_check_takes_plans_and_dicts_only(plan):
-    with pytest.raises(PlanError, match=r"is no plan: .*resolve_plan\(plan, model\)"):
+    with pytest.raises(PlanError, match=r"is not a plan: .*resolve_plan\(plan, model\)"):
         check(plan, decoder(), tp=2)
 
 
@@ -58,7 +58,7 @@ def test_check_takes_plans_and_dicts_only(plan):
     ids=["explain", "batch_divisibility", "rowwise_free", "diff"],
 )
 def test_a_dict_is_not_taken_for_a_plan_where_only_a_plan_will_do(asked, plan):
-    with pytest.raises(PlanError, match=r"is no plan: .*resolve_plan\(plan, model\)"):
+    with pytest.raises(PlanError, match=r"is not a plan: .*resolve_plan\(plan, model\)"):
         asked(plan)
 
 

@@ -64,10 +64,10 @@ def test_stacked_experts_stay_whole():
 @pytest.mark.parametrize(
     ("style", "message"),
     [
-        (RowwiseParallel(output_layouts=Partial()), "an addend of a sum over ranks"),
-        (AllReduceOutput(), "an addend of a sum over ranks"),
-        (GatherSequence(inner=AllReduceOutput()), "an addend of a sum over ranks"),
-        (ScaleInput(), "an addend of a sum over ranks"),
+        (RowwiseParallel(output_layouts=Partial()), "whose output is a partial sum"),
+        (AllReduceOutput(), "whose output is a partial sum"),
+        (GatherSequence(inner=AllReduceOutput()), "whose output is a partial sum"),
+        (ScaleInput(), "whose output is a partial sum"),
         (RowwiseParallel(fused_sizes=(1, 1)), "reads 2 pieces"),
     ],
 )

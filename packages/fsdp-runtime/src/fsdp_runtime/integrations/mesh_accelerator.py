@@ -29,7 +29,7 @@ from fsdp_runtime.mesh.spec import axis_size, submesh
 class MeshAccelerator(Accelerator):
     """An ``Accelerator`` whose processes are the data-parallel ranks of ``mesh``, and that wraps no model.
 
-    ``is_main_process`` and the barriers still concern the whole world.  Made from an ordinary one by
+    ``is_main_process`` and the barriers still concern all ranks.  Made from an ordinary one by
     :func:`over_mesh`.
 
     Attributes:

@@ -37,7 +37,7 @@ class MeshTrainerMixin(_AnyTrainer):
 
     Put it before the trainer's class: ``class MyTrainer(MeshTrainerMixin, TheirTrainer)``.  What it changes:
 
-    - Ranks that differ only in ``tp`` get the same batches; batches are dealt over ``dp``.
+    - Ranks that differ only in ``tp`` get the same batches; batches are divided over ``dp``.
     - accelerate neither wraps the model nor moves it.
     - The loss with ``labels`` is computed from logits that are sharded on the vocabulary.
     - The norm of the gradients, and clipping by it, count every shard once.
@@ -51,7 +51,7 @@ class MeshTrainerMixin(_AnyTrainer):
 
     Raises:
         BackendError: rl-logprobs is not installed.
-        MeshError: the mesh has an axis that batches cannot be dealt over.
+        MeshError: the mesh has an axis that batches cannot be divided over.
         ModelError: the model is not parallelized on this mesh, or has no weights yet.
         OptionError: an option that cannot be right on a sharded model.
     """

@@ -50,7 +50,7 @@ class GRPOTrainer(MeshTrainerMixin, trl.GRPOTrainer):
     """``trl.GRPOTrainer`` for a model that ``parallelize`` has sharded.
 
     It takes the same arguments, by keyword, ``mesh`` and ``ref_model``; see :class:`MeshTrainerMixin` for what differs.
-    Prompts are dealt over ``dp``.  The ranks of one ``tp`` group generate the same completions together, with FSDP2's
+    Prompts are divided over ``dp``.  The ranks of one ``tp`` group generate the same completions together, with FSDP2's
     parameters gathered meanwhile, and use the same rewards: those of the group's first rank.
 
     Args:

@@ -298,7 +298,7 @@ def require_axes(mesh: DeviceMesh) -> None:
     """Check the axis names of a mesh.
 
     Raises:
-        MeshError: an axis has another name than those of :class:`MeshSpec`, or none; or it is no mesh.
+        MeshError: an axis has another name than those of :class:`MeshSpec`, or none; or ``mesh`` is not a mesh.
     """
     require_mesh(mesh)
     names = mesh.mesh_dim_names or ()

@@ -184,7 +184,7 @@ def _divide_gradients(module: nn.Module, scale: float) -> None:
 def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
     """Return the dim to shard a parameter on if it has fewer rows than ranks; ``None`` for rows, FSDP2's default.
 
-    A rank of ``tp`` may hold one or two merged experts: sharded by rows they would lie on as many ranks, and the other
+    A rank of ``tp`` may hold one or two merged experts: sharded by rows they would be on as many ranks, and the other
     ranks would hold nothing.  FSDP2 shards dims other than the first into equal parts only.
     """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

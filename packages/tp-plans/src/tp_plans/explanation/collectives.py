@@ -1,7 +1,7 @@
 """The collectives of a plan, derived from its layouts.
 
-How a layer's input lies follows from the nearest rule above it that prepares inputs, where the layer reads the
-stream (it is as wide as the embedding), and is replicated where it reads something in between.
+A layer that is as wide as the embedding reads the residual stream: the nearest rule above it that prepares inputs gives
+the layout of its input. The input of any other layer is replicated.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ STYLE_BY_NAME: dict[str, Style] = {
 
 #: Words that ask for nothing where every style is right alone, with the reason.
 IGNORED_STYLES: dict[str, str] = {
-    "gather": "sums what local_rowwise layers inside leave as addends; ours are summed where they arise",  # to 5.0
+    "gather": "sums what local_rowwise layers inside leave as partial sums; ours are summed where they arise",  # to 5.0
     "local": "keeps a module's tensors plain; ours are plain during every forward",  # 4.57 to 5.0
 }
 
@@ -88,7 +88,7 @@ def parameter_style_from_name(word: str, ndim: int, *, where: str = "") -> Param
         return ParameterStyle(layout=Shard(max(0, ndim - 2)))
     if word in _ROW_WORDS:
         return ParameterStyle(layout=Shard(ndim - 1) if ndim > 1 else Replicate())
-    if word in _PACKED_WORDS:  # no layout of torch's describes its parts: it is stored split and used whole
+    if word in _PACKED_WORDS:  # no layout of torch describes its parts: it is stored sharded and gathered for use
         return ParameterStyle(layout=Shard(max(0, ndim + _PACKED_WORDS[word])), gathered=True)
     if word == _EXPERT_WORD:
         return ParameterStyle(layout=Shard(0))

@@ -22,5 +22,5 @@ FALCON_H1 = Architecture(
         norms=("input_layernorm", "pre_ff_layernorm"),
         final_norm="final_layernorm",
     ),
-    notes="the Mamba mixer computes alike on every rank; its projections are stored split",
+    notes="the Mamba mixer computes the same on every rank; its projections are stored split",
 )

@@ -38,7 +38,7 @@ QWEN3_5_TEXT = Architecture(
         norms=NORMS,
         optional=("self_attn", "linear_attn"),
     ),
-    notes="linear attention computes alike on every rank; its projections are stored split",
+    notes="linear attention computes the same on every rank; its projections are stored split",
 )
 QWEN3_5 = Architecture(
     class_name="Qwen3_5ForConditionalGeneration",

@@ -72,6 +72,6 @@ NEMOTRON_FLASH = Architecture(
         final_norm="final_layernorm",
         optional=("self_attn", "gla", "mamba"),
     ),
-    notes="recurrent layers compute alike on every rank; learned tokens are put before the sequence",
+    notes="recurrent layers compute the same on every rank; learned tokens are put before the sequence",
     sequence_parallel=False,
 )

@@ -1,8 +1,8 @@
 """The styles of modules: how parameters are sharded, and the layouts of inputs and outputs.
 
-Styles are frozen data.  Each is right by itself: an activation that arrives as a plain tensor is read in the
-style's ``input`` layout, one that arrives as a DTensor says itself how it lies and is redistributed as needed.
-So a plan stays correct when a rule that merely saves communication (``PrepareModuleInput``) is left out.
+Styles are frozen data.  Each is correct by itself: a plain tensor is read in the style's ``input_layouts``, and a
+DTensor is redistributed from its own placements as needed.  So a plan stays correct without a rule that only saves
+communication (``PrepareModuleInput``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixtures of experts, and modules whose outputs are addends."""
+"""Mixtures of experts, and modules whose outputs are partial sums."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class ScaleInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduceOutput:
-    """A module whose output is this rank's addend, since what it holds is split: the ranks' outputs are summed.
+    """A module whose output is a partial sum, since its parameters are split: the ranks' outputs are summed.
 
-    The gradients of its input are addends too, and are summed.
+    The gradients of its input are partial sums too, and are summed.
 
     Args:
         output_layouts: layout of the output: ``Replicate()``, or ``Shard(dim)`` to reduce-scatter onto a dim.

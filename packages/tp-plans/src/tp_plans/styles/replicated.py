@@ -68,12 +68,12 @@ class GatheredParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterStyle:
-    """A parameter that is no layer's ``weight``: attention sinks, a gate's scalars.  Its pattern ends in its name.
+    """A parameter other than a layer's ``weight``: attention sinks, a gate's scalars.  Its pattern ends in its name.
 
     It is a plain tensor during the forward of the module that owns it.
 
     Args:
-        layout: how it lies: ``Shard(dim)`` or ``Replicate()``.
+        layout: its layout: ``Shard(dim)`` or ``Replicate()``.
         gathered: it is stored sharded, and its owner computes with the full parameter.
         gradient: the gradient that a rank computes for a full parameter: ``"full"``, or ``"partial"`` where
             it meets this rank's heads only.

@@ -1,6 +1,6 @@
 """The one mechanism of all styles: a module in a plan keeps DTensor parameters and computes on local tensors.
 
-Parameters are DTensors, so that FSDP, optimizers, checkpoints and norms see how they lie.  For the duration of
+Parameters are DTensors, so that FSDP, optimizers, checkpoints and norms see their placements.  For the duration of
 its forward the module finds in their place this rank's plain tensors, taken by differentiable views that give
 each parameter its full gradient in the parameter's own layout.  Model code, fused kernels and the compiler
 therefore meet ordinary tensors only, and no operator needs a sharding strategy.

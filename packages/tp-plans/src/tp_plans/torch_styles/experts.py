@@ -122,7 +122,7 @@ def _is_index(value: object) -> bool:
 
 
 def _full_with_summed_gradient(tensor: Tensor, context: ForwardContext) -> Tensor:
-    """Return a full plain tensor; each rank computes an addend of its gradient."""
+    """Return a full plain tensor; each rank computes a partial sum of its gradient."""
     full: Tensor = plain_full_tensor(tensor, context.mesh)
     return with_summed_gradient(full, context.mesh) if full.requires_grad else full
 

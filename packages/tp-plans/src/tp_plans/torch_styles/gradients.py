@@ -1,4 +1,4 @@
-"""Plain views of DTensors whose gradients come back as the parameter or activation lies."""
+"""Plain views of DTensors whose gradients have the placements of the parameter or activation."""
 
 from __future__ import annotations
 

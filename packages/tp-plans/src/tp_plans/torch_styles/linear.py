@@ -44,7 +44,7 @@ class ColwiseParallelImpl(LocalTensorStyle):
             arrived = self._read(tensor, context)
             gathered = redistribute(arrived, layouts.Replicate())
             # Each rank's features give a part of the input's gradient.  It is summed where the input came from,
-            # except that torch 2.10 sums nothing on the way back to addends.
+            # except that torch 2.10 does not sum in backward towards partial sums.
             if any(p.is_partial() for p in arrived.placements):
                 return summed_gradient(gathered)
             return gathered.to_local(grad_placements=[Partial()])
@@ -67,7 +67,7 @@ class ColwiseParallelImpl(LocalTensorStyle):
 
 
 class RowwiseParallelImpl(LocalTensorStyle):
-    """``RowwiseParallel``: computes this rank's addend of the output, sums over the ranks."""
+    """``RowwiseParallel``: computes a partial sum of the output and sums over the ranks."""
 
     style: RowwiseParallel
 

@@ -94,12 +94,12 @@ def plain_full_tensor(value: Any, mesh: DeviceMesh) -> Any:
     return redistribute(as_dtensor(value, mesh, layouts.Replicate()), layouts.Replicate()).to_local().contiguous()
 
 
-def reduce_output(addend: Tensor, mesh: DeviceMesh, layout: Layout, *, use_local_output: bool) -> Tensor:
-    """The ranks' sum in ``layout``, as a plain tensor or a DTensor."""
-    lying = redistribute(as_dtensor(addend, mesh, layouts.Partial()), layout)
-    return to_output(lying, use_local_output=use_local_output)
+def reduce_output(partial: Tensor, mesh: DeviceMesh, layout: Layout, *, use_local_output: bool) -> Tensor:
+    """Return the sum over the ranks in ``layout``, as a plain tensor or a DTensor."""
+    summed = redistribute(as_dtensor(partial, mesh, layouts.Partial()), layout)
+    return to_output(summed, use_local_output=use_local_output)
 
 
 def to_output(output: DTensor, *, use_local_output: bool) -> Tensor:
-    """An output as the style says: this rank's plain tensor, or the DTensor."""
+    """Return an output as this rank's plain tensor, or the DTensor itself."""
     return to_local_writable(output) if use_local_output else output
