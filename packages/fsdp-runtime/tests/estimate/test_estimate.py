@@ -16,6 +16,7 @@ from fsdp_runtime.estimate import MemoryBreakdown, Peak, pipeline
 from fsdp_runtime.estimate.advice import advice_for
 from fsdp_runtime.estimate.assumptions import quantization_assumptions
 from harness.estimates import made_estimate, made_settings
+from harness.models import tiny_config
 
 WIDTH, VOCABULARY, LENGTH = 16, 32, 8
 
@@ -300,3 +301,23 @@ def test_a_config_of_remote_code_is_refused(tmp_path: Any) -> None:
         run(tmp_path)
     with pytest.raises(EstimateError, match="does not exist"):
         run(tmp_path / "nothing")
+
+
+def _loss_of_images(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    pixels = torch.zeros(inputs["input_ids"].shape[0], 3, 8, 8, dtype=torch.bfloat16)
+    return model(**inputs, pixel_values=pixels, use_cache=False).logits.full_tensor().square().mean()
+
+
+def test_a_step_with_images_counts_the_vision_tower_as_trained() -> None:
+    config = tiny_config("Gemma3ForConditionalGeneration")
+    options: dict[str, Any] = {"seq_len": 16, "sequence_parallel": False, "clip": False}
+    text = estimate(config, {"dp_shard": 2, "tp": 2}, **options)
+    images = estimate(config, {"dp_shard": 2, "tp": 2}, logprobs=_loss_of_images, **options)
+    assert {each.module for each in text.assumptions if "no images" in each.assumption} == {
+        "model.vision_tower",
+        "model.multi_modal_projector",
+    }
+    assert not any("have no gradient" in each.assumption for each in images.assumptions)
+    state = images.memory.resident.optimizer_state
+    assert 0 <= state - 2 * images.memory.resident.parameters < 1024  # two moments, and the counts of steps
+    assert text.memory.resident.optimizer_state < state

@@ -46,7 +46,7 @@ def argument_types(error: Refusal, special: Mapping[type, Refusal] | None = None
         >>> total([1, "2"])
         Traceback (most recent call last):
         ...
-        ValueError: total: values must be of type Sequence[int], got list
+        ValueError: total: values is of type list, not Sequence[int]
     """
 
     def decorate(target: Target) -> Target:
@@ -80,11 +80,11 @@ def _checked(
         annotation = annotations[key]
         kinds = [annotation, *typing.get_args(annotation)]
         raised = next((each for cls, each in (special or {}).items() if cls in kinds), error)
-        shown = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__qualname__
+        shown = type(value).__qualname__
         shown += f" of layout {value.layout}" if isinstance(value, torch.Tensor) else ""
         shown += " (beyond 64 bits)" * _is_long(value)
         written = inspect.signature(function).parameters[key].annotation
-        return raised(f"{name}: {key} must be of type {written}, got {shown}")
+        return raised(f"{name}: {key} is of type {shown}, not {written}")
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -42,7 +42,7 @@ def argument_types(error: Refusal, special: Mapping[type, Refusal] | None = None
         >>> total([1, "2"])
         Traceback (most recent call last):
         ...
-        ValueError: total: values must be of type Sequence[int], got list
+        ValueError: total: values is of type list, not Sequence[int]
     """
 
     def decorate(target: Target) -> Target:
@@ -78,10 +78,10 @@ def _checked(
         annotation = annotations[key]
         kinds = [annotation, *typing.get_args(annotation)]
         raised = next((each for cls, each in (special or {}).items() if cls in kinds), error)
-        shown = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__qualname__
+        shown = type(value).__qualname__
         shown += " (beyond 64 bits)" * _is_long(value)
         written = inspect.signature(function).parameters[key].annotation
-        return raised(f"{name}: {key} must be of type {written}, got {shown}")
+        return raised(f"{name}: {key} is of type {shown}, not {written}")
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
