@@ -62,8 +62,8 @@ def parallelize(
 
     Raises:
         MeshError: the mesh has other axis names.
-        ModelError: no blocks are found, the model is already parallelized, no module would recompute, or the model's
-            sequences cannot be sharded over ``cp``.
+        ModelError: no blocks are found, the model is already parallelized or offloaded, no module would recompute, or
+            the model's sequences cannot be sharded over ``cp``.
         BackendError: an option needs a device that is not available.
         OptionError: an option is not allowed, or needs an axis that the mesh lacks; or FSDP2 would wrap trainable
             parameters of several dtypes as one module.
