@@ -37,6 +37,7 @@ from fsdp_runtime.parallel.refuse_pickle import refuse_pickle
 from fsdp_runtime.parallel.shared_prefixes import apply_shared_prefixes, check_shared_prefixes
 from fsdp_runtime.parallel.stale_optimizers import refuse_stale_optimizers
 from fsdp_runtime.parallel.tensor import Logits, apply_tp, check_plan, require_logits, with_logits
+from fsdp_runtime.runtime_state import runtime_state
 from tp_plans import Plan, Style, UnknownArchitectureError, with_expert_parallelism
 from tp_plans.torch_styles import exchange_class
 
@@ -159,8 +160,8 @@ def resolve_parallelism(
 
     Raises:
         MeshError: the mesh has other axis names.
-        ModelError: no blocks are found, the model is already parallelized, no module would recompute, the model's
-            sequences cannot be sharded over ``cp``, or its samples cannot share prefixes.
+        ModelError: no blocks are found, the model is already parallelized or offloaded, no module would recompute, the
+            model's sequences cannot be sharded over ``cp``, or its samples cannot share prefixes.
         BackendError: an option needs a device that is not available.
         OptionError: an option is not allowed, or needs an axis that the mesh lacks; or FSDP2 would wrap trainable
             parameters of several dtypes as one module.
@@ -273,6 +274,8 @@ def resolve_on(
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
     """
     require_load_balancer(cp_load_balancer)
+    if runtime_state(model).offloaded is not None:
+        raise ModelError("tensors of the model are offloaded to host memory: call onload(model) before parallelize")
     _require_not_wrapped(model)
     has_plan = resolve_plan is not None and tp_mesh is not None and tp_mesh.size() > 1
     if has_plan or not allow_dtensors:

@@ -68,8 +68,8 @@ def parallelize(
 
     Raises:
         MeshError: the mesh has other axis names.
-        ModelError: no blocks are found, the model is already parallelized, no module would recompute, the model's
-            sequences cannot be sharded over ``cp``, or its samples cannot share prefixes.
+        ModelError: no blocks are found, the model is already parallelized or offloaded, no module would recompute, the
+            model's sequences cannot be sharded over ``cp``, or its samples cannot share prefixes.
         BackendError: an option needs a device that is not available.
         OptionError: an option is not allowed, or needs an axis that the mesh lacks; or FSDP2 would wrap trainable
             parameters of several dtypes as one module.

@@ -16,6 +16,7 @@ from fsdp_runtime.estimate import MemoryBreakdown, Peak, pipeline
 from fsdp_runtime.estimate.advice import advice_for
 from fsdp_runtime.estimate.assumptions import quantization_assumptions
 from harness.estimates import made_estimate, made_settings
+from harness.models import tiny_config, tiny_inputs, tiny_model
 
 WIDTH, VOCABULARY, LENGTH = 16, 32, 8
 
@@ -300,3 +301,27 @@ def test_a_config_of_remote_code_is_refused(tmp_path: Any) -> None:
         run(tmp_path)
     with pytest.raises(EstimateError, match="does not exist"):
         run(tmp_path / "nothing")
+
+
+def _loss_of_images(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    pixels = torch.zeros(inputs["input_ids"].shape[0], 3, 8, 8, dtype=torch.bfloat16)
+    return model(**inputs, pixel_values=pixels, use_cache=False).logits.square().mean()
+
+
+def _untrained_by_images() -> int:
+    """The number of the model's parameters that a real step with images leaves without gradient."""
+    model = tiny_model("Gemma3ForConditionalGeneration")
+    model(**tiny_inputs(model, batch=1, length=8), use_cache=False).logits.sum().backward()
+    return sum(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_step_with_images_counts_what_it_trains_of_the_vision_tower() -> None:
+    config = tiny_config("Gemma3ForConditionalGeneration")
+    text = estimate(config, {"dp_shard": 2}, seq_len=16)
+    images = estimate(config, {"dp_shard": 2}, seq_len=16, logprobs=_loss_of_images)
+    without = {each.module: each.assumption for each in text.assumptions if "no images" in each.assumption}
+    assert set(without) == {"model.vision_tower", "model.multi_modal_projector"}
+    (item,) = [each for each in images.assumptions if "no gradient" in each.assumption]
+    expected = f"the step does not use all of it, so {_untrained_by_images()} trainable parameters have no gradient"
+    assert (item.module, item.assumption.partition(":")[0]) == ("model.vision_tower", expected)
+    assert text.memory.resident.optimizer_state < images.memory.resident.optimizer_state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -103,3 +104,39 @@ def _some_blocks() -> list[int]:
 
 def test_single_blocks_can_be_held(two_ranks: RankPool) -> None:
     assert two_ranks.run(_some_blocks)[0] == [3, 3]
+
+
+def _with_gradients(compile_options: Any) -> list[str]:
+    """The gradients that differ from one process: backward inside or after, below the root, twice."""
+    plain = tiny_model("Qwen3ForCausalLM")
+    batches = [tiny_inputs(plain, batch=1, length=7, seed=seed) for seed in (1, 2)]
+    wrong = []
+    for case in ("inside", "after", "below the root", "twice"):
+        reference, model = copy.deepcopy(plain), copy.deepcopy(plain)
+        parallelize(model, MeshSpec(dp_shard=2).build(device_type="cpu"), compile=compile_options)
+        used = batches if case == "twice" else batches[:1]
+        for inputs in used:
+            _loss(reference, inputs, below=case == "below the root").backward()
+        with unsharded(model):
+            losses = [_loss(model, inputs, below=case == "below the root") for inputs in used]
+            if case != "after":
+                sum(losses).backward()
+        if case == "after":
+            losses[0].backward()
+        for (name, expected), actual in zip(reference.named_parameters(), model.parameters(), strict=True):
+            if expected.grad is None or actual.grad is None:
+                wrong += [f"{case}: {name}"] if expected.grad is not actual.grad else []
+            elif (actual.grad.full_tensor() - expected.grad).abs().max() > 1e-12 * max(1, expected.grad.abs().max()):
+                wrong.append(f"{case}: {name}")
+    return wrong
+
+
+def _loss(model: nn.Module, inputs: dict[str, torch.Tensor], *, below: bool) -> torch.Tensor:
+    if below:
+        return model.model(**inputs, use_cache=False).last_hidden_state.square().mean()
+    return model(**inputs, use_cache=False).logits.square().mean()
+
+
+@pytest.mark.parametrize("compile_options", [False, {"backend": "aot_eager"}], ids=["eager", "compiled"])
+def test_gradients_of_gathered_parameters_are_those_of_one_process(two_ranks: RankPool, compile_options: Any) -> None:
+    assert two_ranks.run(_with_gradients, compile_options) == [[], []]

@@ -185,7 +185,7 @@ def test_flattened_axes_of_a_mesh_that_lacks_some(four_ranks: RankPool) -> None:
 @pytest.mark.parametrize("device_type", ["tpu", "", 3])
 def test_devices_that_the_machine_lacks_are_refused(device_type: Any) -> None:
     MeshSpec().build(device_type="cpu")  # a running group
-    with pytest.raises(MeshError, match=r"this machine has cpu") if device_type else nullcontext():
+    with pytest.raises(MeshError, match=r"this machine has cpu|not str") if device_type else nullcontext():
         MeshSpec().build(device_type=device_type)
 
 
@@ -193,11 +193,11 @@ def test_devices_that_the_machine_lacks_are_refused(device_type: Any) -> None:
 def test_values_of_other_types_are_refused_with_their_type(value: Any) -> None:
     mesh, model = MeshSpec().build(device_type="cpu"), torch.nn.Linear(2, 2)
     name = rf"type {type(value).__name__}, not"
-    with pytest.raises(ModelError, match=f"model is of {name} a torch.nn.Module"):
+    with pytest.raises(ModelError, match=f"model is of {name} nn.Module"):
         parallelize(value, mesh)
     calls = (lambda: parallelize(model, value), lambda: submesh(value, "tp"), lambda: adopt_mesh(value))
     for call in (*calls, lambda: sequence_layout(value, 8)):
-        with pytest.raises(MeshError, match=f"mesh is of {name} a DeviceMesh"):
+        with pytest.raises(MeshError, match=f"mesh is of {name} (a )?DeviceMesh"):
             call()
     if value is not None:
         with pytest.raises(OptionError, match=f"fsdp is of {name} FSDPOptions"):

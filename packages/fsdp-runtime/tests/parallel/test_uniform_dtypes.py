@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, meta_device, parallelize
 from fsdp_runtime.nemo import fsdp2_strategy_parallelize
+from harness.models import tiny_inputs, tiny_model
+from harness.ranks import RankPool
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -102,3 +105,36 @@ def test_frozen_parameters_of_another_dtype_are_accepted_as_under_float32_adapte
 
 def test_without_fsdp2_dtypes_may_differ() -> None:
     assert isinstance(parallelize(_Model(), MeshSpec().build(device_type="cpu")), _Model)
+
+
+def _adapters_on_transformers() -> dict[str, Any]:
+    """The largest relative difference of an adapter's gradient from one process, and the dtypes."""
+    from peft import LoraConfig, get_peft_model
+
+    base = tiny_model("LlamaForCausalLM", dtype=torch.bfloat16)
+    plain = get_peft_model(base, LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False))
+    model = copy.deepcopy(plain)
+    parallelize(
+        model, MeshSpec(dp_shard=2).build(device_type="cpu"), fsdp=FSDPOptions(mp_policy=MixedPrecisionPolicy())
+    )
+    inputs = tiny_inputs(base, batch=2, length=7)
+    for each in (plain, model):
+        each(**inputs, use_cache=False).logits.float().square().mean().backward()
+    worst = 0.0
+    for expected, actual in zip(plain.parameters(), model.parameters(), strict=True):
+        if expected.requires_grad:
+            difference = (actual.grad.full_tensor() - expected.grad).norm() / expected.grad.norm()
+            worst = max(worst, difference.item())
+    dtypes = {str(p.dtype) for p in model.parameters() if p.requires_grad}
+    return {
+        "worst": worst,
+        "trained": dtypes,
+        "frozen": {str(p.dtype) for p in base.parameters() if not p.requires_grad},
+    }
+
+
+def test_float32_adapters_of_peft_train_on_a_bfloat16_model_of_transformers(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(_adapters_on_transformers):
+        assert found["trained"] == {"torch.float32"}
+        assert found["frozen"] == {"torch.bfloat16"}
+        assert found["worst"] < 1e-6  # both compute in bfloat16 by the same operators, and reduce in float32

@@ -46,12 +46,13 @@ def argument_types(error: Refusal, special: Mapping[type, Refusal] | None = None
         >>> total([1, "2"])
         Traceback (most recent call last):
         ...
-        ValueError: total: values must be of type Sequence[int], got list
+        ValueError: total: values is of type list, not Sequence[int]
     """
 
     def decorate(target: Target) -> Target:
         if isinstance(target, type):
-            cast(Any, target).__init__ = _checked(target.__init__, target.__name__, target.__module__, error, special)
+            cls: Any = target
+            cls.__init__ = _checked(cls.__init__, cls.__name__, cls.__module__, error, special)
             return target
         name = target.__qualname__.removesuffix(".__init__")
         return cast(Target, _checked(target, name, target.__module__, error, special))
@@ -72,19 +73,19 @@ def _checked(
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             order.append(parameter.name)
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name != "self":
-            annotation = parameter.annotation
-            annotations[parameter.name] = eval(annotation, names) if isinstance(annotation, str) else annotation
+            owner = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
+            annotations |= typing.get_type_hints(owner, names)
             tests[parameter.name] = _test(annotations[parameter.name])
 
     def refusal(key: str, value: Any) -> Exception:
         annotation = annotations[key]
         kinds = [annotation, *typing.get_args(annotation)]
         raised = next((each for cls, each in (special or {}).items() if cls in kinds), error)
-        shown = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__qualname__
+        shown = type(value).__qualname__
         shown += f" of layout {value.layout}" if isinstance(value, torch.Tensor) else ""
         shown += " (beyond 64 bits)" * _is_long(value)
         written = inspect.signature(function).parameters[key].annotation
-        return raised(f"{name}: {key} must be of type {written}, got {shown}")
+        return raised(f"{name}: {key} is of type {shown}, not {written}")
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +111,7 @@ def _test(annotation: Any) -> Test:
         return lambda value: isinstance(value, allowed)
     if annotation in _NUMBERS:
         number = _NUMBERS[annotation]
-        return lambda value: isinstance(value, number) and not isinstance(value, bool) and not _is_long(value)
+        return lambda value: type(value) is not bool and isinstance(value, number) and not _is_long(value)
     if origin is tuple and inner[-1] is not ...:
         parts = [_test(each) for each in inner]
         return lambda value: (

@@ -9,9 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from architecture_matrix.table import entries
+from architecture_matrix.table import tiny_model as small
 from harness.models import ARCHITECTURES, tiny_model
 from harness.parity import Case, assert_parity, compare, mesh_for
-from tp_plans import NoParallel, PrepareModuleInput, TpPlansError, check, plan_for, suggest
+from tp_plans import CapabilityError, NoParallel, PrepareModuleInput, TpPlansError, check, plan_for, suggest
 
 
 def with_any_argument(plan):
@@ -224,3 +226,11 @@ def test_the_check_finds_a_replicated_final_norm_under_sequence_parallelism(name
     assert error.where == norm
     assert "sharded on the sequence" in error.message
     assert "SequenceParallel()" in error.fix
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "hrm_text", "inkling2_text"])
+def test_no_sequence_parallel_plan_is_suggested_for_what_has_no_such_form(name):
+    model = small(entries()[name])
+    assert suggest(model).plan
+    with pytest.raises(CapabilityError, match="has no sequence-parallel form: its blocks"):
+        suggest(model, sequence_parallel=True)

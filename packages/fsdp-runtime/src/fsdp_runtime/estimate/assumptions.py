@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from fsdp_runtime.estimate.report.format import format_bytes
+from fsdp_runtime.estimate.scale.summary import wildcard
 from fsdp_runtime.estimate.step import StepConfig
 from fsdp_runtime.estimate.types import Assumption
 
@@ -31,9 +32,11 @@ def untrained_assumptions(
         count[_part_of(pattern)] += parameters
         nbytes[_part_of(pattern)] += size
     has_vision = getattr(getattr(model, "config", None), "vision_config", None) is not None
-    reason = "the step has text and no images or other media" if has_vision else "the step does not use it"
+    trained = {wildcard(name) for name, each in model.named_parameters() if each.requires_grad} - untrained.keys()
     found = []
     for part, size in nbytes.items():
+        unused = has_vision and part not in map(_part_of, trained)
+        reason = "the step has text and no images or other media" if unused else "the step does not use all of it"
         state = format_bytes(_STATE_PER_PARAMETER[step.optimizer] * size)
         sizes = f"{format_bytes(size)} of gradients and {state} of optimizer state"
         if step.assume_gradients:

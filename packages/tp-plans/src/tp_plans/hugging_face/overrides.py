@@ -52,13 +52,6 @@ OVERRIDES: dict[str, dict[str, Style | None]] = {
     },
 }
 
-#: Inner models whose activations cannot be sharded on the sequence between blocks, with the reason.
-NO_SEQUENCE_PARALLELISM: dict[str, str] = {
-    "Gemma3nTextModel": "its blocks pass on several streams, stacked before the batch",
-    "HrmTextModel": "its blocks sit in two stacks that run in turns and add learned states to the stream",
-    "Inkling2TextModel": "its blocks read the outputs of all blocks before, collected outside of them",
-}
-
 
 def with_overrides(plan: Plan, tree: ModelTree) -> Plan:
     """The plan with the corrections for the classes that the model has."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tp_plans.errors import CapabilityError, PlanError
-from tp_plans.hugging_face.overrides import NO_SEQUENCE_PARALLELISM, with_overrides
+from tp_plans.errors import PlanError
+from tp_plans.hugging_face.overrides import with_overrides
 from tp_plans.hugging_face.style_names import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name, style_from_name
 from tp_plans.hugging_face.tp_plan import shipped_plan
 from tp_plans.infer.complete import complete_plan
@@ -76,17 +76,9 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
     plan = complete_plan(with_overrides(Plan(rules, name=f"hf:{name}"), tree), tree, root=root)
     if not sequence_parallel:
         return plan
-    if (reason := _no_sequence_parallelism(tree)) is not None:
-        raise CapabilityError(f"{name} has no sequence-parallel form: {reason}; pass sequence_parallel=False")
     if embedding is None:
         raise PlanError(f"{name} has no get_input_embeddings(): sequence parallelism cannot be derived for it")
     return with_sequence_parallelism(plan, tree)
-
-
-def _no_sequence_parallelism(tree: ModelTree) -> str | None:
-    """Return the reason why a model's activations cannot be sharded on the sequence, if there is one."""
-    names = (type(module).__name__ for module in tree.modules.values())
-    return next((NO_SEQUENCE_PARALLELISM[name] for name in names if name in NO_SEQUENCE_PARALLELISM), None)
 
 
 def _translated(words: Mapping[str, str], tree: ModelTree) -> Iterator[tuple[str, Style]]:

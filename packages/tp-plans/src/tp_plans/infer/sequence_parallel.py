@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tp_plans.errors import PlanError
+from tp_plans.errors import CapabilityError, PlanError
 from tp_plans.infer.bytecode import first_argument, takes_argument
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, join, parent
@@ -38,6 +38,14 @@ _STREAM = Shard(SEQUENCE_DIM)
 _WRAPPABLE_STYLES = (ParallelAttention, GatheredParameters, ExpertsParallel, AllReduceOutput)
 
 
+#: Inner models whose activations cannot be sharded on the sequence between blocks, with the reason.
+NO_SEQUENCE_PARALLELISM: dict[str, str] = {
+    "Gemma3nTextModel": "its blocks pass on several streams, stacked before the batch",
+    "HrmTextModel": "its blocks sit in two stacks that run in turns and add learned states to the stream",
+    "Inkling2TextModel": "its blocks read the outputs of all blocks before, collected outside of them",
+}
+
+
 def with_sequence_parallelism(plan: Plan, model: Any) -> Plan:
     """Return the sequence-parallel form of a plan.
 
@@ -50,9 +58,11 @@ def with_sequence_parallelism(plan: Plan, model: Any) -> Plan:
 
     Raises:
         PlanError: the model has no decoder blocks or several decoders, or a rule has no sequence-parallel form.
+        CapabilityError: activations of such a model cannot be sharded on the sequence.
     """
     planned = PlannedTree(ModelTree.of(model), plan)
     tree = planned.tree
+    _require_sequence_parallel_form(tree)
     block_rules = {path: _block_rules(path, planned) for path in _blocks(tree)}
     per_sublayer = all(rules is not None for rules in block_rules.values())
     places = (path for group in tree.by_wildcard.values() for path in group)
@@ -63,6 +73,15 @@ def with_sequence_parallelism(plan: Plan, model: Any) -> Plan:
     for path, inside in block_rules.items():
         rules |= inside if per_sublayer and inside is not None else {path: _gather_rule(path, planned)}
     return Plan(merge_per_block(rules.items(), tree), name=plan.name, sequence_parallel=True)
+
+
+def _require_sequence_parallel_form(tree: ModelTree) -> None:
+    names = [type(module).__name__ for module in tree.modules.values()]
+    if (name := next((name for name in names if name in NO_SEQUENCE_PARALLELISM), None)) is not None:
+        raise CapabilityError(
+            f"{type(tree.model).__name__} has no sequence-parallel form: {NO_SEQUENCE_PARALLELISM[name]}; pass "
+            "sequence_parallel=False"
+        )
 
 
 def _blocks(tree: ModelTree) -> tuple[str, ...]:

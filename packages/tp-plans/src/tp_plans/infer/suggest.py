@@ -68,6 +68,7 @@ def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
 
     Raises:
         PlanError: the model has no token embedding, or no list of blocks.
+        CapabilityError: sequence parallelism is asked of a model that has no such form.
         ModelError: ``model`` is not a model.
 
     Example:

@@ -23,7 +23,8 @@ h2 { font-size: 1.05rem; margin: 2rem 0 .4rem; }
 h2.good { color: var(--good); } h2.bad { color: var(--bad); }
 p, li { color: var(--soft); margin: .15rem 0; overflow-wrap: anywhere; }
 ul.lines { margin: .2rem 0; padding-left: 1.2rem; }
-.wide { overflow-x: auto; }
+.wide { width: max-content; min-width: 100%; max-width: calc(100vw - 2rem); position: relative; left: 50%;
+        transform: translateX(-50%); overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; width: 100%; }
 th, td { padding: .22rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; }

@@ -18,7 +18,7 @@ DATA_DEPENDENT = frozenset({aten._local_scalar_dense.default, aten.nonzero.defau
 #: Grouped matrix products: CPUs and GPUs run them in every dtype, fake tensors only in bfloat16 (torch 2.10 to 2.15).
 GROUPED_MM = frozenset({aten._grouped_mm.default})
 
-_CHECKS = frozenset({"all", "equal", "is_same_size", "allclose"})
+_CHECKS = frozenset({"all", "is_all_true", "_is_all_true", "equal", "is_same_size", "allclose"})
 _COUNTS = frozenset({"histc", "bincount"})
 _ORIGIN = "_fsdp_runtime_origin"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from fsdp_runtime.mesh.spec import axis_size
 LoadBalancer = Literal["headtail"] | None
 
 
-@checked
 @dataclass(frozen=True)
 class SequenceLayout:
     """The sharding of ``length`` tokens over the ranks of the ``cp`` axis.
@@ -115,7 +114,7 @@ class SequenceLayout:
         return full.index_select(dim, self.positions.to(full.device))
 
     @checked
-    def shard_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def shard_batch(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return this rank's part of a model's inputs, with position ids if they are missing.
 
         Args:
