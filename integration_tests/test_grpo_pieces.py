@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+import rl_logprobs
+
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "grpo"
 MODULES = ("batch", "checkpoint", "objective", "rollout", "run", "settings", "task")
 
@@ -86,54 +88,32 @@ def test_warmup_text_mixes_three_habits_in_the_stated_shares(grpo: SimpleNamespa
 
 def test_advantages_compare_within_a_group_only(grpo: SimpleNamespace) -> None:
     rewards = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
-    advantages = grpo.objective.group_advantages(rewards)
+    advantages = grpo.objective.advantages_of(rewards).view(3, 4)
     torch.testing.assert_close(advantages.mean(dim=1), torch.zeros(3), atol=1e-6, rtol=0)
     assert (advantages[1] == 0).all()
-    torch.testing.assert_close(advantages[0], torch.tensor([-1.0, 1.0, 1.0, -1.0]), atol=1e-3, rtol=0)
     assert advantages[2, 3] > advantages[0, 1]  # the rarer success counts for more
 
 
-def test_first_update_is_the_plain_policy_gradient(grpo: SimpleNamespace) -> None:
+def _batch(grpo: SimpleNamespace, mask: torch.Tensor, generated: torch.Tensor) -> Any:
+    targets = torch.where(mask, 1, -100)
+    return grpo.batch.Batch(tokens=torch.ones_like(targets), targets=targets, logprobs=generated)
+
+
+def test_first_update_is_the_plain_policy_gradient_over_all_tokens(grpo: SimpleNamespace) -> None:
     logprobs = torch.randn(3, 5, requires_grad=True)
     mask = torch.rand(3, 5) > 0.3
-    advantages = torch.tensor([1.0, -0.5, 0.0])
-    grpo.objective.clipped_policy_loss(logprobs, logprobs.detach(), advantages, mask, 7.0).backward()
-    torch.testing.assert_close(logprobs.grad, -(advantages[:, None] * mask) / 7.0)
+    advantages, old = torch.tensor([1.0, -0.5, 0.0]), logprobs.detach().clone()
+    plan = rl_logprobs.plan_mean([mask, torch.ones(2, 4)])
+    grpo.objective.policy_loss(logprobs, old, _batch(grpo, mask, old), advantages, plan).backward()
+    torch.testing.assert_close(logprobs.grad, -(advantages[:, None] * mask) / (mask.sum() + 8))
 
 
-@pytest.mark.parametrize(
-    ("shift", "advantage", "moves"),
-    [(0.5, 1.0, False), (0.5, -1.0, True), (-0.5, 1.0, True), (-0.5, -1.0, False), (0.1, 1.0, True)],
-)
-def test_clip_stops_only_steps_that_go_further_out(
-    grpo: SimpleNamespace, shift: float, advantage: float, moves: bool
-) -> None:
-    old = torch.tensor([[-1.0]])
-    new = (old + shift).requires_grad_()
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    grpo.objective.clipped_policy_loss(new, old, torch.tensor([advantage]), mask, 1.0, clip=0.2).backward()
-    assert bool(new.grad.abs().item() > 0) is moves
-
-
-def test_padding_adds_nothing_even_with_extreme_logprobs(grpo: SimpleNamespace) -> None:
-    new = torch.tensor([[-1.0, 500.0], [-2.0, -math.inf]], requires_grad=True)
-    old = torch.tensor([[-1.1, -500.0], [-2.0, 0.0]])
-    mask = torch.tensor([[True, False], [True, False]])
-    loss = grpo.objective.clipped_policy_loss(new, old, torch.tensor([1.0, -1.0]), mask, 2.0)
-    loss.backward()
-    assert loss.isfinite()
-    assert new.grad.isfinite().all()
-    assert (new.grad[:, 1] == 0).all()
-
-
-def test_losses_of_the_parts_sum_to_the_loss_of_the_whole(grpo: SimpleNamespace) -> None:
-    new, old, advantages = torch.randn(6, 4), torch.randn(6, 4), torch.randn(6)
-    mask = torch.rand(6, 4) > 0.4
-    count = mask.sum().item()
-    loss = grpo.objective.clipped_policy_loss
-    whole = loss(new, old, advantages, mask, count)
-    parts = [loss(new[own], old[own], advantages[own], mask[own], count) for own in (slice(0, 3), slice(3, 6))]
-    torch.testing.assert_close(sum(parts), whole)
+def test_a_generator_that_differs_is_corrected_up_to_the_bound(grpo: SimpleNamespace) -> None:
+    old, mask = torch.full((1, 3), -1.0), torch.ones(1, 3, dtype=torch.bool)
+    batch = _batch(grpo, mask, torch.tensor([[-1.0, -1.5, -9.0]]))
+    new = old.clone().requires_grad_()
+    grpo.objective.policy_loss(new, old, batch, torch.tensor([3.0]), rl_logprobs.plan_mean(mask)).backward()
+    torch.testing.assert_close(new.grad, -torch.tensor([[1.0, math.exp(0.5), grpo.objective.LARGEST_CORRECTION]]))
 
 
 # Batches
@@ -146,6 +126,18 @@ def test_targets_are_the_next_tokens_of_the_completion_only(grpo: SimpleNamespac
     assert batch.targets.tolist() == [[-100, -100, 8, 9, -100, -100], [6, *[-100] * 5]]
     torch.testing.assert_close(batch.logprobs[batch.mask], torch.tensor([-0.1, -0.2, -0.3]))
     assert grpo.batch.padded_length(samples) == 8
+    assert batch.support is None
+
+
+def test_kept_sets_lie_at_the_targets_that_were_chosen_from_them(grpo: SimpleNamespace) -> None:
+    samples = [
+        grpo.batch.Sample([5, 6, 7], [8, 9], [-0.1, -0.2], [[8, 2], [9]]),
+        grpo.batch.Sample([5], [6], [-0.3], [[6, 1, 4]]),
+    ]
+    batch = grpo.batch.collate(samples, length=6, pad_id=0, device=torch.device("cpu"))
+    rows = batch.support.ids.split(batch.support.offsets.diff().tolist())
+    expected = [[], [], [8, 2], [9], [], [], [6, 1, 4], [], [], [], [], []]
+    assert [row.tolist() for row in rows] == expected
 
 
 def test_uneven_parts_are_refused(grpo: SimpleNamespace) -> None:
@@ -200,6 +192,18 @@ def test_sampled_logprobs_are_those_of_a_forward_without_cache_and_padding(gener
         expected = scores.gather(1, torch.tensor(sample.completion)[:, None])[:, 0]
         # The spread weights make logits of several tens; this is some roundings of float32 at that size.
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=5e-5, rtol=0)
+
+
+def test_top_p_returns_the_kept_sets_and_log_probs_over_them(grpo: SimpleNamespace, generator: Any) -> None:
+    samples = generator.sample(["order 1 =", "order 98765 ="], 6, 3.0, torch.Generator().manual_seed(0), 0.7)
+    batch = grpo.batch.collate(samples, grpo.batch.padded_length(samples), 0, torch.device("cpu"))
+    assert any(len(kept) > 1 for sample in samples for kept in sample.kept)
+    with torch.no_grad():
+        logits = generator.model(batch.tokens).logits
+    scored = rl_logprobs.token_logprobs(logits, batch.targets, temperature=3.0, support=batch.support)
+    torch.testing.assert_close(scored, batch.logprobs, atol=5e-5, rtol=0)
+    biased = rl_logprobs.token_logprobs(logits, batch.targets, temperature=3.0)
+    assert (biased - batch.logprobs)[batch.mask].mean() < -0.05
 
 
 def test_samples_follow_the_distribution(generator: Any) -> None:

@@ -1,10 +1,12 @@
 """Samples, and how a batch of them is dealt to ranks and laid out for the trainer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+
+import rl_logprobs
 
 IGNORED = -100
 """The target of a position that is not scored."""
@@ -20,11 +22,13 @@ class Sample:
         prompt: The prompt's tokens, at least one.
         completion: The tokens that followed, the end-of-text token included.
         logprobs: The generator's log-prob of each completion token; empty for text that nobody sampled.
+        kept: The ids among which each completion token was chosen; empty where that was the whole vocabulary.
     """
 
     prompt: list[int]
     completion: list[int]
     logprobs: list[float]
+    kept: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,13 @@ class Batch:
         tokens: Prompt, completion, padding.
         targets: Position ``i`` holds the token at ``i + 1`` where that is part of the completion, else ``IGNORED``.
         logprobs: The generator's log-prob of each target; zero elsewhere.
+        support: The kept ids of each target, over which log-probs are normalised; None for the whole vocabulary.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     logprobs: torch.Tensor
+    support: rl_logprobs.Support | None = None
 
     @property
     def mask(self) -> torch.Tensor:
@@ -89,4 +95,9 @@ def collate(samples: Sequence[Sample], length: int, pad_id: int, device: torch.d
         targets[row, scored] = text[len(sample.prompt) :]
         if sample.logprobs:
             logprobs[row, scored] = torch.tensor(sample.logprobs)
-    return Batch(tokens.to(device), targets.to(device), logprobs.to(device))
+    support = None
+    if any(sample.kept for sample in samples):
+        starts = [len(sample.prompt) for sample in samples]
+        rows = rl_logprobs.Support.from_completions([sample.kept for sample in samples], starts, length)
+        support = rows.next_token().to(device)  # the targets are shifted, too
+    return Batch(tokens.to(device), targets.to(device), logprobs.to(device), support)

@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 from batch import Batch, Sample, chunks, collate, padded_length
-from objective import clipped_policy_loss, group_advantages
+from objective import advantages_of, policy_loss
 from report import Step
 from rollout import Generator
 from run import Run, mean_and_max, scheduled
 from task import Question, draw_questions, reward
+
+import rl_logprobs
 
 
 def grpo_step(run: Run, step: int) -> Step:
@@ -77,19 +79,18 @@ def improve(run: Run, samples: Sequence[Sample], rewards: torch.Tensor, step: in
     """
     settings = run.settings
     updates = chunks(samples, settings.updates)
-    advantages = [part.to(run.device) for part in _my_rows(run, group_advantages(rewards).flatten())]
+    advantages = [part.to(run.device) for part in _my_rows(run, advantages_of(rewards))]
     batches = [_my_batch(run, update) for update in updates]
     old_logprobs = run.trainer.frozen_logprobs(batches, settings.temperature)
     differences = [(old - batch.logprobs)[batch.mask].abs() for old, batch in zip(old_logprobs, batches, strict=True)]
     mean_difference, max_difference = mean_and_max(torch.cat(differences))
 
     norms = []
-    for update, batch, old, advantage in zip(updates, batches, old_logprobs, advantages, strict=True):
+    for batch, old, advantage in zip(batches, old_logprobs, advantages, strict=True):
         # Averaging over the data-parallel ranks happens to the gradients; it must leave the mean over all tokens.
-        tokens = sum(len(sample.completion) for sample in update) / run.dp_size
-        loss = clipped_policy_loss(
-            run.trainer.logprobs(batch, settings.temperature), old, advantage, batch.mask, tokens, settings.clip
-        )
+        plan = rl_logprobs.plan_mean(batch.mask, group=run.dp_group, gradient_divide_factor=run.dp_size)
+        logprobs = run.trainer.logprobs(batch, settings.temperature)
+        loss = policy_loss(logprobs, old, batch, advantage, plan, settings.clip)
         lr = scheduled(settings.lr, step, settings.steps)
         norms.append(run.trainer.step(loss, lr, settings.max_grad_norm))
 
@@ -101,7 +102,8 @@ def _sample_on_all_ranks(run: Run, questions: Sequence[Question]) -> list[Sample
     world_size = dist.get_world_size()
     mine = chunks(questions, world_size)[dist.get_rank()]
     prompts = [question.prompt for question in mine for _ in range(run.settings.group)]
-    sampled = run.generator.sample(prompts, run.settings.max_new_tokens, run.settings.temperature, run.sampling)
+    settings = run.settings
+    sampled = run.generator.sample(prompts, settings.max_new_tokens, settings.temperature, run.sampling, settings.top_p)
     gathered: list[list[Sample]] = [[] for _ in range(world_size)]
     dist.all_gather_object(gathered, sampled)
     return [sample for part in gathered for sample in part]

@@ -6,46 +6,52 @@ There is no KL term: the demo starts from its own warm-up and has no reference m
 """
 
 import torch
+from batch import Batch
+
+import rl_logprobs
+
+LARGEST_CORRECTION = 2.0
+"""The bound of the weights that correct for a generator whose log-probs differ from the trainer's."""
 
 
-def group_advantages(rewards: torch.Tensor, epsilon: float = 1e-4) -> torch.Tensor:
+def advantages_of(rewards: torch.Tensor) -> torch.Tensor:
     """How much better than its group each sample did, in the group's standard deviations.
 
     Args:
         rewards: ``[prompts, group]``, float: the rewards of the samples that answer one prompt lie in one row.
-        epsilon: Added to the standard deviation.
 
     Returns:
-        ``[prompts, group]``. A row whose rewards are all the same teaches nothing and is all zeros.
+        ``[prompts * group]``. A row whose rewards are all the same teaches nothing and is all zeros.
     """
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
-    return centred / (rewards.std(dim=1, keepdim=True, unbiased=False) + epsilon)
+    prompts, group = rewards.shape
+    return rl_logprobs.group_advantages(
+        rewards.flatten(), torch.arange(prompts).repeat_interleave(group), num_groups=prompts
+    )
 
 
-def clipped_policy_loss(
+def policy_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
+    batch: Batch,
     advantages: torch.Tensor,
-    mask: torch.Tensor,
-    token_count: float | torch.Tensor,
+    plan: rl_logprobs.MeanPlan,
     clip: float = 0.2,
 ) -> torch.Tensor:
-    """The clipped policy-gradient loss, summed over this batch's tokens and divided by ``token_count``.
+    """The clipped policy-gradient loss: this batch's part of the mean over all tokens of the plan.
 
     Args:
         logprobs: ``[batch, seq]``, the current policy's log-prob of each token, with gradient.
-        old_logprobs: ``[batch, seq]``, the same under the policy that sampled the tokens.
+        old_logprobs: ``[batch, seq]``, the same under the policy that sampled the tokens, by the trainer.
+        batch: The tokens, with the generator's log-probs of them.
         advantages: ``[batch]``, one for each sample.
-        mask: ``[batch, seq]``, true where the policy chose the token.
-        token_count: What to divide by. Where several ranks each hold a part of the batch, this is the token count
-            of the whole batch, so that the sum of the ranks' losses is the loss of the whole batch.
+        plan: The token count of the whole update, over all ranks.
         clip: How far the ratio of new to old probability may leave one before its gradient is cut.
 
     Returns:
         A scalar.
     """
-    # Log-probs outside the mask belong to padding; a zero there keeps exp() finite and gradients exactly zero.
-    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
-    weight = advantages[:, None]
-    objective = torch.minimum(ratio * weight, ratio.clamp(1.0 - clip, 1.0 + clip) * weight)
-    return -torch.where(mask, objective, 0.0).sum() / token_count
+    policy = rl_logprobs.ppo_loss(
+        logprobs, old_logprobs, advantages[:, None], batch.mask, clip_low=clip, clip_high=clip
+    )
+    weights = rl_logprobs.importance_weights(old_logprobs, batch.logprobs, batch.mask, high=LARGEST_CORRECTION)
+    return rl_logprobs.global_mean(policy.loss * weights, batch.mask, plan)

@@ -6,6 +6,8 @@ import torch
 from batch import Sample
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import rl_logprobs
+
 UNFINISHED = "…"
 """What the text of a completion ends with if it never reached its end-of-text token; no right answer does."""
 
@@ -71,6 +73,7 @@ class Generator:
         max_new_tokens: int,
         temperature: float,
         rng: torch.Generator | None = None,
+        top_p: float = 1.0,
     ) -> list[Sample]:
         """Continue every prompt up to its end-of-text token, or by ``max_new_tokens``.
 
@@ -79,17 +82,20 @@ class Generator:
             max_new_tokens: The most tokens to add to a prompt.
             temperature: What to divide the logits by; 0 takes the likeliest token every time.
             rng: The source of randomness, on the generator's device.
+            top_p: Sample from the most probable tokens that together reach this probability.
 
         Returns:
             The samples in the prompts' order. Their log-probs are those of the distribution that was sampled from,
-            and at temperature 0 those of temperature 1.
+            and at temperature 0 those of temperature 1. With ``top_p`` below 1 they have the ids that were kept.
         """
         inputs = self.tokenizer(list(prompts), padding=True, padding_side="left", return_tensors="pt")
         tokens, mask = inputs["input_ids"].to(self.device), inputs["attention_mask"].to(self.device)
         prompt_ids = [row[kept.bool()].tolist() for row, kept in zip(tokens, mask, strict=True)]
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         running = torch.ones(len(prompts), dtype=torch.bool, device=self.device)
-        cache, sampled, logprobs, kept = None, [], [], []
+        sampling = rl_logprobs.SamplingFilter(top_p=top_p) if top_p < 1 else None
+        cache, sampled, logprobs, alive = None, [], [], []
+        kept: list[list[list[int]]] = [[] for _ in prompts]
 
         for _ in range(max_new_tokens):
             output = self.model(
@@ -97,24 +103,29 @@ class Generator:
             )
             cache = output.past_key_values
             scores = (output.logits[:, -1].float() / (temperature or 1.0)).log_softmax(dim=-1)
+            if sampling is not None:
+                support = rl_logprobs.sampling_support(scores, sampling)
+                scores = _among_kept(scores, support)
+                for row, ids in zip(kept, support.ids.split(support.offsets.diff().tolist()), strict=True):
+                    row.append(ids.tolist())
             if temperature == 0:
                 token = scores.argmax(dim=-1)
             else:
                 token = torch.multinomial(scores.exp(), 1, generator=rng).squeeze(1)
             sampled.append(token)
             logprobs.append(scores.gather(1, token[:, None]).squeeze(1))
-            kept.append(running)
+            alive.append(running)
             running = running & (token != self.tokenizer.eos_token_id)
             if not running.any():
                 break
             tokens, positions = token[:, None], positions[:, -1:] + 1
             mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
 
-        lengths = torch.stack(kept).sum(dim=0).tolist()
+        lengths = torch.stack(alive).sum(dim=0).tolist()
         rows = zip(
-            prompt_ids, torch.stack(sampled, 1).tolist(), torch.stack(logprobs, 1).tolist(), lengths, strict=True
+            prompt_ids, torch.stack(sampled, 1).tolist(), torch.stack(logprobs, 1).tolist(), kept, lengths, strict=True
         )
-        return [Sample(prompt, ids[:length], scores[:length]) for prompt, ids, scores, length in rows]
+        return [Sample(prompt, ids[:n], scores[:n], sets[:n]) for prompt, ids, scores, sets, n in rows]
 
     def completion_text(self, sample: Sample) -> str:
         """A sample's completion as text: without its end-of-text token, or with a mark at the end if it has none."""
@@ -122,3 +133,10 @@ class Generator:
         if last == self.tokenizer.eos_token_id:
             return str(self.tokenizer.decode(body))
         return str(self.tokenizer.decode(sample.completion)) + UNFINISHED
+
+
+def _among_kept(scores: torch.Tensor, support: rl_logprobs.Support) -> torch.Tensor:
+    """Log-probs renormalised over the kept ids, ``-inf`` for the others."""
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    kept[support.rows(), support.ids] = True
+    return scores.masked_fill(~kept, float("-inf")).log_softmax(dim=-1)

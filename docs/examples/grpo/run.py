@@ -47,6 +47,11 @@ class Run:
         return fsdp_runtime.submesh(self.mesh, "dp").size()
 
     @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The ranks that have the other parts."""
+        return fsdp_runtime.submesh(self.mesh, "dp").get_group()
+
+    @property
     def dp_rank(self) -> int:
         """Which part is this rank's."""
         return fsdp_runtime.submesh(self.mesh, "dp").get_local_rank()

@@ -33,6 +33,7 @@ class Settings:
     updates: Annotated[int, "optimizer steps that a GRPO step's samples are cut into"] = 2
     lr: Annotated[float, "peak learning rate of the GRPO steps"] = 8e-4
     temperature: Annotated[float, "sampling temperature of the GRPO steps"] = 1.0
+    top_p: Annotated[float, "probability of the most probable tokens that the GRPO steps sample from"] = 1.0
     clip: Annotated[float, "how far a token's probability ratio may move before its gradient is cut"] = 0.2
     max_grad_norm: Annotated[float, "gradient norm to clip to"] = 1.0
     max_new_tokens: Annotated[int, "the most tokens to sample for a prompt"] = 8

@@ -61,10 +61,13 @@ class Trainer:
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
         """``[batch, seq]``: the log-prob of each target with gradient, zero where there is none.
 
-        The logits stay sharded on the vocabulary; ``token_logprobs`` never gathers them.
+        The logits stay sharded on the vocabulary; ``token_logprobs`` never gathers them. Under truncated sampling both
+        sides normalise over the ids that the generator kept.
         """
         logits = self.model(batch.tokens, use_cache=False).logits
-        return rl_logprobs.token_logprobs(logits, batch.targets, temperature=temperature, ignore_index=IGNORED)
+        return rl_logprobs.token_logprobs(
+            logits, batch.targets, temperature=temperature, ignore_index=IGNORED, support=batch.support
+        )
 
     @torch.no_grad()
     def frozen_logprobs(self, batches: list[Batch], temperature: float = 1.0) -> list[torch.Tensor]:

@@ -4,6 +4,8 @@ from batch import Sample, chunks, collate, padded_length
 from run import Run, scheduled
 from task import draw_questions, warmup_answer
 
+import rl_logprobs
+
 
 def warm_up(run: Run) -> None:
     """Teach the policy what the text of the task looks like."""
@@ -22,8 +24,8 @@ def _supervised_step(run: Run, lr: float) -> float:
     mine = chunks(samples, run.dp_size)[run.dp_rank]
     batch = collate(mine, padded_length(samples), run.tokenizer.pad_token_id, run.device)
     # Averaging over the data-parallel ranks happens to the gradients; it must leave the mean over all tokens.
-    tokens = sum(len(sample.completion) for sample in samples) / run.dp_size
-    loss = -run.trainer.logprobs(batch).sum() / tokens
+    plan = rl_logprobs.plan_mean(batch.mask, group=run.dp_group, gradient_divide_factor=run.dp_size)
+    loss = rl_logprobs.global_mean(-run.trainer.logprobs(batch), batch.mask, plan)
     run.trainer.step(loss, lr, run.settings.max_grad_norm)
     return loss.item()
 

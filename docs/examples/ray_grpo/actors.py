@@ -75,7 +75,9 @@ class GeneratorActor:
         """
         settings = self._settings
         prompts = [question.prompt for question in questions for _ in range(settings.group)]
-        samples = self._generator.sample(prompts, settings.max_new_tokens, settings.temperature, self._sampling)
+        samples = self._generator.sample(
+            prompts, settings.max_new_tokens, settings.temperature, self._sampling, settings.top_p
+        )
         return samples, rewards_of(questions, samples, self._generator)
 
     def score(self) -> tuple[float, float]:

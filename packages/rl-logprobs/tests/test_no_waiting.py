@@ -38,6 +38,29 @@ def kept():
     return support.to("meta")
 
 
+def per_token():
+    return torch.empty(*SHAPE, device="meta", requires_grad=True)
+
+
+def policy_step():
+    mask, segments = torch.ones(SHAPE, device="meta"), {"segments": ids(), "num_segments": 4}
+    advantages = rl_logprobs.group_advantages(per_token()[0].detach(), ids(5), 2)
+    losses = [
+        rl_logprobs.ppo_loss(per_token(), per_token(), advantages, mask, dual_clip=3.0),
+        rl_logprobs.gspo_loss(per_token(), per_token(), advantages, mask, **segments),
+        rl_logprobs.cispo_loss(per_token(), per_token(), advantages, mask, clip_high=2.0),
+    ]
+    options = {"level": "mean", "low": 0.5, "high": 2.0, **segments}
+    weights = rl_logprobs.importance_weights(per_token(), per_token(), mask, mode="mask", **options)
+    kept = rl_logprobs.rejection_mask(per_token(), per_token(), mask, **options)
+    rl_logprobs.ratio_metrics(per_token(), per_token(), mask, weights=weights, loss=losses[0]).values()
+    for per in ("token", "sequence", "group"):
+        given = {} if per == "token" else segments
+        plan = rl_logprobs.plan_mean(mask, per=per, **given)
+        loss = sum(one.loss for one in losses) * weights * kept
+        rl_logprobs.global_mean(loss, mask, plan, segments=given.get("segments")).backward(retain_graph=True)
+
+
 STEPS = {
     "entropy": lambda: statistics(entropy=True).sum().backward(),
     "inplace_backward": lambda: statistics(inplace_backward=True).sum().backward(),
@@ -53,6 +76,7 @@ STEPS = {
     "kept sets from hidden": lambda: from_hidden(shift=True, softcap=3.0, support=kept()).sum().backward(),
     "kept rows of a head": lambda: from_hidden(vocab=4000, support=kept()).sum().backward(),
     "divergence over kept sets": lambda: rl_logprobs.token_kl(logits(), logits(), support=kept()).sum().backward(),
+    "policy gradients": policy_step,
     "targets": lambda: rl_logprobs.next_token_targets(ids(7), cu_seqlens=ids(3)),
 }
 
