@@ -119,9 +119,8 @@ def main() -> None:
     """Print one table."""
     torch.set_num_threads(1)
     model = parallelize(decoder(), MeshSpec().build(device_type="cpu"), shared_prefixes=True)
-    print(
-        f"{'samples x (prompt + response)':30} {'tokens':>14} {'':8} {'seconds':>8} {'cpu s':>8} {'GFLOP':>8} {'MiB':>8}"
-    )
+    columns = " ".join(f"{name:>8}" for name in ("seconds", "cpu s", "GFLOP", "MiB"))
+    print(f"{'samples x (prompt + response)':30} {'tokens':>14} {'':8} {columns}")
     for samples, prompt, response in SETTINGS:
         generator = torch.Generator().manual_seed(1)
         start = torch.randint(0, VOCAB, (1, prompt), generator=generator).expand(samples, -1)
