@@ -3,15 +3,16 @@
 Log-probabilities of the responses from hidden states, without logits of the prompts, in both cases.  The separate rows
 are one batch without padding and without a mask, the best case for them.
 
-python packages/fsdp-runtime/benchmarks/bench_shared_prefixes.py
+python packages/fsdp-runtime/benchmarks/bench_shared_prefixes.py [SAMPLES PROMPT RESPONSE]
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,8 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from fsdp_runtime import MeshSpec, forward_with_lm_head, pack_tree, parallelize
 
 #: Samples of a group, tokens of the prompt, tokens of each response.
-SETTINGS = ((8, 512, 128), (8, 2048, 128))
-ROUNDS = 3
+SETTINGS = ((8, 512, 128), (8, 1024, 64))
+ROUNDS = 2
 VOCAB = 2048
 
 
@@ -60,11 +61,11 @@ def decoder() -> nn.Module:
 
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=704,
+        hidden_size=512,
+        intermediate_size=1408,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
         max_position_embeddings=8192,
     )
     torch.manual_seed(0)
@@ -115,13 +116,13 @@ def seconds(model: nn.Module, run: Callable[[], Tensor]) -> tuple[float, float]:
     return time.perf_counter() - clock, time.process_time() - processor
 
 
-def main() -> None:
+def main(settings: Sequence[tuple[int, int, int]]) -> None:
     """Print one table."""
     torch.set_num_threads(1)
     model = parallelize(decoder(), MeshSpec().build(device_type="cpu"), shared_prefixes=True)
     columns = " ".join(f"{name:>8}" for name in ("seconds", "cpu s", "GFLOP", "MiB"))
     print(f"{'samples x (prompt + response)':30} {'tokens':>14} {'':8} {columns}")
-    for samples, prompt, response in SETTINGS:
+    for samples, prompt, response in settings:
         generator = torch.Generator().manual_seed(1)
         start = torch.randint(0, VOCAB, (1, prompt), generator=generator).expand(samples, -1)
         rows = torch.cat([start, torch.randint(0, VOCAB, (samples, response), generator=generator)], dim=1)
@@ -148,4 +149,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    given = [int(word) for word in sys.argv[1:]]
+    main([(given[0], given[1], given[2])] if given else SETTINGS)
