@@ -14,6 +14,8 @@ import fsdp_runtime
 RESULTS = {
     "LMHeadParameters",
     "AttentionHeads",
+    "GroupMember",
+    "Packing",
     "Estimate",
     "LoadReport",
     "ModelStructure",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def test_every_token_is_in_one_row_once_and_comes_back_to_its_sample(
             seen.append(length)
             ids, positions = row.input_ids[0], row.position_ids[0]
             bounds = row.cu_seqlens.tolist()
-            for start, end in zip(bounds, bounds[1:], strict=False):
+            for start, end in pairwise(bounds):
                 assert positions[start:end].tolist() == list(range(end - start))
             assert (ids[sum(row.lengths) :] == 7).all()
         found |= packing.unpack([row.input_ids for row in rows], rank)

@@ -113,9 +113,7 @@ def test_selected_values_get_the_gradients_of_all_branches() -> None:
 @pytest.mark.parametrize("load_balancer", ["headtail", None])
 def test_shards_have_every_target_once(ranks: int, load_balancer: Any) -> None:
     (row,) = pack_tree([[[1, 2, 3, 4, 5], [1, 2, 6, 7], [8]]], budget=8, cp=ranks).rows()
-    shards = [
-        row.shard(SequenceLayout(row.input_ids.shape[1], ranks, rank, load_balancer)) for rank in range(ranks)
-    ]
+    shards = [row.shard(SequenceLayout(row.input_ids.shape[1], ranks, rank, load_balancer)) for rank in range(ranks)]
     slots = torch.cat([shard.slots for shard in shards if shard.slots is not None])
     real = torch.cat([shard.targets for shard in shards]) != -100
     assert sorted(slots[real].tolist()) == list(range(len(row.targets)))

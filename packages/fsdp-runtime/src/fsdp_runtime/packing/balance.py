@@ -225,7 +225,8 @@ def _exchanged(items: Items, rows: list[Row]) -> list[Row]:
         if work[most] <= mean * _BALANCED:
             break
         for other in heapq.nsmallest(_PARTNERS, (row for row in range(len(rows)) if row != most), key=work.__getitem__):
-            exchange = _best_exchange(items, (rows[most], rows[other]), work[most] - work[other], room[most], room[other])
+            pair, difference = (rows[most], rows[other]), work[most] - work[other]
+            exchange = _best_exchange(items, pair, difference, room[most], room[other])
             if exchange is not None:
                 given, taken = exchange
                 _move(items, given, (rows[most], rows[other]), work, room, (most, other))

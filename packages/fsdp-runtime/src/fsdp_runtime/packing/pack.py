@@ -143,9 +143,7 @@ def pack(
     return packing_of(Items(lengths, work, sizes.capacity), ranks, make_row)
 
 
-def read_samples(
-    samples: Sequence[TokenIds], loss_masks: Sequence[TokenIds] | None, within: str = ""
-) -> list[Sample]:
+def read_samples(samples: Sequence[TokenIds], loss_masks: Sequence[TokenIds] | None, within: str = "") -> list[Sample]:
     """Check samples and their loss masks; ``within`` follows a sample's name in error messages.
 
     Raises:
@@ -160,9 +158,7 @@ def read_samples(
     return [read_sample(ids, mask, f"sample {index}{within}") for index, (ids, mask) in pairs]
 
 
-def require_rows_long_enough(
-    names: Sequence[str], lengths: Sequence[int], capacity: int, budget: int, cp: int
-) -> None:
+def require_rows_long_enough(names: Sequence[str], lengths: Sequence[int], capacity: int, budget: int, cp: int) -> None:
     """Check that every sample fits into a row.
 
     Raises:

@@ -22,7 +22,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class GroupMember(NamedTuple):
-    """The key of a sample: its group, and its index there."""
+    """The key of a sample: its group, and its index there; equal to the plain tuple."""
 
     group: int
     index: int

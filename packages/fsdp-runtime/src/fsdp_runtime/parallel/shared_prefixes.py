@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 #: Implementations of attention that take any mask.
 _ANY_MASK = ("sdpa", "eager", "flex_attention")
-#: Kinds of layers in which a token sees others by a mask over positions only.
-_MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+#: Kinds of layers in which a token sees others by a mask over positions only, or not at all.
+_MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "mlp", "moe")
 #: Modules whose result for a token depends on its index in the row, against the rule of their kind.
 _INDEX_DEPENDENT = {"DogeCDMoE": "its router mixes the scores of all tokens of a batch"}
 

@@ -166,6 +166,8 @@ class _Inputs:
         attention = self.attention
         layout = attention.layout(tokens.shape[1])
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if subtree_end is not None and (positions is None or mask is not None):
+            raise LayoutError("rows with shared prefixes need position_ids, and take no attention_mask")
         attention.masked, attention.documents, attention.positions = mask is not None, None, None
         attention.subtree_end = None
         if mask is None:
