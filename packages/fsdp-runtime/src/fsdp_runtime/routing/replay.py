@@ -139,8 +139,8 @@ def _routers_of(model: nn.Module) -> Routers:
         covers = path == "" or any(f"{router}.".startswith(f"{path}.") for router in routers.by_path)
         if covers and (is_compiled(module) or name == "OptimizedModule"):
             raise ModelError(
-                f"{path or 'the model'} is compiled, and the routes of its mixture can be neither recorded nor replayed "
-                "there: parallelize it without compile"
+                f"{path or 'the model'} is compiled, and routes of compiled code can be neither recorded nor replayed: "
+                "parallelize it without compile"
             )
     return routers
 

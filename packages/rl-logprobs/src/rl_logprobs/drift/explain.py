@@ -44,7 +44,7 @@ def explain_drift(
         generator_logprobs: ``[...]``, the log-probabilities that the generator returned for its tokens, in nats.
         score: returns the trainer's log-probabilities of the same tokens, of the same shape, for any keywords of the
             candidates together.  It is called without gradients, at most about ``n ** 2 / 2 + 3 * n`` times for ``n``
-            candidates, and ``2 * n + 2`` times where one explains all.
+            candidates, and ``2 * n`` times where one explains all.
         candidates: for each name the keywords for ``score``.
         mask: ``[...]``, true where a token counts; by default all do.
         tolerance: a drift of at most so many nats needs no explanation.
@@ -87,9 +87,7 @@ def explain_drift(
         for step, name in enumerate(steps, 1)
     ]
     causes += [
-        DriftCause(name, None, gap.moves(steps, name), gap.drift((name,)), None)
-        for name in names
-        if name not in steps
+        DriftCause(name, None, gap.moves(steps, name), gap.drift((name,)), None) for name in names if name not in steps
     ]
     return DriftReport(gap.tokens, before, gap.drift(steps), tuple(causes), gap.evaluations)
 
