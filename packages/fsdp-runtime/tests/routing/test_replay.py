@@ -21,6 +21,7 @@ from fsdp_runtime import (
     replay_routes,
 )
 from fsdp_runtime.routing.routers import find_routers
+from harness.float64 import compute_in_float64
 from harness.models import jitter
 
 VOCAB, BATCH, LENGTH, LAYERS, EXPERTS, TOP_K = 32, 2, 5, 2, 8, 2
@@ -42,7 +43,7 @@ def _mixtral() -> nn.Module:
 
 
 def _minimax_m2() -> nn.Module:
-    """A router that computes in float64 throughout: sigmoid scores, a bias that only selects, normalisation."""
+    """Sigmoid scores, a bias that only selects, normalisation."""
     config = transformers.MiniMaxM2Config(**_SIZES, num_local_experts=EXPERTS, head_dim=8)
     return _ready(transformers.MiniMaxM2ForCausalLM(config))
 
@@ -146,7 +147,7 @@ def test_router_gradients_under_replay_equal_finite_differences_in_float64() -> 
     weights = torch.randn(BATCH, LENGTH, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
     def loss() -> Tensor:
-        with replay_routes(model, routes):
+        with compute_in_float64(), replay_routes(model, routes):
             output = block(hidden)
         return ((output[0] if isinstance(output, tuple) else output) * weights).sum()
 
@@ -407,3 +408,20 @@ def test_recorded_routes_can_be_taken_by_token() -> None:
     with replay_routes(model, second), torch.no_grad():
         row = model(input_ids=_ids()[1:], use_cache=False).logits
     torch.testing.assert_close(row, logits[1:], atol=1e-6, rtol=1e-6)  # another batch size, other products
+
+
+def test_packed_documents_replay_the_routes_of_their_rows() -> None:
+    model = _mixtral()
+    with record_routes(model) as routes, torch.no_grad():
+        rows = model(input_ids=_ids(), use_cache=False).logits
+    order = torch.cat([torch.arange(LENGTH, TOKENS), torch.arange(LENGTH)])  # the second row first
+    positions = torch.arange(LENGTH).repeat(BATCH)[None]
+    foreign = {path: ids[order] for path, ids in _random_routes(model).items()}
+    for given, expected in ((routes.take(order), rows), (foreign, None)):
+        if expected is None:
+            with replay_routes(model, _random_routes(model)), torch.no_grad():
+                expected = model(input_ids=_ids(), use_cache=False).logits
+        with replay_routes(model, given), torch.no_grad():
+            packed = model(input_ids=_ids().flatten()[order][None], position_ids=positions, use_cache=False).logits
+        # Rotary embeddings and norms are in float32.
+        torch.testing.assert_close(packed[0], expected.flatten(0, 1)[order], atol=1e-5, rtol=1e-5)
