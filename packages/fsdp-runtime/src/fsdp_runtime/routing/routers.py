@@ -103,7 +103,7 @@ def find_routers(model: nn.Module) -> Routers:
 
 def selection_of(cls: type[nn.Module]) -> SelectionKind | None:
     """Return how the code of a module's class selects experts, ``None`` where it calls no operator that does."""
-    names = _names(cls)
+    names = _names(cls)  # type: ignore[arg-type]  # mypy: type[Module] is hashable
     if "sparsemixer" in names:  # transformers' function for PhiMoE
         return "sparsemixer"
     if "topk" not in names:

@@ -7,7 +7,7 @@ selects, scaling factors) is the architecture's own, and so is its gradient.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,10 +29,14 @@ class Selection(TorchFunctionMode):
         wanted: ``[tokens, k]`` int64, the experts to select, -1 in the rows that are routed as usual; ``None`` to
             replace nothing.
         has_holes: some rows of ``wanted`` may be -1.
+        trusted: this router selected ``wanted`` itself, so the values need no check, which may wait for a device.
     """
 
-    def __init__(self, router: Router, wanted: Tensor | None, *, has_holes: bool) -> None:
+    def __init__(
+        self, router: Router, wanted: Tensor | None, *, has_holes: bool = False, trusted: bool = False
+    ) -> None:
         super().__init__()
+        self.trusted = trusted
         self.router = router
         self.wanted = wanted
         self.has_holes = has_holes
@@ -103,7 +107,7 @@ class TopKSelection(Selection):
 
     def _require_few_groups(self, *, groups: int, allowed: int) -> None:
         """Refuse a token whose experts are in more groups than the router takes; the routes' own device is read."""
-        if allowed == groups or self.wanted is None or self.wanted.numel() == 0:
+        if allowed == groups or self.trusted or self.wanted is None or self.wanted.numel() == 0:
             return
         size = self.router.experts // groups
         member = torch.zeros(len(self.wanted), groups, dtype=torch.int8, device=self.wanted.device)
@@ -124,8 +128,8 @@ class ProductKeySelection(Selection):
     The router sorts each half first, so the second top-k selects positions in the sorted order.
     """
 
-    def __init__(self, router: Router, wanted: Tensor | None, *, has_holes: bool) -> None:
-        super().__init__(router, wanted, has_holes=has_holes)
+    def __init__(self, router: Router, wanted: Tensor | None, **flags: bool) -> None:
+        super().__init__(router, wanted, **flags)
         self.order: Tensor | None = None
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,8 +160,8 @@ class SparseMixerSelection(Selection):
     threshold is that of the wanted expert where the largest score would exclude it.
     """
 
-    def __init__(self, router: Router, wanted: Tensor | None, *, has_holes: bool) -> None:
-        super().__init__(router, wanted, has_holes=has_holes)
+    def __init__(self, router: Router, wanted: Tensor | None, **flags: bool) -> None:
+        super().__init__(router, wanted, **flags)
         self.calls = 0
         self.experts: list[Tensor] = []
 
@@ -187,8 +191,9 @@ class SparseMixerSelection(Selection):
         return torch.return_types.max((values.reshape(shape), chosen.reshape(shape)))
 
     def _threshold(self, largest: Tensor, wanted: Tensor) -> Tensor:
+        noise = cast(float, self.router.module.router_jitter_noise)
         distance = (largest - wanted) / torch.maximum(wanted.abs(), largest)
-        return torch.where(distance > 2 * self.router.module.router_jitter_noise, wanted, largest)
+        return torch.where(distance > 2 * noise, wanted, largest)
 
 
 class _Column(Selection):
