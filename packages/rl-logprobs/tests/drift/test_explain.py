@@ -57,7 +57,7 @@ def test_a_single_planted_cause_is_found_with_its_size(name: str) -> None:
     assert report.evaluations == 2 * len(CANDIDATES)  # the cause beside no other is known from its own step
 
 
-@pytest.mark.parametrize(("one", "other"), itertools.combinations(CANDIDATES, 2))
+@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(CANDIDATES, 2)])
 def test_two_planted_causes_are_both_found(one: str, other: str) -> None:
     report = explain_drift(_generator(one, other), _score, CANDIDATES)
     assert set(report.found) == {one, other}
@@ -141,7 +141,11 @@ def test_the_table_and_the_json_have_every_candidate() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: explain_drift(_score(), _score, {"a": {"keep": 1}, "b": {"keep": 2}}), OptionError, "both give 'keep'"),
+        (
+            lambda: explain_drift(_score(), _score, {"a": {"keep": 1}, "b": {"keep": 2}}),
+            OptionError,
+            "both give 'keep'",
+        ),
         (lambda: explain_drift(_score()[1:], _score, {}), ShapeError, r"returned \(24,\)"),
         (lambda: explain_drift(_score(), _score, {}, mask=torch.ones(3)), ShapeError, r"mask \(3,\)"),
         (lambda: explain_drift(_score(), _score, {}, mask=torch.zeros(TOKENS)), ShapeError, "no token"),

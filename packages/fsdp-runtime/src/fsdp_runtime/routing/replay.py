@@ -19,7 +19,7 @@ from fsdp_runtime.errors import ModelError, RoutesError
 from fsdp_runtime.parallel.context.apply import attention_of, under_context_parallelism
 from fsdp_runtime.parallel.context.attention import ContextAttention, gather_tokens
 from fsdp_runtime.routing.routers import Router, Routers, find_routers
-from fsdp_runtime.routing.routes import Routes, checked_routes, has_holes
+from fsdp_runtime.routing.routes import Routes, checked_routes, fill_recorded, has_holes
 from fsdp_runtime.routing.session import Session, activated, bound_to_routes
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
     session = Session(_routers_of(model))
     with _session(model, session, tokens):
         yield routes
-    routes._fill(tokens.gathered(session.recorded))
+    fill_recorded(routes, tokens.gathered(session.recorded))
 
 
 @contextmanager
@@ -112,8 +112,10 @@ def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tens
     def local(router: Router) -> Tensor | None:
         return tokens.local(layers[router.path]) if router.path in layers else None
 
-    holes = not (isinstance(routes, Routes) and routes.is_complete) and any(has_holes(ids) for ids in layers.values())
-    session = Session(routers, local, has_holes=holes)
+    recorded = isinstance(routes, Routes) and routes.is_recorded
+    complete = isinstance(routes, Routes) and routes.is_complete
+    holes = not complete and any(has_holes(ids) for ids in layers.values())
+    session = Session(routers, local, has_holes=holes, trusted=recorded)
     with _session(model, session, tokens):
         yield
     if not session.recorded:
@@ -139,8 +141,8 @@ def _routers_of(model: nn.Module) -> Routers:
         covers = path == "" or any(f"{router}.".startswith(f"{path}.") for router in routers.by_path)
         if covers and (is_compiled(module) or name == "OptimizedModule"):
             raise ModelError(
-                f"{path or 'the model'} is compiled, and the routes of its mixture can be neither recorded nor replayed "
-                "there: parallelize it without compile"
+                f"{path or 'the model'} is compiled, and routes of compiled code can be neither recorded nor replayed: "
+                "parallelize it without compile"
             )
     return routers
 
@@ -179,7 +181,7 @@ class _Tokens:
                 f"routes of {len(full)} tokens for {self.batch} sequences of {layout.length} over cp={layout.ranks}: "
                 "give those of all tokens of the full sequences, in their order"
             )
-        return layout.shard(full.unflatten(0, (self.batch, layout.length))).flatten(0, 1)
+        return layout.shard(full.reshape(self.batch, layout.length, full.shape[-1])).flatten(0, 1)
 
     def gathered(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the rows of all ranks, in the order of the full sequences; one all-gather."""
@@ -187,9 +189,10 @@ class _Tokens:
             return dict(local)
         layout = self.attention.layout(self.length)
         widths = [ids.shape[-1] for ids in local.values()]
-        ids = torch.cat([ids.to(torch.int32) for ids in local.values()], dim=-1).unflatten(0, (self.batch, -1))
-        full = gather_tokens(ids, layout, self.attention.group, dim=1).flatten(0, 1).split(widths, dim=-1)
-        return {path: each.to(ids.dtype) for (path, ids), each in zip(local.items(), full, strict=True)}
+        ids = torch.cat([ids.to(torch.int32) for ids in local.values()], dim=-1)
+        full = gather_tokens(ids.view(self.batch, -1, sum(widths)), layout, self.attention.group, dim=1).flatten(0, 1)
+        each = torch.split_with_sizes(full, widths, dim=-1)
+        return {path: rows.to(ids.dtype) for (path, ids), rows in zip(local.items(), each, strict=True)}
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)

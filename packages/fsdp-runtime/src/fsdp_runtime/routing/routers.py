@@ -103,7 +103,7 @@ def find_routers(model: nn.Module) -> Routers:
 
 def selection_of(cls: type[nn.Module]) -> SelectionKind | None:
     """Return how the code of a module's class selects experts, ``None`` where it calls no operator that does."""
-    names = _names(cls)
+    names = _names(cls)  # type: ignore[arg-type]  # mypy: type[Module] is hashable
     if "sparsemixer" in names:  # transformers' function for PhiMoE
         return "sparsemixer"
     if "topk" not in names:
@@ -175,16 +175,22 @@ def _unidentified(tree: ModelTree, mixture: str, candidates: list[str]) -> str:
 
 @cache
 def _names(cls: type) -> frozenset[str]:
-    """Return the names that the functions of a class use, without those of torch's base classes."""
+    """Return the names that the methods of a class use, without those of torch's base classes.
+
+    A method of a base class counts where no class before it has one of that name that does not call ``super``.
+    """
     found: set[str] = set()
+    replaced: set[str] = set()
     for base in cls.__mro__:
         if base is object or base.__module__.partition(".")[0] == "torch":
             continue
-        for value in vars(base).values():
+        for name, value in vars(base).items():
             function: Any = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else value
             code = getattr(function, "__code__", None)
-            if isinstance(code, CodeType):
-                found |= set(_names_of_code(code))
+            if isinstance(code, CodeType) and name not in replaced:
+                used = set(_names_of_code(code))
+                found |= used
+                replaced |= set() if "super" in used else {name}
     return frozenset(found)
 
 

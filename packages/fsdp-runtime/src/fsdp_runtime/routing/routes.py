@@ -97,9 +97,11 @@ class Routes(Mapping[str, Tensor]):
         changed._recorded = self._recorded
         return changed
 
-    def _fill(self, layers: Mapping[str, Tensor]) -> None:
-        self._layers.update(layers)
-        self._recorded = self._complete = True
+
+def fill_recorded(routes: Routes, layers: Mapping[str, Tensor]) -> None:
+    """Put the routes of a recorded forward into ``routes``."""
+    routes._layers.update(layers)
+    routes._recorded = routes._complete = True
 
 
 def routes_from_generator(sequences: Sequence[Any], attention_mask: Tensor) -> Tensor:
@@ -178,7 +180,7 @@ def has_holes(ids: Tensor) -> bool:
     return bool((ids < 0).any())
 
 
-def _by_path(routers: Routers, routes: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
+def _by_path(routers: Routers, routes: Any) -> dict[str, Tensor]:
     known = routers.by_path
     if isinstance(routes, Mapping):
         unknown = [path for path in routes if path not in known and path not in routers.tables]

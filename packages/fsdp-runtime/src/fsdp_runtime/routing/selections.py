@@ -7,7 +7,7 @@ selects, scaling factors) is the architecture's own, and so is its gradient.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,10 +29,14 @@ class Selection(TorchFunctionMode):
         wanted: ``[tokens, k]`` int64, the experts to select, -1 in the rows that are routed as usual; ``None`` to
             replace nothing.
         has_holes: some rows of ``wanted`` may be -1.
+        trusted: this router selected ``wanted`` itself, so the values need no check, which may wait for a device.
     """
 
-    def __init__(self, router: Router, wanted: Tensor | None, *, has_holes: bool) -> None:
+    def __init__(
+        self, router: Router, wanted: Tensor | None, *, has_holes: bool = False, trusted: bool = False
+    ) -> None:
         super().__init__()
+        self.trusted = trusted
         self.router = router
         self.wanted = wanted
         self.has_holes = has_holes
@@ -77,19 +81,17 @@ class TopKSelection(Selection):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Select where the function is the router's top-k over experts or over groups of them."""
-        result = func(*args, **kwargs)
-        if func not in _TOPK:
-            return result
-        scores = args[0] if args else kwargs["input"]
-        _require_plain(scores, self.router)
-        experts = self.router.experts
-        if scores.shape[-1] >= experts and scores.ndim == 2 and self.router.top_k in (None, result.indices.shape[-1]):
-            self.found = self.replaced(result.indices)
-            return result if self.wanted is None else _chosen(scores, self.found)
-        groups = scores.shape[-1]
-        if self.wanted is None or scores.ndim != 2 or groups >= experts or experts % groups or groups == 1:
-            return result
-        return _chosen(scores, self._groups(scores, result.indices))
+        scores = _scores(func, _TOPK, self.router, args, kwargs)
+        if scores is None or scores.ndim != 2:
+            return func(*args, **kwargs)
+        width, experts = scores.shape[-1], self.router.experts
+        own = _indices(func, args, kwargs)
+        if width >= experts and self.router.top_k in (None, own.shape[-1]):
+            self.found = self.replaced(own)
+            return _chosen(scores, self.found)
+        if 1 < width < experts and experts % width == 0:
+            return _chosen(scores, own if self.wanted is None else self._groups(scores, own))
+        return func(*args, **kwargs)
 
     def _groups(self, scores: Tensor, own: Tensor) -> Tensor:
         """Return groups that contain the wanted experts, filled up with the groups of the highest scores."""
@@ -103,10 +105,9 @@ class TopKSelection(Selection):
         raised = scores.detach().scatter(-1, group, float("inf"))
         return raised.topk(own.shape[-1], dim=-1).indices
 
-
     def _require_few_groups(self, *, groups: int, allowed: int) -> None:
         """Refuse a token whose experts are in more groups than the router takes; the routes' own device is read."""
-        if allowed == groups or self.wanted is None or self.wanted.numel() == 0:
+        if allowed == groups or self.trusted or self.wanted is None or self.wanted.numel() == 0:
             return
         size = self.router.experts // groups
         member = torch.zeros(len(self.wanted), groups, dtype=torch.int8, device=self.wanted.device)
@@ -127,31 +128,28 @@ class ProductKeySelection(Selection):
     The router sorts each half first, so the second top-k selects positions in the sorted order.
     """
 
-    def __init__(self, router: Router, wanted: Tensor | None, *, has_holes: bool) -> None:
-        super().__init__(router, wanted, has_holes=has_holes)
+    def __init__(self, router: Router, wanted: Tensor | None, **flags: bool) -> None:
+        super().__init__(router, wanted, **flags)
         self.order: Tensor | None = None
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Remember the order of the keys at the first top-k, select at the second."""
-        result = func(*args, **kwargs)
-        if func not in _TOPK:
-            return result
-        scores = args[0] if args else kwargs["input"]
-        _require_plain(scores, self.router)
+        scores = _scores(func, _TOPK, self.router, args, kwargs)
+        if scores is None:
+            return func(*args, **kwargs)
         if scores.ndim == 3:
+            result = func(*args, **kwargs)
             self.order = result.indices  # [2, tokens, keys]
             return result
         if self.order is None or scores.shape[-1] != self.order.shape[-1] ** 2:
-            return result
+            return func(*args, **kwargs)
         keys, (first, second) = self.order.shape[-1], self.order
-        own = result.indices
-        experts = first.gather(-1, own // keys) * keys + second.gather(-1, own % keys)
-        self.found = self.replaced(experts)
+        own = _indices(func, args, kwargs)
+        self.found = self.replaced(first.gather(-1, own // keys) * keys + second.gather(-1, own % keys))
         if self.wanted is None:
-            return result
+            return _chosen(scores, own)
         first, second = first.argsort(-1), second.argsort(-1)
-        positions = first.gather(-1, self.found // keys) * keys + second.gather(-1, self.found % keys)
-        return _chosen(scores, positions)
+        return _chosen(scores, first.gather(-1, self.found // keys) * keys + second.gather(-1, self.found % keys))
 
 
 class SparseMixerSelection(Selection):
@@ -162,23 +160,23 @@ class SparseMixerSelection(Selection):
     threshold is that of the wanted expert where the largest score would exclude it.
     """
 
-    def __init__(self, router: Router, wanted: Tensor | None, *, has_holes: bool) -> None:
-        super().__init__(router, wanted, has_holes=has_holes)
+    def __init__(self, router: Router, wanted: Tensor | None, **flags: bool) -> None:
+        super().__init__(router, wanted, **flags)
         self.calls = 0
         self.experts: list[Tensor] = []
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace thresholds and selected experts."""
-        result = func(*args, **kwargs)
-        if func not in _MAX or not hasattr(result, "indices"):
-            return result
-        scores = args[0] if args else kwargs["input"]
-        _require_plain(scores, self.router)
+        scores = _scores(func, _MAX, self.router, args, kwargs)
+        if scores is None or not ({"dim"} & kwargs.keys() or len(args) > 1):
+            return func(*args, **kwargs)
         training = self.router.module.training
         slot, step = divmod(self.calls, 3 if training else 1)
         self.calls += 1
         if step == 2:
-            return result
+            return func(*args, **kwargs)
+        with torch.no_grad():
+            result = func(*args, **kwargs)
         own = result.indices.reshape(-1, 1)
         column = None if self.wanted is None else self.wanted[:, slot : slot + 1]
         chosen = _Column(self.router, column, has_holes=self.has_holes).replaced(own)
@@ -186,8 +184,6 @@ class SparseMixerSelection(Selection):
             self.experts.append(chosen)
             if len(self.experts) == (self.router.top_k or len(self.experts)):
                 self.found = torch.cat(self.experts, dim=-1)
-        if self.wanted is None:
-            return result
         values = scores.gather(-1, chosen)
         if step == 0:
             values = self._threshold(result.values.reshape(-1, 1), values)
@@ -195,8 +191,9 @@ class SparseMixerSelection(Selection):
         return torch.return_types.max((values.reshape(shape), chosen.reshape(shape)))
 
     def _threshold(self, largest: Tensor, wanted: Tensor) -> Tensor:
+        noise = cast(float, self.router.module.router_jitter_noise)
         distance = (largest - wanted) / torch.maximum(wanted.abs(), largest)
-        return torch.where(distance > 2 * self.router.module.router_jitter_noise, wanted, largest)
+        return torch.where(distance > 2 * noise, wanted, largest)
 
 
 class _Column(Selection):
@@ -210,14 +207,31 @@ SELECTIONS: dict[str, type[Selection]] = {
 }
 
 
-def _chosen(scores: Tensor, indices: Tensor) -> Any:
-    """Return what ``torch.topk`` would, had it selected these indices."""
-    return torch.return_types.topk((scores.gather(-1, indices), indices))
-
-
-def _require_plain(scores: Tensor, router: Router) -> None:
+def _scores(
+    func: Any, selecting: tuple[Any, ...], router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
+    """Return the input of a function that may select, ``None`` for any other function."""
+    if func not in selecting:
+        return None
+    scores: Tensor = args[0] if args else kwargs["input"]
     if isinstance(scores, DTensor):
         raise ModelError(
             f"{router.path} selects experts from a DTensor with placements {scores.placements}: routes are replayed "
             "where a router computes on plain tensors, as it does under the plans of tp_plans"
         )
+    return scores
+
+
+def _indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the indices that a function selects; it saves nothing for backward.
+
+    Recording and replaying thus save the same tensors, as a recomputation of the one by the other has to.
+    """
+    with torch.no_grad():
+        indices: Tensor = func(*args, **kwargs).indices
+    return indices
+
+
+def _chosen(scores: Tensor, indices: Tensor) -> Any:
+    """Return what ``torch.topk`` would, had it selected these indices."""
+    return torch.return_types.topk((scores.gather(-1, indices), indices))

@@ -30,14 +30,21 @@ class Session:
         routers: the routers of the model.
         wanted: the routes by router of one forward's local tokens, ``None`` where nothing is replayed.
         has_holes: some tokens have no route.
+        trusted: the model selected the routes itself.
     """
 
     def __init__(
-        self, routers: Routers, wanted: Callable[[Router], Tensor | None] | None = None, *, has_holes: bool = False
+        self,
+        routers: Routers,
+        wanted: Callable[[Router], Tensor | None] | None = None,
+        *,
+        has_holes: bool = False,
+        trusted: bool = False,
     ) -> None:
         self.routers = routers
         self.wanted = wanted
         self.has_holes = has_holes
+        self.trusted = trusted
         self.recorded: dict[str, Tensor] = {}
         self.by_module = {router.module: router for router in routers.by_path.values()}
 
@@ -51,8 +58,12 @@ class Session:
         """
         again = None if kept is None else kept.get(router.path)
         wanted = again if again is not None or self.wanted is None else self.wanted(router)
-        has_holes = again is None and self.has_holes
-        selection = SELECTIONS[router.kind](router, wanted, has_holes=has_holes)
+        selection = SELECTIONS[router.kind](
+            router,
+            wanted,
+            has_holes=again is None and self.has_holes,
+            trusted=again is not None or self.trusted,
+        )
         with selection:
             output = forward()
         experts = selection.selected().detach()
@@ -135,7 +146,7 @@ def _watching(*sessions: Session) -> Iterator[None]:
         state = runtime_state(module)
         state.watches += 1
         if state.watches == 1:
-            module.forward = _Watched(module, module.__dict__.get("forward"))  # type: ignore[method-assign]
+            module.forward = _Watched(module, module.__dict__.get("forward"))
     try:
         yield
     finally:

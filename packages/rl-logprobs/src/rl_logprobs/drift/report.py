@@ -18,6 +18,13 @@ class Drift:
         largest: the largest ``|generator - trainer|``.
         kl: the k3 estimate of ``KL(generator || trainer)`` from the generator's tokens.
         ratio: mean of ``exp(trainer - generator)``, the importance ratio; 1 in expectation for equal policies.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import explain_drift
+        >>> trainer = torch.tensor([-1.0, -2.0])
+        >>> explain_drift(torch.tensor([-0.5, -2.0]), lambda: trainer, {}).before.mean_absolute
+        0.25
     """
 
     mean_absolute: float
@@ -37,6 +44,16 @@ class DriftCause:
         moves: mean absolute change of the trainer's log-probabilities by this candidate, beside all causes, in nats.
         alone: the drift that is left where the trainer takes over this candidate alone.
         cumulative: the drift that is left after this step; ``None`` for a candidate that is no cause.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import explain_drift
+        >>> trainer = torch.tensor([-1.0, -2.0])
+        >>> def score(shift=0.0):
+        ...     return trainer + shift
+        >>> cause = explain_drift(trainer + 0.5, score, {"shift": {"shift": 0.5}})["shift"]
+        >>> cause.is_cause, cause.moves, cause.cumulative.mean_absolute
+        (True, 0.5, 0.0)
     """
 
     name: str
@@ -61,6 +78,19 @@ class DriftReport:
         after: the drift that is left when the trainer takes over all causes.
         causes: every candidate: causes in the order in which they were found, then the others.
         evaluations: how often the trainer's log-probabilities were computed.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import explain_drift
+        >>> trainer = torch.tensor([-1.0, -2.0])
+        >>> def score(shift=0.0):
+        ...     return trainer + shift
+        >>> print(explain_drift(trainer + 0.5, score, {"shift": {"shift": 0.5}}))
+        drift of 2 tokens, mean |generator - trainer| in nats
+                         moves       alone        left     ratio
+        trainer                                    0.5    0.6065
+        shift              0.5           0           0    1.0000
+        all causes                                   0    1.0000
     """
 
     tokens: int
