@@ -25,6 +25,8 @@ class OptionError(FsdpRuntimeError, ValueError):
 
 class SampleError(FsdpRuntimeError, ValueError):
     """Samples, or values about them, cannot be packed or unpacked."""
+
+
 class RoutesError(FsdpRuntimeError, ValueError):
     """Routes do not fit the model or its tokens, or would be recorded twice."""
 
