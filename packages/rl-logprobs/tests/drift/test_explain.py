@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from harness.ranks import RankPool
 from rl_logprobs import OptionError, ShapeError, explain_drift, token_logprobs
 
 VOCAB, TOKENS = 50, 24
@@ -154,3 +157,26 @@ def test_the_table_and_the_json_have_every_candidate() -> None:
 def test_wrong_arguments_are_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def _on_ranks(shares: tuple[int, int]) -> Any:
+    """The report of ranks that hold the first and the last tokens; a rank may hold none that count."""
+    start = [0, shares[0]][dist.get_rank()]
+    own = slice(start, start + shares[dist.get_rank()]) if shares[dist.get_rank()] else slice(0, 1)
+
+    def score(**keywords: Any) -> Tensor:
+        return _score(**keywords)[own]
+
+    generator = _generator("support", "weights")[own]
+    mask = torch.full(generator.shape, bool(shares[dist.get_rank()]))
+    return explain_drift(generator, score, CANDIDATES, mask=mask, group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("shares", [(10, TOKENS - 10), (TOKENS, 0)])
+def test_ranks_with_different_tokens_decide_as_one_process_does(two_ranks: RankPool, shares: tuple[int, int]) -> None:
+    expected = explain_drift(_generator("support", "weights"), _score, CANDIDATES)
+    for report in two_ranks.run(_on_ranks, shares):
+        assert (report.found, report.tokens) == (expected.found, TOKENS)
+        for one, other in [(report.before, expected.before), (report["weights"].alone, expected["weights"].alone)]:
+            assert asdict(one) == pytest.approx(asdict(other), abs=1e-12)
+        assert report["support"].moves == pytest.approx(expected["support"].moves, abs=1e-12)
