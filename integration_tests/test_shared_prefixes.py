@@ -70,7 +70,7 @@ STATEFUL = ["qwen3_next", "jamba", "lfm2_moe", "inkling_text", "deepseek_v4", "d
 #: Rows without a language-model head, and those that cannot be built here.
 WITHOUT_LOGPROBS = {"qwen3, classifier", *UNBUILDABLE}
 #: A ReLU gives many keys of these tiny indexers the score 0, and of equal scores top-k picks by the index in the row.
-CHANGES: dict[str, dict[str, Any]] = {"deepseek_v32": {"index_n_heads": 32}}
+CHANGES = {name: {"index_n_heads": 32} for name in ("axk2", "deepseek_v32", "glm_moe_dsa")}
 #: In float64 throughout: rounding of sums in another order.
 EXACT = 1e-12
 

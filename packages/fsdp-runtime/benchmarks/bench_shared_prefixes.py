@@ -56,16 +56,16 @@ class PeakBytes(TorchDispatchMode):
 
 
 def decoder() -> nn.Module:
-    """Two layers of a Llama in float32."""
+    """One layer of a Llama of hidden size 1024, in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=8,
         max_position_embeddings=8192,
     )
     torch.manual_seed(0)

@@ -74,7 +74,7 @@ class PackedRow:
         """
         if tuple(values.shape) not in (tuple(self.input_ids.shape), tuple(self.input_ids.shape[1:])):
             raise SampleError(f"values {tuple(values.shape)} for a row of {tuple(self.input_ids.shape)} tokens")
-        parts = values.reshape(-1)[: sum(self.lengths)].split(list(self.lengths))
+        parts = torch.split(values.reshape(-1)[: sum(self.lengths)], list(self.lengths))
         return dict(zip(self.samples, parts, strict=True))
 
 

@@ -171,7 +171,7 @@ class _Inputs:
         attention.masked, attention.documents, attention.positions = mask is not None, None, None
         attention.subtree_end = None
         if mask is None:
-            if subtree_end is not None:
+            if subtree_end is not None and positions is not None:
                 attention.subtree_end = gather_tokens(subtree_end, layout, attention.group, dim=-1)
                 full = gather_tokens(positions, layout, attention.group, dim=-1)
                 attention.positions = full[0] if full.dim() == 3 else full
