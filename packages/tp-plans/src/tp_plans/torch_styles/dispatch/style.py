@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ class DispatchExpertsImpl(LocalTensorStyle):
     """
 
     style: DispatchExperts
+    #: The compiler leaves the call to Python, FSDP2's hooks included: its sizes are data.
+    class_attributes: ClassVar[Mapping[str, Any]] = {"_call_impl": torch.compiler.disable(nn.Module._call_impl)}
 
     def __init__(
         self,
