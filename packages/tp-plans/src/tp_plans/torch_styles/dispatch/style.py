@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
-from tp_plans._torch_compat import own_parameters
+from tp_plans._torch_compat import CALL, call_of, own_parameters
 from tp_plans.errors import LayoutError, PlanError
 from tp_plans.naming import EXPERT_COUNTS
 from tp_plans.row_ranges import shard_ranges
@@ -41,7 +41,7 @@ class DispatchExpertsImpl(LocalTensorStyle):
 
     style: DispatchExperts
     #: The compiler leaves the call to Python, FSDP2's hooks included: its sizes are data.
-    class_attributes: ClassVar[Mapping[str, Any]] = {"_call_impl": torch.compiler.disable(nn.Module._call_impl)}
+    class_attributes: ClassVar[Mapping[str, Any]] = {CALL: torch.compiler.disable(call_of(nn.Module))}
 
     def __init__(
         self,
