@@ -41,7 +41,9 @@ class DispatchExpertsImpl(LocalTensorStyle):
 
     style: DispatchExperts
     #: The compiler leaves the call to Python, FSDP2's hooks included: its sizes are data.
-    class_attributes: ClassVar[Mapping[str, Any]] = {CALL: torch.compiler.disable(call_of(nn.Module))}
+    class_attributes: ClassVar[Mapping[str, Any]] = {
+        CALL: torch.compiler.disable(call_of(nn.Module))  # type: ignore[no-untyped-call]
+    }
 
     def __init__(
         self,
@@ -93,7 +95,8 @@ class DispatchExpertsImpl(LocalTensorStyle):
                 setattr(module, name, len(own))
         given = self._arguments(module, args, kwargs)
         if len(given) == 1:
-            values: tuple[Tensor, ...] = (self._every_expert(*given.values(), experts, context),)
+            (tokens,) = given.values()
+            values: tuple[Tensor, ...] = (self._every_expert(tokens, experts, context),)
         else:
             values = self._routed(tuple(given.values()), experts, context)
         return (), dict(zip(given, values, strict=True))
