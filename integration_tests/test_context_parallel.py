@@ -125,6 +125,16 @@ def test_context_parallelism_composes_with_every_other_axis(
     _assert_within_bounds(four_ranks.run(_compare, "Qwen3ForCausalLM", axes, kind, **options))
 
 
+def _mixtures() -> list[dict[str, float]]:
+    shapes = ({"cp": 2, "tp": 2, "ep": 4}, {"dp_shard": 2, "cp": 2, "ep": 2})
+    return [_compare("Qwen3MoeForCausalLM", axes, "") for axes in shapes]
+
+
+def test_experts_get_the_tokens_of_every_part_of_a_sequence(four_ranks: RankPool) -> None:
+    for found in zip(*four_ranks.run(_mixtures), strict=True):
+        _assert_within_bounds(list(found))
+
+
 def _communication() -> dict[str, int]:
     model = parallelize(tiny_model("LlamaForCausalLM"), mesh_for({"cp": 2}), plan=None)
     layout = sequence_layout(mesh_for({"cp": 2}), LENGTH)

@@ -96,7 +96,7 @@ def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 
     """
     torch.manual_seed(seed)
     with _memory_filled():
-        model = REMOTE_CODE_MODELS[entry.name]() if entry.name in REMOTE_CODE_MODELS else _hugging_face_model(entry)
+        model = built(entry)
     model.to(dtype)
     _initialize_the_rest(model)
     _restore_single_precision(model)
@@ -106,6 +106,11 @@ def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 
         while parameter.unique().numel() < parameter.numel():  # by chance, in float32
             parameter.data += torch.randn_like(parameter) * 0.01
     return model
+
+
+def built(entry: Entry) -> nn.Module:
+    """The tiny model of a row as its class initializes it."""
+    return REMOTE_CODE_MODELS[entry.name]() if entry.name in REMOTE_CODE_MODELS else _hugging_face_model(entry)
 
 
 def _hugging_face_model(entry: Entry) -> nn.Module:

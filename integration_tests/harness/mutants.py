@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fsdp_runtime import parallelize
+from fsdp_runtime import parallelize, resolve_parallelism
 from tp_plans import NoParallel, plan_for
+from tp_plans.torch_styles import AllToAllExchange, DispatchedTokens
 
 
 def unreduced_query_norm(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -49,3 +52,50 @@ def wrong_on_rank_one(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def _add_bias_again(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output + module.bias.to_local()
+
+
+class _DetachedWeights(AllToAllExchange):
+    def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> DispatchedTokens:
+        return super().dispatch(hidden, index, weights.detach(), experts=experts)
+
+
+class _LosesAToken(AllToAllExchange):
+    def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> DispatchedTokens:
+        if dist.get_rank() == 0:
+            index = index.clone()
+            index[0] = -1
+        return super().dispatch(hidden, index, weights, experts=experts)
+
+
+def detached_router(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Routing weights come to the experts without a gradient."""
+    return parallelize(model, mesh, expert_exchange=_DetachedWeights)
+
+
+def dropped_token(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The first token of rank 0 is sent to no expert."""
+    return parallelize(model, mesh, expert_exchange=_LosesAToken)
+
+
+def token_counted_twice(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Ranks of ``tp`` do not divide the tokens that they share, and each sends all."""
+    replace(resolve_parallelism(model, mesh), shared_mesh=None).apply(model)
+    return model
+
+
+def undivided_experts(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The gradients of experts are the mean over ``efsdp``, without the division by the data-parallel ranks."""
+    model = parallelize(model, mesh)
+    for path, module in model.named_modules():
+        if path.endswith(".experts") and isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(lambda gradient: None)
+    return model
+
+
+def expert_without_gradient(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """One stack of experts has no gradient after backward on rank 1."""
+    model = parallelize(model, mesh)
+    if dist.get_rank() == 1:
+        parameter = model.get_parameter("model.layers.1.mlp.experts.down_proj")
+        parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+    return model

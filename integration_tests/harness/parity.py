@@ -74,8 +74,8 @@ def compare(case: Case) -> RankReport:
     (logits * weights[own]).sum().mul(_data_parallel_size(mesh)).backward()
     return RankReport(
         output_error=largest((logits - reference.logits[own]) * (weights[own] != 0)),
-        gradient_errors=_gradient_errors(reference.gradients, candidate),
-        problems=[*_structural_problems(reference.model, candidate)],
+        gradient_errors=gradient_errors(reference.gradients, candidate),
+        problems=[*structural_problems(reference.model, candidate)],
     )
 
 
@@ -196,7 +196,8 @@ def _own_rows(batch: int, mesh: DeviceMesh) -> slice:
     return slice(start, start + share)
 
 
-def _gradient_errors(expected: Mapping[str, Tensor | None], candidate: nn.Module) -> dict[str, float]:
+def gradient_errors(expected: Mapping[str, Tensor | None], candidate: nn.Module) -> dict[str, float]:
+    """Each parameter's gradient error on this rank, relative to the gradient's largest element."""
     # Some gradients vanish mathematically (a key bias shifts every score of a query alike), and what is left of
     # them is rounding: errors are measured against no less than this share of the model's largest gradient.
     floor = 1e-9 * max(largest(gradient) for gradient in expected.values() if gradient is not None)
@@ -217,7 +218,8 @@ def _gradient_errors(expected: Mapping[str, Tensor | None], candidate: nn.Module
     return errors
 
 
-def _structural_problems(reference: nn.Module, candidate: nn.Module) -> Iterable[str]:
+def structural_problems(reference: nn.Module, candidate: nn.Module) -> Iterable[str]:
+    """Broken ties, missing parameters, and gradients that are laid out otherwise than their parameters."""
     wanted, actual = ties(reference), ties(candidate)
     if wanted != actual:
         yield f"ties: the reference shares {wanted}, the parallelized model {actual}"

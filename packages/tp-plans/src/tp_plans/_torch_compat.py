@@ -25,6 +25,18 @@ def own_buffers(module: Any) -> dict[str, Any]:
     return found
 
 
+#: The method that runs a module's hooks and forward; the compiler looks it up by this name.
+CALL = "_call_impl"
+
+
+def call_of(module_class: Any) -> Any:
+    """A module class's call of hooks and forward, in which the compiler can be told to leave both to Python.
+
+    Hooks that are added later, as FSDP2's, then run outside of compiled code, which would skip them.
+    """
+    return module_class._call_impl
+
+
 @dataclass(frozen=True, slots=True)
 class Workaround:
     """Code that only some supported versions of torch need.

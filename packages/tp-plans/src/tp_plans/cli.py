@@ -18,6 +18,7 @@ from tp_plans.checks import check
 from tp_plans.errors import PlanError, TpPlansError, UnknownArchitectureError
 from tp_plans.explanation import explain
 from tp_plans.hugging_face import from_hugging_face
+from tp_plans.infer.experts import with_expert_parallelism
 from tp_plans.infer.suggest import suggest
 from tp_plans.meta_models import meta_model_from_config, meta_model_of_class
 from tp_plans.models import Architecture
@@ -108,6 +109,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, required=True, help="size of the tensor-parallel axis")
+    parser.add_argument("--ep", type=int, default=1, help="size of the expert-parallel axis (default 1)")
     parser.add_argument("--plan", default="auto", help="a plan in a .json file, or a dotted path; default: auto")
     _add_sequence_parallel(parser)
 
@@ -164,7 +166,7 @@ def _show(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     model = meta_model_from_config(options.model)
-    report = check(_plan_of(model, options), model, tp=options.tp)
+    report = check(_plan_of(model, options), model, tp=options.tp, ep=options.ep)
     kinds = [finding.severity for finding in report.findings]
     lines = str(report).splitlines()
     _print_lines(colorize(kind, line) for kind, line in zip(kinds, lines, strict=False))
@@ -174,7 +176,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     model = meta_model_from_config(options.model)
-    explanation = explain(_plan_of(model, options), model, tp=options.tp)
+    explanation = explain(_plan_of(model, options), model, tp=options.tp, ep=options.ep)
     if options.json:
         print(json.dumps(explanation.to_dict(), indent=2))
     else:
@@ -218,7 +220,11 @@ def _plan(name: str, *, sequence_parallel: bool) -> Plan:
 def _plan_of(model: object, options: argparse.Namespace) -> Plan:
     """Return the plan that ``--plan`` means for a model."""
     chosen: object = _from_file(options.plan) if options.plan.endswith(".json") else options.plan
-    return resolve_plan(chosen, model, sequence_parallel=options.sequence_parallel)
+    if options.ep == 1:
+        return resolve_plan(chosen, model, sequence_parallel=options.sequence_parallel)
+    if chosen == "auto" and options.tp == 1:
+        return with_expert_parallelism(None, model)
+    return with_expert_parallelism(resolve_plan(chosen, model, sequence_parallel=options.sequence_parallel), model)
 
 
 def _from_file(name: str) -> Plan:

@@ -1,6 +1,7 @@
 """Tokens sent to the ranks of their experts: outputs and every gradient equal one process's, whatever the routes."""
 
 import copy
+from math import comb
 
 import pytest
 import torch
@@ -203,6 +204,14 @@ def test_a_token_is_sent_once_to_a_rank_however_many_of_its_experts_are_there(fo
     for sent, formula, in_order in four_ranks.run(sent_bytes):
         assert sent == formula
         assert in_order
+
+
+def test_top_8_of_64_experts_on_8_ranks_send_less_than_three_quarters_of_all_pairs():
+    index = torch.rand(4096, 64, generator=torch.Generator().manual_seed(0)).topk(8).indices
+    sent = sum(len(set(row)) for row in (index // 8).tolist()) / len(index)
+    closed_form = 8 * (1 - comb(56, 8) / comb(64, 8))  # ranks that have at least one of a token's experts
+    assert sent == pytest.approx(closed_form, rel=0.01)
+    assert closed_form / 8 < 0.75
 
 
 def odd_experts():

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_runtime._torch_compat import all_gather_flat
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ReplicaError
+from fsdp_runtime.mesh.experts import DIVIDED
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.hashing import hash_bits
 
@@ -76,6 +77,8 @@ def _replica_groups(tensor: Tensor, mesh: DeviceMesh | None) -> Iterator[tuple[s
         for index, placement in enumerate(tensor.placements):
             if isinstance(placement, Replicate) and own.size(index) > 1:
                 yield (own_axes[index] if own_axes else str(index)), own.get_group(index)
+    if "ep" in own_axes:  # its mesh divides the ranks of these axes once more
+        own_axes += DIVIDED
     for index, axis in enumerate((mesh.mesh_dim_names if mesh is not None else None) or ()):
         if mesh is not None and axis not in own_axes and mesh.size(index) > 1:
             yield axis, mesh.get_group(index)

@@ -18,6 +18,7 @@ from fsdp_runtime._transformers_compat import disable_cache
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.parallel.pinned_routes import pinned_routes
 from fsdp_runtime.parallel.saved_tensors import SelectiveContexts
 from fsdp_runtime.routing.session import bound_to_routes
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
@@ -131,7 +132,7 @@ def apply_ac(model: nn.Module, parallelism: Parallelism) -> None:
     selective = SelectiveCheckpoint() if mode == "selective" else mode
     saved = selective.overloads() if isinstance(selective, SelectiveCheckpoint) else None
     for path in parallelism.recompute:
-        _recompute(model.get_submodule(path), saved)
+        _recompute(model.get_submodule(path), saved, pins_routes=parallelism.expert_plan is not None)
     if mode != "mlp":  # no cache is filled inside a feed-forward part
         disable_cache(model)
     logger.info("activation checkpointing: %d modules recompute", len(parallelism.recompute))
@@ -154,9 +155,13 @@ class _Recomputing:
                 f"{type(self).__name__} recomputes its activations but was given a key/value cache, which "
                 "recomputation would fill twice: pass use_cache=False"
             )
+        state = self.__dict__[RUNTIME_STATE]
+        contexts: SelectiveContexts | None = state.checkpoint_contexts
         if not torch.compiler.is_compiling():
-            forward = bound_to_routes(cast(nn.Module, self), forward)
-        contexts: SelectiveContexts | None = self.__dict__[RUNTIME_STATE].checkpoint_contexts
+            bound = bound_to_routes(cast(nn.Module, self), forward)
+            if bound is forward and contexts is None and state.pins_routes:
+                return checkpoint(forward, *args, use_reentrant=False, context_fn=pinned_routes, **kwargs)
+            forward = bound  # which replays its own routes
         if contexts is None:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         if torch.compiler.is_compiling():  # the compiler replaces in-place operators before it decides what to keep
@@ -182,10 +187,12 @@ def _mlps(structure: ModelStructure) -> tuple[str, ...]:
     return found
 
 
-def _recompute(module: nn.Module, saved: list[Any] | None) -> None:
+def _recompute(module: nn.Module, saved: list[Any] | None, *, pins_routes: bool) -> None:
     if not isinstance(module, _Recomputing):
         module.__class__ = _recomputing(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
-    runtime_state(module).checkpoint_contexts = SelectiveContexts(saved) if saved else None
+    state = runtime_state(module)
+    state.pins_routes = pins_routes
+    state.checkpoint_contexts = SelectiveContexts(saved, pins_routes=pins_routes) if saved else None
 
 
 @cache

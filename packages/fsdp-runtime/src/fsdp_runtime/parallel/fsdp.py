@@ -249,12 +249,13 @@ def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 def _set_prefetching(blocks: Sequence[nn.Module], experts: Iterable[nn.Module], options: FSDPOptions) -> None:
     """Tell FSDP2 what to gather early; a block's experts are gathered while its attention runs."""
-    wrapped: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     own = set(experts)
-    inside = [
-        [part for part in block.modules() if isinstance(part, FSDPModule) and part in own]  # type: ignore[attr-defined]
-        for block in wrapped
-    ]
+    wrapped: list[FSDPModule] = []
+    inside: list[list[FSDPModule]] = []
+    for block in blocks:
+        if isinstance(block, FSDPModule):
+            wrapped.append(block)
+            inside.append([part for part in block.modules() if part in own and isinstance(part, FSDPModule)])
     for index, module in enumerate(wrapped):
         ahead = list(inside[index])
         for later in range(index + 1, min(index + 1 + options.prefetch_forward, len(wrapped))):

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fsdp_runtime._torch_compat import TorchDispatchMode, leaves, storage_key, written_arguments
+from fsdp_runtime.parallel.pinned_routes import pinned_routes
 
 
 class SavedTensorWrittenError(Exception):
@@ -37,15 +38,21 @@ class SelectiveContexts:
 
     Args:
         saved: the operators whose results are kept.
+        pins_routes: recompute with the routes of the first forward.
     """
 
-    def __init__(self, saved: Sequence[Any]) -> None:
+    def __init__(self, saved: Sequence[Any], *, pins_routes: bool = False) -> None:
         self.saved = list(saved)
+        self.pins_routes = pins_routes
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of a forward and of its recomputation."""
         forward, recompute = create_selective_checkpoint_contexts(list(self.saved))  # type: ignore[no-untyped-call]
-        return _both(forward, _WatchWrites(self.saved)), recompute
+        watched = _both(forward, _WatchWrites(self.saved))
+        if not self.pins_routes:
+            return watched, recompute
+        record, replay = pinned_routes()
+        return _both(record, watched), _both(replay, recompute)  # below: torch counts the operators of both forwards
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Return ``forward()``, repeated as long as it writes into kept results."""

@@ -12,18 +12,19 @@ from tp_plans.explanation.types import Explanation, RuleExplanation
 from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan, require_plan
 from tp_plans.planned_tree import PlannedTree
-from tp_plans.styles import ParameterStyle
+from tp_plans.styles import DispatchExperts, ParameterStyle
 
 __all__ = ["CollectiveSummary", "Explanation", "RuleExplanation", "ShardedParameter", "explain"]
 
 
-def explain(plan: Plan, model: Any, *, tp: int) -> Explanation:
+def explain(plan: Plan, model: Any, *, tp: int, ep: int = 1) -> Explanation:
     """Tell rule by rule what a plan does to a model, without touching either.
 
     Args:
         plan: the plan; one that ``check`` finds no errors in.
         model: a ``torch.nn.Module`` on any device (meta is enough).
         tp: the size of the tensor-parallel axis.
+        ep: the size of the expert-parallel axis, over which ``DispatchExperts`` divides experts.
 
     Returns:
         For every rule the modules that it matches, their parameters with full and local shape, and the collectives
@@ -31,7 +32,7 @@ def explain(plan: Plan, model: Any, *, tp: int) -> Explanation:
         layers follow one another is read off their places and widths.  Parameters without a rule come last.
 
     Raises:
-        CheckFailedError: ``tp`` is not a size.
+        CheckFailedError: ``tp`` or ``ep`` is not a size.
         PlanError: ``plan`` is not a plan.
         ModelError: ``model`` is not a model.
 
@@ -45,22 +46,24 @@ def explain(plan: Plan, model: Any, *, tp: int) -> Explanation:
     require_plan(plan)
     tree = ModelTree.of(model)
     require_size(tp, CheckFailedError)
+    require_size(ep, CheckFailedError)
     planned = PlannedTree(tree, plan)
     rules = []
     for pattern, style in plan.items():
         found = planned.parameters if isinstance(style, ParameterStyle) else planned.modules
         places = tuple(path for path in found if planned.rules[path][:1] == [pattern])
+        ranks = ep if isinstance(style, DispatchExperts) else tp
         rules.append(
             RuleExplanation(
                 pattern=pattern,
                 style=style,
                 places=places,
-                parameters=tuple(each for path in places for each in sharded_parameters(path, planned, tp)),
-                collectives=collectives_of(places, style, planned, tp),
+                parameters=tuple(each for path in places for each in sharded_parameters(path, planned, ranks)),
+                collectives=collectives_of(places, style, planned, ranks),
             )
         )
     ruled = {parameter.path for rule in rules for parameter in rule.parameters}
     rest = (
         each for path in planned.modules for each in sharded_parameters(path, planned, tp) if each.path not in ruled
     )
-    return Explanation(plan, tp, tuple(rules), tuple(rest))
+    return Explanation(plan, tp, tuple(rules), tuple(rest), ep)

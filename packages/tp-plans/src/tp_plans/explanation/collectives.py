@@ -20,6 +20,7 @@ from tp_plans.styles import (
     AllReduceOutput,
     ColwiseEmbedding,
     ColwiseParallel,
+    DispatchExperts,
     ExpertsParallel,
     GatheredParameters,
     GatherSequence,
@@ -90,6 +91,11 @@ def _comms(path: str, style: Style, planned: PlannedTree, tp: int) -> Iterator[_
             yield from _reduce_output(style.output_layouts)
             yield "all_reduce", "backward", "gradient of the tokens"
             yield "all_reduce", "backward", "gradient of the routing weights"
+        case DispatchExperts():
+            for sent in ("numbers of tokens", "indices", "routing weights", "tokens", "sums"):
+                yield "all_to_all", "forward", sent
+            for sent in ("gradient of the sums", "gradient of the tokens", "gradient of the routing weights"):
+                yield "all_to_all", "backward", sent
         case AllReduceOutput():
             yield from _reduce_output(style.output_layouts)
             yield "all_reduce", "backward", "gradient of the input"

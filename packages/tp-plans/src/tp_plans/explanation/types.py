@@ -44,12 +44,14 @@ class Explanation:
         tp: the size of the axis.
         rules: rule by rule.
         rest: the parameters without a rule, which are replicated.
+        ep: the size of the axis of experts.
     """
 
     plan: Plan
     tp: int
     rules: tuple[RuleExplanation, ...]
     rest: tuple[ShardedParameter, ...]
+    ep: int = 1
 
     @property
     def parameters(self) -> tuple[ShardedParameter, ...]:
@@ -77,6 +79,7 @@ class Explanation:
         return {
             "plan": self.plan.name,
             "tp": self.tp,
+            "ep": self.ep,
             "sequence_parallel": self.plan.sequence_parallel,
             "sharded_share": self.sharded_share,
             "collectives": {when: self.collectives(when) for when in ("forward", "backward")},
@@ -89,7 +92,8 @@ class Explanation:
 
     def _lines(self) -> Iterator[str]:
         total = sum(parameter.size for parameter in self.parameters)
-        yield f"{self.plan!r} over tp={self.tp}: {self.sharded_share:.1%} of {format_bytes(total)} split"
+        axes = f"tp={self.tp}" + f", ep={self.ep}" * (self.ep > 1)
+        yield f"{self.plan!r} over {axes}: {self.sharded_share:.1%} of {format_bytes(total)} split"
         for when in ("forward", "backward"):
             counts = ", ".join(f"{count} {kind}" for kind, count in self.collectives(when).items())
             yield f"  {when}: {counts or 'nothing is sent'}"

@@ -65,6 +65,9 @@ class LocalTensorStyle(ParallelStyle):
         parameter_rules: rules for single parameters of the module, by name or pattern of it.
     """
 
+    #: Further attributes of the classes that modules get.
+    class_attributes: ClassVar[Mapping[str, Any]] = {}
+
     def __init__(self, style: Style | None, parameter_rules: Mapping[str, ParameterStyle] | None = None) -> None:
         super().__init__()
         self.style = style
@@ -134,7 +137,7 @@ class LocalTensorStyle(ParallelStyle):
         if (cls, mesh) not in self._classes:
             # The names stay, since transformers looks up what to record by a class's full name.
             names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-            namespace = {**names, "tp_style": self, "tp_mesh": mesh}
+            namespace = {**names, "tp_style": self, "tp_mesh": mesh, **self.class_attributes}
             self._classes[cls, mesh] = type(cls.__name__, (_TensorParallelMixin, cls), namespace)
         return self._classes[cls, mesh]
 

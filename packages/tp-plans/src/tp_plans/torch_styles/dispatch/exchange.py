@@ -154,9 +154,7 @@ class _Dispatch(torch.autograd.Function):
         return _all_to_all(rows, by_row, group), _all_to_all(weights, by_pair, group)
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, rows: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         return (
             _all_to_all(rows, _reversed(ctx.by_row), ctx.group),
             _all_to_all(weights, _reversed(ctx.by_pair), ctx.group),
@@ -213,7 +211,7 @@ def exchange_class(exchange: str | type[TokenExchange]) -> type[TokenExchange]:
         return exchange
     if exchange == "all_to_all":
         return AllToAllExchange
-    if isinstance(exchange, str) and (package := _KERNELS.get(exchange)) is not None:
+    if (package := _KERNELS.get(str(exchange))) is not None:
         installed = importlib.util.find_spec(package) is not None
         reason = "has no adapter here" if installed else "is not installed"
         raise CapabilityError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
-from tp_plans._torch_compat import own_parameters
+from tp_plans._torch_compat import CALL, call_of, own_parameters
 from tp_plans.errors import LayoutError, PlanError
 from tp_plans.naming import EXPERT_COUNTS
 from tp_plans.row_ranges import shard_ranges
@@ -40,6 +40,10 @@ class DispatchExpertsImpl(LocalTensorStyle):
     """
 
     style: DispatchExperts
+    #: The compiler leaves the call to Python, FSDP2's hooks included: its sizes are data.
+    class_attributes: ClassVar[Mapping[str, Any]] = {
+        CALL: torch.compiler.disable(call_of(nn.Module))  # type: ignore[no-untyped-call]
+    }
 
     def __init__(
         self,
@@ -91,7 +95,8 @@ class DispatchExpertsImpl(LocalTensorStyle):
                 setattr(module, name, len(own))
         given = self._arguments(module, args, kwargs)
         if len(given) == 1:
-            values: tuple[Tensor, ...] = (self._every_expert(*given.values(), experts, context),)
+            (tokens,) = given.values()
+            values: tuple[Tensor, ...] = (self._every_expert(tokens, experts, context),)
         else:
             values = self._routed(tuple(given.values()), experts, context)
         return (), dict(zip(given, values, strict=True))

@@ -1,0 +1,228 @@
+"""Experts over ``ep`` outside of a step: loaded, streamed, saved, resumed, clipped, compared, gathered, offloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import rl_logprobs
+from fsdp_runtime import (
+    FSDPOptions,
+    ReplicaError,
+    assert_replicas_equal,
+    load_training_state,
+    load_weights,
+    no_sync,
+    offload,
+    onload,
+    parallelize,
+    save_training_state,
+    save_weights,
+    stream_weights,
+    submesh,
+    unsharded,
+)
+from harness.collectives import RecordCollectives
+from harness.models import tiny_inputs, tiny_model
+from harness.parity import mesh_for, own_part
+from harness.ranks import RankPool
+
+MOE = "Qwen3MoeForCausalLM"
+MESHES = (
+    {"dp_shard": 2, "tp": 2, "ep": 2},
+    {"dp_shard": 2, "tp": 2, "ep": 4},
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    {"tp": 4, "ep": 2},
+)
+
+
+def _parallel(axes: dict[str, int], **options: Any) -> nn.Module:
+    return parallelize(tiny_model(MOE, dtype=torch.float32), mesh_for(axes), **options)
+
+
+def _loss(model: nn.Module, axes: dict[str, int]) -> Tensor:
+    """A loss on this rank's own rows."""
+    inputs = tiny_inputs(model, batch=4, length=5)
+    data = submesh(mesh_for(axes), "dp")
+    share = 4 // data.size()
+    rows = inputs["input_ids"][share * data.get_local_rank() :][:share]
+    logits = model(input_ids=rows, use_cache=False).logits
+    full = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return full.float().square().mean()
+
+
+def _weights_moved(path: Path) -> list[str]:
+    """What differs between a checkpoint and a model that loaded, streamed and saved it, for every mesh."""
+    wrong = []
+    expected = load_file(path / "model.safetensors")
+    reference = dict(tiny_model(MOE, dtype=torch.float32).named_parameters())
+    whole = sum(value.nbytes for value in expected.values())
+    for number, axes in enumerate(MESHES):
+        with torch.device("meta"):
+            empty = tiny_model(MOE, dtype=torch.float32)
+        model = parallelize(empty, mesh_for(axes))
+        report = load_weights(model, path)
+        wrong += [f"{axes}: reads {report.bytes_read} of {whole} bytes"] if report.bytes_read > 0.6 * whole else []
+        for name, parameter in model.named_parameters():
+            local, part = parameter.to_local(), own_part(reference[name], parameter)
+            wrong += [] if torch.equal(local, part) else [f"{axes}: {name} is loaded wrongly"]
+        for streamed in (dict(stream_weights(model)), _gathered_stream(model)):
+            same = streamed.keys() == expected.keys() and all(
+                torch.equal(expected[name], value) for name, value in streamed.items()
+            )
+            wrong += [] if same else [f"{axes}: the stream differs"]
+        save_weights(model, path / f"saved{number}")
+        saved = load_file(path / f"saved{number}" / "model.safetensors")
+        wrong += [
+            f"{axes}: {name} is saved wrongly" for name in expected if not torch.equal(expected[name], saved[name])
+        ]
+    return wrong
+
+
+def _gathered_stream(model: nn.Module) -> dict[str, Tensor]:
+    with unsharded(model):
+        return {name: value.clone() for name, value in stream_weights(model)}
+
+
+def test_weights_are_loaded_streamed_and_saved_by_the_ranks_that_hold_them(
+    four_ranks: RankPool, tmp_path: Path
+) -> None:
+    tiny_model(MOE, dtype=torch.float32).save_pretrained(tmp_path)
+    assert four_ranks.run(_weights_moved, tmp_path) == [[]] * 4
+
+
+def _clipped(axes: dict[str, int]) -> tuple[float, float, int, list[str]]:
+    """The norm of one process, that of the ranks, the collectives of a clip, and ranks that differ after it."""
+    reference = tiny_model(MOE)
+    inputs = tiny_inputs(reference, batch=4, length=5)
+    reference(**inputs, use_cache=False).logits.float().square().mean().backward()
+    expected = torch.nn.utils.get_total_norm([each.grad for each in reference.parameters()])
+    model = parallelize(tiny_model(MOE), mesh_for(axes))
+    _loss(model, axes).backward()
+    rl_logprobs.grad_norm(model.parameters())  # makes the groups
+    with RecordCollectives() as record:
+        norm = rl_logprobs.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    problems = []
+    try:
+        assert_replicas_equal(model, mesh_for(axes))
+    except ReplicaError as error:
+        problems.append(str(error))
+    return expected.item(), norm.item(), len(record.calls), problems
+
+
+def _all_clipped() -> list[tuple[float, float, int, list[str]]]:
+    return [_clipped(axes) for axes in MESHES]
+
+
+def test_the_norm_counts_every_expert_once_in_one_collective_and_replicas_stay_equal(four_ranks: RankPool) -> None:
+    for found in four_ranks.run(_all_clipped):
+        for expected, norm, collectives, problems in found:
+            assert abs(norm - expected) < 1e-6 * expected
+            assert collectives == 1
+            assert problems == []
+
+
+def _resumed(directory: Path) -> list[str]:
+    """Train, save, resume on other meshes, and compare the next step with that of the first model."""
+    wrong = []
+    results = {}
+    for number, axes in enumerate(MESHES):
+        model = _parallel(axes)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if number:
+            load_training_state(directory, model, optimizer)
+        else:
+            _step(model, optimizer, axes)
+            save_training_state(directory, model, optimizer, step=1)
+        _step(model, optimizer, axes)
+        results[number] = {name: value.clone() for name, value in stream_weights(model)}
+        wrong += [
+            f"{axes}: {name} differs after the step"
+            for name, value in results[number].items()
+            if not torch.allclose(value, results[0][name], atol=2e-5)
+        ]
+    return wrong
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, axes: dict[str, int]) -> None:
+    _loss(model, axes).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_training_state_is_resumed_on_another_size_of_ep(four_ranks: RankPool, tmp_path: Path) -> None:
+    assert four_ranks.run(_resumed, tmp_path / "state") == [[]] * 4
+
+
+def _same_gradients(axes: dict[str, int]) -> dict[str, float]:
+    """How far gradients are off the default's under accumulation, gathering, offload and lower precision."""
+    reference = _parallel(axes)
+    _loss(reference, axes).backward()
+    expected = {name: each.grad.to_local().clone() for name, each in reference.named_parameters()}
+    found = {}
+
+    accumulated = _parallel(axes)
+    with no_sync(accumulated):
+        (_loss(accumulated, axes) * 0.25).backward()
+    (_loss(accumulated, axes) * 0.75).backward()
+    found["accumulated"] = _off(accumulated, expected)
+
+    held = _parallel(axes)
+    with unsharded(held):
+        _loss(held, axes).backward()
+    found["unsharded"] = _off(held, expected)
+
+    moved = _parallel(axes)
+    offload(moved)
+    onload(moved)
+    _loss(moved, axes).backward()
+    found["offloaded"] = _off(moved, expected)
+
+    on_cpu = _parallel(axes, fsdp=FSDPOptions(offload_policy=CPUOffloadPolicy()))
+    _loss(on_cpu, axes).backward()
+    found["CPU offload policy"] = _off(on_cpu, expected)
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mixed = _parallel(axes, fsdp=FSDPOptions(mp_policy=policy, master_dtype=torch.float32))
+    _loss(mixed, axes).backward()
+    found["bfloat16"] = _off(mixed, expected) / 1e4
+    return found
+
+
+def _off(model: nn.Module, expected: dict[str, Tensor]) -> float:
+    largest = max(value.abs().max().item() for value in expected.values() if value.numel())
+    return max(
+        (each.grad.to_local() - expected[name]).abs().max().item() / largest
+        for name, each in model.named_parameters()
+        if expected[name].numel()
+    )
+
+
+def _all_same_gradients() -> list[dict[str, float]]:
+    return [_same_gradients(axes) for axes in MESHES[:2]]
+
+
+def _compiled() -> float:
+    axes = {"dp_shard": 2, "ep": 2}
+    eager, compiled = _parallel(axes), _parallel(axes, compile={"backend": "aot_eager"})
+    _loss(eager, axes).backward()
+    _loss(compiled, axes).backward()
+    return _off(compiled, {name: each.grad.to_local() for name, each in eager.named_parameters()})
+
+
+def test_the_compiler_leaves_the_exchange_to_python(two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(_compiled)) < 1e-5
+
+
+def test_gradients_are_the_same_accumulated_gathered_offloaded_and_in_lower_precision(four_ranks: RankPool) -> None:
+    for rank in four_ranks.run(_all_same_gradients):
+        for found in rank:
+            assert {name: off for name, off in found.items() if not off < 1e-5} == {}
