@@ -23,6 +23,7 @@ from fsdp_runtime.errors import (
     OtherRankError,
     ReplicaError,
     WeightsError,
+    WeightSyncError,
 )
 from fsdp_runtime.estimate import Estimate, Sweep, estimate, sweep
 from fsdp_runtime.memory.gradient_accumulation import no_sync
@@ -48,6 +49,9 @@ from fsdp_runtime.parallel.tensor import apply_tp
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
+from fsdp_runtime.transfer.digest import digest, digest_layout, verify_transfer
+from fsdp_runtime.transfer.execute import execute_transfer
+from fsdp_runtime.transfer.model_layout import ModelShards
 from fsdp_runtime.weights import (
     LoadReport,
     WeightExport,
@@ -88,6 +92,7 @@ __all__ = [
     "MetaBufferError",
     "MismatchError",
     "ModelError",
+    "ModelShards",
     "ModelStructure",
     "OffloadError",
     "OffloadReport",
@@ -104,6 +109,7 @@ __all__ = [
     "TrainingState",
     "WeightExport",
     "WeightInfo",
+    "WeightSyncError",
     "WeightsError",
     "adopt_mesh",
     "apply_ac",
@@ -116,7 +122,10 @@ __all__ = [
     "assert_replicas_equal",
     "describe_parallelism",
     "describe_weights",
+    "digest",
+    "digest_layout",
     "estimate",
+    "execute_transfer",
     "flatten_bucket",
     "forward_with_lm_head",
     "fsdp_mesh",
@@ -147,4 +156,5 @@ __all__ = [
     "sweep",
     "unflatten_bucket",
     "unsharded",
+    "verify_transfer",
 ]

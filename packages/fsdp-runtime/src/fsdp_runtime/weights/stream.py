@@ -81,6 +81,11 @@ class WeightExport:
         self._groups = export_groups(model, dtype=dtype, names=names, entries=entries)
 
     @property
+    def groups(self) -> list[ExportGroup]:
+        """The tensors of the model that are exported together, in order."""
+        return self._groups
+
+    @property
     def tensors(self) -> list[ExportedTensor]:
         """Every exported tensor in order, with the chunks that it is built from."""
         return [item for group in self._groups for item in group.tensors]
