@@ -52,6 +52,7 @@ from fsdp_runtime.training_state import TrainingState, load_training_state, save
 from fsdp_runtime.transfer.digest import digest, digest_layout, verify_transfer
 from fsdp_runtime.transfer.execute import execute_transfer
 from fsdp_runtime.transfer.model_layout import ModelShards
+from fsdp_runtime.transfer.sync import SyncReport, WeightSync
 from fsdp_runtime.weights import (
     LoadReport,
     WeightExport,
@@ -69,6 +70,7 @@ from fsdp_runtime.weights import (
     stream_weights,
     unflatten_bucket,
 )
+from fsdp_runtime.weights.quantize.formats import Quantization
 
 __version__ = "0.1.0"
 
@@ -100,15 +102,18 @@ __all__ = [
     "OtherRankError",
     "Parallelism",
     "ParallelismReport",
+    "Quantization",
     "RankInfo",
     "RankMonitor",
     "ReplicaError",
     "SelectiveCheckpoint",
     "SequenceLayout",
     "Sweep",
+    "SyncReport",
     "TrainingState",
     "WeightExport",
     "WeightInfo",
+    "WeightSync",
     "WeightSyncError",
     "WeightsError",
     "adopt_mesh",
