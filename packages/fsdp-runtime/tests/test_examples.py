@@ -23,6 +23,7 @@ RESULTS = {
     "RankInfo",
     "RankMonitor",
     "Sweep",
+    "SyncReport",
     "TrainingState",
     "WeightInfo",
 }
