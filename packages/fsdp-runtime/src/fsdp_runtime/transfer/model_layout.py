@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.chunks import Chunk
+from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
 from fsdp_runtime.sharded.collectives import model_mesh
 from fsdp_runtime.sharded.shard_offsets import dtensor_slices, mesh_layout_of
-from fsdp_runtime.weights.export import ExportGroup
+from fsdp_runtime.weights.adapters import adapter_tensors
+from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
 from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.stream import WeightExport
 from tp_plans import CheckpointTensor, StoredBlock, TransferLayout, mesh_boxes
@@ -34,10 +35,13 @@ class ModelShards:
         model: plain, sharded over ``tp`` or ``ep``, sharded by FSDP2, or several of these.
         dtype: the dtype in which floating-point tensors are sent; ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        adapter: send this adapter of a ``PeftModel`` alone: its LoRA factors, under the names that peft gives them in
+            ``adapter_model.safetensors``; ``names`` then has no effect.
 
     Raises:
         ConversionError: an exported tensor is no rearrangement of blocks of the model's tensors.
-        OptionError: the model has active adapters, ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
+        OptionError: the model has active adapters and ``adapter`` is ``None``, or it has no such adapter; ``dtype`` is
+            not a floating-point dtype, or ``names`` is unknown.
 
     Example:
         >>> from torch import nn
@@ -47,16 +51,26 @@ class ModelShards:
         (((0, 3), (0, 2)), torch.Size([3, 2]))
     """
 
-    def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None, names: Names = "checkpoint") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        names: Names = "checkpoint",
+        adapter: str | None = None,
+    ) -> None:
         entries = state_entries(model)
-        export = WeightExport(model, dtype=dtype, names=names, entries=entries)
+        if adapter is None:
+            groups = WeightExport(model, dtype=dtype, names=names, entries=entries).groups
+        else:
+            groups = _adapter_groups(adapter_tensors(model, entries, adapter), dtype)
         mesh = model_mesh(entries)
         own = dist.get_rank() if dist.is_initialized() else 0
         everyone = [own] if mesh is None else mesh.mesh.flatten().tolist()
         tensors: dict[str, CheckpointTensor] = {}
         blocks: dict[str, list[StoredBlock]] = {}
         local: dict[str, Tensor] = {}
-        for group in export.groups:
+        for group in groups:
             _require_blocks(group)
             boxes = {name: _boxes(tensor, everyone) for name, tensor in group.sources.items()}
             for name, tensor in group.sources.items():
@@ -82,11 +96,21 @@ class ModelShards:
         return self._local
 
 
+def _adapter_groups(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[ExportGroup]:
+    """Each factor of an adapter as an export of its own, under its own name."""
+    groups = []
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        item = ExportedTensor(name, shape, dtype or tensor.dtype, [identity_chunk(name, shape)])
+        groups.append(ExportGroup({name: tensor}, [item], None, {}, item.nbytes))
+    return groups
+
+
 def _require_blocks(group: ExportGroup) -> None:
     if group.adapters:
         raise OptionError(
-            f"{next(iter(group.adapters))} has active adapters, which a transfer of shards does not merge: merge them "
-            "into the model, stream full weights, or send the adapters alone"
+            f"{next(iter(group.adapters))} has active adapters, which a transfer of shards does not merge: send them "
+            "alone (adapter=), merge them into the model, or stream full weights"
         )
     converted = next((item.name for item in group.tensors if item.chunks is None), None)
     if converted is not None:
