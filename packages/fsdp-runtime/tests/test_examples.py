@@ -25,6 +25,7 @@ RESULTS = {
     "RankInfo",
     "RankMonitor",
     "Sweep",
+    "SyncReport",
     "TrainingState",
     "WeightInfo",
 }

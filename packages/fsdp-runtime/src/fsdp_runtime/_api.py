@@ -25,6 +25,7 @@ from fsdp_runtime.errors import (
     RoutesError,
     SampleError,
     WeightsError,
+    WeightSyncError,
 )
 from fsdp_runtime.estimate import Estimate, Sweep, estimate, sweep
 from fsdp_runtime.memory.gradient_accumulation import no_sync
@@ -58,6 +59,10 @@ from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.routing.replay import record_routes, replay_routes
 from fsdp_runtime.routing.routes import Routes, routes_from_generator
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
+from fsdp_runtime.transfer.digest import digest, digest_layout, verify_transfer
+from fsdp_runtime.transfer.execute import execute_transfer
+from fsdp_runtime.transfer.model_layout import ModelShards
+from fsdp_runtime.transfer.sync import SyncReport, WeightSync
 from fsdp_runtime.weights import (
     LoadReport,
     WeightExport,
@@ -75,6 +80,7 @@ from fsdp_runtime.weights import (
     stream_weights,
     unflatten_bucket,
 )
+from fsdp_runtime.weights.quantize.formats import Quantization
 
 __all__ = [
     "AttentionHeads",
@@ -97,6 +103,7 @@ __all__ = [
     "MetaBufferError",
     "MismatchError",
     "ModelError",
+    "ModelShards",
     "ModelStructure",
     "OffloadError",
     "OffloadReport",
@@ -106,6 +113,7 @@ __all__ = [
     "Packing",
     "Parallelism",
     "ParallelismReport",
+    "Quantization",
     "RankInfo",
     "RankMonitor",
     "ReplicaError",
@@ -115,10 +123,13 @@ __all__ = [
     "SelectiveCheckpoint",
     "SequenceLayout",
     "Sweep",
+    "SyncReport",
     "TrainingState",
     "TreeRow",
     "WeightExport",
     "WeightInfo",
+    "WeightSync",
+    "WeightSyncError",
     "WeightsError",
     "adopt_mesh",
     "apply_ac",
@@ -133,7 +144,10 @@ __all__ = [
     "assert_replicas_equal",
     "describe_parallelism",
     "describe_weights",
+    "digest",
+    "digest_layout",
     "estimate",
+    "execute_transfer",
     "flatten_bucket",
     "forward_with_lm_head",
     "fsdp_mesh",
@@ -169,4 +183,5 @@ __all__ = [
     "sweep",
     "unflatten_bucket",
     "unsharded",
+    "verify_transfer",
 ]

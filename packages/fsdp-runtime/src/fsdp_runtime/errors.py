@@ -71,6 +71,10 @@ class MetaBufferError(WeightsError):
     """A buffer on the meta device is not in the checkpoint, and the model cannot recompute it."""
 
 
+class WeightSyncError(WeightsError):
+    """A transfer of weights to other processes failed, or an update cannot be applied."""
+
+
 class OtherRankError(WeightsError):
     """Another rank failed; the message is that rank's."""
 

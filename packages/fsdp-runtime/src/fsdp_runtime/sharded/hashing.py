@@ -1,9 +1,14 @@
-"""A hash of a tensor's local bits, equal on ranks that hold equal tensors."""
+"""Hashes of tensors' bits: equal on ranks that hold equal tensors, and sums over the parts of a full tensor."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from tp_plans.transfer.boxes import Box, full_box, split_box
 
 #: Elements that are converted to int64 at once, to bound the extra memory.
 _CHUNK = 2**20
@@ -11,7 +16,6 @@ _CHUNK = 2**20
 _POSITION, _MIX = 2654435761, -7046029254386353131
 
 
-@torch.no_grad()
 def hash_bits(local: Tensor) -> Tensor:
     """Return a 64-bit hash of the elements' bits and positions, a 0-d int64 tensor on the tensor's device.
 
@@ -21,11 +25,37 @@ def hash_bits(local: Tensor) -> Tensor:
     Args:
         local: a plain tensor of any shape; dtype and shape do not enter the hash.
     """
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(local.element_size(), torch.int64)
-    flat = local.detach().contiguous().view(-1).view(words) if local.numel() else local.new_empty(0, dtype=torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        part = flat[start : start + _CHUNK].long()
-        mixed = (part + 1) * (torch.arange(start + 1, start + 1 + part.numel(), device=part.device) * _POSITION)
-        total += ((mixed ^ (mixed >> 29)) * _MIX).sum()  # wraps around in 64 bits, equally on every rank
+    return hash_box(local, local.shape, full_box(local.shape))
+
+
+@torch.no_grad()
+def hash_box(values: Tensor, shape: Sequence[int], box: Box) -> Tensor:
+    """Return the addend of a box to the hash of a full tensor: those of its parts sum to :func:`hash_bits` of it.
+
+    Args:
+        values: the box's values, of the box's shape.
+        shape: the full tensor's shape.
+        box: the part of the full tensor.
+
+    Returns:
+        A 0-d int64 tensor on the values' device; sums of such wrap around in 64 bits, equally on every rank.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    if not values.numel():
+        return total
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(values.element_size(), torch.int64)
+    for part in split_box(box, _CHUNK):
+        inner = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(part, box, strict=True))
+        bits = values.detach()[inner].contiguous().view(-1).view(words).long()
+        mixed = (bits + 1) * ((_positions(part, strides, values.device) + 1) * _POSITION)
+        total += ((mixed ^ (mixed >> 29)) * _MIX).sum()
     return total
+
+
+def _positions(box: Box, strides: Sequence[int], device: torch.device) -> Tensor:
+    """The positions of a box's elements in the full tensor, in row-major order."""
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for (start, stop), stride in zip(box, strides, strict=True):
+        found = found.unsqueeze(-1) + torch.arange(start, stop, device=device) * stride
+    return found.reshape(-1)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
 from fsdp_runtime.weights.naming import Names
+from fsdp_runtime.weights.quantize.formats import Quantization
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, WeightExport, split_by_bytes
 
 _WORK_PREFIX = ".saving-"
@@ -42,6 +44,7 @@ def save_weights(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     dtype: torch.dtype | None = None,
     names: Names = "checkpoint",
+    quantize: Quantization | None = None,
 ) -> None:
     """Save a model as safetensors, with its ``config.json`` and ``generation_config.json``, if it has them.
 
@@ -59,6 +62,8 @@ def save_weights(
         dtype: convert floating-point tensors to this dtype before they are communicated, and write it to the config;
             ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        quantize: store linear layers in low precision, with their scales, and say so in the config; other weights then
+            default to bfloat16.
 
     Raises:
         ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
@@ -85,9 +90,11 @@ def save_weights(
     with raise_on_all(ranks) as step:
         target = require_path("directory", directory)
         step.value = os.path.normpath(target)
-        export = WeightExport(model, dtype=dtype, names=names, entries=entries)
+        export = WeightExport(model, dtype=dtype, names=names, quantize=quantize, entries=entries)
         items = export.tensors
         config_dtype = next((item.dtype for item in items if item.dtype.is_floating_point), torch.get_default_dtype())
+        if quantize is not None:
+            config_dtype = dtype or torch.bfloat16
         shards = list(split_by_bytes(items, max_shard_bytes))
     require_equal_on_all("directory", step.values)
     with _work_directory(target, ranks) as work:
@@ -96,6 +103,8 @@ def save_weights(
             if work is not None:
                 if transformers_compat.is_transformers_model(base_model(model)):
                     transformers_compat.save_config(base_model(model), work, config_dtype)
+                    if quantize is not None:
+                        _add_to_config(work / "config.json", quantize.config(export.kept_modules))
                 _commit(work, target, shards)
 
 
@@ -167,6 +176,11 @@ def _place_shards(work: Path, target: Path, shards: list[list[ExportedTensor]]) 
         (work / name).replace(target / final)
         weight_map.update({item.name: final for item in items})
     return weight_map, set(weight_map.values())
+
+
+def _add_to_config(path: Path, quantization: dict[str, Any]) -> None:
+    config = {**json.loads(path.read_text()), "quantization_config": quantization}
+    write_and_fsync(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _write_index(path: Path, weight_map: dict[str, str], total_bytes: int) -> None:

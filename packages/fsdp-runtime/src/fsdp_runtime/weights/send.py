@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.weights.naming import Names
+from fsdp_runtime.weights.quantize.formats import Quantization
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, Bucket, WeightInfo, stream_buckets
 
 
@@ -28,6 +29,7 @@ def send_weights(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     dtype: torch.dtype | None = None,
     names: Names = "checkpoint",
+    quantize: Quantization | None = None,
     flat: bool = True,
 ) -> None:
     """Broadcast every weight to receivers in other processes, a bucket at a time.
@@ -42,6 +44,7 @@ def send_weights(
         bucket_bytes: bytes of a bucket; with ``flat`` the peak is about twice this.
         dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
         flat: broadcast a bucket as one flat byte tensor, which :func:`unflatten_bucket` splits; else each tensor.
 
     Raises:
@@ -54,7 +57,7 @@ def send_weights(
         >>> from fsdp_runtime import send_weights
         >>> send_weights(nn.Linear(2, 3), None, print)  # a rank that does not send
     """
-    for bucket in stream_buckets(model, bucket_bytes=bucket_bytes, dtype=dtype, names=names):
+    for bucket in stream_buckets(model, bucket_bytes=bucket_bytes, dtype=dtype, names=names, quantize=quantize):
         if group is None:
             continue
         on_bucket([WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket])

@@ -16,6 +16,7 @@ from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, export_groups
 from fsdp_runtime.weights.naming import Names
+from fsdp_runtime.weights.quantize.formats import Quantization
 
 #: Names and full tensors, all of one dtype.
 Bucket = list[tuple[str, Tensor]]
@@ -55,6 +56,7 @@ class WeightExport:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
         dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
 
     Raises:
         ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
@@ -77,15 +79,29 @@ class WeightExport:
         *,
         dtype: torch.dtype | None = None,
         names: Names = "checkpoint",
+        quantize: Quantization | None = None,
         entries: Sequence[StateEntry] | None = None,
     ) -> None:
-        self._dtype = dtype
+        dtype = torch.bfloat16 if dtype is None and quantize is not None else dtype
+        self._dtype, self._quantize = dtype, quantize
         self._groups = export_groups(model, dtype=dtype, names=names, entries=entries)
+
+    @property
+    def groups(self) -> list[ExportGroup]:
+        """The tensors of the model that are exported together, in order."""
+        return self._groups
 
     @property
     def tensors(self) -> list[ExportedTensor]:
         """Every exported tensor in order, with the chunks that it is built from."""
-        return [item for group in self._groups for item in group.tensors]
+        return [part for group in self._groups for item in group.tensors for part in self._parts(item)]
+
+    @property
+    def kept_modules(self) -> list[str]:
+        """The modules of weights of two dims that are not quantized, for a quantized checkpoint's config."""
+        weights = [item.name for group in self._groups for item in group.tensors if len(item.shape) == 2]
+        stored = {item.name for item in self.tensors if not item.dtype.is_floating_point or item.dtype.itemsize < 2}
+        return [name.removesuffix(".weight") for name in weights if name not in stored]
 
     def metadata(self) -> list[WeightInfo]:
         """Return names, dtypes and shapes in the order of :meth:`stream`; no communication."""
@@ -107,18 +123,18 @@ class WeightExport:
 
     def _buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
         for groups in self._batches(bucket_bytes):  # no bucket waits here while the next groups are gathered
-            bucket: Bucket = []
-            size = 0
+            open_buckets: dict[torch.dtype, Bucket] = {}  # quantized weights and their scales alternate
+            sizes: dict[torch.dtype, int] = {}
             for item, tensor in self._gather(groups):
-                if bucket and (size + tensor.nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
-                    yield bucket
-                    bucket, size = [], 0
-                bucket.append((item.name, tensor))
-                size += tensor.nbytes
+                size = sizes.get(tensor.dtype, 0) + tensor.nbytes
+                if size > bucket_bytes and tensor.dtype in open_buckets:
+                    yield open_buckets.pop(tensor.dtype)
+                    size = tensor.nbytes
+                open_buckets.setdefault(tensor.dtype, []).append((item.name, tensor))
+                sizes[tensor.dtype] = size
                 del tensor
-            if bucket:
-                yield bucket
-            del bucket
+            while open_buckets:
+                yield open_buckets.pop(next(iter(open_buckets)))
 
     def _batches(self, bucket_bytes: int) -> Iterator[list[ExportGroup]]:
         """Yield the groups that are gathered together."""
@@ -129,7 +145,21 @@ class WeightExport:
     def _gather(self, groups: Sequence[ExportGroup]) -> Iterator[tuple[ExportedTensor, Tensor]]:
         full = full_tensors([tensor for group in groups for tensor in group.sources.values()], dtype=self._dtype)
         for group in groups:
-            yield from group.produce({name: next(full) for name in group.sources})
+            for item, tensor in group.produce({name: next(full) for name in group.sources}):
+                parts = self._parts(item)
+                if self._quantize is None or parts[0] is item:
+                    yield item, tensor
+                    continue
+                yield from zip(parts, self._quantize.quantize(tensor), strict=True)
+
+    def _parts(self, item: ExportedTensor) -> list[ExportedTensor]:
+        """The tensors that a weight is exported as: itself, or its quantized values and scales."""
+        if self._quantize is None or not self._quantize.applies(item.name, item.shape):
+            return [item]
+        return [
+            ExportedTensor(part.name, part.shape, part.dtype, None)
+            for part in self._quantize.parts(item.name, item.shape)
+        ]
 
 
 @checked
@@ -139,6 +169,7 @@ def stream_weights(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     dtype: torch.dtype | None = None,
     names: Names = "checkpoint",
+    quantize: Quantization | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a model as a full plain tensor, on every rank, in model order.
 
@@ -153,6 +184,7 @@ def stream_weights(
             peak is about this plus the largest parameter, plus the buffers of one more axis under TP and FSDP2.
         dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
 
     Yields:
         Name and tensor, on the device that the model computes on.  A tensor that is not sharded is the model's own
@@ -172,7 +204,7 @@ def stream_weights(
         weight (3, 2) torch.bfloat16
         bias (3,) torch.bfloat16
     """
-    yield from WeightExport(model, dtype=dtype, names=names).stream(bucket_bytes)
+    yield from WeightExport(model, dtype=dtype, names=names, quantize=quantize).stream(bucket_bytes)
 
 
 @checked
@@ -182,6 +214,7 @@ def stream_buckets(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     dtype: torch.dtype | None = None,
     names: Names = "checkpoint",
+    quantize: Quantization | None = None,
 ) -> Iterator[Bucket]:
     """Yield the weights of :func:`stream_weights` in lists, each of one dtype and up to ``bucket_bytes``.
 
@@ -193,6 +226,7 @@ def stream_buckets(
         bucket_bytes: bytes of a list; a larger weight has a list of its own.
         dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
 
     Yields:
         Lists of names and full tensors.
@@ -208,12 +242,16 @@ def stream_buckets(
         >>> for bucket in stream_buckets(nn.Linear(2, 3)):
         ...     _ = engine.load_state_dict(dict(bucket))
     """
-    yield from WeightExport(model, dtype=dtype, names=names).buckets(bucket_bytes)
+    yield from WeightExport(model, dtype=dtype, names=names, quantize=quantize).buckets(bucket_bytes)
 
 
 @checked
 def describe_weights(
-    model: nn.Module, *, dtype: torch.dtype | None = None, names: Names = "checkpoint"
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    names: Names = "checkpoint",
+    quantize: Quantization | None = None,
 ) -> list[WeightInfo]:
     """Return names, dtypes and shapes of :func:`stream_weights` with the same arguments, in its order.
 
@@ -223,6 +261,7 @@ def describe_weights(
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
         dtype: dtype of exported floating-point tensors; ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
 
     Returns:
         One entry per weight.
@@ -238,7 +277,7 @@ def describe_weights(
         >>> describe_weights(nn.Linear(2, 3, bias=False), dtype=torch.bfloat16)
         [WeightInfo(name='weight', dtype=torch.bfloat16, shape=(3, 2))]
     """
-    return WeightExport(model, dtype=dtype, names=names).metadata()
+    return WeightExport(model, dtype=dtype, names=names, quantize=quantize).metadata()
 
 
 def split_by_bytes(items: Sequence[_T], limit: int) -> Iterator[list[_T]]:

@@ -145,6 +145,17 @@ class TransferLayout:
         parts = ((intersection(box, block.box), block) for block in self.stored(rank, tensor))
         return [(part, block) for part, block in parts if part is not None]
 
+    def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the least shapes of a rank's local tensors: those that its blocks reach, without padding."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for stored in self._blocks.values():
+            for block in stored:
+                if block.rank == rank:
+                    reached = tuple(stop for _, stop in block.local_box(block.box))
+                    known = shapes.get(block.local, reached)
+                    shapes[block.local] = tuple(map(max, reached, known))
+        return shapes
+
     def bytes_stored(self, rank: int) -> int:
         """Bytes of checkpoint values that a rank stores, in the dtypes that are sent; a copy counts again."""
         return sum(

@@ -1,0 +1,169 @@
+"""The layout of a model's shards under its checkpoint's names, and the local tensors that hold them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._torch_compat import root_mesh
+from fsdp_runtime.errors import ConversionError, OptionError
+from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
+from fsdp_runtime.sharded.collectives import model_mesh
+from fsdp_runtime.sharded.shard_offsets import dtensor_slices, mesh_layout_of
+from fsdp_runtime.weights.adapters import adapter_tensors
+from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
+from fsdp_runtime.weights.naming import Names
+from fsdp_runtime.weights.stream import WeightExport
+from tp_plans import CheckpointTensor, StoredBlock, TransferLayout, mesh_boxes
+from tp_plans.transfer.boxes import Box, intersection
+
+
+class ModelShards:
+    """A model's shards as one side of a transfer: the layout of all ranks, and this rank's local tensors.
+
+    Equal layouts come out on every rank of the model's mesh, without communication.  The local tensors are the model's
+    own storage: training changes what they hold, and a transfer into them changes the model.
+
+    Args:
+        model: plain, sharded over ``tp`` or ``ep``, sharded by FSDP2, or several of these.
+        dtype: the dtype in which floating-point tensors are sent; ``None`` keeps each one's.
+        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        adapter: send this adapter of a ``PeftModel`` alone: its LoRA factors, under the names that peft gives them in
+            ``adapter_model.safetensors``; ``names`` then has no effect.
+
+    Raises:
+        ConversionError: an exported tensor is no rearrangement of blocks of the model's tensors.
+        OptionError: the model has active adapters and ``adapter`` is ``None``, or it has no such adapter; ``dtype`` is
+            not a floating-point dtype, or ``names`` is unknown.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import ModelShards
+        >>> shards = ModelShards(nn.Linear(2, 3))
+        >>> shards.layout.blocks("weight")[0].box, shards.local["weight"].shape
+        (((0, 3), (0, 2)), torch.Size([3, 2]))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        names: Names = "checkpoint",
+        adapter: str | None = None,
+    ) -> None:
+        entries = state_entries(model)
+        if adapter is None:
+            groups = WeightExport(model, dtype=dtype, names=names, entries=entries).groups
+        else:
+            groups = _adapter_groups(adapter_tensors(model, entries, adapter), dtype)
+        mesh = model_mesh(entries)
+        own = dist.get_rank() if dist.is_initialized() else 0
+        everyone = [own] if mesh is None else mesh.mesh.flatten().tolist()
+        tensors: dict[str, CheckpointTensor] = {}
+        blocks: dict[str, list[StoredBlock]] = {}
+        local: dict[str, Tensor] = {}
+        for group in groups:
+            _require_blocks(group)
+            boxes = {name: _boxes(tensor, everyone) for name, tensor in group.sources.items()}
+            for name, tensor in group.sources.items():
+                local[name] = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            for item in group.tensors:
+                tensors[item.name] = CheckpointTensor(item.shape, str(item.dtype).removeprefix("torch."))
+                blocks[item.name] = [
+                    block
+                    for chunk in item.chunks or ()
+                    for rank, box in boxes[chunk.source]
+                    for block in _stored(chunk, rank, box)
+                ]
+        self._layout, self._local = TransferLayout(tensors, blocks), local
+
+    @property
+    def layout(self) -> TransferLayout:
+        """Which rank of the world stores which block of which checkpoint tensor."""
+        return self._layout
+
+    @property
+    def local(self) -> dict[str, Tensor]:
+        """This rank's local tensors by the model's names; the layout's blocks name them."""
+        return self._local
+
+
+def _adapter_groups(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[ExportGroup]:
+    """Each factor of an adapter as an export of its own, under its own name."""
+    groups = []
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        item = ExportedTensor(name, shape, dtype or tensor.dtype, [identity_chunk(name, shape)])
+        groups.append(ExportGroup({name: tensor}, [item], None, {}, item.nbytes))
+    return groups
+
+
+def _require_blocks(group: ExportGroup) -> None:
+    if group.adapters:
+        raise OptionError(
+            f"{next(iter(group.adapters))} has active adapters, which a transfer of shards does not merge: send them "
+            "alone (adapter=), merge them into the model, or stream full weights"
+        )
+    converted = next((item.name for item in group.tensors if item.chunks is None), None)
+    if converted is not None:
+        raise ConversionError(
+            f"{converted} is computed from the model's tensors, not a rearrangement of blocks of them: send it with "
+            'stream_weights, or use names="model"'
+        )
+
+
+def _boxes(tensor: Tensor, everyone: Sequence[int]) -> list[tuple[int, Box]]:
+    """The box of a model's tensor on each rank that has one."""
+    if not isinstance(tensor, DTensor):
+        return [(rank, tuple((0, size) for size in tensor.shape)) for rank in everyone]
+    dtensor_slices(tensor)  # raises if the local tensor does not have the shape its placements imply
+    mesh = tensor.device_mesh
+    boxes = mesh_boxes(tensor.shape, mesh.shape, [mesh_layout_of(placement) for placement in tensor.placements])
+    by_rank = dict(zip(mesh.mesh.flatten().tolist(), boxes, strict=True))
+    return [(rank, by_rank[twin]) for rank, twin in _twins(mesh).items()]
+
+
+def _twins(mesh: DeviceMesh) -> dict[int, int]:
+    """The rank of a mesh that holds the same as each rank of its root mesh.
+
+    A tensor on a submesh, as FSDP2 puts what ``tp`` does not shard, is replicated over the axes that the submesh lacks:
+    a rank holds the same as the one of the submesh with its coordinate on all other axes.
+    """
+    ranks = root_mesh(mesh).mesh
+    places = {
+        int(rank): place
+        for rank, place in zip(ranks.flatten(), itertools.product(*map(range, ranks.shape)), strict=True)
+    }
+    members = [places[rank] for rank in mesh.mesh.flatten().tolist()]
+    fixed = [len({place[axis] for place in members}) == 1 for axis in range(ranks.ndim)]
+    return {
+        rank: int(ranks[tuple(members[0][axis] if fixed[axis] else place[axis] for axis in range(ranks.ndim))])
+        for rank, place in places.items()
+    }
+
+
+def _stored(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
+    """The part of an exported chunk that a rank has, as a block of the exported tensor."""
+    wanted = tuple((side.start, side.stop) for side in chunk.source_slices)
+    common = intersection(wanted, held)
+    if common is None:
+        return
+    box = tuple(
+        (side.start, side.stop)
+        if dim is None
+        else (
+            side.start + common[dim][0] - chunk.start[dim],
+            side.start + common[dim][1] - chunk.start[dim],
+        )
+        for side, dim in zip(chunk.target, chunk.dims, strict=True)
+    )
+    offset = tuple(start - first for (start, _), (first, _) in zip(common, held, strict=True))
+    yield StoredBlock(rank, box, chunk.source, offset, chunk.dims)

@@ -1,0 +1,173 @@
+"""Updates along a chain of versions: exact, small, and full again wherever the chain is broken."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import tp_plans
+from fsdp_runtime import (
+    ModelShards,
+    OptionError,
+    WeightSync,
+    WeightSyncError,
+    parallelize,
+    verify_transfer,
+)
+from harness.models import tiny_model
+from harness.ranks import RankPool
+from tp_plans import EngineSize, TransferLayout
+
+
+def _train(model: nn.Module, share: float, step: int) -> None:
+    """Change about a share of a model's elements, by more than bfloat16 rounds off."""
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            chosen = torch.rand(local.shape, generator=generator) < share
+            local[chosen] = local[chosen] * -1.5 - 0.1
+
+
+class _Pair:
+    """Ranks 0 and 1 train with tp=2, ranks 2 and 3 are an engine with tp=2."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        told: list[Any] = [None]
+        mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp_shard", "tp"))
+        if self.rank < 2:
+            self.model = parallelize(tiny_model("Qwen3ForCausalLM", dtype=torch.float32), mesh)
+            self.shards = ModelShards(self.model, dtype=torch.bfloat16)
+            told = [self.shards.layout.to_json()]
+        dist.broadcast_object_list(told, src=0)
+        source = TransferLayout.from_json(told[0])
+        size = EngineSize(num_attention_heads=4, num_key_value_heads=4, tp=2)
+        engine = tp_plans.engine_layout(source.tensors, size).shifted(2)
+        self.plan = tp_plans.plan_transfer(source, engine)
+        self.engine = {n: torch.zeros(s, dtype=torch.bfloat16) for n, s in engine.local_shapes(self.rank).items()}
+
+    @property
+    def sides(self) -> dict[str, Any]:
+        """The arguments of transfers on this rank."""
+        return {"source": self.shards.local if self.rank < 2 else None, "destination": self.engine}
+
+    def sync(self, **options: Any) -> WeightSync:
+        """A new end of the updates on this rank."""
+        return WeightSync(self.plan, **self.sides, bucket_bytes=50_000, timeout=timedelta(seconds=60), **options)
+
+
+def _chain() -> list[tuple[int, tuple[int, ...], float]]:
+    """Versions, full ranks and bytes beside full ones of several updates, each verified; restarts on the way."""
+    pair = _Pair()
+    sync, found = pair.sync(), []
+
+    def update(version: int) -> None:
+        report = sync.update(version)
+        verify_transfer(pair.plan, **pair.sides)
+        assert report.version == sync.version == version
+        moved = torch.tensor([report.bytes_sent, report.bytes_full], dtype=torch.float64)
+        dist.all_reduce(moved)
+        found.append((version, report.full_ranks, round(float(moved[0] / moved[1] * 2), 4)))
+
+    def change(share: float, step: int) -> None:
+        if pair.rank < 2:
+            _train(pair.model, share, step)
+
+    update(1)
+    for version, share in ((2, 0.0), (3, 0.001), (7, 0.01), (8, 0.03), (9, 1.0)):
+        change(share, version)
+        update(version)
+    if pair.rank == 3:  # one engine rank restarts
+        sync = pair.sync()
+        for tensor in pair.engine.values():
+            tensor.zero_()
+    change(0.01, 10)
+    update(10)
+    change(0.01, 11)
+    update(11)
+    if pair.rank < 2:  # the trainer restarts
+        sync = pair.sync()
+    change(0.01, 12)
+    update(12)
+    for wrong in (12, 5, -1):  # repeated, out of order, no version
+        with pytest.raises(OptionError, match="updates are sent once, in order"):
+            sync.update(wrong)
+    with pytest.raises(OptionError, match="give the same"):
+        sync.update(20 + pair.rank)
+    change(0.01, 13)
+    update(13)
+    return found
+
+
+def test_updates_are_exact_and_send_full_weights_only_to_ranks_that_missed_one(four_ranks: RankPool) -> None:
+    results = four_ranks.run(_chain)
+    assert all(result == results[0] for result in results)
+    full = {version: ranks for version, ranks, _ in results[0]}
+    share = {version: part for version, _, part in results[0]}
+    both = (2, 3)
+    assert full == {1: both, 2: (), 3: (), 7: (), 8: (), 9: both, 10: (3,), 11: (), 12: both, 13: ()}
+    assert share[1] == share[9] == share[12] == 1
+    assert share[2] < share[3] < share[7] < share[8] < 0.07
+    assert 0.4 < share[10] < 0.6  # the vocabulary is padded: rank 3 has fewer of its rows
+
+
+def _failed_update(stalled: int) -> str:
+    """After a rank stalls in mid-update, what each rank is told; no engine rank changes, and a new group works."""
+    pair = _Pair()
+    group = dist.new_group([0, 1, 2, 3])
+    sync = WeightSync(pair.plan, **pair.sides, group=group, bucket_bytes=50_000, timeout=timedelta(seconds=2))
+    sync.update(1)
+    before = {name: tensor.clone() for name, tensor in pair.engine.items()}
+    if pair.rank < 2:
+        _train(pair.model, 0.01, 1)
+    if pair.rank == stalled:
+        sync._exchange_changes = _stall  # type: ignore[method-assign]
+    begun, told = time.monotonic(), ""
+    try:
+        sync.update(2)
+    except WeightSyncError as error:
+        told = str(error)
+    assert time.monotonic() - begun < 30
+    assert all(torch.equal(tensor, before[name]) for name, tensor in pair.engine.items())
+    assert sync.version == -1
+    dist.barrier()
+    fresh = WeightSync(pair.plan, **pair.sides, group=dist.new_group([0, 1, 2, 3]), bucket_bytes=50_000)
+    assert fresh.update(3).full_ranks == (2, 3)
+    verify_transfer(pair.plan, **pair.sides)
+    return told
+
+
+def _stall(*_: Any) -> tuple[int, dict[int, torch.Tensor]]:
+    time.sleep(6)
+    raise WeightSyncError("stalled")
+
+
+@pytest.mark.parametrize("stalled", [0, 2], ids=["trainer", "engine"])
+def test_a_stall_leaves_every_engine_rank_with_its_old_weights_and_the_next_update_is_full(
+    four_ranks: RankPool, stalled: int
+) -> None:
+    told = four_ranks.run(_failed_update, stalled)
+    assert told[stalled] == "stalled"
+    assert all(told)
+    assert any(f"with rank {stalled} within 2 s" in each for each in told)
+
+
+def test_without_delta_every_update_is_full_and_in_one_process_too() -> None:
+    trained, engine = nn.Linear(64, 64), nn.Linear(64, 64)
+    shards, target = ModelShards(trained), ModelShards(engine)
+    plan = tp_plans.plan_transfer(shards.layout, target.layout)
+    for delta in (True, False):
+        sync = WeightSync(plan, source=shards.local, destination=target.local, delta=delta)
+        for version in (1, 2):
+            with torch.no_grad():
+                trained.weight.mul_(2)
+            sync.update(version)
+            assert torch.equal(trained.weight, engine.weight)
