@@ -39,8 +39,8 @@ def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, par
     view = view.permute([*used, *unused])
     for _ in unused:
         view = view.squeeze(-1)
-    for position, dim in enumerate(block.dims):
-        if dim is None:
+    for position, local_dim in enumerate(block.dims):
+        if local_dim is None:
             view = view.unsqueeze(position)
     return view
 
