@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_runtime import FSDPOptions, parallelize, resolve_parallelism
+from fsdp_runtime import EstimateError, FSDPOptions, parallelize, resolve_parallelism
+from fsdp_runtime.estimate.parse_args import parse_mesh_spec
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, RankReport, assert_parity, compare, mesh_for
 from harness.ranks import RankPool, RanksFailed
@@ -93,6 +94,24 @@ def test_a_divide_factor_applies_to_experts_as_to_all_others(four_ranks: RankPoo
     for found in four_ranks.run(_all_divided):
         for ratios, ranks in zip(found, (2, 2, 4), strict=True):
             assert all(ratio == pytest.approx(ranks) for ratio in ratios.values())
+
+
+def _adapted(targets: dict[str, Any]) -> None:
+    import peft
+
+    model = peft.get_peft_model(tiny_model(MOE), peft.LoraConfig(r=2, **targets))
+    resolve_parallelism(model, mesh_for({"dp_shard": 2, "ep": 2}))
+
+
+def test_adapters_on_stacked_experts_are_refused_and_others_accepted(two_ranks: RankPool) -> None:
+    with pytest.raises(RanksFailed, match=r"OptionError: .*adapters on stacked experts, which cannot be dispatched"):
+        two_ranks.run(_adapted, {"target_parameters": ["mlp.experts.gate_up_proj"]})
+    two_ranks.run(_adapted, {"target_modules": ["q_proj"]})
+
+
+def test_a_dry_run_of_experts_over_ranks_is_refused() -> None:
+    with pytest.raises(EstimateError, match="a dry run of ep=2 is not available"):
+        parse_mesh_spec({"dp_shard": 2, "ep": 2})
 
 
 def _refused(mesh: dict[str, int], architecture: str = MOE, **options: Any) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
+from fsdp_runtime._peft_compat import is_peft_model
+from fsdp_runtime.errors import OptionError
 from tp_plans import Plan, expert_styles_by_path
 from tp_plans.torch_styles import TokenExchange
 
@@ -18,6 +20,21 @@ logger = logging.getLogger(__name__)
 
 #: How tokens travel: the name of an exchange, or a subclass of ``tp_plans.torch_styles.TokenExchange``.
 ExpertExchange = str | type[TokenExchange]
+
+
+def refuse_adapted_experts(model: nn.Module, plan: Plan) -> None:
+    """Refuse adapters on stacked experts: they compute with all experts, of which a rank has some.
+
+    Raises:
+        OptionError: a dispatched module is wrapped by adapters.
+    """
+    for path in expert_modules(model, plan) if is_peft_model(model) else ():
+        wrapper = model.get_submodule(path.rpartition(".")[0])
+        if path.endswith(".base_layer"):
+            raise OptionError(
+                f"{path} is wrapped by {type(wrapper).__name__}, adapters on stacked experts, which cannot be "
+                "dispatched over ep: leave the experts out of target_parameters, or use ep=1"
+            )
 
 
 def expert_modules(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
