@@ -89,7 +89,7 @@ def check_context_parallel(model: Any, structure: ModelStructure) -> None:
 
 
 def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
-    """Make a model take its tokens sharded over ``cp``, in place; the second of the five steps.
+    """Make a model take its tokens sharded over ``cp``, in place; the third of the six steps.
 
     Its forward then takes this rank's part of every input (see ``SequenceLayout.shard_batch``) and returns the outputs
     of this rank's tokens.  Missing position ids are filled in.  ``attention_mask`` may also be the mask of the full
