@@ -24,6 +24,7 @@ class RuntimeState:
             one that ``max_bytes`` excludes; ``None`` outside.
         no_sync: the module is inside :func:`fsdp_runtime.no_sync`.
         offloaded: of a model, the host copies that :func:`fsdp_runtime.offload` made, or ``None``.
+        gathered: of a model under context parallelism, its attention and the modules that run on full sequences.
     """
 
     reshard_after_forward: bool | None = None
@@ -32,6 +33,7 @@ class RuntimeState:
     unsharded: bool | None = None
     no_sync: bool = False
     offloaded: Any = None
+    gathered: Any = None
 
 
 def runtime_state(module: nn.Module) -> RuntimeState:

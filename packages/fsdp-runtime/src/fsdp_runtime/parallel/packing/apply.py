@@ -13,11 +13,13 @@ from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat import attention_in_force, is_transformers_model
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.parallel.context.apply import gather_mixers
 from fsdp_runtime.parallel.packing.documents import find_documents
 from fsdp_runtime.parallel.packing.mixers import Way, makes_own_masks, token_mixers
 from fsdp_runtime.parallel.packing.recompute import take_documents
 from fsdp_runtime.parallel.packing.run import BOUNDARIES, Packing, keep_documents_apart
 from fsdp_runtime.parallel.packing.warn import warn_of_packed_rows
+from fsdp_runtime.runtime_state import runtime_state
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
@@ -66,7 +68,8 @@ def apply_packing(model: Any, parallelism: Parallelism) -> None:
         >>> parallelism.packed_sequences
         False
     """
-    if parallelism.cp_mesh is not None:  # its attention finds the documents itself
+    if parallelism.cp_mesh is not None:  # keeps documents apart itself
+        gather_mixers(model, parallelism)
         return
     if not parallelism.packed_sequences:
         warn_of_packed_rows(model, parallelism.structure)
@@ -85,6 +88,9 @@ def apply_packing(model: Any, parallelism: Parallelism) -> None:
 
 def packing_of(model: nn.Module) -> Packing | None:
     """Return what :func:`apply_packing` gave a model's token mixers to share."""
+    if (gathered := runtime_state(model).gathered) is not None:
+        packing: Packing = gathered.attention.packing
+        return packing
     return next((hook.packing for hook in forward_pre_hooks(model) if isinstance(hook, _Inputs)), None)
 
 

@@ -99,5 +99,10 @@ def _is_masked_attention(module: nn.Module) -> bool:
     return all(MASK in _takes(each) for each in mixing)
 
 
+def has_inner_mixer(module: nn.Module) -> bool:
+    """Return True for a mixer with another one inside, such as an indexer."""
+    return any(_takes(child) & _MARKS for child in module.modules() if child is not module)
+
+
 def _takes(module: nn.Module) -> set[str]:
     return set(signature(type(module).forward).parameters)
