@@ -80,7 +80,7 @@ def apply_packing(model: Any, parallelism: Parallelism) -> None:
         keep_documents_apart([mixer.module for mixer in mixers if mixer.way == way], packing, way)
     take_documents([model.get_submodule(path) for path in parallelism.recompute], packing)
     implementation = str(attention_in_force(model.config.get_text_config()))
-    inputs = _Inputs(packing, varlen=implementation.startswith("flash"))
+    inputs = _PackedInputs(packing, varlen=implementation.startswith("flash"))
     model.register_forward_pre_hook(inputs, with_kwargs=True)
     model.register_forward_hook(inputs.after, always_call=True)
     logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.way})" for mixer in mixers)))
@@ -91,10 +91,10 @@ def packing_of(model: nn.Module) -> Packing | None:
     if (gathered := runtime_state(model).gathered) is not None:
         packing: Packing = gathered.attention.packing
         return packing
-    return next((hook.packing for hook in forward_pre_hooks(model) if isinstance(hook, _Inputs)), None)
+    return next((hook.packing for hook in forward_pre_hooks(model) if isinstance(hook, _PackedInputs)), None)
 
 
-class _Inputs:
+class _PackedInputs:
     """Finds the documents of a forward's rows."""
 
     def __init__(self, packing: Packing, *, varlen: bool) -> None:
