@@ -12,6 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import rl_logprobs
+from architecture_matrix.packing import LENGTH as LENGTH_OF_ROWS
+from architecture_matrix.packing import PACKED_BOUND, ROWS, measure_packing_on_ranks
+from architecture_matrix.table import entries
+from architecture_matrix.table import tiny_model as tiny_row
 from fsdp_runtime import SequenceLayout, parallelize, sequence_layout, submesh
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
@@ -175,3 +179,45 @@ def test_both_packages_use_the_same_permutation(ranks: int) -> None:
     layout = SequenceLayout(48, ranks, 0)
     expected = torch.arange(48) if ranks == 1 else rl_logprobs.headtail_permutation(48, ranks)
     assert torch.equal(layout.permutation, expected)
+
+
+#: Rows whose token mixers are not all attention by ``scaled_dot_product_attention``.
+MIXERS = {
+    "packed": ["deepseek_v4", "glm_moe_dsa", "inkling2_text", "jamba", "llama4_text", "qwen3_next", "vaultgemma"],
+    "one document": ["doge", "granite_swa", "kimi_linear", "lfm2_moe", "minimax", "qwen4_exp_text"],
+}
+
+
+def _mixer_errors(names: list[str], kind: str) -> dict[str, dict[str, float]]:
+    """Errors beyond the bound of packed rows, or of rows of one document, on this rank."""
+    rows = ROWS if kind == "packed" else ((LENGTH_OF_ROWS,),) * 2
+    found = {name: measure_packing_on_ranks(name, {"cp": 2}, rows=rows) for name in names}
+    return {n: beyond for n, e in found.items() if (beyond := {k: v for k, v in e.items() if not v <= PACKED_BOUND})}
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_every_kind_of_token_mixer_spans_the_full_sequence(two_ranks: RankPool, kind: str) -> None:
+    assert two_ranks.run(_mixer_errors, MIXERS[kind], kind) == [{}, {}]
+
+
+def _padded_errors(names: list[str]) -> list[float]:
+    """The largest error of the logits of tokens that are no padding, on this rank."""
+    mesh, found = mesh_for({"cp": 2}), []
+    ids = torch.randint(3, 131, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(3), 0)
+    mask[1] = mask[1].flip(0)
+    layout = sequence_layout(mesh, LENGTH)
+    for name in names:
+        model = tiny_row(entries()[name])
+        with torch.no_grad():
+            expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            parallelize(model, mesh, plan=None)
+            local = {"input_ids": layout.shard(ids), "attention_mask": layout.shard(mask)}
+            logits = model(**local, use_cache=False).logits
+        found.append(((logits - layout.shard(expected)) * layout.shard(mask)[..., None]).abs().max().item())
+    return found
+
+
+def test_padding_reaches_mixers_on_full_sequences(two_ranks: RankPool) -> None:
+    for errors in two_ranks.run(_padded_errors, ["jamba", "lfm2_moe", "qwen3_next"]):
+        assert max(errors) < OUTPUT_BOUND

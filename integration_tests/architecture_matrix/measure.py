@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -96,7 +96,7 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, _Run]) 
         logits = logits_of(candidate, run.inputs)
         (logits * run.weights).sum().backward()
         output_errors[kind] = largest((logits - run.expected)[run.weights != 0])
-        for path, error in _gradient_errors(reference, candidate, run.gradients):
+        for path, error in gradient_errors(reference, candidate, run.gradients):
             gradient_errors[path] = max(gradient_errors[path], error)
     gradients = [run.gradients for run in runs.values()]
     reached = {path for each in gradients for path, gradient in each.items() if gradient is not None}
@@ -150,12 +150,20 @@ def _places(whole: Tensor, part: Tensor) -> Tensor | None:
     return order[found] if torch.equal(values[found], wanted) else None
 
 
-def _gradient_errors(
-    reference: nn.Module, candidate: nn.Module, gradients: dict[str, Tensor | None]
+def gradient_errors(
+    reference: nn.Module, candidate: nn.Module, gradients: Mapping[str, Tensor | None], *, floor: float | None = None
 ) -> Iterator[tuple[str, float]]:
-    # Some gradients vanish mathematically (a key bias shifts every score of a query alike), and what is left of
-    # them is rounding: errors are measured against no less than this share of the model's largest gradient.
-    floor = 1e-9 * max(largest(gradient) for gradient in gradients.values() if gradient is not None)
+    """Yield each parameter's largest error on this rank, relative to its gradient's largest element.
+
+    Args:
+        reference: the single-process model.
+        candidate: the parallelized one, after backward.
+        gradients: the reference's.
+        floor: the least number that an error is relative to.  Some gradients vanish mathematically (a key bias shifts
+            every score of a query alike), and what is left of them is rounding: by default 1e-9 of the largest.
+    """
+    if floor is None:
+        floor = 1e-9 * max(largest(gradient) for gradient in gradients.values() if gradient is not None)
     weights = dict(reference.named_parameters())
     for path, parameter in candidate.named_parameters():
         if path not in weights:

@@ -86,6 +86,15 @@ def _head(results: Mapping[str, Any], rows: Mapping[str, Row], entries: Mapping[
         told = [f"{counts} {what}" for what, names in groups.items() if (counts := _counts(rows, names, mode))]
         if told:
             yield f"- {_TITLES[mode]}: {'; '.join(told)}"
+    packed = [row["packed"] for row in rows.values() if "packed" in row]
+    if packed:
+        right, leaks = sum(e["status"] == "right" for e in packed), sum(e.get("leaks", False) for e in packed)
+        yield (
+            f"- [Packed rows](guides/packed-sequences.md): {right} of {len(packed)} right with "
+            "`packed_sequences=True`, on one process: every document's logits, and the sum of all gradients, equal "
+            "those of the documents alone to 1e-12, and the tokens of other documents change nothing. Without the "
+            f"option a document reads another in {leaks} of them (leaks)."
+        )
     yield ""
 
 
@@ -98,14 +107,22 @@ def _counts(rows: Mapping[str, Row], names: Sequence[str], mode: str) -> str:
 
 def _table(rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[str]:
     peers = any("transformers" in row for row in rows.values())
-    titles = ["row", "class", "TP", "SP", "split", *(["transformers' own", "split"] if peers else []), "notes"]
+    theirs = ["transformers' own", "split"] if peers else []
+    packs = ["packed", "packed without the option"] if any("packed" in row for row in rows.values()) else []
+    titles = ["row", "class", "TP", "SP", "split", *theirs, *packs, "notes"]
     yield f"| {' | '.join(titles)} |"
     yield f"|{'---|' * len(titles)}"
     for name in sorted(rows):
         row = rows[name]
         own = [_mark(row, "TP"), _mark(row, "SP"), _share(row, "TP")]
         theirs = [_mark(row, "transformers"), _share(row, "transformers")] if peers else []
-        yield f"| {' | '.join([name, entries[name].class_name, *own, *theirs, _notes(row)])} |"
+        packed = [_mark(row, "packed"), _leaks(row)] if packs else []
+        yield f"| {' | '.join([name, entries[name].class_name, *own, *theirs, *packed, _notes(row)])} |"
+
+
+def _leaks(row: Row) -> str:
+    leaks = row.get("packed", {}).get("leaks")
+    return "" if leaks is None else "leaks" if leaks else "✓"
 
 
 def _mark(row: Row, mode: str) -> str:
@@ -118,7 +135,7 @@ def _share(row: Row, mode: str) -> str:
 
 
 def _notes(row: Row) -> str:
-    notes = [f"{mode}: {row[mode]['note']}" for mode in ("TP", "SP") if row.get(mode, {}).get("note")]
+    notes = [f"{mode}: {row[mode]['note']}" for mode in ("TP", "SP", "packed") if row.get(mode, {}).get("note")]
     if whole := row.get("TP", {}).get("whole"):
         notes.append("whole: " + ", ".join(f"`{pattern}` {100 * share:.0f} %" for pattern, share in whole.items()))
     text = re.sub(r"\s+", " ", "; ".join(notes)).replace("|", "\\|")

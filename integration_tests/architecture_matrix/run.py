@@ -15,6 +15,7 @@ from typing import Any
 from architecture_matrix import page
 from architecture_matrix.measure import KINDS, warm_up
 from architecture_matrix.outcome import Outcome, evaluate
+from architecture_matrix.packing import POOLED, packed_outcome
 from architecture_matrix.table import UNBUILDABLE, Entry, entries
 from harness.ranks import RankPool
 
@@ -39,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     found = evaluate(pool, name, mode, kinds=KINDS, timeout=options.timeout)
                     rows[name][mode] = page.kept(found)
                     _say(f"[{done}/{len(chosen)}] {_line(name, mode, found)}")
+            if "packed" not in rows[name] and name not in POOLED:
+                rows[name]["packed"] = pool.run(packed_outcome, name, timeout=options.timeout)[0]
+                _say(f"[{done}/{len(chosen)}] {name}, packed: {rows[name]['packed']['status']}")
             page.write(working, {"rows": rows})
     finally:
         pool.close()

@@ -52,6 +52,7 @@ from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_mesh
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
 from fsdp_runtime.parallel.lm_head import LMHeadParameters, forward_with_lm_head
 from fsdp_runtime.parallel.lora import save_adapter
+from fsdp_runtime.parallel.packing.apply import apply_packing
 from fsdp_runtime.parallel.shared_prefixes import apply_shared_prefixes
 from fsdp_runtime.parallel.tensor import apply_tp
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
@@ -137,6 +138,7 @@ __all__ = [
     "apply_cp",
     "apply_ep",
     "apply_fsdp",
+    "apply_packing",
     "apply_shared_prefixes",
     "apply_tp",
     "assert_finite_gradients",

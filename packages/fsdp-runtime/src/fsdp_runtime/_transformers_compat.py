@@ -36,11 +36,6 @@ def is_transformers_model(module: nn.Module) -> bool:
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
-def supports_sdpa(model: Any) -> bool:
-    """Return True if the model class supports scaled dot product attention; there is no public flag."""
-    return bool(getattr(model, "_supports_sdpa", False))
-
-
 def attention_in_force(config: Any) -> str | None:
     """Return the attention implementation of a config; only its setter is public (``set_attn_implementation``)."""
     found: str | None = config._attn_implementation
@@ -52,12 +47,9 @@ def has_model_for(auto: Any, config: Any) -> bool:
     return type(config) in auto._model_mapping
 
 
-def is_stateful(model: Any) -> bool:
-    """Return True if the model's class says that it carries a state from token to token, as ``generate`` asks."""
-    return bool(getattr(model, "_is_stateful", False))
-
-
-def use_attention(model: Any, name: str, attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
+def use_attention(
+    model: Any, name: str, attend: Callable[..., Any], mask: Callable[..., Any], *, keep: Iterable[nn.Module] = ()
+) -> None:
     """Replace attention and its masks in the text part of a model, through transformers' public interfaces.
 
     The model gets a copy of its config first: another model built from the same config keeps its attention.
@@ -67,6 +59,7 @@ def use_attention(model: Any, name: str, attend: Callable[..., Any], mask: Calla
         name: the name to register the functions under.
         attend: a function for ``AttentionInterface``.
         mask: a function for ``AttentionMaskInterface``.
+        keep: modules that keep their config, and with it their attention; they get the new masks.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -74,8 +67,9 @@ def use_attention(model: Any, name: str, attend: Callable[..., Any], mask: Calla
     AttentionMaskInterface.register(name, mask)
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
+    kept = set(keep)
     for module in model.modules():
-        if id(config := getattr(module, "config", None)) in copies:
+        if module not in kept and id(config := getattr(module, "config", None)) in copies:
             module.config = copies[id(config)]
     text = model.config.get_text_config()
     key = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is text), None)

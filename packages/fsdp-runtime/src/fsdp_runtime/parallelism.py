@@ -33,6 +33,7 @@ from fsdp_runtime.parallel.experts import ExpertExchange, apply_ep, expert_modul
 from fsdp_runtime.parallel.fsdp import apply_fsdp, check_uniform_dtypes, fsdp_mesh
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, check_fsdp_options
 from fsdp_runtime.parallel.lora import resolve_adapted_plan
+from fsdp_runtime.parallel.packing.apply import apply_packing, check_packing
 from fsdp_runtime.parallel.refuse_pickle import refuse_pickle
 from fsdp_runtime.parallel.shared_prefixes import apply_shared_prefixes, check_shared_prefixes
 from fsdp_runtime.parallel.stale_optimizers import refuse_stale_optimizers
@@ -64,6 +65,7 @@ class Parallelism:
         expert_fsdp_mesh: the axis, or the two axes (replicas, shards), of FSDP2 for experts.
         cp_mesh: the axis that sequences are sharded over, ``None`` where attention is left alone.
         cp_load_balancer: the tokens that each rank of ``cp`` holds.
+        packed_sequences: rows hold several documents, which are kept apart.
         activation_checkpointing: the mode.
         recompute: paths of the modules that recompute their activations.
         compile_options: keywords of ``torch.compile``, ``None`` where nothing is compiled.
@@ -85,6 +87,7 @@ class Parallelism:
     expert_fsdp_mesh: DeviceMesh | None = None
     cp_mesh: DeviceMesh | None = None
     cp_load_balancer: LoadBalancer = "headtail"
+    packed_sequences: bool = False
     activation_checkpointing: ActivationCheckpointing = "none"
     recompute: tuple[str, ...] = ()
     compile_options: Mapping[str, Any] | None = None
@@ -95,12 +98,13 @@ class Parallelism:
     shared_prefixes: bool = False
 
     def apply(self, model: nn.Module) -> None:
-        """Apply TP, EP, CP, activation checkpointing, compile and FSDP2, in that order and in place.
+        """Apply packing, TP, EP, CP, activation checkpointing, compile and FSDP2, in that order and in place.
 
         Args:
             model: the model that was resolved.
         """
         with refuse_stale_optimizers(model):
+            apply_packing(model, self)
             apply_tp(model, self)
             apply_ep(model, self)
             apply_cp(model, self)
@@ -122,6 +126,7 @@ def resolve_parallelism(
     sequence_parallel: bool = False,
     cp_load_balancer: LoadBalancer = "headtail",
     cp_attention: bool = True,
+    packed_sequences: bool = False,
     logits: Logits = "sharded",
     activation_checkpointing: ActivationCheckpointing = "none",
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
@@ -133,8 +138,9 @@ def resolve_parallelism(
 ) -> Parallelism:
     """Check everything that :func:`parallelize` does to a model, and change nothing.
 
-    Apply the result with ``parallelism.apply(model)``, or step by step with ``apply_tp``, ``apply_cp``, ``apply_ac``,
-    ``apply_compile`` and ``apply_fsdp``, each called with ``(model, parallelism)``, in this order.
+    Apply the result with ``parallelism.apply(model)``, or step by step with ``apply_packing``, ``apply_tp``,
+    ``apply_cp``, ``apply_ac``, ``apply_compile`` and ``apply_fsdp``, each called with ``(model, parallelism)``, in this
+    order.
 
     Args:
         model: the model, on the meta device or with data, the same on every rank.
@@ -144,6 +150,7 @@ def resolve_parallelism(
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
         cp_load_balancer: the tokens that each rank of ``cp`` holds: ``"headtail"`` or ``None`` (contiguous).
         cp_attention: replace attention for ``cp``; ``False`` for a model that calls ``ContextAttention`` itself.
+        packed_sequences: keep documents apart where ``position_ids`` restart within a row.
         logits: ``"sharded"`` on the vocabulary (a DTensor), or ``"full"``: a plain tensor on every rank.
         activation_checkpointing: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a ``SelectiveCheckpoint``.
         compile: compile every block: ``True``, or keywords of ``torch.compile``.
@@ -161,7 +168,7 @@ def resolve_parallelism(
     Raises:
         MeshError: the mesh has other axis names.
         ModelError: no blocks are found, the model is already parallelized or offloaded, no module would recompute, the
-            model's sequences cannot be sharded over ``cp``, or its samples cannot share prefixes.
+            model's sequences cannot be sharded over ``cp`` or packed, or its samples cannot share prefixes.
         BackendError: an option needs a device that is not available.
         OptionError: an option is not allowed, or needs an axis that the mesh lacks; or FSDP2 would wrap trainable
             parameters of several dtypes as one module.
@@ -213,6 +220,7 @@ def resolve_parallelism(
         tp_mesh=mesh["tp"] if tp > 1 else None,
         cp_mesh=mesh["cp"] if cp > 1 and cp_attention else None,
         cp_load_balancer=cp_load_balancer,
+        packed_sequences=packed_sequences,
         activation_checkpointing=activation_checkpointing,
         compile_options=None if compile is False else {} if compile is True else compile,
         async_tensor_parallel=async_tensor_parallel,
@@ -224,7 +232,7 @@ def resolve_parallelism(
         expert_fsdp_mesh=expert_fsdp_mesh(mesh) if ep > 1 and shards is not None else None,
     )
     if shared_prefixes:
-        check_shared_prefixes(model, parallelism.structure)
+        check_shared_prefixes(model, parallelism)
     return replace(parallelism, check_inputs=check_inputs, shared_prefixes=shared_prefixes)
 
 
@@ -235,6 +243,7 @@ def resolve_on(
     tp_mesh: DeviceMesh | None = None,
     cp_mesh: DeviceMesh | None = None,
     cp_load_balancer: LoadBalancer = "headtail",
+    packed_sequences: bool = False,
     activation_checkpointing: ActivationCheckpointing = "none",
     compile_options: Mapping[str, Any] | None = None,
     async_tensor_parallel: bool = False,
@@ -254,6 +263,7 @@ def resolve_on(
         tp_mesh: the axis of tensor parallelism.
         cp_mesh: the axis of context parallelism whose attention is to be replaced.
         cp_load_balancer: the tokens that each rank of ``cp`` holds.
+        packed_sequences: see :func:`resolve_parallelism`.
         activation_checkpointing: the mode.
         compile_options: keywords of ``torch.compile``.
         async_tensor_parallel: see :func:`resolve_parallelism`.
@@ -286,6 +296,8 @@ def resolve_on(
     check_fsdp_options(model, options)
     if cp_mesh is not None:
         check_context_parallel(model, structure)
+    if packed_sequences:
+        check_packing(model, structure)
     if compile_options is not None:
         check_compile_options(compile_options)
     plan = resolve_plan() if has_plan or (ep_mesh is not None and resolve_plan is not None) else None
@@ -315,6 +327,7 @@ def resolve_on(
         expert_fsdp_mesh=expert_fsdp_mesh,
         cp_mesh=cp_mesh,
         cp_load_balancer=cp_load_balancer,
+        packed_sequences=packed_sequences,
         activation_checkpointing=activation_checkpointing,
         recompute=recompute,
         compile_options=compile_options,

@@ -26,6 +26,7 @@ def parallelize(
     sequence_parallel: bool = False,
     cp_load_balancer: LoadBalancer = "headtail",
     cp_attention: bool = True,
+    packed_sequences: bool = False,
     logits: Logits = "sharded",
     activation_checkpointing: ActivationCheckpointing = "none",
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
@@ -49,6 +50,8 @@ def parallelize(
         cp_load_balancer: the tokens that each rank of ``cp`` holds: ``"headtail"`` (one chunk from either end) or
             ``None`` (one contiguous chunk); shard inputs with ``sequence_layout(mesh, length, load_balancer=...)``.
         cp_attention: replace attention for ``cp``; ``False`` for a model that calls ``ContextAttention`` itself.
+        packed_sequences: rows hold several documents, each of which is computed as it is alone: ``position_ids``
+            restart, or ``seq_idx`` or ``cu_seq_lens_q`` tells where documents begin.
         logits: ``"sharded"`` on the vocabulary (a DTensor, which ``rl_logprobs`` takes), or ``"full"``: a plain tensor
             on every rank, for code such as a Hugging Face loss with ``labels``.
         activation_checkpointing: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts in
@@ -69,7 +72,7 @@ def parallelize(
     Raises:
         MeshError: the mesh has other axis names.
         ModelError: no blocks are found, the model is already parallelized or offloaded, no module would recompute, the
-            model's sequences cannot be sharded over ``cp``, or its samples cannot share prefixes.
+            model's sequences cannot be sharded over ``cp`` or packed, or its samples cannot share prefixes.
         BackendError: an option needs a device that is not available.
         OptionError: an option is not allowed, or needs an axis that the mesh lacks; or FSDP2 would wrap trainable
             parameters of several dtypes as one module.
@@ -94,6 +97,7 @@ def parallelize(
         sequence_parallel=sequence_parallel,
         cp_load_balancer=cp_load_balancer,
         cp_attention=cp_attention,
+        packed_sequences=packed_sequences,
         logits=logits,
         activation_checkpointing=activation_checkpointing,
         compile=compile,

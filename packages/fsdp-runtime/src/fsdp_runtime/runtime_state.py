@@ -26,6 +26,7 @@ class RuntimeState:
         no_sync: the module is inside :func:`fsdp_runtime.no_sync`.
         offloaded: of a model, the host copies that :func:`fsdp_runtime.offload` made, or ``None``.
         watches: of a router, how many sessions and recomputations read its selection at present.
+        gathered: of a model under context parallelism, its attention and the modules that run on full sequences.
     """
 
     reshard_after_forward: bool | None = None
@@ -36,6 +37,7 @@ class RuntimeState:
     no_sync: bool = False
     offloaded: Any = None
     watches: int = 0
+    gathered: Any = None
 
 
 def runtime_state(module: nn.Module) -> RuntimeState:

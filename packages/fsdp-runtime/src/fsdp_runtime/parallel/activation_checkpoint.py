@@ -18,6 +18,8 @@ from fsdp_runtime._transformers_compat import disable_cache
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.parallel.packing.apply import packing_of
+from fsdp_runtime.parallel.packing.recompute import pass_documents
 from fsdp_runtime.parallel.pinned_routes import pinned_routes
 from fsdp_runtime.parallel.saved_tensors import SelectiveContexts
 from fsdp_runtime.routing.session import bound_to_routes
@@ -108,7 +110,7 @@ def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, 
 
 @checked
 def apply_ac(model: nn.Module, parallelism: Parallelism) -> None:
-    """Make modules recompute their activations in backward, in place; the fourth of the six steps.
+    """Make modules recompute their activations in backward, in place; the fifth of the seven steps.
 
     Recomputation would append each key to a key/value cache twice, so ``use_cache`` of the model's configs is set to
     ``False`` where whole blocks recompute.
@@ -133,6 +135,8 @@ def apply_ac(model: nn.Module, parallelism: Parallelism) -> None:
     saved = selective.overloads() if isinstance(selective, SelectiveCheckpoint) else None
     for path in parallelism.recompute:
         _recompute(model.get_submodule(path), saved, pins_routes=parallelism.expert_plan is not None)
+    if (packing := packing_of(model)) is not None:
+        pass_documents(map(model.get_submodule, parallelism.recompute), packing)
     if mode != "mlp":  # no cache is filled inside a feed-forward part
         disable_cache(model)
     logger.info("activation checkpointing: %d modules recompute", len(parallelism.recompute))

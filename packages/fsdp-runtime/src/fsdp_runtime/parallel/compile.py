@@ -33,7 +33,7 @@ def check_compile_options(options: Mapping[str, Any]) -> None:
 
 @checked
 def apply_compile(model: nn.Module, parallelism: Parallelism) -> None:
-    """Compile every block with ``nn.Module.compile``, in place; the fifth of the six steps.
+    """Compile every block with ``nn.Module.compile``, in place; the sixth of the seven steps.
 
     Names, classes and the state dict do not change, and blocks of one class share their compiled code.  The hooks of
     tensor parallelism and activation checkpointing are compiled too; FSDP2's hooks, applied later, run outside (the

@@ -45,7 +45,7 @@ def expert_modules(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
 
 
 def apply_ep(model: nn.Module, parallelism: Parallelism) -> None:
-    """Divide stacked experts over ``ep`` and send tokens to them, in place; the second of the six steps.
+    """Divide stacked experts over ``ep`` and send tokens to them, in place; the third of the seven steps.
 
     Parameters that hold values on every rank are taken from the first rank of the axis, as in torch.
 

@@ -68,7 +68,7 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 @checked
 def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
-    """Wrap every block and then the model with ``fully_shard``, in place; the last of the six steps.
+    """Wrap every block and then the model with ``fully_shard``, in place; the last of the seven steps.
 
     A block that shares a parameter with another module belongs to the root, because two FSDP modules cannot hold one
     parameter; embedding and head belong to the root too, so a tied weight is gathered once.

@@ -21,8 +21,8 @@ from fsdp_runtime._transformers_compat import (
     is_stateful,
     is_transformers_model,
 )
-from fsdp_runtime.errors import LayoutError, ModelError
-from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.errors import LayoutError, ModelError, OptionError
+from fsdp_runtime.parallel.context.gathered import gathered_mixers
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
@@ -39,13 +39,20 @@ _INDEX_DEPENDENT = {"DogeCDMoE": "its router mixes the scores of all tokens of a
 _current: ContextVar[PathMask | None] = ContextVar("path_mask", default=None)
 
 
-def check_shared_prefixes(model: Any, structure: ModelStructure) -> None:
+def check_shared_prefixes(model: Any, parallelism: Parallelism) -> None:
     """Check that a token of a model sees others by masked attention only.
 
     Raises:
         ModelError: the model is not a transformers model, or another operator mixes tokens.
+        OptionError: rows are to be packed too.
     """
+    structure = parallelism.structure
     name = type(model).__name__
+    if parallelism.packed_sequences:
+        raise OptionError(
+            "shared_prefixes=True takes rows of several trees as they are: leave packed_sequences out, and pack single "
+            "samples with pack_tree as groups of one"
+        )
     if not is_transformers_model(model):
         raise ModelError(
             f"{name} is not a transformers model: build the mask of its attention with TreeRow.mask() or "
@@ -70,6 +77,11 @@ def check_shared_prefixes(model: Any, structure: ModelStructure) -> None:
     for path, module in blocks:
         if (reason := _INDEX_DEPENDENT.get(type(module).__name__)) is not None:
             raise ModelError(f"{path} of {name} cannot share prefixes: {reason}; use separate rows (pack)")
+    if parallelism.cp_mesh is not None and (mixers := gathered_mixers(structure, implementation)):
+        raise ModelError(
+            f"{name} has attention that runs on the full sequence of all cp ranks ({type(mixers[0].module).__name__}), "
+            "without the mask of ancestors: share prefixes with cp=1"
+        )
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None) in (
         True,
         "all",

@@ -62,7 +62,7 @@ def check_plan(model: nn.Module, plan: Plan, *, tp: int = 1, ep: int = 1) -> tup
 
 @checked
 def apply_tp(model: nn.Module, parallelism: Parallelism) -> None:
-    """Shard the layers of a model over ``tp`` by the resolved plan, in place; the first of the six steps.
+    """Shard the layers of a model over ``tp`` by the resolved plan, in place; the second of the seven steps.
 
     Parameters that hold values on every rank are taken from the first rank of the axis, as in torch.
 

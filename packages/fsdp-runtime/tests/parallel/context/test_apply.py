@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from architecture_matrix.table import entries
+from architecture_matrix.table import tiny_model as tiny_row
 from fsdp_runtime import (
     ContextAttention,
     LayoutError,
@@ -25,8 +27,14 @@ from fsdp_runtime.parallel.context.apply import (
     replace_attention,
     under_context_parallelism,
 )
+from fsdp_runtime.parallel.context.gathered import gathered_mixers
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
+
+
+def _attention() -> ContextAttention:
+    """The attention of one rank."""
+    return ContextAttention(MeshSpec().build(device_type="cpu").get_group("cp"), "headtail")
 
 
 def _refused(model: nn.Module, message: str) -> None:
@@ -34,29 +42,36 @@ def _refused(model: nn.Module, message: str) -> None:
         check_context_parallel(model, inspect_model(model))
 
 
-def test_tokens_that_meet_outside_attention_are_refused() -> None:
-    model = tiny_model("LlamaForCausalLM")
-    model.config.layer_types = ["linear_attention", "full_attention"]
-    _refused(model, r"LlamaForCausalLM mixes tokens outside attention \(linear_attention\), which cp would separate")
-    model = tiny_model("LlamaForCausalLM")
-    model.model.layers[0].short = nn.Conv1d(4, 4, 3)
-    _refused(model, r"outside attention \(model\.layers\.0\.short\)")
-
-
 def test_attention_of_another_kind_is_refused_with_the_fix() -> None:
     model = tiny_model("LlamaForCausalLM")
-    model.set_attn_implementation("eager")
-    _refused(model, r"computes attention by 'eager': cp needs 'sdpa', as set by model\.set_attn_implementation")
+    model.config._attn_implementation = "flex_attention"
+    _refused(
+        model, r"computes attention by 'flex_attention': cp needs 'sdpa' or 'eager', as set by model\.set_attn_impl"
+    )
 
 
-def test_a_mask_that_is_computed_from_the_tokens_values_is_refused() -> None:
+def test_masks_that_are_made_from_the_length_of_a_row_are_refused() -> None:
     import transformers
 
-    config = transformers.DogeConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    reason = r"model\.layers\.0\.self_attn of DogeForCausalLM computes its attention mask from the values .* use cp=1"
-    _refused(transformers.DogeForCausalLM(config), reason)
+    config = transformers.CpmAntConfig(hidden_size=8, num_attention_heads=2, dim_head=4, dim_ff=8, num_hidden_layers=1)
+    _refused(transformers.CpmAntForCausalLM(config), "computes its mask and positions from the length of a rank's row")
+
+
+@pytest.mark.parametrize(
+    ("row", "ways"),
+    [
+        ("llama", {}),
+        ("granite_swa", {}),  # sinks
+        ("doge", {"DogeAttention": "mask"}),  # a mask from the values of all tokens
+        ("glm_moe_dsa", {"GlmMoeDsaAttention": "mask"}),  # an indexer
+        ("jamba", {"JambaMambaMixer": "documents"}),
+    ],
+)
+def test_only_mixers_that_are_no_plain_attention_run_on_full_sequences(row: str, ways: dict[str, str]) -> None:
+    model = tiny_row(entries()[row])
+    implementation = model.config.get_text_config()._attn_implementation
+    found = gathered_mixers(inspect_model(model), implementation)
+    assert {mixer.kind: mixer.way for mixer in found} == ways
 
 
 def test_chunks_of_attention_start_anew_in_each_packed_document() -> None:
@@ -83,7 +98,7 @@ def test_chunks_of_attention_start_anew_in_each_packed_document() -> None:
     inputs = {"input_ids": torch.arange(12)[None], "position_ids": positions, "use_cache": False}
     with torch.no_grad():
         expected = model(**inputs).logits
-        replace_attention(model, MeshSpec().build(device_type="cpu").get_group("cp"), "headtail")
+        replace_attention(model, _attention())
         torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-6, rtol=0)
 
 
@@ -101,7 +116,7 @@ def test_a_model_of_ones_own_is_shown_what_to_call() -> None:
 
 def _alone() -> nn.Module:
     model = tiny_model("LlamaForCausalLM")
-    replace_attention(model, MeshSpec().build(device_type="cpu").get_group("cp"), "headtail")
+    replace_attention(model, _attention())
     return model
 
 
@@ -132,7 +147,7 @@ def test_inputs_by_position_are_refused() -> None:
 def test_another_model_of_the_same_config_keeps_its_attention() -> None:
     model = tiny_model("LlamaForCausalLM")
     twin = type(model)(model.config)
-    replace_attention(model, MeshSpec().build(device_type="cpu").get_group("cp"), "headtail")
+    replace_attention(model, _attention())
     assert twin.config._attn_implementation == "sdpa"
     assert model.config._attn_implementation != "sdpa"
     assert model.model.layers[0].self_attn.config is model.config

@@ -13,6 +13,7 @@ from torch import nn
 import fsdp_runtime.parallel.context.ring
 from fsdp_runtime import (
     BackendError,
+    ContextAttention,
     MeshSpec,
     ModelError,
     OptionError,
@@ -39,7 +40,7 @@ class _CudaMesh:
 
 def _model(architecture: str = "LlamaForCausalLM", load_balancer: Any = "headtail") -> nn.Module:
     model = tiny_model(architecture, num_key_value_heads=2)
-    replace_attention(model, MeshSpec().build(device_type="cpu").get_group("cp"), load_balancer)
+    replace_attention(model, ContextAttention(MeshSpec().build(device_type="cpu").get_group("cp"), load_balancer))
     return model
 
 

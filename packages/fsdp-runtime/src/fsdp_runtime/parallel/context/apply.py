@@ -1,33 +1,35 @@
-"""Context parallelism: each rank runs the model on its own tokens, and attention spans the full sequence.
+"""Context parallelism: each rank runs the model on its own tokens, and token mixers span the full sequence.
 
-All operators except attention are token-wise.  So the model runs on local tokens with their positions in the full
-sequence, and only its attention function is replaced.
+All other modules are token-wise.  So the model runs on local tokens with their positions in the full sequence.  Its
+attention function is replaced, and any other mixer runs on the tokens of all ranks.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat import (
     attention_in_force,
-    is_stateful,
     is_transformers_model,
     rope_types,
-    supports_sdpa,
     use_attention,
 )
 from fsdp_runtime.argument_types import checked
-from fsdp_runtime.errors import LayoutError, ModelError
+from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.context.attention import ContextAttention, gather_tokens
-from fsdp_runtime.parallel.context.sharding import LoadBalancer
+from fsdp_runtime.parallel.context.gathered import Gathered, eager_function, gather_for, gathered_mixers
+from fsdp_runtime.parallel.packing.documents import find_documents
+from fsdp_runtime.parallel.packing.mixers import makes_own_masks, token_mixers
+from fsdp_runtime.parallel.packing.recompute import take_documents
+from fsdp_runtime.runtime_state import runtime_state
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
@@ -36,17 +38,15 @@ logger = logging.getLogger(__name__)
 
 #: Inputs that are sharded like the tokens, or are not tensors of tokens.
 _TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-#: Kinds of layers that mix tokens in attention only.
-_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 #: Rotary embeddings whose frequencies depend on the longest position that a rank sees.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def check_context_parallel(model: Any, structure: ModelStructure) -> None:
-    """Check that self-attention is the only operator that mixes tokens, and that it can be replaced.
+    """Check that the modules that mix tokens are known, and that attention can be replaced.
 
     Raises:
-        ModelError: the model is not a transformers model, or mixes tokens elsewhere.
+        ModelError: the model is not a transformers model, or its token mixers cannot span the full sequence.
     """
     name = type(model).__name__
     if not is_transformers_model(model):
@@ -55,32 +55,18 @@ def check_context_parallel(model: Any, structure: ModelStructure) -> None:
             "ContextAttention(group, load_balancer).attend in your model and pass cp_attention=False"
         )
     config = model.config.get_text_config()
-    if not supports_sdpa(model) or attention_in_force(config) != "sdpa":
+    if attention_in_force(config) not in ("sdpa", "eager"):
         raise ModelError(
-            f"{name} computes attention by {attention_in_force(config)!r}: cp needs 'sdpa', as set by "
-            "model.set_attn_implementation('sdpa') where the model supports it"
+            f"{name} computes attention by {attention_in_force(config)!r}: cp needs 'sdpa' or 'eager', as set by "
+            "model.set_attn_implementation"
         )
-    kinds = set(getattr(config, "layer_types", None) or ()) - set(_ATTENTION_LAYERS)
-    mixing = [
-        f"{path}.{inner}"
-        for path in structure.decoder
-        for inner, module in structure.blocks[path].named_modules()
-        if isinstance(module, nn.Conv1d)
-    ]
-    if kinds or mixing or is_stateful(model):
-        found = ", ".join([*sorted(kinds), *mixing[:1]]) or "a recurrent state"
-        raise ModelError(f"{name} mixes tokens outside attention ({found}), which cp would separate: use cp=1")
-    own_masks = [
-        f"{path}.{inner}"
-        for path in structure.decoder
-        for inner, module in structure.blocks[path].named_modules()
-        if hasattr(module, "prepare_dynamic_mask")
-    ]
-    if own_masks:
+    if not token_mixers(structure):
         raise ModelError(
-            f"{own_masks[0]} of {name} computes its attention mask from the values of this rank's tokens, where cp "
-            "needs those of the full sequence: use cp=1"
+            f"no module in the blocks of {name} takes an attention mask, a cache or a state, so that it is not known "
+            "which ones mix tokens: use cp=1"
         )
+    if (path := makes_own_masks(structure)) is not None:
+        raise ModelError(f"{path} of {name} computes its mask and positions from the length of a rank's row: use cp=1")
     rope = rope_types(config) & set(_LENGTH_DEPENDENT)
     if rope:
         raise ModelError(
@@ -91,7 +77,7 @@ def check_context_parallel(model: Any, structure: ModelStructure) -> None:
 
 @checked
 def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
-    """Make a model take its tokens sharded over ``cp``, in place; the third of the six steps.
+    """Make a model take its tokens sharded over ``cp``, in place; the fourth of the seven steps.
 
     Its forward then takes this rank's part of every input (see ``SequenceLayout.shard_batch``) and returns the outputs
     of this rank's tokens.  Missing position ids are filled in.  ``attention_mask`` may also be the mask of the full
@@ -112,18 +98,39 @@ def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
         True
     """
     if parallelism.cp_mesh is not None:
-        group = parallelism.cp_mesh.get_group()
-        replace_attention(model, group, parallelism.cp_load_balancer, shared_prefixes=parallelism.shared_prefixes)
+        if runtime_state(model).gathered is None:
+            gather_mixers(model, parallelism)
+        gathered: Gathered = runtime_state(model).gathered
+        shared_prefixes = parallelism.shared_prefixes
+        replace_attention(model, gathered.attention, keep=gathered.modules, shared_prefixes=shared_prefixes)
 
 
 def replace_attention(
-    model: nn.Module, group: ProcessGroup, load_balancer: LoadBalancer, *, shared_prefixes: bool = False
+    model: nn.Module,
+    attention: ContextAttention,
+    *,
+    keep: Iterable[nn.Module] = (),
+    shared_prefixes: bool = False,
 ) -> None:
-    """Replace a model's attention by :class:`ContextAttention` over a group, and complete its inputs in a hook."""
-    attention = ContextAttention(group, load_balancer)
-    use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask)
+    """Replace a model's attention except in some modules, and complete its inputs in a hook."""
+    use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask, keep=keep)
     model.register_forward_pre_hook(_Inputs(attention, shared_prefixes), with_kwargs=True)
-    logger.info("context parallelism: attention over %d ranks, load balancer %s", group.size(), load_balancer)
+
+
+def gather_mixers(model: Any, parallelism: Parallelism) -> None:
+    """Make the token mixers that are no plain attention run on full sequences, in place; before ``apply_tp``."""
+    cp_mesh = parallelism.cp_mesh
+    if cp_mesh is None:
+        raise OptionError("no cp axis was resolved")
+    implementation = str(attention_in_force(model.config.get_text_config()))
+    attention = ContextAttention(cp_mesh.get_group(), parallelism.cp_load_balancer)
+    attention.eager = eager_function if implementation == "eager" else None
+    attention.packed_sequences = parallelism.packed_sequences
+    mixers = gathered_mixers(parallelism.structure, implementation)
+    runtime_state(model).gathered = gather_for(mixers, attention)
+    take_documents(map(model.get_submodule, parallelism.recompute), attention.packing)
+    kinds = dict(Counter(mixer.kind for mixer in mixers))
+    logger.info("context parallelism: %d ranks; on full sequences: %s", cp_mesh.size(), kinds or "nothing")
 
 
 def attention_of(model: nn.Module) -> ContextAttention:
@@ -168,21 +175,19 @@ class _Inputs:
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if subtree_end is not None and (positions is None or mask is not None):
             raise LayoutError("rows with shared prefixes need position_ids, and take no attention_mask")
-        attention.masked, attention.documents, attention.positions = mask is not None, None, None
-        attention.subtree_end = None
+        documents = None
         if mask is None:
-            if subtree_end is not None and positions is not None:
-                attention.subtree_end = gather_tokens(subtree_end, layout, attention.group, dim=-1)
+            if positions is not None and subtree_end is None:
                 full = gather_tokens(positions, layout, attention.group, dim=-1)
-                attention.positions = full[0] if full.dim() == 3 else full
-            elif positions is not None:
-                full = gather_tokens(positions, layout, attention.group, dim=-1)
-                attention.documents = _documents(full)
-                attention.positions = (
-                    (full[0] if full.dim() == 3 else full) if attention.documents is not None else None
-                )
+                found = find_documents(full, None, None, (tokens.shape[0], layout.length))
+                documents = found if found is not None and found.packed else None
             # Of the full length: transformers takes the number of keys from the mask.
             mask = tokens.new_ones((tokens.shape[0], layout.length), dtype=torch.bool)
+        elif attention.packed_sequences and positions is not None:
+            raise LayoutError(
+                "attention_mask beside position_ids under packed_sequences=True and cp: leave the mask out, and let "
+                "padding be a document of its own"
+            )
         elif mask.dim() != 2 or mask.shape[1] not in (tokens.shape[1], layout.length):
             raise LayoutError(
                 f"attention_mask {tuple(mask.shape)}: give [batch, {tokens.shape[1]}], this rank's tokens, or "
@@ -190,20 +195,15 @@ class _Inputs:
             )
         elif mask.shape[1] != layout.length:
             mask = gather_tokens(mask, layout, attention.group, dim=-1)
+        attention.begin(padding=None if kwargs.get("attention_mask") is None else mask, documents=documents)
+        attention.subtree_end = None
+        if subtree_end is not None and positions is not None:
+            attention.subtree_end = gather_tokens(subtree_end, layout, attention.group, dim=-1)
+            full = gather_tokens(positions, layout, attention.group, dim=-1)
+            attention.positions = full[0] if full.dim() == 3 else full
         if positions is None:
             positions = layout.positions.to(tokens.device).expand(tokens.shape[0], -1)
         return args, {**kwargs, "attention_mask": mask, "position_ids": positions, "use_cache": False}
-
-
-def _documents(positions: Tensor) -> Tensor | None:
-    """Number the documents of a packed batch, which begin where positions restart; ``None`` for a single document.
-
-    transformers interprets position ids in the same way.  Reads values once a forward.
-    """
-    if positions.dim() == 3:  # one for time, height and width (multimodal rotary embeddings)
-        positions = positions[0]
-    begins = positions.diff(dim=-1, prepend=positions[..., :1] - 1) != 1
-    return begins.cumsum(-1) if bool(begins.any()) else None
 
 
 def _refuse_unshardable(kwargs: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ small.  Without a mask, scores above the diagonal are not computed and no mask i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from fsdp_runtime._torch_compat import all_gather_flat, causal_bias, reduce_scat
 from fsdp_runtime._transformers_compat import is_causal_mask_function, sdpa_mask_of_documents
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, SequenceLayout
+from fsdp_runtime.parallel.packing.documents import Documents
+from fsdp_runtime.parallel.packing.run import Packing
 
 
 @dataclass
@@ -30,11 +33,16 @@ class ContextAttention:
         group: the ranks of the axis.
         load_balancer: the tokens that each rank holds, see ``SequenceLayout``.
         masked: the current batch has an attention mask; set once a forward, without reading values.
+        padding: ``[batch, seq]``, that mask.
         documents: ``[batch, seq]``, the number of each token's document in a packed batch, else ``None``.
         positions: ``[batch, seq]``, each token's position in its document or on its path where ``documents`` or
             ``subtree_end`` is given, else ``None``.
         subtree_end: ``[batch, seq]`` of a row with shared prefixes (see ``TreeRow``), else ``None``.
         ring: torch's ring attention is active, which takes local tokens.
+        eager: returns the model's own attention function for a class of modules, where that is to compute the scores
+            instead of torch's function: with sinks, soft caps or biases.
+        packed_sequences: rows may hold several documents, so that a mask of padding is refused beside position ids.
+        packing: the documents of the current rows, for modules that run on full sequences.
 
     Example:
         >>> import torch
@@ -51,10 +59,33 @@ class ContextAttention:
     group: ProcessGroup
     load_balancer: LoadBalancer
     masked: bool = False
+    padding: Tensor | None = None
     documents: Tensor | None = None
     positions: Tensor | None = None
     subtree_end: Tensor | None = None
     ring: bool = False
+    eager: Callable[[type], Any] | None = None
+    packed_sequences: bool = False
+    packing: Packing = field(default_factory=Packing)
+    _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
+        """Return itself: a copied model's attention is registered by this one's functions."""
+        return self
+
+    def full_mask(self, rows: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return the mask ``[batch, heads, seq, seq]`` of which each rank has the rows of its tokens; once a mask."""
+        if id(rows) not in self._masks:
+            plain = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
+            self._masks[id(rows)] = rows, gather_tokens(plain, layout, self.group, dim=2).to(rows.dtype)
+        return self._masks[id(rows)][1]
+
+    def begin(self, *, padding: Tensor | None, documents: Documents | None) -> None:
+        """Set what all layers of a forward share."""
+        self.masked, self.padding, self.packing.documents = padding is not None, padding, documents
+        self.documents = None if documents is None else documents.numbers
+        self.positions = None if documents is None else documents.positions
+        self._masks.clear()
 
     def layout(self, local_length: int) -> SequenceLayout:
         """Return the layout of sequences of which each rank holds ``local_length`` tokens."""
@@ -98,6 +129,12 @@ class ContextAttention:
                 f"{type(module).__name__} attends from {query.shape[2]} tokens to {key.shape[2]}: only self-attention "
                 "without a cache can be sharded over cp"
             )
+        eager = None if self.eager is None else self.eager(type(module))
+        if eager is not None:
+            key, value = gather_keys_and_values([key, value], self.layout(query.shape[2]), self.group)
+            options |= {"dropout": dropout, "scaling": scaling}
+            output, _ = eager(module, query, key, value, attention_mask, **options)
+            return output, None
         if any(options.get(name) is not None for name in ("position_bias", "s_aux", "softcap")):
             raise ModelError(
                 f"{type(module).__name__} changes scores in a way that scaled_dot_product_attention cannot: use cp=1"
@@ -129,14 +166,14 @@ class ContextAttention:
         Returns:
             ``[batch, 1, seq / cp, seq]`` bool, or ``None`` for a plain causal mask.
         """
-        skip = options.pop("allow_is_causal_skip", True)
+        skip = options.pop("allow_is_causal_skip", True) and self.eager is None
         whole_rows = not self.masked and self.documents is None and self.subtree_end is None
         if skip and is_causal_mask_function(mask_function) and whole_rows:
             return None
         options.pop("q_offset", None)  # of contiguous queries
         positions = self.layout(q_length).positions.to(options["device"])
         options["q_offset"] = positions - torch.arange(q_length, device=positions.device)  # from indices to positions
-        return sdpa_mask_of_documents(
+        mask = sdpa_mask_of_documents(
             q_length=q_length,
             mask_function=mask_function,
             documents=self.documents,
@@ -145,6 +182,10 @@ class ContextAttention:
             attention_mask=attention_mask if self.masked else None,
             **options,
         )
+        if mask is None or self.eager is None:
+            return mask
+        dtype = options["dtype"]
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:

@@ -1,0 +1,150 @@
+"""Token mixers that are no plain attention, under context parallelism: on the full sequence, on every rank.
+
+The input of such a mixer is gathered over ``cp``, the mixer runs on all tokens, and each rank keeps the outputs of its
+own.  That is exact for any mixer, and its work and memory are those of one rank without ``cp``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_runtime.errors import LayoutError
+from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.parallel.context.attention import ContextAttention, gather_keys_and_values, gather_tokens
+from fsdp_runtime.parallel.context.sharding import SequenceLayout
+from fsdp_runtime.parallel.packing.mixers import TokenMixer, Way, has_inner_mixer, token_mixers
+from fsdp_runtime.parallel.packing.run import BOUNDARIES, mixed_in, run_per_document, uses_interface
+
+
+def gathered_mixers(structure: ModelStructure, implementation: str) -> tuple[TokenMixer, ...]:
+    """Return the token mixers that run on the full sequence: all but attention that ``ContextAttention`` replaces.
+
+    Args:
+        structure: the model's parts.
+        implementation: the attention implementation of the model's config.
+    """
+    mixers = token_mixers(structure)
+    # A layer without an indexer of its own may use the keys that another layer's has picked.
+    indexed = {type(mixer.module) for mixer in mixers if has_inner_mixer(mixer.module)}
+    return tuple(m for m in mixers if type(m.module) in indexed or not _is_replaced(m, implementation))
+
+
+def _is_replaced(mixer: TokenMixer, implementation: str) -> bool:
+    """Return True for attention that calls ``transformers.AttentionInterface`` with all that it computes with."""
+    cls: Any = type(mixer.module)
+    if mixer.way != "mask" or not uses_interface(cls):
+        return False
+    makes_masks = hasattr(mixer.module, "prepare_dynamic_mask")  # from the values of all tokens
+    return not makes_masks and (implementation == "sdpa" or eager_function(cls) is not None)
+
+
+def eager_function(cls: type) -> Any:
+    """Return the eager attention of a class's Python module, ``None`` if it has none."""
+    return getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """What context parallelism keeps of a model between its steps.
+
+    Args:
+        attention: what the model's token mixers share.
+        modules: those that run on the full sequence, with all modules inside; they keep their own attention.
+    """
+
+    attention: ContextAttention
+    modules: tuple[nn.Module, ...]
+
+
+def gather_for(mixers: Iterable[TokenMixer], attention: ContextAttention) -> Gathered:
+    """Make token mixers run on the full sequence, in place; before tensor parallelism."""
+    by_way: dict[Way, list[nn.Module]] = {}
+    for mixer in mixers:
+        by_way.setdefault(mixer.way, []).append(mixer.module)
+    for way, modules in by_way.items():
+        mixed_in(modules, _GatheredMixer, attention=attention, way=way)
+    return Gathered(
+        attention, tuple(inner for each in by_way.values() for module in each for inner in module.modules())
+    )
+
+
+class _GatheredMixer:
+    """Mixed in before a module's class, as tensor parallelism does, whose rules then see this rank's tokens."""
+
+    attention: ClassVar[ContextAttention]
+    way: ClassVar[Way]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        attention, forward = self.attention, super().forward  # type: ignore[misc]
+        tokens = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() > 1), None)
+        if tokens is None:
+            raise LayoutError(f"{type(self).__name__} takes no tensor [batch, seq / cp, ...]")
+        layout = attention.layout(tokens.shape[1])
+        full = _Full(attention, layout)
+        given = {name: full.of_keyword(name, value) for name, value in kwargs.items() if name not in BOUNDARIES}
+        args = full.of(args)
+        documents = attention.packing.documents
+        if documents is None or self.way == "mask":
+            output = forward(*args, **given)
+        else:
+            output = run_per_document(forward, args, given, documents, alone=self.way == "singles")
+        return _own(output, layout)
+
+
+class _Full:
+    """The arguments of a mixer with all tokens."""
+
+    def __init__(self, attention: ContextAttention, layout: SequenceLayout) -> None:
+        self.attention, self.layout = attention, layout
+        self.local = layout.length // layout.ranks
+
+    def of_keyword(self, name: str, value: Any) -> Any:
+        """Return a keyword's value; of a padding mask, which a model has cut to this rank's length, the full one."""
+        is_padding = "mask" in name and isinstance(value, Tensor) and value.dim() == 2
+        return self.attention.padding if is_padding else self.of(value)
+
+    def of(self, value: Any) -> Any:
+        """Return a value with the tokens of all ranks in every tensor that has those of this rank."""
+        if isinstance(value, Tensor):
+            return self._of_tensor(value)
+        if isinstance(value, dict):
+            return {name: self.of(each) for name, each in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self.of(each) for each in value)
+        return value
+
+    def _of_tensor(self, value: Tensor) -> Tensor:
+        if value.dim() == 4 and value.shape[2:] == (self.local, self.layout.length):  # rows of a mask
+            return self.attention.full_mask(value, self.layout)
+        dim = next((dim for dim in (1, 2) if value.dim() > dim and value.shape[dim] == self.local), None)
+        if dim is None:
+            return value
+        if not value.is_floating_point():
+            return gather_tokens(value, self.layout, self.attention.group, dim=dim)
+        features = value.movedim(dim, 1)
+        flat = features.flatten(2) if features.dim() > 2 else features.unsqueeze(2)
+        (gathered,) = gather_keys_and_values([flat.unsqueeze(1)], self.layout, self.attention.group)
+        shape = (features.shape[0], self.layout.length, *features.shape[2:])
+        return gathered.squeeze(1).reshape(shape).movedim(1, dim)
+
+
+def _own(output: Any, layout: SequenceLayout) -> Any:
+    """Return the outputs of this rank's tokens; ``None`` in place of attention weights."""
+    if isinstance(output, DTensor):
+        replicated = output.redistribute(placements=[Replicate()] * output.device_mesh.ndim)
+        local = _own(replicated.to_local(grad_placements=replicated.placements), layout)
+        rows = DTensor.from_local(local, output.device_mesh, replicated.placements, run_check=False)
+        return rows.redistribute(placements=output.placements)
+    if isinstance(output, Tensor):
+        if output.dim() < 2 or output.shape[1] != layout.length:
+            return None
+        return output.index_select(1, layout.positions.to(output.device))
+    if type(output) in (tuple, list):
+        return type(output)(_own(each, layout) for each in output)
+    return output

@@ -1,0 +1,1 @@
+"""Packed rows: several documents in one row, none of which reads another."""

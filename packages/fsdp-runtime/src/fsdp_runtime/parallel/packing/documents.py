@@ -1,0 +1,200 @@
+"""The documents of packed rows: found once a forward, and moved between rows and batches with one document a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.errors import LayoutError
+
+#: Documents of up to this many tokens share a batch.
+_SHORT = 8
+
+
+@dataclass(eq=False)
+class Documents:
+    """The documents of one batch of rows.
+
+    Args:
+        begins: ``[batch, seq]`` bool, true at the first token of every document.
+    """
+
+    begins: Tensor
+    _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """``[batch, seq]`` int64: the number of each token's document in its row."""
+        return self.begins.cumsum(-1)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """``[batch, seq]`` int64: each token's position in its document."""
+        index = torch.arange(self.begins.shape[1], device=self.begins.device).expand_as(self.begins)
+        return index - torch.where(self.begins, index, 0).cummax(-1).values
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of every document, row by row; waits for the device, once a forward."""
+        starts = self.begins.flatten().nonzero().flatten().tolist()
+        return [end - start for start, end in zip(starts, [*starts[1:], self.begins.numel()], strict=True)]
+
+    @property
+    def packed(self) -> bool:
+        """True if some row has several documents; waits for the device, once a forward."""
+        return len(self.lengths) > self.begins.shape[0]
+
+    @cached_property
+    def batches(self) -> list[DocumentBatch]:
+        """The documents by length: less than half of a batch is padding, beside that of documents below 8 tokens."""
+        members: dict[int, list[int]] = {}
+        for document, length in enumerate(self.lengths):
+            members.setdefault((max(length, _SHORT) - 1).bit_length(), []).append(document)
+        return self._batches(list(members.values()))
+
+    @cached_property
+    def singles(self) -> list[DocumentBatch]:
+        """The documents one by one, without padding."""
+        return self._batches([[document] for document in range(len(self.lengths))])
+
+    def _batches(self, members: Sequence[Sequence[int]]) -> list[DocumentBatch]:
+        lengths = torch.tensor(self.lengths)
+        starts = lengths.cumsum(0) - lengths
+        device, row = self.begins.device, self.begins.shape[1]
+        return [DocumentBatch.of(starts[list(each)], lengths[list(each)], row, device) for each in members]
+
+    def together(self, outputs: Sequence[Tensor], batches: Sequence[DocumentBatch]) -> Tensor:
+        """Put the outputs of all batches back into rows.
+
+        Args:
+            outputs: ``[documents, length, ...]`` of each batch.
+            batches: all of ``batches`` or of ``singles``.
+
+        Returns:
+            ``[batch, seq, ...]``.
+        """
+        tokens = torch.cat([output.flatten(0, 1) for output in outputs])
+        order = self.begins.new_empty(self.begins.numel(), dtype=torch.int64)
+        offset = 0
+        for batch in batches:
+            order[batch.tokens.flatten()[batch.real]] = batch.real + offset
+            offset += batch.tokens.numel()
+        return tokens.index_select(0, order).view(*self.begins.shape, *tokens.shape[1:])
+
+    def restrict(self, mask: Tensor, *, true_allows: bool = True) -> Tensor:
+        """Return an attention mask under which no token attends to another document; computed once a mask.
+
+        Args:
+            mask: ``[batch or 1, heads or 1, seq, seq]``: bool, or added to the scores.
+            true_allows: what true means in a bool mask.
+        """
+        if id(mask) not in self._masks:
+            same = (self.numbers[:, :, None] == self.numbers[:, None, :]).unsqueeze(1)
+            if mask.dtype == torch.bool:
+                restricted = mask & same if true_allows else mask | ~same
+            else:
+                restricted = mask.masked_fill(~same, torch.finfo(mask.dtype).min)
+            self._masks[id(mask)] = mask, restricted  # the mask is kept, so that its id is not used again
+        return self._masks[id(mask)][1]
+
+    @cached_property
+    def causal(self) -> Tensor:
+        """``[batch, 1, seq, seq]`` bool: true where a query may attend to a key of its document."""
+        index = torch.arange(self.begins.shape[1], device=self.begins.device)
+        same = self.numbers[:, :, None] == self.numbers[:, None, :]
+        return (same & (index[:, None] >= index[None, :])).unsqueeze(1)
+
+    def forget_masks(self) -> None:
+        """Free the masks of this forward."""
+        self._masks.clear()
+        self.__dict__.pop("causal", None)
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentBatch:
+    """Documents that run as one batch, padded at their ends with copies of their last tokens.
+
+    Args:
+        tokens: ``[documents, length]`` int64: the token at each place, counted over all rows.
+        real: the places without padding, counted over the batch.
+        row: tokens of a row.
+    """
+
+    tokens: Tensor
+    real: Tensor
+    row: int
+
+    @classmethod
+    def of(cls, starts: Tensor, lengths: Tensor, row: int, device: torch.device) -> DocumentBatch:
+        """Build a batch on the host, and move it to a device."""
+        places = torch.arange(int(lengths.max()))
+        tokens = starts[:, None] + torch.minimum(places, lengths[:, None] - 1)
+        real = (places < lengths[:, None]).flatten().nonzero().flatten()
+        return cls(tokens.to(device, non_blocking=True), real.to(device, non_blocking=True), row)
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Return the documents of ``[batch, seq, ...]`` as ``[documents, length, ...]``."""
+        return rows.flatten(0, 1).index_select(0, self.tokens.flatten()).view(*self.tokens.shape, *rows.shape[2:])
+
+    def take_mask(self, mask: Tensor, *, true_allows: bool = True) -> Tensor:
+        """Return the causal part of an attention mask within each document.
+
+        Args:
+            mask: ``[batch, heads, seq, seq]``: bool, or added to the scores.
+            true_allows: what true means in a bool mask.
+
+        Returns:
+            ``[documents, heads, length, length]``.
+        """
+        row, token = self.tokens // self.row, self.tokens % self.row
+        within = mask.movedim(1, -1)[row[:, :1, None], token[:, :, None], token[:, None, :]].movedim(-1, 1)
+        places = torch.arange(self.tokens.shape[1], device=mask.device)
+        later = places[None, :] > places[:, None]
+        if mask.dtype == torch.bool:
+            return within & ~later if true_allows else within | later
+        return within.masked_fill(later, torch.finfo(mask.dtype).min)
+
+
+def find_documents(
+    position_ids: Tensor | None, seq_idx: Tensor | None, cu_seq_lens: Tensor | None, shape: tuple[int, int]
+) -> Documents | None:
+    """Find the documents of a batch from what a model is given, without waiting for the device.
+
+    Args:
+        position_ids: ``[batch, seq]``, or ``[axes, batch, seq]`` for multimodal rotary embeddings, whose first axis
+            counts tokens of text; a document begins where a position is not its predecessor's plus one, as
+            transformers reads them.
+        seq_idx: ``[batch, seq]``: the number of each token's document.
+        cu_seq_lens: ``[documents + 1]``: the tokens before each document, counted over all rows.
+        shape: rows, and tokens of a row.
+
+    Returns:
+        The documents, or ``None`` where nothing is given.
+
+    Raises:
+        LayoutError: a tensor has another shape.
+
+    Example:
+        >>> import torch
+        >>> find_documents(torch.tensor([[0, 1, 0, 1, 2]]), None, None, (1, 5)).lengths
+        [2, 3]
+    """
+    if cu_seq_lens is not None:
+        if cu_seq_lens.dim() != 1:
+            raise LayoutError(f"cu_seq_lens_q {list(cu_seq_lens.shape)}: give [documents + 1] tokens before each")
+        tokens = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=cu_seq_lens.device)
+        begins = tokens.index_fill(0, cu_seq_lens.long(), True)[:-1].view(shape).clone()
+        begins[:, 0] = True
+        return Documents(begins)
+    given = seq_idx if seq_idx is not None else position_ids
+    if given is None:
+        return None
+    name, given = ("seq_idx" if seq_idx is not None else "position_ids"), given[0] if given.dim() == 3 else given
+    if given.dim() != 2 or given.shape[0] not in (1, shape[0]) or given.shape[1] != shape[1]:
+        raise LayoutError(f"{name} {list(given.shape)} for rows {list(shape)}: give one entry a token")
+    step = given.expand(shape).diff(dim=-1) != (1 if seq_idx is None else 0)
+    return Documents(torch.cat([step.new_ones(shape[0], 1), step], dim=-1))

@@ -1,0 +1,108 @@
+"""The modules of a model that mix tokens, and how each is kept from mixing documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from inspect import signature
+from typing import Literal
+
+from torch import nn
+
+from fsdp_runtime.model.structure import ModelStructure
+from tp_plans.infer.bytecode import referenced_names
+
+#: How a module is kept from mixing documents: its mask is restricted, or it runs on documents as rows of a batch: on
+#: padded batches, or on each document alone.
+Way = Literal["mask", "documents", "singles"]
+
+#: The argument of an attention that decides which tokens meet.
+MASK = "attention_mask"
+#: Arguments of a forward that only a module takes that mixes tokens: what came before, or what may be attended to.
+_MARKS = {
+    *("past_key_values", "past_key_value", "layer_past", "cache_params", "cache", "state", "use_cache"),
+    *(MASK, "seq_idx", "cu_seq_lens_q"),
+}
+#: What the code of an attention refers to whose only dependence between tokens is its mask.
+_ATTENTION = {"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention", "softmax", "baddbmm"}
+#: Modules without such an argument whose results depend on all tokens, those of other rows included.
+_BATCH_DEPENDENT = {"DogeCDMoE"}  # router_logits.view(2, tokens, -1) cuts tokens apart instead of features
+#: Modules that make masks of their own, from the number of a row's tokens and not from position ids.
+_OWN_MASKS = {"CpmAntAttention"}
+
+
+@dataclass(frozen=True)
+class TokenMixer:
+    """A module that mixes tokens.
+
+    Args:
+        path: its path in the model.
+        module: the module.
+        way: how it is kept from mixing documents.
+    """
+
+    path: str
+    module: nn.Module
+    way: Way
+
+    @property
+    def kind(self) -> str:
+        """The name of its class."""
+        return type(self.module).__name__
+
+
+def token_mixers(structure: ModelStructure) -> tuple[TokenMixer, ...]:
+    """Find the modules in the decoder's blocks that mix tokens, by what their forward takes; class names do not matter.
+
+    A module whose forward takes a cache, a state or an attention mask mixes tokens, and so does one that has a
+    convolution over the sequence.  The outermost one inside a block counts.
+    """
+    return tuple(mixer for path in structure.decoder for mixer in _below(structure.blocks[path], path))
+
+
+def makes_own_masks(structure: ModelStructure) -> str | None:
+    """Return the path of a module in the decoder's blocks whose masks cannot be restricted."""
+    return next(
+        (
+            f"{path}.{inner}"
+            for path in structure.decoder
+            for inner, module in structure.blocks[path].named_modules()
+            if type(module).__name__ in _OWN_MASKS
+        ),
+        None,
+    )
+
+
+def _below(module: nn.Module, path: str) -> Iterator[TokenMixer]:
+    if _has_convolution(module):
+        yield TokenMixer(path, module, "documents")
+        return
+    for name, child in module.named_children():
+        at = f"{path}.{name}"
+        if type(child).__name__ in _BATCH_DEPENDENT:
+            yield TokenMixer(at, child, "singles")
+        elif _takes(child) & _MARKS:
+            yield TokenMixer(at, child, "mask" if _is_masked_attention(child) else "documents")
+        else:
+            yield from _below(child, at)
+
+
+def _has_convolution(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Conv1d) and child.kernel_size != (1,) for child in module.children())
+
+
+def _is_masked_attention(module: nn.Module) -> bool:
+    """Return True for attention whose mask decides which tokens meet; an indexer inside must take the mask, too."""
+    if not referenced_names(type(module)) & _ATTENTION or any(map(_has_convolution, module.modules())):
+        return False
+    mixing = [each for each in module.modules() if each is module or _takes(each) & _MARKS]
+    return all(MASK in _takes(each) for each in mixing)
+
+
+def has_inner_mixer(module: nn.Module) -> bool:
+    """Return True for a mixer with another one inside, such as an indexer."""
+    return any(_takes(child) & _MARKS for child in module.modules() if child is not module)
+
+
+def _takes(module: nn.Module) -> set[str]:
+    return set(signature(type(module).forward).parameters)
