@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from architecture_matrix.expert_parallel import MESHES, measure_experts
+from architecture_matrix.expert_parallel import MESHES, measure_experts, mixtures
 from harness import mutants
 from harness.parity import Case, RankReport, assert_parity, compare
 from harness.ranks import RankPool
@@ -30,12 +30,18 @@ OTHERS = """
     qwen4_exp_text, solar_open
 """
 VARIANTS = ["deepseek_v3, whole queries", "gemma4_text, keys as values", "qwen3_5_moe, vision"]
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (*OTHERS.replace("\n", " ").split(","), *VARIANTS)]
+NAMES = [*ROWS, *(name.strip() for name in OTHERS.split(",")), *VARIANTS]
+CASES = [pytest.param(name, marks=[] if name in ROWS else [pytest.mark.slow]) for name in NAMES]
 
 
-@pytest.mark.parametrize("name", [*ROWS, *SLOW])
+@pytest.mark.slow
+def test_every_row_with_stacked_experts_is_listed() -> None:
+    assert sorted(NAMES) == sorted(mixtures())
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_every_mixture_equals_one_process_on_every_mesh(four_ranks: RankPool, name: str) -> None:
-    for axes, *reports in zip(MESHES, *four_ranks.run(measure_experts, name.strip()), strict=True):
+    for axes, *reports in zip(MESHES, *four_ranks.run(measure_experts, name), strict=True):
         try:
             assert_parity(reports)
         except AssertionError as error:
