@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import SampleError
 from fsdp_runtime.packing.balance import Items
 from fsdp_runtime.packing.packing import Packing, packing_of
@@ -60,6 +61,7 @@ class PackedRow:
         tensors = (tensor.to(device) for tensor in (self.input_ids, self.position_ids, self.targets))
         return PackedRow(self.samples, self.lengths, *tensors)
 
+    @checked
     def unpack(self, values: Tensor) -> dict[Hashable, Tensor]:
         """Return the values of each sample.
 
@@ -78,6 +80,7 @@ class PackedRow:
         return dict(zip(self.samples, parts, strict=True))
 
 
+@checked
 def pack(
     samples: Sequence[TokenIds],
     budget: int,

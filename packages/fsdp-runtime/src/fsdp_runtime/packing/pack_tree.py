@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import SampleError
 from fsdp_runtime.packing.balance import Items
 from fsdp_runtime.packing.pack import read_samples, require_rows_long_enough
@@ -13,6 +14,7 @@ from fsdp_runtime.packing.samples import PAIR_COST, Sample, TokenIds, require_po
 from fsdp_runtime.packing.tree_row import GroupMember, Tree, TreeRow, tree_row
 
 
+@checked
 def pack_tree(
     groups: Sequence[Sequence[TokenIds]],
     budget: int,
