@@ -13,7 +13,15 @@ from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import SampleError
 from fsdp_runtime.packing.balance import Items
 from fsdp_runtime.packing.packing import Packing, packing_of
-from fsdp_runtime.packing.samples import PAIR_COST, Sample, TokenIds, read_sample, require_positive, row_sizes
+from fsdp_runtime.packing.samples import (
+    PAIR_COST,
+    Sample,
+    TokenIds,
+    read_sample,
+    require_pair_cost,
+    require_positive,
+    row_sizes,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,17 +84,17 @@ class PackedRow:
         """
         if tuple(values.shape) not in (tuple(self.input_ids.shape), tuple(self.input_ids.shape[1:])):
             raise SampleError(f"values {tuple(values.shape)} for a row of {tuple(self.input_ids.shape)} tokens")
-        parts = values.reshape(-1)[: sum(self.lengths)].split(list(self.lengths))
+        parts = torch.split_with_sizes(values.reshape(-1)[: sum(self.lengths)], list(self.lengths))
         return dict(zip(self.samples, parts, strict=True))
 
 
 @checked
 def pack(
-    samples: Sequence[TokenIds],
+    samples: Sequence[Tensor | Sequence[int]],
     budget: int,
     *,
     ranks: int = 1,
-    loss_masks: Sequence[TokenIds] | None = None,
+    loss_masks: Sequence[Tensor | Sequence[int]] | None = None,
     cp: int = 1,
     multiple_of: int = 1,
     distinct_lengths: int = 8,
@@ -134,6 +142,7 @@ def pack(
         tensor([[   6,    7, -100,    9, -100]])
     """
     require_positive("ranks", ranks)
+    require_pair_cost(pair_cost)
     sizes = row_sizes(budget, cp=cp, multiple_of=multiple_of, distinct_lengths=distinct_lengths)
     read = read_samples(samples, loss_masks)
     lengths = [len(sample.token_ids) for sample in read]

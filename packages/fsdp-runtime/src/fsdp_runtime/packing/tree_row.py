@@ -26,7 +26,7 @@ class GroupMember(NamedTuple):
     """The key of a sample: its group, and its index there; equal to the plain tuple."""
 
     group: int
-    index: int
+    index: int  # type: ignore[assignment]  # in place of tuple.index
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +171,8 @@ class TreeRow:
         if self.slots is not None:
             extended = values.new_zeros(count + 1).index_add(0, self.slots, values)
             extended = _SumOverRanks.apply(extended, group)  # type: ignore[no-untyped-call]
-        parts = extended.index_select(0, self.way_back[:-1]).split([len(path) for path in self.paths])
+        lengths = [len(path) for path in self.paths]
+        parts = torch.split_with_sizes(extended.index_select(0, self.way_back[:-1]), lengths)
         return dict(zip(self.samples, parts, strict=True))
 
     @checked
@@ -190,7 +191,8 @@ class TreeRow:
         """
         if self.slots is not None:
             raise SampleError("the row is sharded already: shard the row of pack_tree")
-        local = {name: layout.shard(getattr(self, name)) for name in ("input_ids", "position_ids", "subtree_end")}
+        names = ("input_ids", "position_ids", "subtree_end")
+        local: dict[str, Any] = {name: layout.shard(getattr(self, name)) for name in names}
         if layout.ranks == 1:
             return self
         index_of = torch.full((layout.length,), -1, device=self.predictors.device)
