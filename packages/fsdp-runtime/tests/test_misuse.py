@@ -14,9 +14,9 @@ from harness.misuse import Call, complaint, use, wrong_arguments
 ERRORS = (fsdp_runtime.FsdpRuntimeError, tp_plans.TpPlansError)
 #: The records that functions return, and what a custom attention is given.
 RESULTS = {
-    *("AttentionHeads", "ContextAttention", "Estimate", "LMHeadParameters", "LoadReport", "ModelStructure"),
-    *("OffloadReport", "Parallelism", "ParallelismReport", "RankInfo", "RankMonitor", "Sweep", "TrainingState"),
-    "WeightInfo",
+    *("AttentionHeads", "ContextAttention", "Estimate", "GroupMember", "LMHeadParameters", "LoadReport"),
+    *("ModelStructure", "OffloadReport", "Parallelism", "ParallelismReport", "RankInfo", "RankMonitor", "Sweep"),
+    *("TrainingState", "WeightInfo"),
 }
 
 
@@ -102,6 +102,19 @@ def flat_bucket():
     return {"weights": weights, "flat": fsdp_runtime.flatten_bucket(given)}
 
 
+def routed():
+    """A model with one mixture, of transformers since its routers are known by their classes."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=10, num_hidden_layers=1, **sizes, **experts))
+
+
+def shared_prefixes():
+    return fsdp_runtime.parallelize(routed(), mesh(), plan=None, shared_prefixes=True)
+
+
 def score(hidden, head):
     return hidden @ head.weight.mT
 
@@ -126,11 +139,22 @@ def dry_run():
     return {"model": Model, "plan": None, "logprobs": loss, "clip": False, "seq_len": 4}
 
 
+SAMPLES = [[1, 2, 3], [1, 2, 4]]
+PACKING = fsdp_runtime.pack(SAMPLES, budget=8)
+ROW = PACKING.rows()[0]
+TREE = fsdp_runtime.pack_tree([SAMPLES], budget=8).rows()[0]
+ROUTES = fsdp_runtime.Routes({"model.layers.0.mlp.gate": torch.tensor([[0, 1], [2, 3]])})
+
 CALLS = {
     "FSDPOptions": Call(FSDPOptions),
     "MeshSpec": Call(MeshSpec),
     "MeshSpec.resolve": Call(MeshSpec(dp_shard=-1).resolve, lambda: {"world_size": 8}),
     "MeshSpec.build": Call(MeshSpec().build),
+    "PackedRow.unpack": Call(ROW.unpack, lambda: {"values": torch.ones(1, 6)}),
+    "Packing.rows": Call(PACKING.rows),
+    "Packing.unpack": Call(PACKING.unpack, lambda: {"values": [torch.ones(1, 6)]}),
+    "Routes": Call(fsdp_runtime.Routes),
+    "Routes.take": Call(ROUTES.take, lambda: {"tokens": torch.tensor([1, -1])}),
     "SelectiveCheckpoint": Call(fsdp_runtime.SelectiveCheckpoint),
     "SequenceLayout": Call(fsdp_runtime.SequenceLayout, lambda: {"length": 8, "ranks": 2, "rank": 0}),
     "SequenceLayout.shard": Call(
@@ -140,12 +164,19 @@ CALLS = {
         fsdp_runtime.SequenceLayout(length=8, ranks=2, rank=0).shard_batch,
         lambda: {"batch": {"input_ids": torch.ones(2, 8)}},
     ),
+    "TreeRow.inputs": Call(TREE.inputs, lambda: {"model": shared_prefixes()}),
+    "TreeRow.mask_mod": Call(TREE.mask_mod),
+    "TreeRow.select": Call(TREE.select, lambda: {"values": torch.ones(1, 4, 10)}),
+    "TreeRow.shard": Call(TREE.shard, lambda: {"layout": fsdp_runtime.SequenceLayout(length=4, ranks=2, rank=0)}),
+    "TreeRow.unpack": Call(TREE.unpack, lambda: {"values": torch.ones(3)}),
     "WeightExport": Call(fsdp_runtime.WeightExport, lambda: {"model": Model()}, keep=("entries",)),
     "adopt_mesh": Call(fsdp_runtime.adopt_mesh, lambda: {"mesh": mesh()}),
     "apply_ac": Call(fsdp_runtime.apply_ac, resolved),
     "apply_compile": Call(fsdp_runtime.apply_compile, resolved),
     "apply_cp": Call(fsdp_runtime.apply_cp, resolved),
+    "apply_ep": Call(fsdp_runtime.apply_ep, resolved),
     "apply_fsdp": Call(fsdp_runtime.apply_fsdp, resolved),
+    "apply_shared_prefixes": Call(fsdp_runtime.apply_shared_prefixes, resolved),
     "apply_tp": Call(fsdp_runtime.apply_tp, resolved),
     "assert_finite_gradients": Call(fsdp_runtime.assert_finite_gradients, lambda: {"model": Model()}),
     "assert_inputs_equal": Call(
@@ -175,10 +206,18 @@ CALLS = {
     "no_sync": Call(fsdp_runtime.no_sync, lambda: {"model": sharded()}),
     "offload": Call(fsdp_runtime.offload, lambda: {**optimized(), "device": "cpu"}),
     "onload": Call(fsdp_runtime.onload, lambda: {"model": Model()}),
+    "pack": Call(fsdp_runtime.pack, lambda: {"samples": SAMPLES, "budget": 8}),
+    "pack_tree": Call(fsdp_runtime.pack_tree, lambda: {"groups": [SAMPLES], "budget": 8}),
     "parallelize": Call(fsdp_runtime.parallelize, on_mesh),
     "rank_info_from_env": Call(fsdp_runtime.rank_info_from_env, lambda: {"environment": {}}),
+    "record_routes": Call(fsdp_runtime.record_routes, lambda: {"model": routed()}),
+    "replay_routes": Call(fsdp_runtime.replay_routes, lambda: {"model": routed(), "routes": ROUTES}),
     "resolve_parallelism": Call(fsdp_runtime.resolve_parallelism, on_mesh),
     "ring_attention": Call(fsdp_runtime.ring_attention, lambda: {"model": Model(), "mesh": mesh(), "length": 8}),
+    "routes_from_generator": Call(
+        fsdp_runtime.routes_from_generator,
+        lambda: {"sequences": [torch.tensor([[[3, 1]]])], "attention_mask": torch.tensor([[0, 1, 1]])},
+    ),
     "save_adapter": Call(fsdp_runtime.save_adapter, lambda: {"model": adapted(), "directory": "adapter"}),
     "save_training_state": Call(
         fsdp_runtime.save_training_state, lambda: {**optimized(), "directory": "state", "step": 1}

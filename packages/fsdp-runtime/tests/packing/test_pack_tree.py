@@ -17,7 +17,6 @@ from fsdp_runtime import (
     OptionError,
     SampleError,
     SequenceLayout,
-    TreeRow,
     pack_tree,
 )
 from fsdp_runtime.packing.prefix_tree import prefix_tree
@@ -145,6 +144,7 @@ def test_a_model_that_would_ignore_the_branches_is_refused() -> None:
         ({"groups": [[]], "budget": 8}, SampleError, "no samples of group 0"),
         ({"groups": [[[1]]], "budget": 8, "loss_masks": []}, SampleError, "1 groups and 0 groups of loss masks"),
         ({"groups": [[[1]]], "budget": 8, "cp": 0}, OptionError, "cp=0"),
+        ({"groups": [[[1]]], "budget": 8, "pair_cost": -1.0}, OptionError, "pair_cost=-1.0"),
     ],
     ids=str,
 )
@@ -159,6 +159,7 @@ def test_values_of_another_number_are_refused() -> None:
         row.unpack(torch.zeros(3))
     with pytest.raises(SampleError, match="for a row of"):
         row.select(torch.zeros(1, 9, 2))
-    shard: TreeRow = row.shard(SequenceLayout(4, 2, 0)) if row.input_ids.shape[1] == 4 else row
+    (row,) = pack_tree([[[1, 2, 3]]], budget=4, multiple_of=4).rows()
+    shard = row.shard(SequenceLayout(4, 2, 0))
     with pytest.raises(SampleError, match="group of cp"):
-        shard.unpack(torch.zeros(len(shard.targets)), group=None if shard.slots is not None else object())
+        shard.unpack(torch.zeros(len(shard.targets)))

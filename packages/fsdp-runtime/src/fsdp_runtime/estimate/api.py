@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_runtime.errors import EstimateError
 from tp_plans.argument_types import argument_types
@@ -127,7 +127,7 @@ def estimate(
         assume_gradients=assume_gradients,
         plan=plan,
         sequence_parallel=sequence_parallel,
-        activation_checkpointing=activation_checkpointing,
+        activation_checkpointing=cast("ActivationCheckpointing", activation_checkpointing),  # checked by its use
     )
     return run(
         model,

@@ -101,7 +101,7 @@ def _on_hidden(linear_token_logprobs: Callable[..., Tensor]) -> Forward:
             )
             return -found.mean()
 
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         # Fake tensors have no values to measure it on; a factor costs nothing.
         assume_logits_map(model, LogitsMap(softcap=getattr(text, "final_logit_softcapping", None)))

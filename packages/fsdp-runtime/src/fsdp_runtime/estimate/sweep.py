@@ -121,7 +121,7 @@ def _attempt(model: Any, options: Mapping[str, Any], candidate: Candidate) -> Es
             model,
             candidate.mesh,
             sequence_parallel=candidate.sequence_parallel,
-            activation_checkpointing=candidate.activation_checkpointing,  # type: ignore[arg-type]  # checked there
+            activation_checkpointing=candidate.activation_checkpointing,
             **options,
         )
     except (FsdpRuntimeError, TpPlansError) as error:

@@ -9,10 +9,19 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import SampleError
 from fsdp_runtime.packing.balance import Items
 from fsdp_runtime.packing.packing import Packing, packing_of
-from fsdp_runtime.packing.samples import PAIR_COST, Sample, TokenIds, read_sample, require_positive, row_sizes
+from fsdp_runtime.packing.samples import (
+    PAIR_COST,
+    Sample,
+    TokenIds,
+    read_sample,
+    require_pair_cost,
+    require_positive,
+    row_sizes,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +69,7 @@ class PackedRow:
         tensors = (tensor.to(device) for tensor in (self.input_ids, self.position_ids, self.targets))
         return PackedRow(self.samples, self.lengths, *tensors)
 
+    @checked
     def unpack(self, values: Tensor) -> dict[Hashable, Tensor]:
         """Return the values of each sample.
 
@@ -78,12 +88,13 @@ class PackedRow:
         return dict(zip(self.samples, parts, strict=True))
 
 
+@checked
 def pack(
-    samples: Sequence[TokenIds],
+    samples: Sequence[Tensor | Sequence[int]],
     budget: int,
     *,
     ranks: int = 1,
-    loss_masks: Sequence[TokenIds] | None = None,
+    loss_masks: Sequence[Tensor | Sequence[int]] | None = None,
     cp: int = 1,
     multiple_of: int = 1,
     distinct_lengths: int = 8,
@@ -131,6 +142,7 @@ def pack(
         tensor([[   6,    7, -100,    9, -100]])
     """
     require_positive("ranks", ranks)
+    require_pair_cost(pair_cost)
     sizes = row_sizes(budget, cp=cp, multiple_of=multiple_of, distinct_lengths=distinct_lengths)
     read = read_samples(samples, loss_masks)
     lengths = [len(sample.token_ids) for sample in read]

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import SampleError
 from fsdp_runtime.packing.balance import Items
 from fsdp_runtime.packing.pack import read_samples, require_rows_long_enough
 from fsdp_runtime.packing.packing import Packing, packing_of
 from fsdp_runtime.packing.prefix_tree import common_prefix_length, lexicographic_order, prefix_tree
-from fsdp_runtime.packing.samples import PAIR_COST, Sample, TokenIds, require_positive, row_sizes
+from fsdp_runtime.packing.samples import PAIR_COST, Sample, require_pair_cost, require_positive, row_sizes
 from fsdp_runtime.packing.tree_row import GroupMember, Tree, TreeRow, tree_row
 
 
+@checked
 def pack_tree(
-    groups: Sequence[Sequence[TokenIds]],
+    groups: Sequence[Sequence[Tensor | Sequence[int]]],
     budget: int,
     *,
     ranks: int = 1,
-    loss_masks: Sequence[Sequence[TokenIds]] | None = None,
+    loss_masks: Sequence[Sequence[Tensor | Sequence[int]]] | None = None,
     cp: int = 1,
     multiple_of: int = 1,
     distinct_lengths: int = 8,
@@ -66,6 +70,7 @@ def pack_tree(
         ([0, 1, 2, 3, 3, 2], [6, 7, 8, 9, 11, 10])
     """
     require_positive("ranks", ranks)
+    require_pair_cost(pair_cost)
     sizes = row_sizes(budget, cp=cp, multiple_of=multiple_of, distinct_lengths=distinct_lengths)
     if not len(groups):
         raise SampleError("no groups: give one or more")

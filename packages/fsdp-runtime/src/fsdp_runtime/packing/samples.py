@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import inf, lcm
 
 import torch
 from torch import Tensor
@@ -99,3 +99,13 @@ def require_positive(name: str, value: object) -> None:
     """
     if type(value) is not int or value < 1:
         raise OptionError(f"{name}={value!r}: give a positive integer")
+
+
+def require_pair_cost(value: float) -> None:
+    """Check the work of a pair of tokens.
+
+    Raises:
+        OptionError: it is negative or not finite.
+    """
+    if not 0 <= value < inf:
+        raise OptionError(f"pair_cost={value!r}: give a finite number, 0 or more")

@@ -21,6 +21,7 @@ from fsdp_runtime._transformers_compat import (
     is_stateful,
     is_transformers_model,
 )
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.parallel.context.gathered import gathered_mixers
 
@@ -89,6 +90,7 @@ def check_shared_prefixes(model: Any, parallelism: Parallelism) -> None:
         raise ModelError(f"{name} has bidirectional attention: a prefix depends on what follows it")
 
 
+@checked
 def apply_shared_prefixes(model: nn.Module, parallelism: Parallelism) -> None:
     """Let a model take the rows of :func:`fsdp_runtime.pack_tree`, in place.
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import is_compiled
 from fsdp_runtime._transformers_compat import checkpointing_through
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, RoutesError
 from fsdp_runtime.parallel.context.apply import attention_of, under_context_parallelism
 from fsdp_runtime.parallel.context.attention import ContextAttention, gather_tokens
@@ -25,6 +26,7 @@ from fsdp_runtime.routing.session import Session, activated, bound_to_routes
 logger = logging.getLogger(__name__)
 
 
+@checked
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[Routes]:
     """Record the experts that every mixture of a model selects for each token of one forward.
@@ -68,6 +70,7 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
     fill_recorded(routes, tokens.gathered(session.recorded))
 
 
+@checked
 @contextmanager
 def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tensor) -> Iterator[None]:
     """Route the tokens of every forward as in another one, or as a generator did.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import RoutesError
 from fsdp_runtime.routing.routers import Router, Routers
 
@@ -33,6 +34,7 @@ class Routes(Mapping[str, Tensor]):
         [[2, 0], [-1, -1]]
     """
 
+    @checked
     def __init__(self, layers: Mapping[str, Tensor] | None = None) -> None:
         self._layers = dict(layers or {})
         self._recorded = self._complete = False
@@ -59,6 +61,7 @@ class Routes(Mapping[str, Tensor]):
         """Whether ``record_routes`` wrote them for every token."""
         return self._complete
 
+    @checked
     def take(self, tokens: Tensor) -> Routes:
         """Return the routes of some tokens, in another order: those of a micro-batch, or of packed sequences.
 
@@ -67,13 +70,13 @@ class Routes(Mapping[str, Tensor]):
 
         Returns:
             Routes of ``n`` tokens.
+
+        Raises:
+            RoutesError: ``tokens`` is no row of integers, or, where the routes are on the CPU, there is no such token.
         """
-        return self._changed(
-            {
-                path: ids[tokens.to(ids.device).clamp(min=0)].masked_fill(tokens.to(ids.device)[:, None] < 0, HOLE)
-                for path, ids in self._layers.items()
-            }
-        )
+        if tokens.dim() != 1 or not _is_integer(tokens):
+            raise RoutesError(f"tokens is {tuple(tokens.shape)} of {tokens.dtype}: give [n] indices of tokens, int64")
+        return self._changed({path: _taken(path, ids, tokens.to(ids.device).long()) for path, ids in self.items()})
 
     def to(self, device: torch.device | str) -> Routes:
         """Return the routes on a device."""
@@ -104,6 +107,7 @@ def fill_recorded(routes: Routes, layers: Mapping[str, Tensor]) -> None:
     routes._recorded = routes._complete = True
 
 
+@checked
 def routes_from_generator(sequences: Sequence[Any], attention_mask: Tensor) -> Tensor:
     """Bring the routes that a generator returned for each sequence into the form that ``replay_routes`` takes.
 
@@ -120,7 +124,7 @@ def routes_from_generator(sequences: Sequence[Any], attention_mask: Tensor) -> T
         ``[layers, batch * length, k]`` int32 with -1 for padding and for tokens without a route.
 
     Raises:
-        RoutesError: a sequence has another shape, or more tokens than its row.
+        RoutesError: a sequence is no array of integers, has another shape, or more tokens than its row.
 
     Example:
         >>> import torch
@@ -134,7 +138,9 @@ def routes_from_generator(sequences: Sequence[Any], attention_mask: Tensor) -> T
             f"{len(sequences)} sequences and attention_mask {tuple(attention_mask.shape)}: give one row of the mask "
             "[batch, length] for each sequence"
         )
-    tensors = [torch.as_tensor(sequence) for sequence in sequences]
+    if attention_mask.is_meta:
+        raise RoutesError("attention_mask is on the meta device: give one with values")
+    tensors = [_read_sequence(row, sequence) for row, sequence in enumerate(sequences)]
     shapes = {tuple(each.shape[1:]) for each in tensors}
     if len(shapes) != 1 or any(each.ndim != 3 for each in tensors):
         found = [tuple(each.shape) for each in tensors]
@@ -175,6 +181,27 @@ def checked_routes(routers: Routers, routes: Routes | Mapping[str, Tensor] | Ten
     return layers
 
 
+def _read_sequence(row: int, sequence: Any) -> Tensor:
+    try:
+        routes = torch.as_tensor(sequence)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RoutesError(f"sequences[{row}] is no array of integers [tokens, layers, k]: {error}") from error
+    if not _is_integer(routes) or routes.is_meta:
+        raise RoutesError(f"sequences[{row}] is of {routes.dtype} on {routes.device}: give integers with values")
+    return routes
+
+
+def _is_integer(values: Tensor) -> bool:
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+
+
+def _taken(path: str, ids: Tensor, tokens: Tensor) -> Tensor:
+    try:
+        return ids[tokens.clamp(min=0)].masked_fill(tokens[:, None] < 0, HOLE)
+    except IndexError as error:
+        raise RoutesError(f"tokens exceed the {len(ids)} tokens with routes of {path}: {error}") from error
+
+
 def has_holes(ids: Tensor) -> bool:
     """Return whether some token has no route."""
     return bool((ids < 0).any())
@@ -210,7 +237,7 @@ def _by_path(routers: Routers, routes: Any) -> dict[str, Tensor]:
 
 
 def _check_shape(router: Router, ids: Tensor) -> None:
-    if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+    if ids.ndim != 2 or not _is_integer(ids):
         raise RoutesError(f"routes of {router.path} are {tuple(ids.shape)} {ids.dtype}: give integers [tokens, k]")
     if router.top_k is not None and ids.shape[-1] != router.top_k:
         raise RoutesError(

@@ -172,7 +172,8 @@ class _Inputs:
             raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs one for the length")
         attention = self.attention
         layout = attention.layout(tokens.shape[1])
-        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        mask = kwargs.get("attention_mask")
+        positions: Any = kwargs.get("position_ids")
         if subtree_end is not None and (positions is None or mask is not None):
             raise LayoutError("rows with shared prefixes need position_ids, and take no attention_mask")
         documents = None
