@@ -4,9 +4,12 @@ from itertools import combinations
 from math import comb
 
 import pytest
+import torch
 import transformers
+from torch import nn
 
 from fsdp_runtime import Estimate, EstimateError, MeshSpec, estimate, sweep
+from fsdp_runtime.estimate.build_model import build_model
 from fsdp_runtime.estimate.candidates import candidate_meshes
 from fsdp_runtime.estimate.trace.assumed_routes import Routes, mean_destinations
 
@@ -46,6 +49,16 @@ def mixture(layers: int = 2) -> transformers.PreTrainedConfig:
         num_experts=8,
         num_experts_per_tok=2,
     )
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.empty(256, 2**20, 2**22))
+
+
+def test_a_stack_of_experts_larger_than_the_memory_is_built() -> None:
+    assert build_model(Stack, torch.bfloat16).get_parameter("experts").nbytes == 2**51
 
 
 def of(mesh: dict[str, int], **options: object) -> Estimate:
