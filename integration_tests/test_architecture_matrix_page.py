@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from architecture_matrix import page
+from architecture_matrix.expert_parallel import MESHES
 from architecture_matrix.measure import RankResult
-from architecture_matrix.outcome import Outcome, evaluate, summarize
+from architecture_matrix.outcome import Outcome, evaluate, evaluate_experts, summarize
 from architecture_matrix.table import Entry
 from harness.ranks import RankError, RankPool, RanksFailed
 
@@ -116,3 +117,20 @@ def test_the_page_shows_transformers_own_where_it_was_run() -> None:
     assert "| llama | LlamaForCausalLM | ✓ |  | 99.0 % | ✓ | 50.0 % |  |" in page.markdown(
         {**RESULTS, "rows": rows}, ENTRIES
     )
+
+
+def test_the_page_has_a_column_for_every_mesh_that_mixtures_were_measured_on() -> None:
+    modes = [page.mesh_mode(axes) for axes in MESHES]
+    wrong = {"status": "wrong", "note": "rank 1: output off"}
+    measured = dict(zip(modes, (RIGHT, RIGHT, wrong), strict=True))
+    rows = {"phi": {"TP": RIGHT, "SP": RIGHT}, "llama": {"TP": RIGHT, **measured}}
+    text = page.markdown({**RESULTS, "rows": rows}, ENTRIES)
+    assert "| split | dp_shard=2 tp=2 ep=2 | dp_shard=2 tp=2 ep=4 | dp_shard=4 ep=4 | notes |" in text
+    assert "| ✓ | ✓ | ✗ wrong | dp_shard=4 ep=4: rank 1: output off |" in text
+    assert "- expert parallelism, dp_shard=2 tp=2 ep=4: 1 of 1 mixtures right" in text
+    assert "- expert parallelism, dp_shard=4 ep=4: 0 of 1 mixtures right" in text
+
+
+def test_ranks_that_fail_are_an_outcome_for_every_mesh() -> None:
+    outcomes = evaluate_experts(FailingPool({0: RankError("Refused", "ep=4", "")}), "llama", timeout=1)
+    assert [outcome.status for outcome in outcomes] == ["refused"] * len(MESHES)

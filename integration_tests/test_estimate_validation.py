@@ -52,7 +52,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def config_of(name: str) -> Any:
-    if name == "moe":
+    if name.startswith("moe"):
         return transformers.MixtralConfig(
             vocab_size=VOCAB,
             hidden_size=64,
@@ -61,7 +61,7 @@ def config_of(name: str) -> Any:
             num_attention_heads=4,
             num_key_value_heads=4,
             num_local_experts=4,
-            num_experts_per_tok=2,
+            num_experts_per_tok=4 if name == "moe, all experts" else 2,
         )
     if name == "vlm":
         return tiny_config("Gemma3ForConditionalGeneration")
@@ -151,6 +151,7 @@ ON_TWO = [
 ON_FOUR = [
     ("tied", {"dp_shard": 2, "tp": 2}, SP | BLOCKS, "logits"),
     ("moe", {"dp_shard": 2, "tp": 2}, {}, "logits"),
+    ("moe, all experts", {"dp_shard": 2, "tp": 2, "ep": 2}, BLOCKS, "logits"),  # the only routes known without data
     ("vlm", {"dp_shard": 2, "tp": 2}, SP, "logits"),
     ("dense", {"dp_replicate": 2, "dp_shard": 2}, {"activation_checkpointing": "selective", "master": True}, "logits"),
 ]

@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from architecture_matrix.expert_parallel import MESHES, measure_experts
 from architecture_matrix.measure import RankResult, measure
-from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND
+from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, RankReport, assert_parity
 from harness.ranks import RankError, RankPool, RanksFailed
 
 #: How many mismatches a note lists.
@@ -41,6 +42,25 @@ def evaluate(pool: RankPool, name: str, mode: str, *, kinds: tuple[str, ...], ti
     except RanksFailed as failed:
         return _failure(failed, time.monotonic() - start)
     return summarize(results, time.monotonic() - start)
+
+
+def evaluate_experts(pool: RankPool, name: str, *, timeout: float) -> list[Outcome]:
+    """Measure one mixture under expert parallelism, an outcome for each of the meshes."""
+    start = time.monotonic()
+    try:
+        ranks = pool.run(measure_experts, name, timeout=timeout)
+    except RanksFailed as failed:
+        return [_failure(failed, time.monotonic() - start)] * len(MESHES)
+    seconds = (time.monotonic() - start) / len(MESHES)
+    return [_of_reports(list(reports), seconds) for reports in zip(*ranks, strict=True)]
+
+
+def _of_reports(reports: list[RankReport], seconds: float) -> Outcome:
+    try:
+        assert_parity(reports)
+    except AssertionError as error:
+        return Outcome("wrong", str(error), seconds=seconds)
+    return Outcome("right", seconds=seconds)
 
 
 def summarize(results: list[RankResult], seconds: float = 0.0) -> Outcome:

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from architecture_matrix import page
+from architecture_matrix.expert_parallel import MESHES, mixtures
 from architecture_matrix.measure import KINDS, warm_up
-from architecture_matrix.outcome import Outcome, evaluate
+from architecture_matrix.outcome import Outcome, evaluate, evaluate_experts
 from architecture_matrix.packing import POOLED, packed_outcome
 from architecture_matrix.table import UNBUILDABLE, Entry, entries
 from harness.ranks import RankPool
 
 RESULTS = Path("docs/coverage.json")
+#: Ranks of the meshes that mixtures are measured on.
+EXPERT_RANKS = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         pool.close()
 
+    if options.experts:
+        _measure_experts(options, chosen, rows)
+        page.write(working, {"rows": rows})
+
     worse = page.regressions(checked_in["rows"], rows) if options.tp == checked_in.get("tp") else []
     for row in worse:
         _say(f"no longer right: {row}")
@@ -55,12 +62,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(worse) and not options.accept)
 
 
+def _measure_experts(options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any]) -> None:
+    """Measure the chosen mixtures under expert parallelism, on four ranks."""
+    names = [name for name in mixtures() if name in chosen]
+    modes = [page.mesh_mode(axes) for axes in MESHES]
+    pool = RankPool(EXPERT_RANKS)
+    try:
+        pool.run(warm_up, timeout=600)
+        for done, name in enumerate(names, 1):
+            if modes[-1] in rows[name]:
+                continue
+            for mode, found in zip(modes, evaluate_experts(pool, name, timeout=options.timeout), strict=True):
+                rows[name][mode] = page.kept(found)
+                _say(f"[{done}/{len(names)}] {_line(name, mode, found)}")
+    finally:
+        pool.close()
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s coverage --", description=__doc__)
     parser.add_argument("patterns", nargs="*", default=["*"], help="rows, as 'qwen3*'; all by default")
     parser.add_argument("--tp", type=int, default=2, help="ranks (default 2)")
     parser.add_argument("--timeout", type=float, default=90, help="seconds for one architecture in one mode")
     parser.add_argument("--peers", action="store_true", help="also run transformers' own tensor parallelism")
+    parser.add_argument("--experts", action="store_true", help="also run expert parallelism of mixtures, on four ranks")
     parser.add_argument("--resume", action="store_true", help="go on where an earlier run was stopped")
     parser.add_argument("--accept", action="store_true", help="write the results even where some have got worse")
     parser.add_argument("--dry", action="store_true", help="leave the page and its JSON as they are")

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("parallelism")
-    group.add_argument("--mesh", metavar="AXIS=N,...", help="such as dp_replicate=4,dp_shard=32,tp=8; also cp")
+    group.add_argument("--mesh", metavar="AXIS=N,...", help="such as dp_replicate=4,dp_shard=32,tp=8; also cp, ep")
     group.add_argument("--plan", default="auto", help="auto, none, hf, a plan in a .json file, or a dotted path")
     group.add_argument("--sequence-parallel", action="store_true", help="shard activations between blocks over tp")
     group.add_argument(
@@ -100,6 +100,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="count gradients and optimizer state of trainable parameters that a text step does not reach, such as a "
         "vision tower's",
+    )
+    group.add_argument(
+        "--routing", default="balanced", help="where the tokens of a mixture go over ep: balanced (default), worst"
     )
     group.add_argument("--offload", action="store_true", help="keep shards and optimizer state on the host")
     group.add_argument("--exact", action="store_true", help="trace every block instead of a few representative ones")
@@ -126,6 +129,7 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dp-replicate", type=_integers, metavar="N,...", help="numbers of replicas (default: 1, and one per node)"
     )
+    group.add_argument("--ep", type=_integers, default=(1,), metavar="N,...", help="sizes of ep (default: 1)")
     group.add_argument("--device-flops", metavar="RATE", help="such as 400TFLOP/s: rank by work as well as traffic")
     group.add_argument("--workers", type=int, default=2, metavar="N", help="parallel dry runs (default: 2)")
 
@@ -168,6 +172,7 @@ def _sweep(options: argparse.Namespace, progress: ProgressBar) -> int:
         max_tp=options.max_tp,
         cp=options.cp,
         dp_replicate=options.dp_replicate,
+        ep=options.ep,
         device_flops=options.device_flops,
         workers=options.workers,
         progress=progress,
@@ -188,9 +193,10 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
             f"--device-memory {options.device_memory} has no unit: write {options.device_memory}GiB, or another size "
             "with its unit, such as 80GB"
         )
-    names = ("seq_len", "micro_batch", "dtype", "master_dtype", "logprobs", "clip", "offload", "assume_gradients")
+    names = ("seq_len", "micro_batch", "dtype", "master_dtype", "logprobs", "clip", "offload")
+    others = ("assume_gradients", "routing", "exact", "rank", "device_memory")
     return {
-        **{name: getattr(options, name) for name in (*names, "exact", "rank", "device_memory")},
+        **{name: getattr(options, name) for name in (*names, *others)},
         "optimizer": options.optimizer.replace("-", "_"),
         "plan": _plan(options.plan),
         "bandwidth": None if options.bandwidth is None else split_bandwidths(options.bandwidth),

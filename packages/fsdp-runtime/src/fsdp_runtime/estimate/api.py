@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fsdp_runtime.errors import EstimateError
 from tp_plans.argument_types import argument_types
@@ -33,6 +33,7 @@ def estimate(
     clip: bool = True,
     offload: bool = False,
     assume_gradients: bool = False,
+    routing: Literal["balanced", "worst"] = "balanced",
     exact: bool = False,
     rank: int = 0,
     device_memory: int | str | None = None,
@@ -69,6 +70,9 @@ def estimate(
         offload: FSDP2 keeps shards, gradients and optimizer state on the host.
         assume_gradients: count gradients and optimizer state of trainable parameters that the step does not reach,
             such as those of a vision tower: the step has text and no images.
+        routing: on a mesh with ``ep``, where the tokens of a mixture go: ``"balanced"``, as if its router chose any
+            experts equally often; or ``"worst"``, every token of every rank to as many of this rank's experts as it
+            can.
         exact: trace every block.
         rank: the rank to simulate; rank 0 holds the largest shards.
         device_memory: bytes of a device, or ``"80GiB"``; the result then says whether the peak fits.
@@ -125,6 +129,7 @@ def estimate(
         clip=clip,
         offload=offload,
         assume_gradients=assume_gradients,
+        routing=routing,
         plan=plan,
         sequence_parallel=sequence_parallel,
         activation_checkpointing=cast("ActivationCheckpointing", activation_checkpointing),  # checked by its use

@@ -12,7 +12,12 @@ from fsdp_runtime.mesh.spec import MeshSpec
 
 
 def candidate_meshes(
-    world_size: int, *, max_tp: int = 8, cp: Sequence[int] = (1,), dp_replicate: Sequence[int] | None = None
+    world_size: int,
+    *,
+    max_tp: int = 8,
+    cp: Sequence[int] = (1,),
+    dp_replicate: Sequence[int] | None = None,
+    ep: Sequence[int] = (1,),
 ) -> list[MeshSpec]:
     """Return the meshes of ``world_size`` ranks.
 
@@ -21,11 +26,13 @@ def candidate_meshes(
         max_tp: number of ranks of a node, the largest size of ``tp``.
         cp: sizes of the context-parallel axis.
         dp_replicate: numbers of replicas; by default 1, and the number that gives each replica one node (HSDP).
+        ep: sizes of the axis that experts are divided over; meshes that one does not divide are left out.
 
     Raises:
         EstimateError: a size is not positive.
     """
-    for name, sizes in {"world_size": [world_size], "max_tp": [max_tp], "cp": cp, "dp_replicate": dp_replicate}.items():
+    given = {"world_size": [world_size], "max_tp": [max_tp], "cp": cp, "dp_replicate": dp_replicate, "ep": ep}
+    for name, sizes in given.items():
         if wrong := [size for size in sizes or () if size < 1]:
             raise EstimateError(f"{name}={wrong[0]}: give a positive integer")
     found: list[MeshSpec] = []
@@ -36,9 +43,10 @@ def candidate_meshes(
         per_node = max(max_tp // (tp * context), 1)
         choices = dp_replicate or (1, *([data // per_node] if data % per_node == 0 else []))
         found += [
-            MeshSpec(dp_replicate=replicas, dp_shard=data // replicas, cp=context, tp=tp)
+            MeshSpec(dp_replicate=replicas, dp_shard=data // replicas, cp=context, tp=tp, ep=experts)
             for replicas in dict.fromkeys(choices)
-            if data % replicas == 0
+            for experts in dict.fromkeys(ep)
+            if data % replicas == 0 and world_size // replicas % experts == 0
         ]
     return found
 

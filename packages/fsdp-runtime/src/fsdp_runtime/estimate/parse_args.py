@@ -118,7 +118,7 @@ def parse_bandwidths(value: Mapping[str, float | str] | float | str | None) -> d
         return {}
     if not isinstance(value, Mapping):
         return {"": parse_bandwidth(value)}
-    known = [field.name for field in fields(MeshSpec)] + list(FLATTENED)
+    known = [field.name for field in fields(MeshSpec)] + [*FLATTENED, "efsdp"]
     if unknown := [axis for axis in value if axis not in known]:
         raise EstimateError(f"bandwidth of {', '.join(unknown)}: the axes are {', '.join(known)}")
     return {axis: parse_bandwidth(speed) for axis, speed in value.items()}

@@ -18,6 +18,7 @@ from fsdp_runtime.estimate.scale.repeated_blocks import RepeatedBlocks, TracedMo
 from fsdp_runtime.estimate.scale.scaling import peaks, scale_up
 from fsdp_runtime.estimate.scale.summary import Summary, wildcard
 from fsdp_runtime.estimate.step import StepConfig, trace_step
+from fsdp_runtime.estimate.trace.assumed_routes import assumed_exchange, routing_assumptions
 from fsdp_runtime.estimate.trace.collectives import summarize_traffic
 from fsdp_runtime.estimate.trace.fake_world import fake_world
 from fsdp_runtime.estimate.trace.recorder import UntraceableError
@@ -58,6 +59,7 @@ def run(
     progress: ProgressCallback | None,
 ) -> Estimate:
     """Return the estimate, from parsed arguments; see ``estimate``."""
+    exchange = assumed_exchange(step.routing)
     report = progress or (lambda _name, _done, _all: None)
     started = time.perf_counter()
     with fake_world(spec, rank=rank) as mesh:
@@ -71,18 +73,19 @@ def run(
             sequence_parallel=step.sequence_parallel,
             activation_checkpointing=step.activation_checkpointing,
             fsdp=step.fsdp_options,
+            expert_exchange=exchange,
         )
         full = TracedModel(model, parallelism.structure)
         by_block = _names_single_blocks(parallelism)
         repeated = None if exact or by_block else find_repeated_blocks(full.structure)
         summary, traced = _trace(full, parallelism, mesh, step, repeated, report)
-        traffic = summarize_traffic(summary.calls, summary.nbytes, mesh, bandwidths)
+        traffic = summarize_traffic(summary.calls, summary.nbytes, summary.bytes_sent, mesh, bandwidths)
     report("done", _STEPS, _STEPS)
     blocks = len(full.structure.decoder)
     settings = Settings(
         model=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        mesh=spec.sizes,
+        mesh={**spec.sizes, "ep": spec.ep},
         world_size=mesh.size(),
         rank=rank,
         seq_len=step.seq_len,
@@ -95,6 +98,7 @@ def run(
         optimizer=step.optimizer,
         logprobs=step.logprobs if isinstance(step.logprobs, str) else "custom",
         offload=step.offload,
+        routing=step.routing,
         blocks=blocks,
         traced=traced,
         scaling=_describe_scaling(blocks, traced, repeated, exact=exact, by_block=by_block),
@@ -116,12 +120,18 @@ def run(
                 for operator, module, text in summary.assumptions
             ),
             *untrained_assumptions(model, summary.untrained, step),
+            *routing_assumptions(exchange, _path_of_experts(parallelism)),
             *quantization_assumptions(model),
         ),
         device_memory=device_memory,
         advice=advice_for(settings, memory, device_memory),
         seconds=time.perf_counter() - started,
     )
+
+
+def _path_of_experts(parallelism: Parallelism) -> str:
+    """Return the path of the modules whose tokens are dispatched, or ``""``."""
+    return next((pattern for pattern, _ in (parallelism.expert_plan or Plan({})).items()), "")
 
 
 def _names_single_blocks(parallelism: Parallelism) -> bool:

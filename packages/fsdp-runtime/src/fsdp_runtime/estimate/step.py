@@ -21,6 +21,7 @@ from fsdp_runtime.estimate.build_model import vocabulary_size
 from fsdp_runtime.estimate.losses import clip_function, few_tiles, resolve_loss
 from fsdp_runtime.estimate.scale.repeated_blocks import TracedModel
 from fsdp_runtime.estimate.scale.summary import Summary, summarize, wildcard
+from fsdp_runtime.estimate.trace.assumed_routes import Routing
 from fsdp_runtime.estimate.trace.fake_world import fake_tensors_without_data
 from fsdp_runtime.estimate.trace.module_tracker import ModuleTracker
 from fsdp_runtime.estimate.trace.recorder import Recorder
@@ -54,6 +55,7 @@ class StepConfig:
     sequence_parallel: bool
     activation_checkpointing: ActivationCheckpointing
     assume_gradients: bool = False
+    routing: Routing = "balanced"
 
     def __post_init__(self) -> None:
         """Raise :class:`EstimateError` for an unknown optimizer, or a batch without tokens."""

@@ -32,6 +32,7 @@ def sweep(
     max_tp: int = 8,
     cp: Sequence[int] = (1,),
     dp_replicate: Sequence[int] | None = None,
+    ep: Sequence[int] = (1,),
     sequence_parallel: Sequence[bool] = (False, True),
     activation_checkpointing: Sequence[str] = ("none", "selective", "block"),
     device_flops: float | str | None = None,
@@ -53,6 +54,7 @@ def sweep(
         max_tp: number of ranks of a node, the largest size of ``tp``.
         cp: sizes of the context-parallel axis.
         dp_replicate: numbers of replicas; by default 1, and the number that gives each replica one node.
+        ep: sizes of the axis that a mixture's experts are divided over.
         sequence_parallel: the values to try.
         activation_checkpointing: the modes to try.
         device_flops: operations per second that a device achieves, such as ``"400TFLOP/s"``.
@@ -89,14 +91,15 @@ def sweep(
         >>> found.best.label
         'dp_shard=2'
     """
-    specs = candidate_meshes(world_size, max_tp=max_tp, cp=cp, dp_replicate=dp_replicate)
+    specs = candidate_meshes(world_size, max_tp=max_tp, cp=cp, dp_replicate=dp_replicate, ep=ep)
     waiting = make_candidates(
         specs, sequence_parallel=sequence_parallel, activation_checkpointing=activation_checkpointing
     )
     if not waiting:
         raise EstimateError(
-            f"no mesh of {world_size} ranks has tp <= {max_tp}, cp in {tuple(cp)} and dp_replicate in "
-            f"{tuple(dp_replicate or ())}: give sizes that divide {world_size}, and both values of sequence_parallel"
+            f"no mesh of {world_size} ranks has tp <= {max_tp}, cp in {tuple(cp)}, dp_replicate in "
+            f"{tuple(dp_replicate or ())} and ep in {tuple(ep)}: give sizes that divide {world_size}, and both "
+            "values of sequence_parallel"
         )
     speed = None if device_flops is None else parse_flops(device_flops)
     if progress is not None:

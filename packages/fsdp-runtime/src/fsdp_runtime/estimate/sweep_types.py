@@ -44,11 +44,16 @@ class Candidate:
         return math.prod(self.mesh.sizes.values())
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Sizes by axis name, in the mesh's order; last ``ep``, which divides the same ranks again."""
+        return {**self.mesh.sizes, "ep": self.mesh.ep}
+
+    @property
     def label(self) -> str:
         """The mesh and the enabled options, such as ``"dp_shard=32 tp=8, SP, block"``."""
         sequence_parallel = ["SP"] if self.sequence_parallel else []
         mode = [self.activation_checkpointing] if self.activation_checkpointing != "none" else []
-        return ", ".join([format_mesh(self.mesh.sizes), *sequence_parallel, *mode])
+        return ", ".join([format_mesh(self.axes), *sequence_parallel, *mode])
 
     def with_estimate(self, estimate: Estimate, *, device_flops: float | None) -> Candidate:
         """Return this candidate with its dry run and the numbers per million tokens."""
@@ -67,7 +72,7 @@ class Candidate:
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and strings."""
         return {
-            "mesh": self.mesh.sizes,
+            "mesh": self.axes,
             "sequence_parallel": self.sequence_parallel,
             "activation_checkpointing": self.activation_checkpointing,
             "error": self.error,

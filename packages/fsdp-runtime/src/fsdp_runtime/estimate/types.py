@@ -108,14 +108,16 @@ class Traffic:
     """Collectives of one kind, over one axis, in one phase of one step.
 
     Args:
-        axis: the mesh axis: one of the mesh's own, a flattened one (``"dp_shard_cp"``), or ``"ranks 0,1,…"``.
+        axis: the mesh axis: one of the mesh's own, a flattened one (``"dp_shard_cp"``), ``"efsdp"``, ``"ep"``, or
+            ``"ranks 0,1,…"``; the first where several have the same ranks.
         ranks: number of ranks that take part.
         phase: the phase of the step.
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, ``"broadcast"``, …
         count: number of calls.
         nbytes: bytes of this rank's inputs, over all calls.
         bytes_sent: bytes that this rank sends at least, by the ring algorithm: all-gather ``(n-1) x nbytes``,
-            reduce-scatter and all-to-all ``(n-1)/n x nbytes``, all-reduce twice that, others ``nbytes``.
+            reduce-scatter and all-to-all ``(n-1)/n x nbytes``, all-reduce twice that, others ``nbytes``; an all-to-all
+            of uneven parts all that is not for this rank itself.
         seconds: ``bytes_sent`` at the bandwidth given for the axis; ``None`` without one.  A bandwidth-only lower bound
             per collective: no latency or link contention; overlap is not modelled.
     """
@@ -183,7 +185,8 @@ class Settings:
     Args:
         model: the model's class.
         parameters: elements of all its parameters, tied ones once.
-        mesh: axis to size, in the mesh's order, axes of size 1 included.
+        mesh: axis to size, in the mesh's order, axes of size 1 included; last ``ep``, which divides the same ranks
+            again.
         world_size: number of ranks.
         rank: the rank that the numbers belong to.
         seq_len: tokens per sequence, before sharding over ``cp`` or ``tp``.
@@ -199,6 +202,7 @@ class Settings:
         blocks: number of repeated blocks of the model.
         traced: numbers of blocks that each trace ran: one for an exact trace, two if the rest was scaled.
         scaling: which blocks were traced and how the others were scaled, in words.
+        routing: the routes that were assumed on a mesh with ``ep``.
     """
 
     model: str
@@ -219,6 +223,7 @@ class Settings:
     blocks: int
     traced: tuple[int, ...]
     scaling: str
+    routing: str = "balanced"
 
     @property
     def exact(self) -> bool:

@@ -176,7 +176,7 @@ def _ranking(found: Sequence[Candidate]) -> list[list[str]]:
         if estimate is None:
             continue
         fits = {None: _NONE, True: "yes", False: "no"}[estimate.fits]
-        words = [format_mesh(candidate.mesh.sizes), "yes" if candidate.sequence_parallel else "no"]
+        words = [format_mesh(candidate.axes), "yes" if candidate.sequence_parallel else "no"]
         rows.append(
             [
                 *(str(position), *words, candidate.activation_checkpointing, fits),
@@ -191,7 +191,7 @@ def _ranking(found: Sequence[Candidate]) -> list[list[str]]:
 
 def _errors(failed: Sequence[Candidate]) -> list[str]:
     """Return each mesh and error once, with the number of candidates that share them."""
-    counts = Counter((candidate.error, format_mesh(candidate.mesh.sizes)) for candidate in failed)
+    counts = Counter((candidate.error, format_mesh(candidate.axes)) for candidate in failed)
     return [
         f"{mesh} ({count} {'candidate' if count == 1 else 'candidates'}): {error}"
         for (error, mesh), count in counts.items()

@@ -68,6 +68,7 @@ def scale_up(
         ends={phase: breakdown(small.ends[phase], large.ends[phase]) for phase in small.ends},
         calls=counter(small.calls, large.calls),
         nbytes=counter(small.nbytes, large.nbytes),
+        bytes_sent=counter(small.bytes_sent, large.bytes_sent),
         flops=number(small.flops, large.flops),
         replicated=sizes(small.replicated, large.replicated),
         untrained=sizes(small.untrained, large.untrained),

@@ -49,6 +49,7 @@ class Summary:
         ends: live bytes at the end of each phase.
         calls: number of collectives.
         nbytes: bytes of this rank's inputs of the collectives.
+        bytes_sent: bytes that this rank sends at least in the collectives.
         flops: floating-point operations.
         replicated: number and bytes of parameters that are replicated over all axes, by name pattern.
         assumptions: ``(operator, module, assumption)`` for results that depend on data, block indices as ``*``.
@@ -61,6 +62,7 @@ class Summary:
     ends: dict[Phase, MemoryBreakdown]
     calls: Counter[CallKey]
     nbytes: Counter[CallKey]
+    bytes_sent: Counter[CallKey]
     flops: int
     replicated: dict[str, tuple[int, int]] = field(default_factory=dict)
     assumptions: tuple[tuple[str, str, str], ...] = ()
@@ -84,9 +86,11 @@ def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int])
     regions, before, ends = _replay(recording, categories, _regions(recording.events, blocks))
     calls: Counter[CallKey] = Counter()
     nbytes: Counter[CallKey] = Counter()
+    bytes_sent: Counter[CallKey] = Counter()
     for phase, call in recording.collectives:
         calls[phase, call.kind, call.ranks] += 1
         nbytes[phase, call.kind, call.ranks] += call.nbytes
+        bytes_sent[phase, call.kind, call.ranks] += call.bytes_sent
     assumptions = ((operator, wildcard(module), text) for operator, module, text in recording.assumptions)
     return Summary(
         blocks=len(blocks),
@@ -95,6 +99,7 @@ def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int])
         ends=ends,
         calls=calls,
         nbytes=nbytes,
+        bytes_sent=bytes_sent,
         flops=recording.flops,
         assumptions=tuple(dict.fromkeys(assumptions)),
     )

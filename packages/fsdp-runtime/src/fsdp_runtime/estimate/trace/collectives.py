@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._torch_compat import group_of, leaves
 from fsdp_runtime.estimate.types import PHASES, Phase, Traffic
+from fsdp_runtime.mesh.experts import expert_axis_size
 from fsdp_runtime.mesh.spec import FLATTENED, submesh
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor", "_c10d_functional_autograd")
@@ -42,11 +43,18 @@ class CollectiveCall:
         kind: ``"all_gather"``, …
         ranks: global ranks of the group.
         nbytes: bytes of this rank's input.
+        kept: bytes of it that stay on this rank, where the call has uneven parts that say so.
     """
 
     kind: str
     ranks: tuple[int, ...]
     nbytes: int
+    kept: int | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank sends at least."""
+        return min_bytes_sent(self.kind, self.nbytes, len(self.ranks)) if self.kept is None else self.nbytes - self.kept
 
 
 def collective_call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> CollectiveCall | None:
@@ -62,12 +70,22 @@ def collective_call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Coll
     tensors = [value for value in args if isinstance(value, (Tensor, list))]
     # In-place operators on one flat tensor take the output first; all others take the input first.
     inputs = tensors[1] if name.endswith("_base_") else tensors[0]
-    return CollectiveCall(kind, ranks, sum(leaf.nbytes for leaf in leaves(inputs) if isinstance(leaf, Tensor)))
+    nbytes = sum(leaf.nbytes for leaf in leaves(inputs) if isinstance(leaf, Tensor))
+    kept = _kept(inputs, args[4], ranks) if name == "alltoall_base_" else None
+    return CollectiveCall(kind, ranks, nbytes, kept)
+
+
+def _kept(values: Tensor, parts: list[int], ranks: tuple[int, ...]) -> int | None:
+    """Return the bytes of the part of an all-to-all's input that is for this rank; ``None`` for equal parts."""
+    if not parts:
+        return None
+    return values.nbytes // max(values.shape[0], 1) * parts[ranks.index(dist.get_rank())]
 
 
 def summarize_traffic(
     collectives: Counter[tuple[Phase, str, tuple[int, ...]]],
     nbytes: Mapping[tuple[Phase, str, tuple[int, ...]], int],
+    bytes_sent: Mapping[tuple[Phase, str, tuple[int, ...]], int],
     mesh: DeviceMesh,
     bandwidths: Mapping[str, float],
 ) -> tuple[Traffic, ...]:
@@ -76,6 +94,7 @@ def summarize_traffic(
     Args:
         collectives: number of calls by phase, kind and ranks.
         nbytes: bytes of this rank's inputs, with the same keys.
+        bytes_sent: bytes that this rank sends at least, with the same keys.
         mesh: the mesh whose axes connect the ranks.
         bandwidths: bytes per second by axis; under ``""`` for all others.
     """
@@ -84,7 +103,6 @@ def summarize_traffic(
     for key, count in collectives.items():
         phase, kind, ranks = key
         axis = axes.get(ranks, "ranks " + ",".join(map(str, ranks[:4])) + (",…" if len(ranks) > 4 else ""))
-        sent = min_bytes_sent(kind, nbytes[key], len(ranks))
         speed = bandwidths.get(axis, bandwidths.get(""))
         found.append(
             Traffic(
@@ -94,8 +112,8 @@ def summarize_traffic(
                 kind=kind,
                 count=count,
                 nbytes=nbytes[key],
-                bytes_sent=sent,
-                seconds=None if speed is None else sent / speed,
+                bytes_sent=bytes_sent[key],
+                seconds=None if speed is None else bytes_sent[key] / speed,
             )
         )
     order = list(dict.fromkeys(axes.values()))
@@ -105,7 +123,7 @@ def summarize_traffic(
 
 def axis_names(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     """Return the axis of each group of ranks; the mesh's own axes take precedence over flattened ones."""
-    names = [*(mesh.mesh_dim_names or ()), *FLATTENED]
+    names = [*(mesh.mesh_dim_names or ()), *FLATTENED, *(("efsdp", "ep") if expert_axis_size(mesh) > 1 else ())]
     found: dict[tuple[int, ...], str] = {}
     for name in names:
         found.setdefault(tuple(submesh(mesh, name).mesh.flatten().tolist()), name)

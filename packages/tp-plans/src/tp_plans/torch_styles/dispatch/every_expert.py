@@ -9,22 +9,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tp_plans.torch_styles.dispatch.exchange import TokenExchange
 
-def to_experts(mesh: DeviceMesh, tokens: Tensor) -> tuple[Tensor, list[int]]:
+
+def to_experts(exchange: TokenExchange, tokens: Tensor) -> tuple[Tensor, list[int]]:
     """Send every expert's tokens to its rank.
 
     Args:
-        mesh: the axis ``ep``.
+        exchange: how tokens travel; it reads the numbers of tokens.
         tokens: ``[experts, tokens, hidden]``; the number of tokens may differ from rank to rank.
 
     Returns:
         ``[own experts, tokens of all ranks, hidden]``, and the number of tokens of each rank.
     """
+    mesh = exchange.mesh
     counts = torch.tensor([tokens.shape[1]], device=tokens.device)
     gathered = counts.new_empty(mesh.size())
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     gather(gathered, counts, group=mesh.get_group())
-    sizes: list[int] = gathered.tolist()
+    sizes = exchange.read_sizes(gathered, tokens.shape[1])
     return cast(Tensor, _ToExperts.apply(mesh, tokens, sizes)), sizes  # type: ignore[no-untyped-call]
 
 

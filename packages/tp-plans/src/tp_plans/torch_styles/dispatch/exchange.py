@@ -65,6 +65,16 @@ class TokenExchange(ABC):
             experts: the number of experts of all ranks, a multiple of their number.
         """
 
+    def read_sizes(self, gathered: Tensor, own: int) -> list[int]:
+        """Return the tokens of each rank as numbers, for experts that all get every token; waits for the device.
+
+        Args:
+            gathered: ``[ranks]``, the number of tokens of each rank.
+            own: this rank's.
+        """
+        sizes: list[int] = gathered.tolist()
+        return sizes
+
     @abstractmethod
     def combine(self, rows: Tensor, dispatched: DispatchedTokens) -> Tensor:
         """Send the results ``[rows, hidden]`` back and sum them for every token: ``[tokens, hidden]``."""

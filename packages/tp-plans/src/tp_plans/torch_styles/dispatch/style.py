@@ -162,7 +162,7 @@ class DispatchExpertsImpl(LocalTensorStyle):
         context.saved.update(shape=hidden.shape, dtype=hidden.dtype, tokens=tokens.shape[1])
         if self.shared_mesh is not None:
             (tokens,) = split_rows(self.shared_mesh, tokens, dim=1)
-        mine, sizes = to_experts(context.mesh, tokens)
+        mine, sizes = to_experts(self.exchange(context.mesh), tokens)
         context.saved.update(sizes=sizes, own=mine.shape[0])
         if not mine.shape[1]:
             mine = mine.new_zeros(mine.shape[0], 1, mine.shape[2]) + mine.sum(1, keepdim=True)
