@@ -47,6 +47,11 @@ def has_model_for(auto: Any, config: Any) -> bool:
     return type(config) in auto._model_mapping
 
 
+def is_stateful(model: Any) -> bool:
+    """Return True if the model's class says that it carries a state from token to token, as ``generate`` asks."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
 def use_attention(
     model: Any, name: str, attend: Callable[..., Any], mask: Callable[..., Any], *, keep: Iterable[nn.Module] = ()
 ) -> None:
