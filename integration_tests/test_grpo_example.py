@@ -73,6 +73,26 @@ def test_plot_is_a_png(finished: tuple[Path, str]) -> None:
     assert (finished[0] / "reward.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+def test_a_mixture_replays_its_routes_and_explains_its_drift(tmp_path: Path) -> None:
+    job = launch(
+        TRAIN,
+        "--device=cpu",
+        *SMALL,
+        f"--output={tmp_path}",
+        *("--model=mixture", "--tp=1", "--ep=2", "--top-p=0.9", "--explain-drift", "--warmup-steps=0", "--steps=1"),
+        ranks=2,
+        cwd=tmp_path,
+    )
+    assert job.returncode == 0, job.stderr
+    figures = metrics(tmp_path)
+    assert figures["steps"][0]["logprob_diff_max"] < FLOAT32_ROUNDING
+    assert "drift of" in job.stdout
+    causes = {cause["name"]: cause for cause in figures["drift"]["causes"]}
+    assert causes["support"]["found"]
+    assert not causes["routes"]["found"]  # in float32 the trainer selects the same experts
+    assert figures["drift"]["after"]["mean_absolute"] < FLOAT32_ROUNDING < figures["drift"]["before"]["mean_absolute"]
+
+
 def test_a_users_checkpoint_in_bfloat16_without_warmup(finished: tuple[Path, str], tmp_path: Path) -> None:
     job = launch(
         TRAIN,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import fsdp_runtime
 import rl_logprobs
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "grpo"
@@ -204,6 +205,23 @@ def test_top_p_returns_the_kept_sets_and_log_probs_over_them(grpo: SimpleNamespa
     torch.testing.assert_close(scored, batch.logprobs, atol=5e-5, rtol=0)
     biased = rl_logprobs.token_logprobs(logits, batch.targets, temperature=3.0)
     assert (biased - batch.logprobs)[batch.mask].mean() < -0.05
+
+
+def test_a_mixture_returns_the_experts_of_every_token_at_its_place(grpo: SimpleNamespace, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = grpo.checkpoint.write_checkpoint(tmp_path, seed=0, mixture=True)
+    mixture = grpo.rollout.Generator(
+        AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    )
+    samples = mixture.sample(["order 1 =", "order 98765 ="], 6, 1.0, torch.Generator().manual_seed(0))
+    batch = grpo.batch.collate(samples, grpo.batch.padded_length(samples), 0, torch.device("cpu"))
+    with torch.no_grad(), fsdp_runtime.record_routes(mixture.model) as routes:
+        mixture.model(batch.tokens, use_cache=False)
+    ran = batch.routes >= 0
+    lengths = [len(sample.prompt) + len(sample.completion) for sample in samples]
+    assert ran.all(2).sum(1).tolist() == [sum(lengths) - len(samples)] * len(batch.routes)  # no last token was run
+    assert torch.equal(batch.routes[ran], routes.stacked()[ran].to(batch.routes.dtype))
 
 
 def test_samples_follow_the_distribution(generator: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -18,6 +19,13 @@ from harness.ranks import RankPool
 BATCH, PROMPT, LENGTH = 4, 4, 16
 SAMPLING = rl_logprobs.SamplingFilter(top_p=0.8, top_k=40)
 MESHES = ({"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2})
+#: Of a mixture, whose experts are divided over ``ep`` and summed over other ranks than all other parameters.
+EXPERT_MESHES = ({"dp_shard": 2, "tp": 2, "ep": 4}, {"dp_shard": 2, "cp": 2, "ep": 2}, {"dp_replicate": 2, "tp": 2, "ep": 2})
+CASES = [
+    ("Qwen3ForCausalLM", MESHES, "token"),
+    ("Qwen3ForCausalLM", MESHES, "sequence"),
+    ("Qwen3MoeForCausalLM", EXPERT_MESHES, "token"),
+]
 
 
 @dataclass(frozen=True)
@@ -102,14 +110,14 @@ def _gradients(model: nn.Module, rollout: Rollout, axes: dict[str, int] | None, 
     return furthest, model
 
 
-def _errors(per: str) -> dict[str, float]:
+def _errors(architecture: str, meshes: tuple[dict[str, int], ...], per: str) -> dict[str, float]:
     """For each mesh, the largest error of a ratio and of each gradient, in units of their bounds."""
-    single = tiny_model("Qwen3ForCausalLM")
+    single = tiny_model(architecture)
     rollout = _generate(single)
     _, reference = _gradients(copy.deepcopy(single), rollout, None, per)
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     errors: dict[str, float] = {}
-    for axes in MESHES:
+    for axes in meshes:
         furthest, model = _gradients(copy.deepcopy(single), rollout, axes, per)
         errors[f"{axes} ratio"] = furthest / OUTPUT_BOUND
         for name, parameter in model.named_parameters():
@@ -124,9 +132,11 @@ def _errors(per: str) -> dict[str, float]:
     return errors
 
 
-def test_replayed_kept_sets_give_ratio_1_and_any_cut_the_gradient_of_one_process(four_ranks: RankPool) -> None:
-    for per in ("token", "sequence"):
-        for rank, errors in enumerate(four_ranks.run(_errors, per)):
-            beyond = {name: error for name, error in errors.items() if not error <= 1}
-            assert not beyond, f"rank {rank}, per {per}"
-            assert sum(name.endswith(" ratio") for name in errors) == len(MESHES)
+@pytest.mark.parametrize(("architecture", "meshes", "per"), CASES)
+def test_replayed_kept_sets_give_ratio_1_and_any_cut_the_gradient_of_one_process(
+    four_ranks: RankPool, architecture: str, meshes: tuple[dict[str, int], ...], per: str
+) -> None:
+    for rank, errors in enumerate(four_ranks.run(_errors, architecture, meshes, per)):
+        beyond = {name: error for name, error in errors.items() if not error <= 1}
+        assert not beyond, f"rank {rank}"
+        assert sum(name.endswith(" ratio") for name in errors) == len(meshes)

@@ -26,10 +26,14 @@ from fsdp_runtime import (
     forward_with_lm_head,
     pack_tree,
     parallelize,
+    record_routes,
+    replay_routes,
     sequence_layout,
     submesh,
 )
+from fsdp_runtime.routing.routers import find_routers
 from harness import models
+from harness.float64 import compute_in_float64
 from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, mesh_for, own_part
 from harness.ranks import RankPool
 
@@ -306,6 +310,102 @@ def test_a_model_with_flex_attention_gives_the_same_logits() -> None:  # transfo
         found = model(**row.inputs(model)).logits
     tokens = len(torch.cat(row.paths).unique())  # padding attends to itself
     assert (found - expected)[:, :tokens].abs().max() < 1e-4
+
+
+# --- routes of mixtures ------------------------------------------------------------------------------------------
+
+
+def _tree_routes(model: nn.Module, row: TreeRow) -> dict[str, Tensor]:
+    """Routes of a row that are not the model's own; every fifth token and the padding are routed as usual."""
+    generator = torch.Generator().manual_seed(4)
+    index = torch.arange(row.input_ids.shape[1])
+    hole = (index % 5 == 0) | (index > torch.cat(row.paths).max())
+    return {
+        path: torch.rand(len(index), router.experts, generator=generator)
+        .topk(router.top_k or 2)
+        .indices.masked_fill(hole[:, None], -1)
+        for path, router in find_routers(model).by_path.items()
+    }
+
+
+def _rows_and_routes(model: nn.Module, cp: int = 1, ranks: int = 1) -> tuple[Packing[TreeRow], dict[Any, Any]]:
+    """The rows of all ranks, and the routes of each sample's tokens."""
+    packing = pack_tree(_groups(), budget=28 // cp, ranks=ranks, cp=cp, multiple_of=4)
+    routes = {}
+    for row in (row for rank in range(ranks) for row in packing.rows(rank)):
+        full = _tree_routes(model, row) if row.samples else {}
+        for key, path in zip(row.samples, row.paths, strict=True):
+            routes[key] = {router: ids[path] for router, ids in full.items()}
+    return packing, routes
+
+
+def _separate_with(model: nn.Module, routes: dict[Any, Any]) -> tuple[Values, dict[Any, dict[str, Tensor]]]:
+    """Log-probabilities and entropies of each sample in a row of its own, under its routes; and its recorded routes."""
+    found, recorded = {}, {}
+    for g, i in routes:
+        ids = _groups()[g][i]
+        with replay_routes(model, routes[(g, i)]):
+            logits = model(input_ids=ids[None], use_cache=False).logits
+        statistics = rl_logprobs.token_statistics(logits, ids[None], shift=True, entropy=True)
+        found[(g, i)] = (statistics.logprobs[0], statistics.entropy[0])
+        with record_routes(model) as own, torch.no_grad():
+            model(input_ids=ids[None], use_cache=False)
+        recorded[(g, i)] = dict(own)
+    return found, recorded
+
+
+def _routed(name: str, axes: dict[str, int], **options: Any) -> dict[str, float]:
+    """Errors beyond the bound of trees under replayed routes, and of the routes that they record."""
+    with compute_in_float64():
+        model = tiny_model(_entry(name)).double()
+        mesh = mesh_for(axes) if axes else MeshSpec().build(device_type="cpu")
+        data, cp = submesh(mesh, "dp"), axes.get("cp", 1)
+        packing, routes = _rows_and_routes(model, cp, data.size())
+        expected, own = _separate_with(model, routes)
+        _loss(expected).backward()
+        wanted = _gradients(model)
+        model.zero_grad()
+        parallelize(model, mesh, shared_prefixes=True, **options)
+        found: Values = {}
+        errors: dict[str, float] = {}
+        for full in packing.rows(data.get_local_rank()):
+            row = full.shard(sequence_layout(mesh, full.input_ids.shape[1]))
+            with record_routes(model) as recorded, torch.no_grad():
+                model(**row.inputs(model))
+            for key, path in zip(full.samples, full.paths, strict=True):
+                errors |= {f"{key}: {r}": float((recorded[r][path] != ids).any()) for r, ids in own[key].items()}
+            with replay_routes(model, _tree_routes(model, full)):
+                statistics = _from_logits(model, row)
+            group = mesh.get_group("cp") if row.slots is not None else None
+            logprobs, entropies = (row.unpack(each, group=group) for each in (statistics.logprobs, statistics.entropy))
+            found |= {key: (logprobs[key], entropies[key]) for key in logprobs}
+        _loss(found).mul(data.size()).backward()  # recomputes after the context
+        errors |= dict(_errors(found, expected, _gradients(model), wanted))
+        return {path: error for path, error in errors.items() if not error <= EXACT}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_trees_under_replayed_routes_equal_separate_rows_with_their_own_routes(name: str) -> None:
+    assert _routed(name, {}, activation_checkpointing="block") == {}
+
+
+def _routed_on_ranks() -> dict[str, float]:
+    return {
+        f"{axes} {path}": error
+        for axes, options in ROUTED
+        for path, error in _routed("deepseek_v3", axes, **options).items()
+    }
+
+
+ROUTED: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"dp_shard": 2, "ep": 2}, {"activation_checkpointing": "block"}),
+    ({"tp": 2, "ep": 2}, {"sequence_parallel": True}),
+    ({"cp": 2}, {}),
+]
+
+
+def test_trees_under_replayed_routes_on_ranks_equal_separate_rows(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_routed_on_ranks) == [{}, {}]
 
 
 # --- ranks -------------------------------------------------------------------------------------------------------

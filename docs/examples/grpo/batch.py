@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+import fsdp_runtime
 import rl_logprobs
 
 IGNORED = -100
@@ -23,12 +24,14 @@ class Sample:
         completion: The tokens that followed, the end-of-text token included.
         logprobs: The generator's log-prob of each completion token; empty for text that nobody sampled.
         kept: The ids among which each completion token was chosen; empty where that was the whole vocabulary.
+        routes: ``[tokens, layers, k]``, the experts of each token that a mixture ran, all but the last; None without.
     """
 
     prompt: list[int]
     completion: list[int]
     logprobs: list[float]
     kept: list[list[int]] = field(default_factory=list)
+    routes: torch.Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,14 @@ class Batch:
         targets: Position ``i`` holds the token at ``i + 1`` where that is part of the completion, else ``IGNORED``.
         logprobs: The generator's log-prob of each target; zero elsewhere.
         support: The kept ids of each target, over which log-probs are normalised; None for the whole vocabulary.
+        routes: ``[layers, batch * seq, k]``, the generator's experts of each token, -1 where it ran none; None without.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     logprobs: torch.Tensor
     support: rl_logprobs.Support | None = None
+    routes: torch.Tensor | None = None
 
     @property
     def mask(self) -> torch.Tensor:
@@ -100,4 +105,15 @@ def collate(samples: Sequence[Sample], length: int, pad_id: int, device: torch.d
         starts = [len(sample.prompt) for sample in samples]
         rows = rl_logprobs.Support.from_completions([sample.kept for sample in samples], starts, length)
         support = rows.next_token().to(device)  # the targets are shifted, too
-    return Batch(tokens.to(device), targets.to(device), logprobs.to(device), support)
+    return Batch(
+        tokens.to(device), targets.to(device), logprobs.to(device), support, _routes(samples, length, device)
+    )
+
+
+def _routes(samples: Sequence[Sample], length: int, device: torch.device) -> torch.Tensor | None:
+    """The experts of all tokens of a batch, if the samples have any."""
+    sequences = [sample.routes for sample in samples]
+    if any(routes is None for routes in sequences):
+        return None
+    lengths = torch.tensor([len(sample.prompt) + len(sample.completion) for sample in samples])
+    return fsdp_runtime.routes_from_generator(sequences, torch.arange(length) < lengths[:, None]).to(device)

@@ -5,9 +5,12 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+
+MIXTURE = "mixture"
+"""The name that stands for a small mixture of experts in the place of the small dense model."""
 
 
 def find_checkpoint(model: str) -> Path:
@@ -24,12 +27,13 @@ def find_checkpoint(model: str) -> Path:
     return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))
 
 
-def write_checkpoint(folder: Path, seed: int) -> Path:
+def write_checkpoint(folder: Path, seed: int, mixture: bool = False) -> Path:
     """Write a freshly initialised checkpoint that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load.
 
     Args:
         folder: Where to write; made if it is not there.
         seed: Seed of the random weights.
+        mixture: Write a mixture of experts.
 
     Returns:
         The folder.
@@ -37,7 +41,7 @@ def write_checkpoint(folder: Path, seed: int) -> Path:
     tokenizer = byte_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(small_config(tokenizer))
+        model = AutoModelForCausalLM.from_config(small_mixture(tokenizer) if mixture else small_config(tokenizer))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -77,4 +81,19 @@ def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def small_mixture(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
+    """The same with eight experts in each layer, of which a token uses two."""
+    return Qwen3MoeConfig(
+        **{
+            name: value
+            for name, value in small_config(tokenizer).to_dict().items()
+            if name not in ("model_type", "architectures", "layer_types")
+        },
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=192,
+        norm_topk_prob=True,
     )

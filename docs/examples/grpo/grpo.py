@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,8 @@ def improve(run: Run, samples: Sequence[Sample], rewards: torch.Tensor, step: in
     updates = chunks(samples, settings.updates)
     advantages = [part.to(run.device) for part in _my_rows(run, advantages_of(rewards))]
     batches = [_my_batch(run, update) for update in updates]
+    if settings.explain_drift and step == 0:
+        run.report.add_drift(drift(run, batches[0]))
     old_logprobs = run.trainer.frozen_logprobs(batches, settings.temperature)
     differences = [(old - batch.logprobs)[batch.mask].abs() for old, batch in zip(old_logprobs, batches, strict=True)]
     mean_difference, max_difference = mean_and_max(torch.cat(differences))
@@ -95,6 +97,35 @@ def improve(run: Run, samples: Sequence[Sample], rewards: torch.Tensor, step: in
         norms.append(run.trainer.step(loss, lr, settings.max_grad_norm))
 
     return Improvement(mean_difference, max_difference, torch.stack(norms).mean().item())
+
+
+def drift(run: Run, batch: Batch) -> rl_logprobs.DriftReport:
+    """Which of the generator's doings a trainer has to take over for equal log-probs, and what each moves; collective.
+
+    Args:
+        run: The run.
+        batch: This rank's part of some samples.
+
+    Returns:
+        The report, the same on every rank.
+    """
+
+    def score(
+        support: rl_logprobs.Support | None = None, routes: torch.Tensor | None = None, temperature: float = 1.0
+    ) -> torch.Tensor:
+        (found,) = run.trainer.frozen_logprobs([replace(batch, support=support, routes=routes)], temperature)
+        return found
+
+    candidates = {
+        "support": {"support": batch.support},
+        "routes": {"routes": batch.routes},
+        "temperature": {"temperature": run.settings.temperature},
+    }
+    given = {name: each for name, each in candidates.items() if all(value is not None for value in each.values())}
+    # What float32 rounds differently needs no explanation.
+    return rl_logprobs.explain_drift(
+        batch.logprobs, score, given, mask=batch.mask, tolerance=1e-5, group=run.dp_group
+    )
 
 
 def _sample_on_all_ranks(run: Run, questions: Sequence[Question]) -> list[Sample]:

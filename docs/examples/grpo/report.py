@@ -8,6 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+import rl_logprobs
+
 
 @dataclass(frozen=True)
 class Step:
@@ -83,6 +85,7 @@ class Report:
     steps: list[Step] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     reloaded: Reloaded | None = None
+    drift: rl_logprobs.DriftReport | None = None
 
     def __post_init__(self) -> None:
         self._console = Console(quiet=not self.visible, highlight=False, soft_wrap=True)
@@ -108,6 +111,11 @@ class Report:
         self.scores.append(score)
         self.say(f"held-out exact match {when}: {score.sampled:.3f} sampled, {score.greedy:.3f} greedy")
 
+    def add_drift(self, drift: rl_logprobs.DriftReport) -> None:
+        """Record and print which causes move log-probs between trainer and generator."""
+        self.drift = drift
+        self.say(str(drift))
+
     def add_reload(self, reloaded: Reloaded) -> None:
         """Record and print what reloading the saved checkpoint gave."""
         self.reloaded = reloaded
@@ -122,6 +130,7 @@ class Report:
             "steps": [asdict(step) for step in self.steps],
             "scores": [asdict(score) for score in self.scores],
             "reloaded": asdict(self.reloaded) if self.reloaded else None,
+            "drift": json.loads(self.drift.to_json()) if self.drift else None,
         }
         (folder / "metrics.json").write_text(json.dumps(figures, indent=1) + "\n")
         plot_rewards(self.steps, self.scores, folder / "reward.png")

@@ -1,11 +1,14 @@
 """The generator: a plain ``transformers`` model that takes streamed weights and samples. It stands in for vLLM."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from batch import Sample
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import fsdp_runtime
 import rl_logprobs
 
 UNFINISHED = "…"
@@ -25,6 +28,7 @@ class Generator:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.device = model.device
+        self.is_mixture = hasattr(model.config.get_text_config(), "num_experts_per_tok")
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take over streamed weights, one tensor at a time.
@@ -86,7 +90,8 @@ class Generator:
 
         Returns:
             The samples in the prompts' order. Their log-probs are those of the distribution that was sampled from,
-            and at temperature 0 those of temperature 1. With ``top_p`` below 1 they have the ids that were kept.
+            and at temperature 0 those of temperature 1. With ``top_p`` below 1 they have the ids that were kept, and
+            those of a mixture the experts of each token.
         """
         inputs = self.tokenizer(list(prompts), padding=True, padding_side="left", return_tensors="pt")
         tokens, mask = inputs["input_ids"].to(self.device), inputs["attention_mask"].to(self.device)
@@ -96,11 +101,15 @@ class Generator:
         sampling = rl_logprobs.SamplingFilter(top_p=top_p) if top_p < 1 else None
         cache, sampled, logprobs, alive = None, [], [], []
         kept: list[list[list[int]]] = [[] for _ in prompts]
+        routes: list[torch.Tensor] = []
 
         for _ in range(max_new_tokens):
-            output = self.model(
-                tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-            )
+            with fsdp_runtime.record_routes(self.model) if self.is_mixture else nullcontext() as recorded:
+                output = self.model(
+                    tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+                )
+            if recorded is not None:
+                routes.append(recorded.stacked().unflatten(1, tokens.shape))  # [layers, batch, tokens, k]
             cache = output.past_key_values
             scores = (output.logits[:, -1].float() / (temperature or 1.0)).log_softmax(dim=-1)
             if sampling is not None:
@@ -125,7 +134,8 @@ class Generator:
         rows = zip(
             prompt_ids, torch.stack(sampled, 1).tolist(), torch.stack(logprobs, 1).tolist(), kept, lengths, strict=True
         )
-        return [Sample(prompt, ids[:n], scores[:n], sets[:n]) for prompt, ids, scores, sets, n in rows]
+        samples = [Sample(prompt, ids[:n], scores[:n], sets[:n]) for prompt, ids, scores, sets, n in rows]
+        return _with_routes(samples, torch.cat(routes, 2)) if routes else samples
 
     def completion_text(self, sample: Sample) -> str:
         """A sample's completion as text: without its end-of-text token, or with a mark at the end if it has none."""
@@ -133,6 +143,17 @@ class Generator:
         if last == self.tokenizer.eos_token_id:
             return str(self.tokenizer.decode(body))
         return str(self.tokenizer.decode(sample.completion)) + UNFINISHED
+
+
+def _with_routes(samples: Sequence[Sample], routes: torch.Tensor) -> list[Sample]:
+    """The samples with their experts out of ``[layers, batch, padded prompt and completion, k]``."""
+    padded_prompt = max(len(sample.prompt) for sample in samples)
+    by_sample = routes.permute(1, 2, 0, 3).cpu()
+    found = []
+    for sample, own in zip(samples, by_sample, strict=True):
+        start = padded_prompt - len(sample.prompt)
+        found.append(replace(sample, routes=own[start : padded_prompt + len(sample.completion) - 1].clone()))
+    return found
 
 
 def _among_kept(scores: torch.Tensor, support: rl_logprobs.Support) -> torch.Tensor:

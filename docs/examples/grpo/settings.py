@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 class Settings:
     """The run's settings; each field is a command-line option of the same name."""
 
-    model: Annotated[str | None, "folder or hub id of a checkpoint; without it a small one is written"] = None
+    model: Annotated[str | None, "folder or hub id of a checkpoint; none: write a small one; mixture: one with experts"] = None
     output: Annotated[Path, "folder for checkpoints, figures and the plot"] = Path("grpo-output")
     device: Annotated[Literal["auto", "cpu", "cuda"], "where to compute"] = "auto"
     dtype: Annotated[Literal["float32", "bfloat16"], "what to compute in"] = "float32"
@@ -19,6 +19,7 @@ class Settings:
 
     dp_shard: Annotated[int, "ranks that shard weights and batch (FSDP2); -1: all that tp leaves"] = -1
     tp: Annotated[int, "ranks that split each layer (tensor parallelism)"] = 2
+    ep: Annotated[int, "ranks that a mixture's experts are divided over (expert parallelism)"] = 1
     sequence_parallel: Annotated[bool, "split the activations between layers over tp, too"] = True
 
     activation_checkpointing: Annotated[bool, "recompute each block in backward instead of keeping it"] = False
@@ -38,6 +39,7 @@ class Settings:
     max_grad_norm: Annotated[float, "gradient norm to clip to"] = 1.0
     max_new_tokens: Annotated[int, "the most tokens to sample for a prompt"] = 8
 
+    explain_drift: Annotated[bool, "show which cause moves log-probs between trainer and generator"] = False
     held_out: Annotated[int, "held-out questions that make up the score"] = 512
     report_every: Annotated[int, "GRPO steps between two rows of the table"] = 5
     score_every: Annotated[int, "GRPO steps between two held-out scores"] = 10

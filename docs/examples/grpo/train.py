@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoint import find_checkpoint, write_checkpoint
+from checkpoint import MIXTURE, find_checkpoint, write_checkpoint
 from evaluate import reload, score
 from grpo import grpo_step
 from report import Report
@@ -58,7 +58,7 @@ def quieten() -> None:
 def set_up(settings: Settings) -> Run:
     """Build the mesh, the checkpoint, and on every rank its part of the trainer and its generator."""
     device_type = None if settings.device == "auto" else settings.device
-    mesh = fsdp_runtime.MeshSpec(dp_shard=settings.dp_shard, tp=settings.tp).build(device_type=device_type)
+    mesh = fsdp_runtime.MeshSpec(dp_shard=settings.dp_shard, tp=settings.tp, ep=settings.ep).build(device_type=device_type)
     rank, dp_size = dist.get_rank(), fsdp_runtime.submesh(mesh, "dp").size()
     check_divisible(settings, dist.get_world_size(), dp_size)
     device = torch.device(mesh.device_type)
@@ -93,11 +93,11 @@ def set_up(settings: Settings) -> Run:
 
 def prepare_checkpoint(settings: Settings) -> Path:
     """The folder of the checkpoint to start from, written by one rank where the user names none."""
-    if settings.model is not None:
+    if settings.model not in (None, MIXTURE):
         return find_checkpoint(settings.model)
     folder = settings.output / "initial"
     if dist.get_rank() == 0:
-        write_checkpoint(folder, settings.seed)
+        write_checkpoint(folder, settings.seed, mixture=settings.model == MIXTURE)
     dist.barrier()
     return folder
 

@@ -1,6 +1,7 @@
 """The trainer: one policy over all ranks, tensor-parallel and fully sharded, with its optimizer."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -62,9 +63,11 @@ class Trainer:
         """``[batch, seq]``: the log-prob of each target with gradient, zero where there is none.
 
         The logits stay sharded on the vocabulary; ``token_logprobs`` never gathers them. Under truncated sampling both
-        sides normalise over the ids that the generator kept.
+        sides normalise over the ids that the generator kept. A mixture sends each token to the generator's experts.
         """
-        logits = self.model(batch.tokens, use_cache=False).logits
+        routes = batch.routes
+        with nullcontext() if routes is None else fsdp_runtime.replay_routes(self.model, routes):
+            logits = self.model(batch.tokens, use_cache=False).logits
         return rl_logprobs.token_logprobs(
             logits, batch.targets, temperature=temperature, ignore_index=IGNORED, support=batch.support
         )

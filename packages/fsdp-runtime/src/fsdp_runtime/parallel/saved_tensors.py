@@ -47,7 +47,8 @@ class SelectiveContexts:
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of a forward and of its recomputation."""
-        forward, recompute = create_selective_checkpoint_contexts(list(self.saved))  # type: ignore[no-untyped-call]
+        kept, reused = create_selective_checkpoint_contexts(list(self.saved))  # type: ignore[no-untyped-call]
+        forward, recompute = _Only(self.saved, kept), _Only(self.saved, reused)
         watched = _both(forward, _WatchWrites(self.saved))
         if not self.pins_routes:
             return watched, recompute
@@ -64,6 +65,28 @@ class SelectiveContexts:
                 packet = error.operator.overloadpacket
                 self.saved = [operator for operator in self.saved if operator.overloadpacket is not packet]
                 _restore_random_states(states)
+
+
+class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands the operators whose results are kept on to torch's mode, which refuses a recomputation with any others.
+
+    FSDP2 gathers the parameters of a part (experts over ``ep``) in one of the two forwards only, if they are there
+    already in the other.
+
+    Args:
+        saved: the operators whose results are kept.
+        mode: torch's mode of the forward or of its recomputation.
+    """
+
+    def __init__(self, saved: Iterable[Any], mode: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.saved = frozenset(saved)
+        self.mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.saved:
+            return self.mode.__torch_dispatch__(func, types, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 class _WatchWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]

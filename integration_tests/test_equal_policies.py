@@ -1,0 +1,213 @@
+"""Equal policies have ratio 1: truncated sampling from a mixture that routed otherwise, in packed rows, on every axis."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fsdp_runtime
+import rl_logprobs
+from architecture_matrix.shrink import VOCAB
+from architecture_matrix.table import entries, tiny_model
+from fsdp_runtime import PackedRow, pack, parallelize, replay_routes, submesh
+from fsdp_runtime.routing.routers import find_routers
+from harness.float64 import compute_in_float64
+from harness.parity import largest, mesh_for, own_part
+from harness.ranks import RankPool
+
+BATCH, PROMPT, LENGTH, BUDGET = 4, 4, 12, 28
+SAMPLING = rl_logprobs.SamplingFilter(top_p=0.8, top_k=40)
+#: Of a log-probability absolute, of a gradient relative to its largest element; in float64 throughout.
+BOUND = 1e-12
+
+#: Each axis with the others, each way of recomputing.
+CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"dp_shard": 2, "tp": 2, "ep": 2}, {"activation_checkpointing": "block"}),
+    ({"cp": 2, "tp": 2, "ep": 4}, {"activation_checkpointing": "selective"}),
+    ({"dp_shard": 2, "cp": 2, "ep": 2}, {"activation_checkpointing": "mlp", "cp_load_balancer": None}),
+    ({"dp_shard": 2, "tp": 2}, {"activation_checkpointing": "block", "sequence_parallel": True}),
+]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What a generator returns for ``BATCH`` prompts: samples, log-probabilities, kept ids and experts of each token.
+
+    The experts are ``[layers, BATCH * LENGTH, k]`` with -1 for the last token of a sample, which was never run.
+    """
+
+    samples: list[Tensor]
+    logprobs: Tensor
+    support: rl_logprobs.Support
+    routes: Tensor
+
+
+@torch.no_grad()
+def _generate(model: nn.Module) -> Rollout:
+    """Sample with truncation from a mixture whose experts are not those that the trainer would select."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(3, VOCAB - 1, (BATCH, PROMPT), generator=generator)
+    lengths = [PROMPT + 3, LENGTH, PROMPT + 5, LENGTH - 1]
+    routers = find_routers(model).by_path.values()
+    chosen = torch.stack(
+        [_any_experts(BATCH * LENGTH, router.experts, router.top_k or 2, generator) for router in routers]
+    ).view(len(routers), BATCH, LENGTH, -1)
+    logprobs: list[Tensor] = [torch.zeros(BATCH, PROMPT - 1, dtype=torch.float64)]
+    rows: list[list[list[int]]] = [[] for _ in range(BATCH)]
+    for step in range(LENGTH - PROMPT):
+        with replay_routes(model, chosen[:, :, : PROMPT + step].flatten(1, 2)):
+            logits = model(input_ids=tokens, use_cache=False).logits[:, -1]
+        drawn = rl_logprobs.sample_tokens(logits, seed=step, sampling=SAMPLING)
+        logprobs.append(rl_logprobs.token_logprobs(logits, drawn, sampling=SAMPLING)[:, None])
+        kept = rl_logprobs.sampling_support(logits, SAMPLING)
+        for row, (start, end) in zip(rows, kept.offsets.unfold(0, 2, 1).tolist(), strict=True):
+            row.append(kept.ids[start:end].tolist())
+        tokens = torch.cat([tokens, drawn[:, None]], 1)
+    rows = [row[: length - PROMPT] for row, length in zip(rows, lengths, strict=True)]
+    mask = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
+    by_token = chosen.permute(1, 2, 0, 3)  # [tokens, layers, k] for each sample, as vLLM returns them
+    return Rollout(
+        samples=[row[:length] for row, length in zip(tokens, lengths, strict=True)],
+        logprobs=torch.cat([*logprobs, torch.zeros(BATCH, 1, dtype=torch.float64)], 1),
+        support=rl_logprobs.Support.from_completions(rows, [PROMPT] * BATCH, LENGTH).next_token(),
+        routes=fsdp_runtime.routes_from_generator(
+            [routes[: length - 1] for routes, length in zip(by_token, lengths, strict=True)], mask
+        ),
+    )
+
+
+def _any_experts(tokens: int, experts: int, top_k: int, generator: torch.Generator) -> Tensor:
+    return torch.rand(tokens, experts, generator=generator).topk(top_k).indices
+
+
+@dataclass(frozen=True)
+class Found:
+    """The farthest log-probability from the generator's, and every gradient of a clipped policy-gradient loss."""
+
+    distance: float
+    gradients: dict[str, Tensor | None]
+
+
+def _train(
+    model: nn.Module,
+    rollout: Rollout,
+    axes: dict[str, int] | None = None,
+    cures: tuple[str, ...] = ("support", "routes"),
+    **options: Any,
+) -> Found:
+    """Score the packed samples and run backward, on one process or on the ranks of a mesh."""
+    rank, dp, cp, layout_of, group, cp_group = 0, 1, 1, None, None, None
+    if axes is not None:
+        mesh = mesh_for(axes)
+        parallelize(model, mesh, **options)
+        data = submesh(mesh, "dp")
+        rank, dp, cp, group = data.get_local_rank(), data.size(), axes.get("cp", 1), data.get_group()
+        if cp > 1:
+            cp_group = mesh.get_group("cp")
+
+            def layout_of(length: int) -> Any:
+                return fsdp_runtime.sequence_layout(
+                    mesh, length, load_balancer=options.get("cp_load_balancer", "headtail")
+                )
+
+    responses = [torch.arange(len(sample)) >= PROMPT for sample in rollout.samples]
+    packing = pack(rollout.samples, BUDGET // cp, ranks=dp, cp=cp, loss_masks=responses, multiple_of=4)
+    rows = packing.rows(rank)
+
+    def local(row: PackedRow, values: Tensor) -> Tensor:
+        return values if layout_of is None else layout_of(row.input_ids.shape[1]).shard(values)
+
+    masks = [local(row, row.targets >= 0) for row in rows]
+    segments = [local(row, _by_token(row, [torch.full((n,), s) for s, n in _samples(row)], 0)[None]) for row in rows]
+    plan = rl_logprobs.plan_mean(
+        masks, per="sequence", segments=segments, num_segments=BATCH, group=group, cp_group=cp_group,
+        gradient_divide_factor=dp,
+    )  # fmt: skip
+    advantages = torch.tensor([0.7, -1.0, 0.4, 1.3], dtype=torch.float64)
+    distance = 0.0
+    losses = []
+    for row, mask, segment in zip(rows, masks, segments, strict=True):
+        places = _by_token(row, [s * LENGTH + torch.arange(n) for s, n in _samples(row)], LENGTH - 1)
+        routes = rollout.routes[:, places].masked_fill(torch.arange(len(places))[:, None] >= sum(row.lengths), -1)
+        inputs = {name: local(row, value) for name, value in row.inputs.items()}
+        with replay_routes(model, routes) if "routes" in cures else nullcontext():
+            logits = model(**inputs, use_cache=False).logits
+        own = local(row, places[None])
+        support = rollout.support.select(own) if "support" in cures else None
+        logprobs = rl_logprobs.token_logprobs(logits, local(row, row.targets), support=support)
+        old = rollout.logprobs.flatten()[own]
+        distance = max(distance, largest((logprobs.detach() - old)[mask]))
+        policy = rl_logprobs.ppo_loss(logprobs, old, advantages[segment], mask)
+        losses.append(rl_logprobs.global_mean(policy.loss, mask, plan, segments=segment))
+    for loss in losses:  # recomputes after the contexts
+        loss.backward()
+    return Found(distance, {name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+def _samples(row: PackedRow) -> list[tuple[int, int]]:
+    return list(zip(row.samples, row.lengths, strict=True))
+
+
+def _by_token(row: PackedRow, parts: list[Tensor], padding: int) -> Tensor:
+    """One value for each token of a row, from those of its samples."""
+    values = torch.cat([*parts, torch.empty(0, dtype=torch.int64)])
+    return nn.functional.pad(values, (0, row.input_ids.shape[1] - len(values)), value=padding)
+
+
+@cache
+def _model_and_rollout(name: str) -> tuple[nn.Module, Rollout]:
+    model = tiny_model(entries()[name]).double()
+    with compute_in_float64():
+        return model, _generate(model)
+
+
+def _errors(name: str, cases: list[tuple[dict[str, int], dict[str, Any]]]) -> dict[str, float]:
+    """The errors beyond the bound of every case: log-probabilities against the generator, gradients against one process."""
+    model, rollout = _model_and_rollout(name)
+    errors: dict[str, float] = {}
+    with compute_in_float64():
+        expected = _train(copy.deepcopy(model), rollout)
+        errors["one process: ratio"] = expected.distance
+        for axes, options in cases:
+            found = _train(copy.deepcopy(model), rollout, axes, **options)
+            errors[f"{axes}: ratio"] = found.distance
+            errors |= {f"{axes}: {path}": error for path, error in _gradient_errors(found, expected).items()}
+    return {path: error for path, error in errors.items() if not error <= BOUND}
+
+
+def _gradient_errors(found: Found, expected: Found) -> dict[str, float]:
+    # A gradient that vanishes mathematically is rounding: errors are measured against no less than this share.
+    floor = 1e-3 * max(largest(gradient) for gradient in expected.gradients.values() if gradient is not None)
+    errors = {}
+    for path, wanted in expected.gradients.items():
+        actual = found.gradients[path]
+        if wanted is None or actual is None:
+            errors[path] = 0.0 if actual is wanted else float("inf")
+            continue
+        scale = max(largest(wanted), floor)
+        if isinstance(actual, DTensor):
+            wanted, actual = own_part(wanted, actual), actual.to_local()
+        errors[path] = largest(actual - wanted) / scale
+    return errors
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])  # of the second's experts, groups are chosen first
+def test_equal_policies_have_ratio_one_and_one_gradient_on_every_mesh(four_ranks: RankPool, name: str) -> None:
+    assert four_ranks.run(_errors, name, CASES) == [{}] * 4
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_without_either_cure_the_ratio_is_not_one(name: str) -> None:
+    model, rollout = _model_and_rollout(name)
+    with compute_in_float64():
+        assert _train(copy.deepcopy(model), rollout).distance <= BOUND
+        assert _train(copy.deepcopy(model), rollout, cures=("support",)).distance > 1e-3
+        assert _train(copy.deepcopy(model), rollout, cures=("routes",)).distance > 1e-2
