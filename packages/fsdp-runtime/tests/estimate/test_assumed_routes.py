@@ -11,7 +11,7 @@ from torch import nn
 from fsdp_runtime import Estimate, EstimateError, MeshSpec, estimate, sweep
 from fsdp_runtime.estimate.build_model import build_model
 from fsdp_runtime.estimate.candidates import candidate_meshes
-from fsdp_runtime.estimate.trace.assumed_routes import Routes, mean_destinations
+from fsdp_runtime.estimate.trace.assumed_routes import AssumedRoutes, mean_destinations
 
 
 @pytest.mark.parametrize(("experts", "top_k", "ranks"), [(8, 3, 4), (6, 2, 2), (8, 8, 4), (6, 1, 6), (4, 2, 1)])
@@ -26,8 +26,10 @@ def test_one_crossing_for_each_rank_is_three_quarters_of_one_for_each_expert_or_
     assert mean_destinations(experts=64, top_k=8, ranks=8) / 8 <= 0.75
 
 
-@pytest.mark.parametrize("routes", [Routes(48, 2, 4, 2, 1), Routes(7, 3, 8, 4, 2), Routes(5, 8, 8, 2, 0)])
-def test_every_pair_is_sent_and_no_rank_gets_more_rows_than_tokens_or_pairs(routes: Routes) -> None:
+@pytest.mark.parametrize(
+    "routes", [AssumedRoutes(48, 2, 4, 2, 1), AssumedRoutes(7, 3, 8, 4, 2), AssumedRoutes(5, 8, 8, 2, 0)]
+)
+def test_every_pair_is_sent_and_no_rank_gets_more_rows_than_tokens_or_pairs(routes: AssumedRoutes) -> None:
     for routing in ("balanced", "worst"):
         rows, pairs = routes.sent(routing)
         assert sum(pairs) == routes.tokens * routes.top_k
@@ -74,7 +76,7 @@ def test_rows_of_the_dispatch_travel_over_ep_forth_and_back() -> None:
     found = of({"dp_shard": 4, "ep": 2})
     exchanged = [item for item in found.traffic if item.kind == "all_to_all"]
     assert {item.axis for item in exchanged} == {"ep"}
-    rows, numbers = Routes(16, 2, 8, 2, 0).sent("balanced")
+    rows, numbers = AssumedRoutes(16, 2, 8, 2, 0).sent("balanced")
     row, layers = 32 * 4, 2
     [backward] = [item for item in exchanged if item.phase == "backward"]
     weights = sum(numbers) * 4

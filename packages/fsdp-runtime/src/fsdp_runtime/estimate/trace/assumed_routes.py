@@ -25,7 +25,7 @@ Routing = Literal["balanced", "worst"]
 
 
 @dataclass(frozen=True)
-class Routes:
+class AssumedRoutes:
     """Numbers of one dispatch that determine its sizes.
 
     Args:
@@ -85,13 +85,13 @@ class AssumedExchange(AllToAllExchange):
     """The reference exchange with assumed sizes; subclasses from :func:`assumed_exchange`."""
 
     routing: Routing
-    seen: dict[Routes, None]
-    _routes: Routes
+    seen: dict[AssumedRoutes, None]
+    _routes: AssumedRoutes
 
     def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> DispatchedTokens:
         """Send tokens as the routing says."""
         tokens, top_k = index.shape
-        self._routes = Routes(tokens, top_k, experts, self.mesh.size(), self.mesh.get_local_rank())
+        self._routes = AssumedRoutes(tokens, top_k, experts, self.mesh.size(), self.mesh.get_local_rank())
         self.seen[self._routes] = None
         return super().dispatch(hidden, index, weights, experts=experts)
 
@@ -130,7 +130,7 @@ def routing_assumptions(exchange: type[AssumedExchange], module: str) -> list[As
     ]
 
 
-def _in_words(routes: Routes, routing: Routing) -> str:
+def _in_words(routes: AssumedRoutes, routing: Routing) -> str:
     worst = "every token of the axis ep has as many of this rank's experts as it can"
     balanced = f"the router chooses any {routes.top_k} of {routes.experts} experts equally often"
     numbers = {each: _numbers(routes, each) for each in ("balanced", "worst")}
@@ -139,7 +139,7 @@ def _in_words(routes: Routes, routing: Routing) -> str:
     return f"{balanced}: {numbers['balanced']}; where {worst} (routing='worst'), {numbers['worst']}"
 
 
-def _numbers(routes: Routes, routing: Routing) -> str:
+def _numbers(routes: AssumedRoutes, routing: Routing) -> str:
     rows, pairs = routes.received(routing)
     sent, others = sum(routes.sent(routing)[0]) - rows, routes.ranks - 1
     return (

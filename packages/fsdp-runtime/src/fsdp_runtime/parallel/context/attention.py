@@ -22,7 +22,7 @@ from fsdp_runtime._transformers_compat import is_causal_mask_function, sdpa_mask
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, SequenceLayout
 from fsdp_runtime.parallel.packing.documents import Documents
-from fsdp_runtime.parallel.packing.run import Packing
+from fsdp_runtime.parallel.packing.run import CurrentDocuments
 
 
 @dataclass
@@ -66,7 +66,7 @@ class ContextAttention:
     ring: bool = False
     eager: Callable[[type], Any] | None = None
     packed_sequences: bool = False
-    packing: Packing = field(default_factory=Packing)
+    packing: CurrentDocuments = field(default_factory=CurrentDocuments)
     _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:

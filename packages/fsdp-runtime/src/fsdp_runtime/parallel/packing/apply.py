@@ -17,7 +17,7 @@ from fsdp_runtime.parallel.context.apply import gather_mixers
 from fsdp_runtime.parallel.packing.documents import find_documents
 from fsdp_runtime.parallel.packing.mixers import Way, makes_own_masks, token_mixers
 from fsdp_runtime.parallel.packing.recompute import take_documents
-from fsdp_runtime.parallel.packing.run import BOUNDARIES, Packing, keep_documents_apart
+from fsdp_runtime.parallel.packing.run import BOUNDARIES, CurrentDocuments, keep_documents_apart
 from fsdp_runtime.parallel.packing.warn import warn_of_packed_rows
 from fsdp_runtime.runtime_state import runtime_state
 
@@ -74,7 +74,7 @@ def apply_packing(model: Any, parallelism: Parallelism) -> None:
     if not parallelism.packed_sequences:
         warn_of_packed_rows(model, parallelism.structure)
         return
-    packing = Packing()
+    packing = CurrentDocuments()
     mixers = token_mixers(parallelism.structure)
     for way in get_args(Way):
         keep_documents_apart([mixer.module for mixer in mixers if mixer.way == way], packing, way)
@@ -86,10 +86,10 @@ def apply_packing(model: Any, parallelism: Parallelism) -> None:
     logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.way})" for mixer in mixers)))
 
 
-def packing_of(model: nn.Module) -> Packing | None:
+def packing_of(model: nn.Module) -> CurrentDocuments | None:
     """Return what :func:`apply_packing` gave a model's token mixers to share."""
     if (gathered := runtime_state(model).gathered) is not None:
-        packing: Packing = gathered.attention.packing
+        packing: CurrentDocuments = gathered.attention.packing
         return packing
     return next((hook.packing for hook in forward_pre_hooks(model) if isinstance(hook, _PackedInputs)), None)
 
@@ -97,7 +97,7 @@ def packing_of(model: nn.Module) -> Packing | None:
 class _PackedInputs:
     """Finds the documents of a forward's rows."""
 
-    def __init__(self, packing: Packing, *, varlen: bool) -> None:
+    def __init__(self, packing: CurrentDocuments, *, varlen: bool) -> None:
         self.packing = packing
         self.varlen = varlen  # the attention's kernels take the boundaries
 

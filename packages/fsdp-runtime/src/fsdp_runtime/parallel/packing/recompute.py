@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from fsdp_runtime.parallel.packing.run import Packing, mixed_in
+from fsdp_runtime.parallel.packing.run import CurrentDocuments, mixed_in
 
 _KEYWORD = "_fsdp_runtime_documents"
 
@@ -19,7 +19,7 @@ _KEYWORD = "_fsdp_runtime_documents"
 class _Takes:
     """Mixed in inside of recomputation: uses the documents that are passed."""
 
-    packing: ClassVar[Packing]
+    packing: ClassVar[CurrentDocuments]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = super().forward  # type: ignore[misc]
@@ -36,18 +36,18 @@ class _Takes:
 class _Passes:
     """Mixed in around recomputation: passes the documents of the current forward."""
 
-    packing: ClassVar[Packing]
+    packing: ClassVar[CurrentDocuments]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kwargs[_KEYWORD] = (self.packing.documents,)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def take_documents(modules: Iterable[nn.Module], packing: Packing) -> None:
+def take_documents(modules: Iterable[nn.Module], packing: CurrentDocuments) -> None:
     """Let modules take documents as a keyword; before they are made to recompute."""
     mixed_in(modules, _Takes, packing=packing)
 
 
-def pass_documents(modules: Iterable[nn.Module], packing: Packing) -> None:
+def pass_documents(modules: Iterable[nn.Module], packing: CurrentDocuments) -> None:
     """Pass documents to modules as a keyword; after they were made to recompute."""
     mixed_in(modules, _Passes, packing=packing)

@@ -23,7 +23,7 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 
 
 @dataclass(eq=False)
-class Packing:
+class CurrentDocuments:
     """What the token mixers of one model share.
 
     Args:
@@ -32,7 +32,7 @@ class Packing:
 
     documents: Documents | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Packing:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CurrentDocuments:
         """Return itself: a copied model's mixers are of the same classes, which refer to it."""
         return self
 
@@ -40,7 +40,7 @@ class Packing:
 class _PackedMixer:
     """Mixed in before a module's class, as tensor parallelism does, whose rules then see rows and not documents."""
 
-    packing: ClassVar[Packing]
+    packing: ClassVar[CurrentDocuments]
     way: ClassVar[Way]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ class _PackedMixer:
         return run_per_document(forward, args, kwargs, documents, alone=self.way == "singles")
 
 
-def keep_documents_apart(modules: Iterable[nn.Module], packing: Packing, way: Way) -> None:
+def keep_documents_apart(modules: Iterable[nn.Module], packing: CurrentDocuments, way: Way) -> None:
     """Make token mixers keep documents apart in one way."""
     mixed_in(modules, _PackedMixer, packing=packing, way=way)
 
