@@ -38,6 +38,29 @@ LLAMA = {
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
 }
+#: Sizes of mixtures, from the config files that were published with their weights: the config's class and fields.
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V3": (
+        "DeepseekV3Config",
+        {"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61}
+        | {"num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512}
+        | {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "vocab_size": 129280}
+        | {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
+        | {"first_k_dense_replace": 3},
+    ),
+    "Qwen3-235B-A22B": (
+        "Qwen3MoeConfig",
+        {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94}
+        | {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+        | {"num_experts": 128, "num_experts_per_tok": 8},
+    ),
+    "Qwen3-30B-A3B": (
+        "Qwen3MoeConfig",
+        {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+        | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+        | {"num_experts": 128, "num_experts_per_tok": 8},
+    ),
+}
 COMMON = {"num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 262144}
 
 
@@ -47,7 +70,7 @@ class Setup:
 
     Args:
         name: what the script's arguments call it.
-        size: of Llama 3.
+        size: of Llama 3, or the name of a mixture.
         mesh: ranks; a pipeline's stages are counted into ``dp_shard``.
         seq_len: tokens of a sequence.
         micro_batch: sequences of a data-parallel rank.
@@ -55,6 +78,7 @@ class Setup:
         loss: ``"logits"``, ``"linear"``, or ``"cross-entropy"`` on full logits in float32.
         published: GiB that the source measured, or ``None``.
         differs: what the source did otherwise.
+        master_dtype: of parameters, gradients and AdamW's moments; ``None`` for that of computation.
     """
 
     name: str
@@ -66,6 +90,7 @@ class Setup:
     loss: str = "cross-entropy"
     published: float | None = None
     differs: str = ""
+    master_dtype: str | None = "fp32"
 
 
 #: torchtitan's benchmarks of December 2024 (and its paper, arXiv:2410.06511).
@@ -155,21 +180,45 @@ LLAMA_3 = (
         differs="8 x 16 x 16 x 8",
     ),
 )
-SETUPS = (*TORCHTITAN, *LINEAR, *LLAMA_3)
+#: Mixtures with expert parallelism; the last two beside what transformers' pull request 46126 measured.
+EXPERTS = (
+    Setup(name="deepseek-v3", size="DeepSeek-V3", mesh=MeshSpec(dp_shard=64, ep=64), seq_len=4096, loss="linear"),
+    Setup(name="qwen3-235b", size="Qwen3-235B-A22B", mesh=MeshSpec(dp_shard=64, ep=64), seq_len=4096, loss="linear"),
+    Setup(
+        name="qwen3-30b-64k",
+        size="Qwen3-30B-A3B",
+        mesh=MeshSpec(dp_shard=16, ep=16),
+        seq_len=65536,
+        loss="linear",
+        master_dtype=None,
+        published=45e9 / GIB,
+    ),
+    Setup(
+        name="qwen3-30b-64k-cp",
+        size="Qwen3-30B-A3B",
+        mesh=MeshSpec(cp=16, ep=16),
+        seq_len=65536,
+        loss="linear",
+        master_dtype=None,
+        published=45e9 / GIB,
+    ),
+)
+SETUPS = (*TORCHTITAN, *LINEAR, *LLAMA_3, *EXPERTS)
 
 
 def run(setup: Setup) -> Estimate:
     """The dry run of a set-up: parameters, gradients and AdamW's moments in float32, computation in bfloat16."""
     every_second = setup.recomputes == "every second matmul"
+    dense = partial(llama, setup.size, every_second_matmul=every_second)
     return estimate(
-        partial(llama, setup.size, every_second_matmul=every_second),
+        partial(mixture, setup.size) if setup.size in MIXTURES else dense,
         setup.mesh,
         seq_len=setup.seq_len,
         micro_batch=setup.micro_batch,
         sequence_parallel=setup.mesh.tp > 1,
         activation_checkpointing="none" if every_second else setup.recomputes,  # type: ignore[arg-type]
         dtype="bf16",
-        master_dtype="fp32",
+        master_dtype=setup.master_dtype,
         logprobs=full_cross_entropy if setup.loss == "cross-entropy" else setup.loss,
     )
 
@@ -182,6 +231,16 @@ def llama(size: str, *, every_second_matmul: bool) -> nn.Module:
     if every_second_matmul:
         for block in model.model.layers:  # type: ignore[union-attr]
             block.__class__ = _recomputing(type(block))
+    return model
+
+
+def mixture(name: str) -> nn.Module:
+    """A mixture of its published size."""
+    import transformers
+
+    config_class, fields = MIXTURES[name]
+    config = getattr(transformers, config_class)(**fields, max_position_embeddings=262144)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return model
 
 
@@ -240,6 +299,7 @@ def _keep(setup: Setup, done: Estimate) -> None:
         "peak": done.memory.peak.total,
         "phase": done.memory.peak.phase,
         "resident": done.memory.resident.total,
+        "dispatched": sum(item.bytes_sent for item in done.traffic if item.kind == "all_to_all"),
         "flops_per_token": done.flops * done.settings.world_size / _tokens(setup),
     }
     FOUND.write_text(json.dumps(found, indent=1) + "\n")
@@ -251,6 +311,7 @@ def _rewrite(found: Found) -> None:
         "torchtitan": _torchtitan(found),
         "linear": _linear(found),
         "llama": _llama_3(found),
+        "experts": _experts(found),
     }.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         if begin not in text:
@@ -293,6 +354,17 @@ def _llama_3(found: Found) -> list[str]:
     return _markdown(header, rows)
 
 
+def _experts(found: Found) -> list[str]:
+    header = ["model", "mesh", "tokens", "recomputed", "between steps", "peak", "published", "dispatch sends"]
+    rows = []
+    for setup in _those(found, EXPERTS):
+        done = found[setup.name]
+        published = "-" if setup.published is None else f"{setup.published:.1f} GiB"
+        numbers = [format_bytes(done["resident"]), format_bytes(done["peak"]), published]
+        rows.append([*_described(setup), *numbers, format_bytes(done["dispatched"])])
+    return _markdown(header, rows)
+
+
 def _those(found: Found, setups: Iterable[Setup]) -> list[Setup]:
     """Those that were run."""
     return [setup for setup in setups if {setup.name, setup.name.removesuffix("-linear")} <= set(found)]
@@ -300,7 +372,7 @@ def _those(found: Found, setups: Iterable[Setup]) -> list[Setup]:
 
 def _described(setup: Setup) -> list[str]:
     tokens = f"{setup.micro_batch} x {setup.seq_len:,}"
-    return [setup.size, format_mesh(setup.mesh.sizes), tokens, setup.recomputes]
+    return [setup.size, format_mesh({**setup.mesh.sizes, "ep": setup.mesh.ep}), tokens, setup.recomputes]
 
 
 def _tokens(setup: Setup) -> int:
