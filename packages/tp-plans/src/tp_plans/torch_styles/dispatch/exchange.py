@@ -154,9 +154,7 @@ class _Dispatch(torch.autograd.Function):
         return _all_to_all(rows, by_row, group), _all_to_all(weights, by_pair, group)
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, rows: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         return (
             _all_to_all(rows, _reversed(ctx.by_row), ctx.group),
             _all_to_all(weights, _reversed(ctx.by_pair), ctx.group),
@@ -198,7 +196,7 @@ def _all_to_all(values: Tensor, splits: _Splits | None, group: dist.ProcessGroup
 _KERNELS: Mapping[str, str] = {"deepep": "deep_ep", "hybridep": "deep_ep"}
 
 
-def exchange_class(exchange: str | type[TokenExchange]) -> type[TokenExchange]:
+def exchange_class(exchange: object) -> type[TokenExchange]:
     """Return the class of an exchange by name, or the class itself.
 
     Args:

@@ -91,7 +91,7 @@ class DispatchExpertsImpl(LocalTensorStyle):
                 setattr(module, name, len(own))
         given = self._arguments(module, args, kwargs)
         if len(given) == 1:
-            values: tuple[Tensor, ...] = (self._every_expert(*given.values(), experts, context),)
+            values: tuple[Tensor, ...] = (self._every_expert(next(iter(given.values())), experts, context),)
         else:
             values = self._routed(tuple(given.values()), experts, context)
         return (), dict(zip(given, values, strict=True))
