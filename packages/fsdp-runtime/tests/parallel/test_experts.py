@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_runtime import EstimateError, FSDPOptions, parallelize, resolve_parallelism
-from fsdp_runtime.estimate.parse_args import parse_mesh_spec
+from fsdp_runtime import FSDPOptions, parallelize, resolve_parallelism
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, RankReport, assert_parity, compare, mesh_for
 from harness.ranks import RankPool, RanksFailed
@@ -107,11 +106,6 @@ def test_adapters_on_stacked_experts_are_refused_and_others_accepted(two_ranks: 
     with pytest.raises(RanksFailed, match=r"OptionError: .*adapters on stacked experts, which cannot be dispatched"):
         two_ranks.run(_adapted, {"target_parameters": ["mlp.experts.gate_up_proj"]})
     two_ranks.run(_adapted, {"target_modules": ["q_proj"]})
-
-
-def test_a_dry_run_of_experts_over_ranks_is_refused() -> None:
-    with pytest.raises(EstimateError, match="a dry run of ep=2 is not available"):
-        parse_mesh_spec({"dp_shard": 2, "ep": 2})
 
 
 def _refused(mesh: dict[str, int], architecture: str = MOE, **options: Any) -> None:

@@ -68,11 +68,16 @@ def _checked(
     special: Mapping[type, Refusal] | None,
 ) -> Callable[..., Any]:
     names = vars(sys.modules[module])
-    tests, annotations, order = {}, {}, []
+    tests: dict[str, Test] = {}
+    annotations: dict[str, Any] = {}
+    order: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             order.append(parameter.name)
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name != "self":
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name not in (
+            "self",
+            "cls",
+        ):
             owner = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
             annotations |= typing.get_type_hints(owner, names)
             tests[parameter.name] = _test(annotations[parameter.name])

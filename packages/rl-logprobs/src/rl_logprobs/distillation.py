@@ -211,6 +211,7 @@ def logprobs_at(
     return flat.view(local_ids.shape)
 
 
+@checked
 def kept_logprobs(
     logits: torch.Tensor,
     support: Support,
@@ -256,10 +257,11 @@ def kept_logprobs(
     """
     located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
     tokens = TokenSlice.all_of(located.tokens.shape)
+    require_same_device(logits=located.values, support=support.ids)
     unscored = torch.zeros(tokens.shape, dtype=torch.bool, device=located.values.device)
     flat_temperature = check_temperature(temperature, unscored)
     if support.num_tokens == unscored.numel():
-        unscored = (support.offsets.diff() == 0).to(unscored.device).view(tokens.shape)
+        unscored = (support.offsets.diff() == 0).view(tokens.shape)
     entries = kept_entries(support, tokens, unscored, located.vocab.vocab_size)
     values = kept_logits(located.values, entries, located.vocab)
     found = kept_softmax(values, entries, unscored.reshape(-1), flat_temperature)

@@ -13,3 +13,8 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 def wide_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype for per-token sums across ranks: float64, or float32 on devices without float64 (MPS)."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def is_integral(dtype: torch.dtype) -> bool:
+    """Return whether a dtype is one of integers; bool is none."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)

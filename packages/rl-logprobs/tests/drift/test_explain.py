@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.ranks import RankPool
-from rl_logprobs import OptionError, ShapeError, explain_drift, token_logprobs
+from rl_logprobs import DtypeError, OptionError, ShapeError, explain_drift, token_logprobs
 
 VOCAB, TOKENS = 50, 24
 LOGITS = torch.randn(TOKENS, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
@@ -150,6 +150,10 @@ def test_the_table_and_the_json_have_every_candidate() -> None:
             "both give 'keep'",
         ),
         (lambda: explain_drift(_score()[1:], _score, {}), ShapeError, r"returned \(24,\)"),
+        (lambda: explain_drift(_score(), _score, {"a": {"kep": 1}}), OptionError, r"score\(kep\).*'kep'"),
+        (lambda: explain_drift(_score(), lambda: [0.0], {}), DtypeError, "returned list, not log-probabilities"),
+        (lambda: explain_drift(_score().long(), _score, {}), DtypeError, "floating point, got torch.int64"),
+        (lambda: explain_drift(_score(), _score, {}, tolerance=-1.0), OptionError, "tolerance .* got -1.0"),
         (lambda: explain_drift(_score(), _score, {}, mask=torch.ones(3)), ShapeError, r"mask \(3,\)"),
         (lambda: explain_drift(_score(), _score, {}, mask=torch.zeros(TOKENS)), ShapeError, "no token"),
     ],

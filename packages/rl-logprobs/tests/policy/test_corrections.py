@@ -184,3 +184,11 @@ ONE = torch.ones(2, 3)
 def test_contradictions_are_named(call, message):
     with pytest.raises(rl_logprobs.OptionError, match=message):
         call()
+
+
+def test_a_rank_without_tokens_adds_nothing_to_the_metrics():
+    some, none = torch.tensor([[-1.0, -2.0]]), torch.empty(1, 0)
+    alone = ratio_metrics(some, some - 0.1, ONE[:1, :2]).values()
+    both = (ratio_metrics(some, some - 0.1, ONE[:1, :2]) + ratio_metrics(none, none, none)).values()
+    assert all(torch.equal(alone[name], both[name]) for name in alone)
+    assert rejection_mask(none, none, none, level="max").shape == none.shape

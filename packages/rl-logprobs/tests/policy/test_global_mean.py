@@ -241,6 +241,12 @@ MASK = torch.ones(2, 3)
             rl_logprobs.ShapeError,
             "2 masks and 1 segments",
         ),
+        (lambda: plan_mean(MASK, per="sequence", num_segments=2), rl_logprobs.OptionError, "without segments"),
+        (
+            lambda: plan_mean(torch.tensor(1), per="sequence"),
+            rl_logprobs.ShapeError,
+            r"\[..., tokens\], got shape \(\)",
+        ),
         (lambda: global_mean(MASK, MASK[:1]), rl_logprobs.ShapeError, r"\(1, 3\).*\(2, 3\)"),
         (
             lambda: global_mean(MASK, MASK, plan_mean(MASK, per="sequence"), segments=MASK.long()),

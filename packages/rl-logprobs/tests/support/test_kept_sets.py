@@ -59,6 +59,10 @@ def test_completions_lie_at_their_tokens_and_move_to_the_positions_that_predict_
         (lambda: Support(torch.arange(3), torch.tensor([0, 2, 1, 3])), rl_logprobs.ShapeError, "descend"),
         (lambda: Support(torch.arange(4).view(2, 2), torch.tensor([0, 4])), rl_logprobs.ShapeError, r"\(2, 2\)"),
         (lambda: Support(torch.ones(1), torch.tensor([0, 1])), rl_logprobs.DtypeError, "ids.*float32"),
+        (lambda: Support.from_rows([[1], [2.5]]), rl_logprobs.DtypeError, "rows must contain integers alone"),
+        (lambda: Support.from_rows([1, 2]), rl_logprobs.DtypeError, "rows.* int, which is no list"),
+        (lambda: Support.from_completions([object()], [0], 3), rl_logprobs.DtypeError, r"masks\[0\] .* object"),
+        (lambda: Support.from_rows([[1]]).select(torch.tensor([1])), rl_logprobs.ShapeError, r"\[0, 1\), got 1 to 1"),
         (lambda: Support.from_rows([[1]], missing_target="nan"), rl_logprobs.OptionError, "'nan'"),
         (lambda: Support.from_completions([[[1]]], [0, 1], 3), rl_logprobs.ShapeError, "1 masks and 2 starts"),
         (

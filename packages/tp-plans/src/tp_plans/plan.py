@@ -245,6 +245,7 @@ def styles_by_path(plan: Plan, model: Any) -> dict[str, ParallelStyle]:
     return make(plan, model)
 
 
+@checked
 def expert_styles_by_path(
     plan: Plan,
     model: Any,
@@ -268,7 +269,7 @@ def expert_styles_by_path(
 
     Raises:
         CapabilityError: the kernels of the exchange are not installed.
-        PlanError: the exchange is unknown.
+        PlanError: the exchange is unknown, or an argument is of another type.
 
     Example:
         >>> import torch, tp_plans

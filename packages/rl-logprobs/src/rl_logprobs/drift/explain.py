@@ -6,6 +6,7 @@ which that function computes as the generator did.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,14 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_logprobs.argument_types import checked
+from rl_logprobs.devices import require_same_device
 from rl_logprobs.divergence import kl_estimate
 from rl_logprobs.drift.report import Drift, DriftCause, DriftReport
-from rl_logprobs.errors import OptionError, ShapeError
+from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 
 #: A candidate is a cause where it removes at least this share of the drift that is left.
 LEAST_SHARE = 0.05
 
 
+@checked
 def explain_drift(
     generator_logprobs: Tensor,
     score: Callable[..., Tensor],
@@ -57,7 +61,9 @@ def explain_drift(
 
     Raises:
         ShapeError: ``score`` or the mask has another shape, or no token counts.
-        OptionError: two candidates give the same keyword.
+        DtypeError: ``score`` returns, or the generator's log-probabilities are, something else than floating point.
+        OptionError: two candidates give the same keyword, ``score`` has no such keyword, the tolerance is negative, or
+            a device is another or has no values.
 
     Example:
         >>> import torch
@@ -71,7 +77,10 @@ def explain_drift(
         >>> report.found, report.after.mean_absolute
         (('temperature',), 0.0)
     """
+    if not tolerance >= 0:
+        raise OptionError(f"tolerance must be 0 nats or more, got {tolerance}")
     _require_disjoint(candidates)
+    _require_keywords(score, candidates)
     gap = _Gap(generator_logprobs, score, candidates, mask, group, progress)
     names = tuple(candidates)
     before = gap.drift(())
@@ -104,8 +113,13 @@ class _Gap:
         group: dist.ProcessGroup | None,
         progress: Callable[[str], None] | None,
     ) -> None:
+        if not generator.is_floating_point():
+            raise DtypeError(f"generator_logprobs must be floating point, got {generator.dtype}")
+        if generator.device.type == "meta":
+            raise OptionError("generator_logprobs are on the meta device, without values")
         if mask is not None and mask.shape != generator.shape:
             raise ShapeError(f"mask {tuple(mask.shape)} and generator_logprobs {tuple(generator.shape)} differ")
+        require_same_device(generator_logprobs=generator, mask=mask)
         self.mask = torch.ones_like(generator, dtype=torch.bool) if mask is None else mask.bool()
         self.shape = generator.shape
         self.generator = generator.detach().double()[self.mask]
@@ -139,7 +153,10 @@ class _Gap:
                 self.progress(f"log-probabilities {len(self.known) + 1}: " + (", ".join(sorted(names)) or "trainer"))
             keywords = {key: value for name in names for key, value in self.candidates[name].items()}
             with torch.no_grad():
-                found = self.score(**keywords)
+                found: Any = self.score(**keywords)
+            if not (isinstance(found, Tensor) and found.is_floating_point() and found.device.type != "meta"):
+                shown = f"{found.dtype} on {found.device}" if isinstance(found, Tensor) else type(found).__qualname__
+                raise DtypeError(f"score({', '.join(sorted(keywords))}) returned {shown}, not log-probabilities")
             if found.shape != self.shape:
                 raise ShapeError(
                     f"score({', '.join(sorted(keywords))}) returned {tuple(found.shape)}, and generator_logprobs are "
@@ -201,3 +218,16 @@ def _require_disjoint(candidates: Mapping[str, Mapping[str, Any]]) -> None:
                     f"candidates {owners[key]!r} and {name!r} both give {key!r}: give each a keyword of its own"
                 )
             owners[key] = name
+
+
+def _require_keywords(score: Callable[..., Tensor], candidates: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that ``score`` takes the keywords, before it is called for the first time."""
+    try:
+        signature = inspect.signature(score)
+    except (TypeError, ValueError):  # written in C
+        return
+    for keywords in ({}, *candidates.values()):
+        try:
+            signature.bind(**keywords)
+        except TypeError as error:
+            raise OptionError(f"score cannot be called as score({', '.join(keywords)}): {error}") from error

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.dtypes import wide_dtype
+from rl_logprobs.argument_types import checked
+from rl_logprobs.devices import require_same_device
+from rl_logprobs.dtypes import is_integral, wide_dtype
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 from rl_logprobs.policy.sequences import Sequences
 
 AdvantageMethod = Literal["grpo", "dr_grpo", "rloo"]
 
 
+@checked
 @torch.no_grad()
 def group_advantages(
     rewards: torch.Tensor,
@@ -43,8 +47,8 @@ def group_advantages(
 
     Raises:
         ShapeError: the shapes differ, or a group is out of range.
-        DtypeError: the groups are not integers.
-        OptionError: the method is unknown.
+        DtypeError: the groups are not integers, or the rewards are complex.
+        OptionError: the method is unknown, a number is outside its range, or the devices differ.
 
     Example:
         >>> import torch
@@ -56,8 +60,15 @@ def group_advantages(
         raise OptionError(f"method must be one of {', '.join(get_args(AdvantageMethod))}, got {method!r}")
     if rewards.dim() != 1 or rewards.shape != groups.shape:
         raise ShapeError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must both be [responses]")
-    if groups.is_floating_point():
+    if not is_integral(groups.dtype):
         raise DtypeError(f"groups must be integers, got {groups.dtype}")
+    if rewards.is_complex():
+        raise DtypeError(f"rewards must be real numbers, got {rewards.dtype}")
+    if num_groups < 1:
+        raise OptionError(f"num_groups must be 1 or more, got {num_groups}")
+    if not (eps >= 0 and math.isfinite(eps)):
+        raise OptionError(f"eps must be 0 or more and finite, got {eps}")
+    require_same_device(rewards=rewards, groups=groups)
     members = Sequences(groups, num_groups, group).check(torch.ones_like(groups, dtype=torch.bool))
     wide = rewards.to(wide_dtype(rewards.device))
     sizes, sums = members.totals(torch.stack([torch.ones_like(wide), wide]))

@@ -19,7 +19,8 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.errors import OptionError, ShapeError
+from rl_logprobs.argument_types import checked
+from rl_logprobs.errors import OptionError
 from rl_logprobs.policy.losses import MAX_LOG_RATIO
 from rl_logprobs.policy.sequences import Sequences, check_mask
 
@@ -28,6 +29,7 @@ RejectionLevel = Literal["token", "sequence", "mean", "max"]
 Statistic = Literal["ratio", "k2", "k3"]
 
 
+@checked
 @torch.no_grad()
 def importance_weights(
     logprobs: torch.Tensor,
@@ -62,8 +64,9 @@ def importance_weights(
 
     Raises:
         ShapeError: the shapes differ, or a segment is out of range.
-        OptionError: an option is unknown, the bounds are not positive and ascending, or only one of ``segments`` and
-            ``num_segments`` is given.
+        DtypeError: the log-probabilities are not floating point, or segments are not integers.
+        OptionError: an option is unknown, the bounds are not positive and ascending, only one of ``segments`` and
+            ``num_segments`` is given, or the devices differ.
 
     Example:
         >>> import torch
@@ -79,7 +82,7 @@ def importance_weights(
     if mode not in ("truncate", "mask"):
         raise OptionError(f"mode must be 'truncate' or 'mask', got {mode!r}")
     _check_bounds(low, high)
-    log_ratio, scored = masked_log_ratio(logprobs, generator_logprobs, mask)
+    log_ratio, scored = masked_log_ratio(mask, logprobs=logprobs, generator_logprobs=generator_logprobs)
     sequences = Sequences(segments, num_segments, cp_group)
     ratio = _at_level(log_ratio, scored, level, sequences).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if mode == "truncate":
@@ -89,6 +92,7 @@ def importance_weights(
     return weights.where(scored, 0)
 
 
+@checked
 @torch.no_grad()
 def rejection_mask(
     logprobs: torch.Tensor,
@@ -124,8 +128,9 @@ def rejection_mask(
 
     Raises:
         ShapeError: the shapes differ, or a segment is out of range.
-        OptionError: an option is unknown, the bounds are not positive and ascending, or only one of ``segments`` and
-            ``num_segments`` is given.
+        DtypeError: the log-probabilities are not floating point, or segments are not integers.
+        OptionError: an option is unknown, the bounds are not positive and ascending, only one of ``segments`` and
+            ``num_segments`` is given, or the devices differ.
 
     Example:
         >>> import torch
@@ -141,7 +146,7 @@ def rejection_mask(
     if statistic not in get_args(Statistic):
         raise OptionError(f"statistic must be one of {', '.join(get_args(Statistic))}, got {statistic!r}")
     _check_bounds(low, high)
-    log_ratio, scored = masked_log_ratio(logprobs, generator_logprobs, mask)
+    log_ratio, scored = masked_log_ratio(mask, logprobs=logprobs, generator_logprobs=generator_logprobs)
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     per_token = log_ratio if statistic == "ratio" else divergence_of(bounded, statistic)
     value = _at_level(per_token, scored, level, Sequences(segments, num_segments, cp_group))
@@ -150,18 +155,17 @@ def rejection_mask(
     return scored & _within(value, low, high)
 
 
-def masked_log_ratio(
-    logprobs: torch.Tensor, other: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``logprobs - other``, 0 where masked, and the mask as bool.
+def masked_log_ratio(mask: torch.Tensor, **logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the difference of two log-probabilities, given by name, 0 where masked, and the mask as bool.
 
     Raises:
         ShapeError: the shapes differ.
+        DtypeError: the log-probabilities are not floating point.
+        OptionError: the devices differ.
     """
-    if logprobs.shape != other.shape:
-        raise ShapeError(f"log-probabilities of shapes {tuple(logprobs.shape)} and {tuple(other.shape)} differ")
-    scored = check_mask(mask, logprobs, "logprobs")
-    return (logprobs - other).where(scored, 0), scored
+    scored = check_mask(mask, **logprobs)
+    policy, other = logprobs.values()
+    return (policy - other).where(scored, 0), scored
 
 
 def divergence_of(log_ratio: torch.Tensor, statistic: Literal["k2", "k3"]) -> torch.Tensor:

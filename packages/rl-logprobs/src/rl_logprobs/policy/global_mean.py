@@ -15,6 +15,8 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from rl_logprobs.argument_types import checked
+from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.errors import OptionError, ShapeError
 from rl_logprobs.policy.sequences import Sequences, check_mask
@@ -50,6 +52,7 @@ class MeanPlan:
     cp_group: dist.ProcessGroup | None
 
 
+@checked
 @torch.no_grad()
 def plan_mean(
     masks: torch.Tensor | Sequence[torch.Tensor],
@@ -111,6 +114,11 @@ def plan_mean(
     given = [segments] if isinstance(segments, torch.Tensor) else segments
     if given is not None and len(given) != len(mask_list):
         raise ShapeError(f"{len(mask_list)} masks and {len(given)} segments; give one of each per micro-batch")
+    if num_segments is not None and num_segments < 1:
+        raise OptionError(f"num_segments must be 1 or more, got {num_segments}")
+    if given is None and num_segments is not None:
+        raise OptionError(f"num_segments is {num_segments} without segments: give both, or neither")
+    require_same_device(**{f"masks[{index}]": mask for index, mask in enumerate(mask_list)})
     device = mask_list[0].device
     groups = [group] if isinstance(group, dist.ProcessGroup) else list(group or ())
     total = torch.zeros((), dtype=wide_dtype(device), device=device)
@@ -129,7 +137,7 @@ def plan_mean(
             total += (mask != 0).sum()
         _sum_over(total, [*groups, cp_group])
     else:
-        row_tokens = torch.cat([Sequences().totals((mask != 0)[None])[0].reshape(-1) for mask in mask_list])
+        row_tokens = torch.cat([_row_tokens(mask != 0) for mask in mask_list])
         _sum_over(row_tokens, [cp_group])
         total = (row_tokens > 0).sum().to(total.dtype)
         _sum_over(total, groups)
@@ -143,6 +151,7 @@ def plan_mean(
     )
 
 
+@checked
 def global_mean(
     values: torch.Tensor,
     mask: torch.Tensor,
@@ -171,8 +180,8 @@ def global_mean(
 
     Raises:
         ShapeError: the shapes differ, or a segment is out of range.
-        OptionError: segments are given and the plan has none, or the reverse.
-        DtypeError: segments are not integers.
+        OptionError: segments are given and the plan has none, or the reverse; or the devices differ.
+        DtypeError: the values are not floating point, or segments are not integers.
 
     Example:
         >>> import torch
@@ -184,12 +193,13 @@ def global_mean(
         ... )
         tensor(3.)
     """
-    scored = check_mask(mask, values)
+    scored = check_mask(mask, values=values)
     if plan is None:
         plan = plan_mean(mask, per=per, segments=segments, num_segments=num_segments)
     if plan.per != "token" and (segments is None) != (plan.segment_tokens is None):
         without = "the plan was made without segments: leave them out, or give them to plan_mean too"
         raise OptionError(without if segments is not None else "the plan was made with segments: give this batch's")
+    require_same_device(values=values, plan=plan.segment_tokens)
     dtype = statistics_dtype(values.dtype)
     kept = values.to(dtype).where(scored, 0)
     weights = _weights(scored, plan, segments)
@@ -206,9 +216,13 @@ def _weights(scored: torch.Tensor, plan: MeanPlan, segments: torch.Tensor | None
         sequences = Sequences(segments, plan.segment_tokens.shape[0]).check(scored)
         tokens = sequences.spread(plan.segment_tokens, scored)
     else:
-        sequences = Sequences(cp_group=plan.cp_group)
+        sequences = Sequences(cp_group=plan.cp_group).check(scored)
         tokens = sequences.spread(sequences.totals(scored[None])[0], scored) if plan.length is None else unit
     return unit / (plan.length if plan.length is not None else tokens.clamp(min=1))
+
+
+def _row_tokens(scored: torch.Tensor) -> torch.Tensor:
+    return Sequences().check(scored).totals(scored[None])[0].reshape(-1)
 
 
 def _sum_over(values: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> None:

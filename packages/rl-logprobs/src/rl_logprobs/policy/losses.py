@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.errors import OptionError, ShapeError
+from rl_logprobs.argument_types import checked
+from rl_logprobs.devices import require_same_device
+from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 from rl_logprobs.policy.sequences import Sequences, check_mask
 
 #: The largest absolute log-ratio that is exponentiated; beyond it the loss has no gradient.  verl uses the same bound.
@@ -40,6 +42,7 @@ class PolicyLoss(NamedTuple):
     dual_clipped: torch.Tensor
 
 
+@checked
 def ppo_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
@@ -70,7 +73,8 @@ def ppo_loss(
 
     Raises:
         ShapeError: the shapes differ.
-        OptionError: a bound is outside its range.
+        DtypeError: the log-probabilities are not floating point.
+        OptionError: a bound is outside its range, or the devices differ.
 
     Example:
         >>> import torch
@@ -87,6 +91,7 @@ def ppo_loss(
     return _clipped(_bounded_exp(log_ratio), advantages, scored, clip_low, clip_high, dual_clip)
 
 
+@checked
 def gspo_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
@@ -120,7 +125,9 @@ def gspo_loss(
 
     Raises:
         ShapeError: the shapes differ, or a segment is out of range.
-        OptionError: a bound is outside its range, or only one of ``segments`` and ``num_segments`` is given.
+        DtypeError: the log-probabilities are not floating point, or segments are not integers.
+        OptionError: a bound is outside its range, only one of ``segments`` and ``num_segments`` is given, or the
+            devices differ.
 
     Example:
         >>> import torch
@@ -140,6 +147,7 @@ def gspo_loss(
     return _clipped(ratio, advantages, scored, clip_low, clip_high, None)
 
 
+@checked
 def cispo_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
@@ -167,7 +175,8 @@ def cispo_loss(
 
     Raises:
         ShapeError: the shapes differ.
-        OptionError: a bound is outside its range.
+        DtypeError: the log-probabilities are not floating point.
+        OptionError: a bound is outside its range, or the devices differ.
 
     Example:
         >>> import torch
@@ -225,9 +234,10 @@ def _prepared(
     logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mask as bool and the advantages of all tokens, 0 where masked."""
-    if logprobs.shape != old_logprobs.shape:
-        raise ShapeError(f"logprobs {tuple(logprobs.shape)} and old_logprobs {tuple(old_logprobs.shape)} differ")
-    scored = check_mask(mask, logprobs, "logprobs")
+    scored = check_mask(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    if advantages.is_complex():
+        raise DtypeError(f"advantages must be real numbers, got {advantages.dtype}")
+    require_same_device(logprobs=logprobs, advantages=advantages)
     try:
         expanded = advantages.expand_as(logprobs)
     except RuntimeError as error:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from rl_logprobs.argument_types import checked
+from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import wide_dtype
-from rl_logprobs.errors import ShapeError
+from rl_logprobs.errors import DtypeError, ShapeError
 from rl_logprobs.policy.corrections import divergence_of, masked_log_ratio
 from rl_logprobs.policy.losses import MAX_LOG_RATIO, PolicyLoss
 from rl_logprobs.softmax.vocab_parallel import all_gather
@@ -50,8 +52,11 @@ class RatioMetrics:
 
     def __add__(self, other: RatioMetrics) -> RatioMetrics:
         """Return the metrics of both parts."""
+        if not isinstance(other, RatioMetrics):
+            return NotImplemented
         return RatioMetrics(self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
 
+    @checked
     @torch.no_grad()
     def values(self, group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
         """Return the metrics over all ranks of a group, in one all-gather of a few numbers.
@@ -82,6 +87,7 @@ class RatioMetrics:
         }
 
 
+@checked
 @torch.no_grad()
 def ratio_metrics(
     logprobs: torch.Tensor,
@@ -108,6 +114,8 @@ def ratio_metrics(
 
     Raises:
         ShapeError: the shapes differ.
+        DtypeError: the log-probabilities are not floating point, or the weights are complex.
+        OptionError: the devices differ.
 
     Example:
         >>> import torch
@@ -117,13 +125,16 @@ def ratio_metrics(
         >>> {name: round(value.item(), 3) for name, value in metrics.values().items() if name in ("ess", "kl_k3")}
         {'kl_k3': 0.074, 'ess': 0.943}
     """
-    log_ratio, scored = masked_log_ratio(logprobs, other_logprobs, mask)
-    log_ratio = log_ratio.to(wide_dtype(log_ratio.device))
+    log_ratio, scored = masked_log_ratio(mask, logprobs=logprobs, other_logprobs=other_logprobs)
+    if weights is not None:
+        _check_weights(weights, scored)
+    if loss is not None:
+        _check_loss(loss, scored)
+    scored = scored.reshape(-1)
+    log_ratio = log_ratio.reshape(-1).to(wide_dtype(log_ratio.device))
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = bounded.exp()
-    chosen = ratio if weights is None else weights.to(ratio.dtype)
-    if chosen.shape != scored.shape:
-        raise ShapeError(f"weights have shape {tuple(chosen.shape)} and the mask {tuple(scored.shape)}")
+    chosen = ratio if weights is None else weights.reshape(-1).to(ratio.dtype)
     never = torch.zeros_like(scored)
     clips = (never, never, never) if loss is None else (loss.clipped_low, loss.clipped_high, loss.dual_clipped)
     quantities = torch.stack(
@@ -136,10 +147,24 @@ def ratio_metrics(
             chosen,
             chosen.square(),
             (chosen == 0).to(ratio.dtype),
-            *(clip.to(ratio.dtype) for clip in clips),
+            *(clip.reshape(-1).to(ratio.dtype) for clip in clips),
         ]
     )
-    sums = quantities.where(scored, 0).flatten(1).sum(1)
-    largest = ratio.masked_fill(~scored, -math.inf).amax()
-    least = (-ratio).masked_fill(~scored, -math.inf).amax()
-    return RatioMetrics(sums, torch.stack([largest, least]))
+    sums = quantities.where(scored, 0).sum(1)
+    signed = torch.stack([ratio, -ratio]).masked_fill(~scored, -math.inf)
+    lowest = signed.new_full((2, 1), -math.inf)  # there may be no tokens
+    return RatioMetrics(sums, torch.cat([signed, lowest], dim=1).amax(1))
+
+
+def _check_weights(weights: torch.Tensor, scored: torch.Tensor) -> None:
+    if weights.is_complex():
+        raise DtypeError(f"weights must be real numbers, got {weights.dtype}")
+    if weights.shape != scored.shape:
+        raise ShapeError(f"weights have shape {tuple(weights.shape)} and the mask {tuple(scored.shape)}")
+    require_same_device(mask=scored, weights=weights)
+
+
+def _check_loss(loss: PolicyLoss, scored: torch.Tensor) -> None:
+    if loss.clipped_low.shape != scored.shape:
+        raise ShapeError(f"loss has shape {tuple(loss.clipped_low.shape)} and the mask {tuple(scored.shape)}")
+    require_same_device(mask=scored, loss=loss.clipped_low)

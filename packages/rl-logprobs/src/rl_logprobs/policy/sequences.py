@@ -8,18 +8,32 @@ import torch
 import torch.distributed as dist
 
 from rl_logprobs._torch_compat import assert_on_device
-from rl_logprobs.dtypes import wide_dtype
+from rl_logprobs.devices import require_same_device
+from rl_logprobs.dtypes import is_integral, wide_dtype
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 
 
-def check_mask(mask: torch.Tensor, values: torch.Tensor, name: str = "values") -> torch.Tensor:
-    """Return the mask as bool, after a check of its shape.
+def check_mask(mask: torch.Tensor, **values: torch.Tensor) -> torch.Tensor:
+    """Return the mask as bool, after a check that it and the values are of the same tokens.
+
+    Args:
+        mask: nonzero at scored tokens.
+        **values: one or more tensors by the names of their arguments.
 
     Raises:
-        ShapeError: its shape is not that of the values.
+        DtypeError: values are not floating point.
+        ShapeError: the shapes differ.
+        OptionError: the devices differ.
     """
-    if mask.shape != values.shape:
-        raise ShapeError(f"the mask has shape {tuple(mask.shape)} and the {name} {tuple(values.shape)}")
+    name, first = next(iter(values.items()))
+    for other, tensor in values.items():
+        if not tensor.is_floating_point():
+            raise DtypeError(f"{other} must be floating point, got {tensor.dtype}")
+        if tensor.shape != first.shape:
+            raise ShapeError(f"{name} {tuple(first.shape)} and {other} {tuple(tensor.shape)} differ")
+    if mask.shape != first.shape:
+        raise ShapeError(f"the mask has shape {tuple(mask.shape)} and the {name} {tuple(first.shape)}")
+    require_same_device(**values, mask=mask)
     return mask != 0
 
 
@@ -42,21 +56,27 @@ class Sequences:
         """Return the sequences with segment 0 at masked tokens, after a check of shapes and numbers.
 
         Raises:
-            OptionError: only one of ``segments`` and ``num_segments`` is given.
+            OptionError: only one of ``segments`` and ``num_segments`` is given, there are fewer than one, or the
+                segments are on another device than the mask.
             DtypeError: the segments are not integers.
-            ShapeError: their shape is not the mask's, or a token's segment is out of range (on an accelerator checked
-                there).
+            ShapeError: their shape is not the mask's, the mask has no dim, or a token's segment is out of range (on an
+                accelerator checked there).
         """
+        if mask.dim() == 0:
+            raise ShapeError("the mask must be [..., tokens], got shape ()")
         if (self.segments is None) != (self.num_segments is None):
             raise OptionError("segments and num_segments belong together: give both, or neither for one row a sequence")
         if self.segments is None or self.num_segments is None:
             return self
-        if self.segments.is_floating_point() or self.segments.dtype is torch.bool:
+        if self.num_segments < 1:
+            raise OptionError(f"num_segments must be 1 or more, got {self.num_segments}")
+        if not is_integral(self.segments.dtype):
             raise DtypeError(f"segments must be integers, got {self.segments.dtype}")
         if self.segments.shape != mask.shape:
             raise ShapeError(f"segments have shape {tuple(self.segments.shape)} and the mask {tuple(mask.shape)}")
+        require_same_device(mask=mask, segments=self.segments)
         segments = self.segments.long().where(mask, 0)
-        valid = (segments >= 0) & (segments < max(1, self.num_segments))
+        valid = (segments >= 0) & (segments < self.num_segments)
         if segments.device.type != "cpu":
             assert_on_device(valid.all(), f"a segment is outside [0, {self.num_segments})")
         elif not valid.all():
@@ -83,7 +103,8 @@ class Sequences:
     def maxima(self, values: torch.Tensor) -> torch.Tensor:
         """Return the largest of values ``[*tokens]`` by sequence, ``[*rows]`` or ``[segments]``."""
         if self.segments is None or self.num_segments is None:
-            largest = values.amax(-1)
+            lowest = values.new_full((*values.shape[:-1], 1), -torch.inf)  # rows may have no tokens
+            largest = torch.cat([values, lowest], dim=-1).amax(-1)
         else:
             largest = values.new_full((self.num_segments,), -torch.inf)
             largest.scatter_reduce_(0, self.segments.reshape(-1), values.reshape(-1), "amax")

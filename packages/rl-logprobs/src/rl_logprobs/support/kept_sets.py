@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from rl_logprobs._torch_compat import assert_on_device
+from rl_logprobs.argument_types import checked
+from rl_logprobs.devices import require_same_device
+from rl_logprobs.dtypes import is_integral
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError, SupportError
 
 
@@ -26,6 +29,7 @@ class SamplingMask(Protocol):
         """The start of each generated token's ids in ``token_ids``, and their number at the end."""
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Support:
     """The kept set of each token: the ids among which the sampler chose, as rows of a sparse matrix (CSR).
@@ -88,16 +92,19 @@ class Support:
     def from_rows(cls, rows: Sequence[Sequence[int]], *, missing_target: Literal["error", "-inf"] = "error") -> Support:
         """Return the support of one list of ids per token.
 
+        Raises:
+            DtypeError: the rows are not lists of integers.
+
         Example:
             >>> from rl_logprobs import Support
             >>> Support.from_rows([[4, 7], [], [1]]).offsets
             tensor([0, 2, 2, 3])
         """
-        counts = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
-        flat = torch.tensor([kept for row in rows for kept in row], dtype=torch.int64)
-        return cls(flat, counts.cumsum(0), missing_target)
+        ids, counts = _rows(rows, "rows")
+        return cls(_integers(ids, "rows"), torch.tensor([0, *counts]).cumsum(0), missing_target)
 
     @classmethod
+    @checked
     def from_padded(
         cls,
         ids: torch.Tensor,
@@ -112,6 +119,11 @@ class Support:
             sizes: ``[...]``, the number of ids at the front of each row; the rest is padding whatever its value.
             missing_target: see ``Support``.
 
+        Raises:
+            DtypeError: ids or sizes are not integers.
+            ShapeError: there is not one size per row.
+            OptionError: the devices differ, or ids are on the meta device.
+
         Example:
             >>> import torch
             >>> from rl_logprobs import Support
@@ -123,6 +135,12 @@ class Support:
                 f"ids must be [..., k] and sizes [...], got {tuple(ids.shape)} and "
                 f"{None if sizes is None else tuple(sizes.shape)}"
             )
+        for name, tensor in (("ids", ids), ("sizes", sizes)):
+            if tensor is not None and not is_integral(tensor.dtype):
+                raise DtypeError(f"{name} must be integers, got {tensor.dtype}")
+        require_same_device(ids=ids, sizes=sizes)
+        if ids.device.type == "meta":
+            raise OptionError("ids are on the meta device, without values: the number of kept ids depends on them")
         kept = ids >= 0
         if sizes is not None:
             kept = torch.arange(ids.shape[-1], device=ids.device) < sizes.unsqueeze(-1)
@@ -154,30 +172,44 @@ class Support:
 
         Raises:
             ShapeError: a completion does not fit into its row, or the numbers of masks and starts differ.
+            DtypeError: a mask is neither of the two, or what should be an integer is not.
 
         Example:
             >>> from rl_logprobs import Support
             >>> Support.from_completions([[[4, 7], [1]]], starts=[2], length=5).offsets
             tensor([0, 0, 0, 2, 3, 3])
         """
+        masks = _listed(masks, "masks")
+        starts = _integers(_listed(starts, "starts"), "starts").tolist()
+        (length,) = _integers([length], "length").tolist()
         if len(masks) != len(starts):
             raise ShapeError(f"{len(masks)} masks and {len(starts)} starts; give one start per mask")
         ids: list[int] = []
         counts: list[int] = [0]
         for index, (mask, start) in enumerate(zip(masks, starts, strict=True)):
-            token_ids, row_counts = _flattened(mask)
+            token_ids, row_counts = _flattened(mask, f"masks[{index}]")
             if start < 0 or start + len(row_counts) > length:
                 raise ShapeError(
                     f"completion {index} has {len(row_counts)} tokens from position {start}, and a row has {length}"
                 )
             ids.extend(token_ids)
             counts.extend([0] * start + row_counts + [0] * (length - start - len(row_counts)))
-        return cls(torch.tensor(ids, dtype=torch.int64), torch.tensor(counts).cumsum(0), missing_target)
+        return cls(_integers(ids, "masks"), torch.tensor(counts).cumsum(0), missing_target)
 
+    @checked
     def to(self, device: torch.device | str) -> Support:
-        """Return the support with its tensors on a device."""
+        """Return the support with its tensors on a device.
+
+        Raises:
+            OptionError: the string names no device.
+        """
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            raise OptionError(f"device {device!r} is unknown: {error}") from error
         return self._with(self.ids.to(device), self.offsets.to(device))
 
+    @checked
     def select(self, rows: torch.Tensor) -> Support:
         """Return the support of some tokens; the host waits for an accelerator, because the size is a value there.
 
@@ -185,13 +217,27 @@ class Support:
             rows: integers of any shape, the positions of the tokens among the flattened ones.  For context parallelism:
                 ``sequence_shard(torch.arange(batch * seq).view(batch, seq), permutation, group)``.
 
+        Raises:
+            DtypeError: the rows are not integers.
+            OptionError: the rows are on another device.
+            ShapeError: a row is outside the support.  On an accelerator the check runs there.
+
         Example:
             >>> import torch
             >>> from rl_logprobs import Support
             >>> Support.from_rows([[4, 7], [5], [1]]).select(torch.tensor([2, 0])).ids
             tensor([1, 4, 7])
         """
+        if not is_integral(rows.dtype):
+            raise DtypeError(f"rows must be integers, got {rows.dtype}")
+        require_same_device(support=self.ids, rows=rows)
         rows = rows.reshape(-1)
+        inside = ((rows >= 0) & (rows < self.num_tokens)).all()
+        if rows.device.type != "cpu":
+            assert_on_device(inside, f"a row is outside [0, {self.num_tokens})")
+        elif not inside:
+            raise ShapeError(f"rows must be in [0, {self.num_tokens}), got {rows.min().item()} to {rows.max().item()}")
+        rows = rows.long()
         starts, counts = self.offsets[rows], self.offsets.diff()[rows]
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         within = torch.arange(int(offsets[-1]), device=rows.device) - offsets[:-1].repeat_interleave(counts)
@@ -254,9 +300,42 @@ class Support:
             )
 
 
-def _flattened(mask: SamplingMask | Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+def _flattened(mask: SamplingMask | Sequence[Sequence[int]], name: str) -> tuple[list[int], list[int]]:
     """Return all ids of a completion, and the number of ids of each token."""
     if isinstance(mask, Sequence):
-        return [kept for row in mask for kept in row], [len(row) for row in mask]
-    offsets = list(mask.offsets)
-    return list(mask.token_ids), [end - start for start, end in pairwise(offsets)]
+        return _rows(mask, name)
+    if not (hasattr(mask, "token_ids") and hasattr(mask, "offsets")):
+        raise DtypeError(
+            f"{name} is of type {type(mask).__qualname__}: give one list of ids per token, or a sampling mask with "
+            "token_ids and offsets"
+        )
+    token_ids = _listed(mask.token_ids, f"{name}.token_ids")
+    offsets = _integers(_listed(mask.offsets, f"{name}.offsets"), f"{name}.offsets").tolist()
+    counts = [end - start for start, end in pairwise(offsets)]
+    if not offsets or offsets[0] != 0 or offsets[-1] != len(token_ids) or min(counts, default=0) < 0:
+        raise ShapeError(f"{name}.offsets must ascend from 0 to its {len(token_ids)} token_ids")
+    return token_ids, counts
+
+
+def _rows(rows: Iterable[Sequence[int]], name: str) -> tuple[list[int], list[int]]:
+    """Return the ids of all rows, and the number of ids of each; only the ids' number costs time."""
+    listed = [_listed(row, name) for row in _listed(rows, name)]
+    return [kept for row in listed for kept in row], [len(row) for row in listed]
+
+
+def _listed(values: Any, name: str) -> list[Any]:
+    try:
+        return list(values)
+    except (TypeError, RuntimeError) as error:  # torch's own for tensors without dims or values
+        raise DtypeError(f"{name} contains a value of type {type(values).__qualname__}, which is no list") from error
+
+
+def _integers(values: list[Any], name: str) -> torch.Tensor:
+    """Return integers as a tensor; torch finds their type faster than a loop over them."""
+    try:
+        found = torch.tensor(values) if values else torch.tensor(values, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise DtypeError(f"{name} must contain integers alone: {error}") from error
+    if not is_integral(found.dtype) or found.dim() != 1:
+        raise DtypeError(f"{name} must contain integers alone, got {found.dtype} of shape {tuple(found.shape)}")
+    return found

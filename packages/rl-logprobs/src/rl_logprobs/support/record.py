@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from rl_logprobs.argument_types import checked
 from rl_logprobs.dtypes import statistics_dtype
+from rl_logprobs.errors import OptionError
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.vocab_parallel import all_gather
@@ -13,6 +15,7 @@ from rl_logprobs.softmax.vocab_shard import locate_logits
 from rl_logprobs.support.kept_sets import Support
 
 
+@checked
 @torch.no_grad()
 def sampling_support(
     logits: torch.Tensor,
@@ -42,7 +45,8 @@ def sampling_support(
         empty where all logits are ``-inf``.
 
     Raises:
-        OptionError: the temperature is not positive, or the options for a local shard contradict each other.
+        OptionError: the temperature is not positive, the options for a local shard contradict each other, or the logits
+            are on the meta device.
         ShapeError: the logits have no tokens, or the widths contradict each other.
         PlacementError: the logits are a partial sum, or the vocabulary is sharded over two mesh axes.
         DtypeError: the logits are not floating point.
@@ -54,6 +58,8 @@ def sampling_support(
         tensor([1, 2])
     """
     located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
+    if located.values.device.type == "meta":
+        raise OptionError("logits are on the meta device, without values: the number of kept ids depends on them")
     shard = located.vocab
     values = located.values[..., : shard.width].flatten(0, -2)
     flat_temperature = check_temperature(temperature, values.new_zeros(located.values.shape[:-1]))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tp_plans.errors import PlanError, type_name
 from tp_plans.model_tree import ModelTree
 from tp_plans.styles import DispatchExperts, Style
 from tp_plans.torch_styles.build import style_to_torch
@@ -64,6 +65,8 @@ def expert_styles_by_path(
     plan: Plan, model: Any, *, shared_mesh: DeviceMesh | None, exchange: str | type[TokenExchange]
 ) -> dict[str, ParallelStyle]:
     """The rules of the axis ``ep`` for one model, by the paths of its modules."""
+    if shared_mesh is not None and not isinstance(shared_mesh, DeviceMesh):
+        raise PlanError(f"shared_mesh is of type {type_name(shared_mesh)}: give the axis as mesh['tp'], or None")
     chosen = exchange_class(exchange)
     made: dict[Style, ParallelStyle] = {}
     styles: dict[str, ParallelStyle] = {}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tp_plans._validate import is_integer
+from tp_plans._validate import MAX_RANKS, is_integer, transfer_checked
 from tp_plans.errors import TransferError
 from tp_plans.transfer.boxes import Box, full_box
 from tp_plans.transfer.engine_rules import Engine, EngineRule, engine_rules, rule_for
@@ -16,6 +16,7 @@ from tp_plans.transfer.layout import CheckpointTensor, StoredBlock, TransferLayo
 VOCAB_PADDING = 64
 
 
+@transfer_checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSize:
     """The sizes of a model and of the engine that serves it.
@@ -39,6 +40,8 @@ class EngineSize:
         for field in ("num_attention_heads", "tp", "ep", "vocab_padding"):
             if not is_integer(getattr(self, field), least=1):
                 raise TransferError(f"{field} is {getattr(self, field)!r}: give 1 or more")
+        if self.num_key_value_heads is not None and self.num_key_value_heads < 1:
+            raise TransferError(f"num_key_value_heads is {self.num_key_value_heads}: give 1 or more, or None")
         if self.num_attention_heads % self.tp:
             raise TransferError(f"{self.num_attention_heads} attention heads cannot be split over tp={self.tp}")
         kv = self.kv_heads
@@ -65,6 +68,7 @@ class _Member:
     expert: int | None
 
 
+@transfer_checked
 def engine_layout(
     tensors: Mapping[str, CheckpointTensor],
     size: EngineSize,
@@ -104,10 +108,18 @@ def engine_layout(
         0 ((0, 4), (0, 8)) model.layers.0.self_attn.qkv_proj.weight (12, 0)
         1 ((0, 4), (0, 8)) model.layers.0.self_attn.qkv_proj.weight (12, 0)
     """
+    if not 1 <= replicas <= MAX_RANKS // size.tp:
+        raise TransferError(f"replicas is {replicas}: give 1 or more, at most {MAX_RANKS} ranks with tp={size.tp}")
     chosen = engine_rules(engine) if rules is None else rules
     parameters: dict[str, list[_Member]] = defaultdict(list)
     for name, tensor in tensors.items():
         rule = rule_for(name, chosen)
+        least = 2 if rule.expert or rule.split == "columns" else 1
+        if len(tensor.shape) < least or (rule.expert and len(tensor.shape) > least):
+            bound = "" if rule.expert else " or more"
+            raise TransferError(
+                f"{name} has shape {tensor.shape}: its rule, split={rule.split!r}, is for {least}{bound} dims"
+            )
         local, expert = _local_name(name, rule)
         parameters[local].append(_Member(name, tensor, rule, expert))
     blocks: dict[str, list[StoredBlock]] = {name: [] for name in tensors}
@@ -123,10 +135,10 @@ def _local_name(name: str, rule: EngineRule) -> tuple[str, int | None]:
     """The engine's parameter of a checkpoint tensor, and the number of its expert."""
     path, _, attribute = name.rpartition(".")
     if rule.expert:  # PARENT.experts.NUMBER.LINEAR.weight -> PARENT.experts.w13_weight
-        parent, number, _ = path.rsplit(".", 2)
-        if not number.isdigit():
-            raise TransferError(f"{name}: {number!r} is not the number of an expert")
-        return f"{parent}.{rule.fused_into}", int(number)
+        parts = path.rsplit(".", 2)
+        if len(parts) < 3 or not parts[1].isdecimal():
+            raise TransferError(f"{name} has no number of an expert before its last two parts, as its rule says")
+        return f"{parts[0]}.{rule.fused_into}", int(parts[1])
     if rule.fused_into is None:
         return name, None
     return f"{path.rpartition('.')[0]}.{rule.fused_into}.{attribute}", None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
+from tp_plans._validate import transfer_checked
 from tp_plans.errors import TransferError
 
 #: How a tensor is cut over an engine's ``tp``: not at all; by output features (dim 0), in whole heads; key/value heads,
@@ -22,6 +23,7 @@ EngineSplit = Literal["replicated", "rows", "heads", "kv_heads", "columns", "voc
 Engine = Literal["vllm", "sglang"]
 
 
+@transfer_checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRule:
     """How an engine stores the checkpoint tensors whose names match a pattern.
@@ -44,6 +46,10 @@ class EngineRule:
     def __post_init__(self) -> None:
         if self.split not in get_args(EngineSplit):
             raise TransferError(f"split is {self.split!r}: write one of {', '.join(get_args(EngineSplit))}")
+        if self.position < 0:
+            raise TransferError(f"position is {self.position}: write 0 or more")
+        if self.expert and not self.fused_into:
+            raise TransferError("fused_into is missing: name the parameter in which the engine stacks the experts")
 
 
 def _experts(parent: str, gate: str, up: str, down: str) -> list[EngineRule]:
@@ -99,6 +105,7 @@ _RULES: dict[str, list[EngineRule]] = {
 }
 
 
+@transfer_checked
 def engine_rules(engine: Engine) -> list[EngineRule]:
     """Return an engine's built-in rules, for Llama, Qwen 2 and 3, Gemma 3, Mixtral, Qwen 3 MoE and DeepSeek V2 and V3.
 

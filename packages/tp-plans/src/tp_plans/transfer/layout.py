@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tp_plans.errors import TransferError
+from tp_plans._validate import is_integer, transfer_checked
+from tp_plans.errors import TransferError, type_name
 from tp_plans.transfer.boxes import Box, box_shape, full_box, intersection, volume
 from tp_plans.transfer.mesh_layout import MeshLayout, mesh_boxes
 
@@ -33,6 +34,7 @@ ITEM_SIZES: Mapping[str, int] = {
 FORMAT = 1
 
 
+@transfer_checked
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
     """A tensor of a checkpoint, as it is sent.
@@ -48,6 +50,8 @@ class CheckpointTensor:
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_SIZES:
             raise TransferError(f"dtype {self.dtype!r} is unknown: write one of {', '.join(ITEM_SIZES)}")
+        if min(self.shape, default=0) < 0:
+            raise TransferError(f"shape is {self.shape}: give sizes of 0 or more")
 
     @property
     def itemsize(self) -> int:
@@ -83,6 +87,7 @@ class StoredBlock:
         return tuple(found)
 
 
+@transfer_checked
 class TransferLayout:
     """Which rank stores which blocks of a checkpoint's tensors.
 
@@ -110,7 +115,10 @@ class TransferLayout:
         for name, stored in blocks.items():
             if name not in self._tensors:
                 raise TransferError(f"a block of {name!r}, which is none of the layout's {len(tensors)} tensors")
-            self._blocks[name] = tuple(block for block in stored if volume(block.box))
+            listed = list(stored)
+            for block in listed:
+                _require_types(name, block)
+            self._blocks[name] = tuple(block for block in listed if volume(block.box))
             for block in self._blocks[name]:
                 _require_fit(name, self._tensors[name], block)
 
@@ -119,8 +127,15 @@ class TransferLayout:
         """The checkpoint's tensors by name."""
         return self._tensors
 
+    @transfer_checked
     def blocks(self, tensor: str) -> tuple[StoredBlock, ...]:
-        """Return the stored blocks of a tensor, over all ranks."""
+        """Return the stored blocks of a tensor, over all ranks.
+
+        Raises:
+            TransferError: the layout has no such tensor.
+        """
+        if tensor not in self._blocks:
+            raise TransferError(f"tensor {tensor!r} is none of the layout's {len(self._blocks)}")
         return self._blocks[tensor]
 
     @cached_property
@@ -165,8 +180,13 @@ class TransferLayout:
             if block.rank == rank
         )
 
+    @transfer_checked
     def shifted(self, by: int) -> TransferLayout:
-        """Return the layout with ``by`` added to every rank."""
+        """Return the layout with ``by`` added to every rank.
+
+        Raises:
+            TransferError: a rank would be negative.
+        """
         return TransferLayout(
             self._tensors,
             {
@@ -177,6 +197,7 @@ class TransferLayout:
             },
         )
 
+    @transfer_checked
     def union(self, other: TransferLayout) -> TransferLayout:
         """Return both layouts as one, as of two pipeline stages, or of two engines.
 
@@ -238,6 +259,7 @@ class TransferLayout:
         return hash((tuple(self._tensors.items()), tuple(self._blocks.items())))
 
 
+@transfer_checked
 def mesh_layout(
     tensors: Mapping[str, CheckpointTensor],
     mesh_shape: Sequence[int],
@@ -266,6 +288,8 @@ def mesh_layout(
         >>> [block.box for block in layout.blocks("weight")]
         [((0, 2), (0, 2)), ((2, 4), (0, 2))]
     """
+    if ranks is not None and (len(set(ranks)) < len(ranks) or min(ranks, default=0) < 0):
+        raise TransferError(f"ranks are {tuple(ranks)}: give each once, 0 or more")
     blocks: dict[str, list[StoredBlock]] = {}
     for name, tensor in tensors.items():
         if name not in layouts:
@@ -277,6 +301,28 @@ def mesh_layout(
         numbers = range(len(boxes)) if ranks is None else ranks
         blocks[name] = [StoredBlock(rank, box, name, zeros, dims) for rank, box in zip(numbers, boxes, strict=True)]
     return TransferLayout(tensors, blocks)
+
+
+def _require_types(name: str, block: Any) -> None:
+    if not isinstance(block, StoredBlock):
+        raise TransferError(f"{name}: blocks contain what is of type {type_name(block)}, not a StoredBlock")
+    given: Any = block
+    right = (
+        is_integer(given.rank, least=0)
+        and isinstance(given.local, str)
+        and _is_tuple(given.offset, lambda each: is_integer(each, least=0))
+        and _is_tuple(given.dims, lambda each: each is None or is_integer(each))
+        and _is_tuple(given.box, lambda each: _is_tuple(each, is_integer) and len(each) == 2)
+    )
+    if not right:
+        raise TransferError(
+            f"{name}: {block} is no block: rank, offset and the starts and stops of box are integers from 0, dims are "
+            "integers or None, local is a name"
+        )
+
+
+def _is_tuple(value: object, test: Callable[[Any], bool]) -> bool:
+    return isinstance(value, tuple) and all(map(test, value))
 
 
 def _require_fit(name: str, tensor: CheckpointTensor, block: StoredBlock) -> None:

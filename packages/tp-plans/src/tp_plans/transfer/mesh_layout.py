@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tp_plans._validate import MAX_RANKS, transfer_checked
 from tp_plans.errors import PlanError, TransferError
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.transfer.boxes import Box
@@ -75,6 +76,7 @@ def shard_steps(layouts: Sequence[MeshLayout], mesh_shape: Sequence[int]) -> lis
     return ordered
 
 
+@transfer_checked
 def mesh_boxes(shape: Sequence[int], mesh_shape: Sequence[int], layouts: Sequence[MeshLayout]) -> list[Box]:
     """Return the box that each rank of a mesh holds, in the mesh's row-major order.
 
@@ -90,7 +92,8 @@ def mesh_boxes(shape: Sequence[int], mesh_shape: Sequence[int], layouts: Sequenc
         One box per rank; a box of an empty shard has a dim of size 0.
 
     Raises:
-        TransferError: there is not one layout per axis, or a layout's dim is not one of the tensor's.
+        TransferError: there is not one layout per axis, a layout's dim is not one of the tensor's, or a size is out of
+            range.
 
     Example:
         >>> import tp_plans
@@ -99,6 +102,10 @@ def mesh_boxes(shape: Sequence[int], mesh_shape: Sequence[int], layouts: Sequenc
     """
     if len(layouts) != len(mesh_shape):
         raise TransferError(f"{len(layouts)} layouts for a mesh of {len(mesh_shape)} axes: give one per axis")
+    if min(mesh_shape, default=1) < 1 or math.prod(mesh_shape) > MAX_RANKS:
+        raise TransferError(f"mesh_shape is {tuple(mesh_shape)}: give sizes of 1 or more, together at most {MAX_RANKS}")
+    if min(shape, default=0) < 0:
+        raise TransferError(f"shape is {tuple(shape)}: give sizes of 0 or more")
     normal = [_in_dims(layout, shape) for layout in layouts]
     steps = shard_steps(normal, mesh_shape)
     boxes = []

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from tp_plans._validate import transfer_checked
 from tp_plans.errors import TransferError
 from tp_plans.transfer.boxes import Box, difference, disjoint, full_box, intersection, split_box, volume
 from tp_plans.transfer.layout import CheckpointTensor, TransferLayout
@@ -84,6 +85,7 @@ class TransferPlan:
         return tuple(sorted({*self.source.ranks, *self.destination.ranks}))
 
 
+@transfer_checked
 def plan_transfer(source: TransferLayout, destination: TransferLayout) -> TransferPlan:
     """Decide which rank sends which block of each checkpoint tensor to which rank.
 
@@ -138,6 +140,7 @@ def plan_transfer(source: TransferLayout, destination: TransferLayout) -> Transf
     return TransferPlan(source, destination, tuple(transfer for _, transfer in fixed))
 
 
+@transfer_checked
 def plan_cover(layout: TransferLayout) -> tuple[BlockTransfer, ...]:
     """Share out every element of a layout's tensors among the ranks that store it, each to one of them.
 

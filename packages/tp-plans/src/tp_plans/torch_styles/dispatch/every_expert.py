@@ -65,15 +65,13 @@ def _to_experts(mesh: DeviceMesh, tokens: Tensor, sizes: list[int]) -> Tensor:
     arrived = tokens.new_empty(sum(received), hidden)
     sent = [own * number] * mesh.size()
     dist.all_to_all_single(arrived, tokens.reshape(-1, hidden).contiguous(), received, sent, group=mesh.get_group())
-    parts = arrived.split(received)  # type: ignore[no-untyped-call]
-    return torch.cat([part.view(own, len(part) // own, hidden) for part in parts], dim=1)
+    return torch.cat([part.view(own, len(part) // own, hidden) for part in torch.split(arrived, received)], dim=1)
 
 
 def _from_experts(mesh: DeviceMesh, outputs: Tensor, sizes: list[int]) -> Tensor:
     own, _, hidden = outputs.shape
     number = sizes[mesh.get_local_rank()]
-    parts = outputs.split(sizes, dim=1)  # type: ignore[no-untyped-call]
-    sent = torch.cat([part.reshape(-1, hidden) for part in parts])
+    sent = torch.cat([part.reshape(-1, hidden) for part in torch.split(outputs, sizes, dim=1)])
     arrived = outputs.new_empty(mesh.size() * own * number, hidden)
     received = [own * number] * mesh.size()
     dist.all_to_all_single(arrived, sent, received, [own * size for size in sizes], group=mesh.get_group())

@@ -206,7 +206,7 @@ def _all_to_all(values: Tensor, splits: _Splits | None, group: dist.ProcessGroup
 _KERNELS: Mapping[str, str] = {"deepep": "deep_ep", "hybridep": "deep_ep"}
 
 
-def exchange_class(exchange: str | type[TokenExchange]) -> type[TokenExchange]:
+def exchange_class(exchange: object) -> type[TokenExchange]:
     """Return the class of an exchange by name, or the class itself.
 
     Args:
