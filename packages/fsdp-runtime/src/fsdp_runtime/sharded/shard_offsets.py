@@ -4,58 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch.distributed.tensor import DTensor, Placement
 
 from fsdp_runtime._torch_compat import is_strided
 from fsdp_runtime.errors import WeightsError
-
-
-@dataclass(frozen=True)
-class ShardStep:
-    """One sharding of a tensor: dim ``dim`` of the part left by earlier steps, into ``num_chunks`` over an axis.
-
-    Args:
-        axis: index of the mesh axis.
-        dim: the tensor dim.
-        num_chunks: size of the mesh axis.
-    """
-
-    axis: int
-    dim: int
-    num_chunks: int
-
-    def chunk_size(self, size: int) -> int:
-        """Return the size of a full chunk of ``size``; as in ``torch.chunk``, the last chunks are shorter or empty."""
-        return -(-size // self.num_chunks)
-
-    def chunk_range(self, size: int, index: int) -> tuple[int, int]:
-        """Return the start and the length of chunk ``index`` of ``size``."""
-        start = min(size, self.chunk_size(size) * index)
-        return start, min(size - start, self.chunk_size(size))
+from tp_plans import Replicate, Shard, StridedShard
+from tp_plans.transfer.mesh_layout import MeshLayout, ShardStep
+from tp_plans.transfer.mesh_layout import shard_steps as layout_steps
 
 
 def shard_steps(placements: Sequence[Placement], mesh_shape: Sequence[int]) -> list[ShardStep]:
-    """Return the sharding steps in an order that reproduces every rank's shard.
-
-    Steps on different dims commute.  On one dim, plain shards apply from the first mesh axis to the last, while a
-    strided shard applies after the axes to its right: FSDP2 shards after ``tp``, although its axis comes first in the
-    mesh.  The last axis goes first wherever that is allowed, so that parameters sharded over ``tp`` and FSDP2 agree on
-    the order.
+    """Return the sharding steps of DTensor's placements, in the order of ``tp_plans``' transfer layouts.
 
     Raises:
         WeightsError: a placement is neither a shard nor a replica.
     """
-    ordered: list[ShardStep] = []
-    for axis, placement in reversed(list(enumerate(placements))):
-        if is_strided(placement) or placement.is_shard():
-            step = ShardStep(axis, placement.dim, mesh_shape[axis])  # type: ignore[attr-defined]
-            same_dim = (index for index, other in enumerate(ordered) if other.dim == step.dim)
-            ordered.insert(len(ordered) if is_strided(placement) else next(same_dim, len(ordered)), step)
-        elif not placement.is_replicate():
-            raise WeightsError(f"a parameter is placed as {placement}: only Shard and Replicate can be read or saved")
-    return ordered
+    return layout_steps([_layout(placement) for placement in placements], mesh_shape)
+
+
+def _layout(placement: Placement) -> MeshLayout:
+    if is_strided(placement):
+        return StridedShard(placement.dim)  # type: ignore[attr-defined]
+    if placement.is_shard():
+        return Shard(placement.dim)  # type: ignore[attr-defined]
+    if placement.is_replicate():
+        return Replicate()
+    raise WeightsError(f"a parameter is placed as {placement}: only Shard and Replicate can be read or saved")
 
 
 def local_slices(
