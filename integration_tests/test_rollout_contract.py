@@ -20,7 +20,11 @@ BATCH, PROMPT, LENGTH = 4, 4, 16
 SAMPLING = rl_logprobs.SamplingFilter(top_p=0.8, top_k=40)
 MESHES = ({"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2})
 #: Of a mixture, whose experts are divided over ``ep`` and summed over other ranks than all other parameters.
-EXPERT_MESHES = ({"dp_shard": 2, "tp": 2, "ep": 4}, {"dp_shard": 2, "cp": 2, "ep": 2}, {"dp_replicate": 2, "tp": 2, "ep": 2})
+EXPERT_MESHES = (
+    {"dp_shard": 2, "tp": 2, "ep": 4},
+    {"dp_shard": 2, "cp": 2, "ep": 2},
+    {"dp_replicate": 2, "tp": 2, "ep": 2},
+)
 CASES = [
     ("Qwen3ForCausalLM", MESHES, "token"),
     ("Qwen3ForCausalLM", MESHES, "sequence"),

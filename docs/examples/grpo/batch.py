@@ -105,9 +105,7 @@ def collate(samples: Sequence[Sample], length: int, pad_id: int, device: torch.d
         starts = [len(sample.prompt) for sample in samples]
         rows = rl_logprobs.Support.from_completions([sample.kept for sample in samples], starts, length)
         support = rows.next_token().to(device)  # the targets are shifted, too
-    return Batch(
-        tokens.to(device), targets.to(device), logprobs.to(device), support, _routes(samples, length, device)
-    )
+    return Batch(tokens.to(device), targets.to(device), logprobs.to(device), support, _routes(samples, length, device))
 
 
 def _routes(samples: Sequence[Sample], length: int, device: torch.device) -> torch.Tensor | None:

@@ -123,9 +123,7 @@ def drift(run: Run, batch: Batch) -> rl_logprobs.DriftReport:
     }
     given = {name: each for name, each in candidates.items() if all(value is not None for value in each.values())}
     # What float32 rounds differently needs no explanation.
-    return rl_logprobs.explain_drift(
-        batch.logprobs, score, given, mask=batch.mask, tolerance=1e-5, group=run.dp_group
-    )
+    return rl_logprobs.explain_drift(batch.logprobs, score, given, mask=batch.mask, tolerance=1e-5, group=run.dp_group)
 
 
 def _sample_on_all_ranks(run: Run, questions: Sequence[Question]) -> list[Sample]:

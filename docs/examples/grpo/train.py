@@ -58,7 +58,9 @@ def quieten() -> None:
 def set_up(settings: Settings) -> Run:
     """Build the mesh, the checkpoint, and on every rank its part of the trainer and its generator."""
     device_type = None if settings.device == "auto" else settings.device
-    mesh = fsdp_runtime.MeshSpec(dp_shard=settings.dp_shard, tp=settings.tp, ep=settings.ep).build(device_type=device_type)
+    mesh = fsdp_runtime.MeshSpec(dp_shard=settings.dp_shard, tp=settings.tp, ep=settings.ep).build(
+        device_type=device_type
+    )
     rank, dp_size = dist.get_rank(), fsdp_runtime.submesh(mesh, "dp").size()
     check_divisible(settings, dist.get_world_size(), dp_size)
     device = torch.device(mesh.device_type)
