@@ -1,4 +1,4 @@
-"""Equal policies have ratio 1: truncated sampling from a mixture that routed otherwise, in packed rows, on every axis."""
+"""Equal policies have ratio 1: truncated sampling from a mixture that routed otherwise, packed, on every axis."""
 
 from __future__ import annotations
 
