@@ -1,4 +1,4 @@
-"""Equal policies have ratio 1: truncated sampling from a mixture that routed otherwise, in packed rows, on every axis."""
+"""Equal policies have ratio 1: truncated sampling from a mixture that routed otherwise, packed, on every axis."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _model_and_rollout(name: str) -> tuple[nn.Module, Rollout]:
 
 
 def _errors(name: str, cases: list[tuple[dict[str, int], dict[str, Any]]]) -> dict[str, float]:
-    """The errors beyond the bound of every case: log-probabilities against the generator, gradients against one process."""
+    """The errors beyond the bound: of log-probabilities against the generator, of gradients against one process."""
     model, rollout = _model_and_rollout(name)
     errors: dict[str, float] = {}
     with compute_in_float64():

@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 class Settings:
     """The run's settings; each field is a command-line option of the same name."""
 
-    model: Annotated[str | None, "a checkpoint; none: write a small one; mixture: one with experts"] = None
+    model: Annotated[
+        str | None, "folder or hub id of a checkpoint; none: write a small one; mixture: one with experts"
+    ] = None
     output: Annotated[Path, "folder for checkpoints, figures and the plot"] = Path("grpo-output")
     device: Annotated[Literal["auto", "cpu", "cuda"], "where to compute"] = "auto"
     dtype: Annotated[Literal["float32", "bfloat16"], "what to compute in"] = "float32"
