@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import copy
+import os
+import time
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+<<<<<<< HEAD
 from fsdp_runtime import FSDPOptions, parallelize, resolve_parallelism
+=======
+from fsdp_runtime import (
+    EstimateError,
+    FSDPOptions,
+    monitor_ranks,
+    parallelize,
+    resolve_parallelism,
+    submesh,
+)
+from fsdp_runtime.estimate.parse_args import parse_mesh_spec
+>>>>>>> e14c
 from harness.models import tiny_inputs, tiny_model
-from harness.parity import Case, RankReport, assert_parity, compare, mesh_for
+from harness.parity import Case, RankReport, assert_parity, compare, gradient_errors, logits_of, mesh_for
 from harness.ranks import RankPool, RanksFailed
+from tp_plans.torch_styles import AllToAllExchange, DispatchedTokens
 
 MOE, OSS = "Qwen3MoeForCausalLM", "GptOssForCausalLM"
 #: No bound of a lower precision: this model computes in float64 throughout.
@@ -108,14 +126,25 @@ def test_adapters_on_stacked_experts_are_refused_and_others_accepted(two_ranks: 
     two_ranks.run(_adapted, {"target_modules": ["q_proj"]})
 
 
+<<<<<<< HEAD
 def _refused(mesh: dict[str, int], architecture: str = MOE, **options: Any) -> None:
     resolve_parallelism(tiny_model(architecture), mesh_for(mesh), **options)
+=======
+def test_a_dry_run_of_experts_over_ranks_is_refused() -> None:
+    with pytest.raises(EstimateError, match="a dry run of ep=2 is not available"):
+        parse_mesh_spec({"dp_shard": 2, "ep": 2})
+
+
+def _refused(mesh: dict[str, int], architecture: str = MOE, model: Any = None, **options: Any) -> None:
+    resolve_parallelism(tiny_model(architecture, **(model or {})), mesh_for(mesh), **options)
+>>>>>>> e14c
 
 
 @pytest.mark.parametrize(
     ("error", "options"),
     [
         ("CapabilityError: LlamaForCausalLM has no module with stacked experts", {"architecture": "LlamaForCausalLM"}),
+        ("7 experts cannot be divided over ep=2", {"model": {"num_experts": 7}}),
         ("CapabilityError: exchange='deepep' needs the kernels of deep_ep", {"expert_exchange": "deepep"}),
     ],
 )
@@ -124,3 +153,77 @@ def test_what_cannot_be_dispatched_is_refused_before_anything_changes(
 ) -> None:
     with pytest.raises(RanksFailed, match=error):
         two_ranks.run(_refused, {"dp_shard": 2, "ep": 2}, **options)
+
+
+def _rounding(dtype: torch.dtype) -> tuple[float, float]:
+    """The largest gradient errors, against float64, of ``eager`` in one process and of ``grouped_mm`` over ``ep``."""
+    every = {"num_experts_per_tok": 8}  # no choice that rounding could turn
+    eager = tiny_model(MOE, dtype=dtype, **every)
+    exact = copy.deepcopy(eager).double()
+    inputs = tiny_inputs(eager, batch=4, length=7)
+    mesh = mesh_for(ALL)
+    data = submesh(mesh, "dp")
+    grouped = tiny_model(MOE, dtype=dtype, experts="grouped_mm", **every)
+    assert all(torch.equal(one, other) for one, other in zip(grouped.parameters(), eager.parameters(), strict=True))
+    grouped = parallelize(grouped, mesh)
+    rows = slice(2 * data.get_local_rank(), 2 * data.get_local_rank() + 2)
+    for model, own, ranks in (
+        (exact, slice(None), 1),
+        (eager, slice(None), 1),
+        (grouped, rows, data.size()),
+    ):
+        logits = logits_of(model, {"input_ids": inputs["input_ids"][own]}).double()
+        weights = torch.randn(4, *logits.shape[1:], generator=torch.Generator().manual_seed(2), dtype=logits.dtype)
+        (logits * weights[own]).sum().mul(ranks).backward()
+    expected = {name: each.grad for name, each in exact.named_parameters()}
+    largest = [max(gradient_errors(expected, model).values()) for model in (eager, grouped)]
+    return largest[0], largest[1]
+
+
+def _all_rounding() -> list[tuple[float, float]]:
+    return [_rounding(dtype) for dtype in (torch.float32, torch.bfloat16)]
+
+
+def test_grouped_products_over_ranks_round_like_eager_experts_in_one_process(four_ranks: RankPool) -> None:
+    for rank in four_ranks.run(_all_rounding):
+        for (eager, grouped), epsilon in zip(rank, (2**-23, 2**-8), strict=True):
+            # Sums over experts, tp and data-parallel ranks are rounded once more each: twice as far off, at most.
+            assert 0 < grouped < 2 * eager
+            assert eager < 64 * epsilon  # sums of 64 products
+
+
+class _Dies(AllToAllExchange):
+    """Rank 1 ends before the second layer's exchange."""
+
+    calls = 0
+
+    def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> DispatchedTokens:
+        _Dies.calls += 1
+        if dist.get_rank() == 1 and _Dies.calls == 2:
+            os._exit(3)
+        return super().dispatch(hidden, index, weights, experts=experts)
+
+
+def _lose_a_rank() -> None:
+    model = parallelize(tiny_model(MOE), mesh_for({"dp_shard": 4, "ep": 4}), expert_exchange=_Dies)
+    with monitor_ranks(timeout=5.0) as monitor, monitor.phase("forward"):
+        model(**tiny_inputs(model, batch=1, length=5), use_cache=False)
+
+
+def test_a_rank_that_dies_in_the_exchange_ends_every_other_with_one_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("harness.ranks.GRACE_SECONDS", 60.0)
+    pool = RankPool(4)
+    try:
+        begun = time.monotonic()
+        with pytest.raises(RanksFailed) as failure:
+            pool.run(_lose_a_rank, timeout=240)
+        assert time.monotonic() - begun < 200  # of which most is the start of four processes
+    finally:
+        pool.close(force=True)
+    errors = failure.value.errors
+    assert errors.pop(1).type_name == "Died"
+    assert {error.type_name for error in errors.values()} == {"LostRankError"}
+    assert all("rank 1, in phase 'forward'" in error.message for error in errors.values())
+    assert sorted(errors) == [0, 2, 3]

@@ -97,6 +97,12 @@ def test_it_does_under_fsdp_too(
     assert all(found == {} for found in pool.run(_parity, axes, architecture, options, {}))
 
 
+def test_adapters_beside_experts_over_ep_do_too(four_ranks: RankPool) -> None:
+    axes, config = {"dp_shard": 2, "tp": 2, "ep": 4}, {"target_modules": ["q_proj", "v_proj", "o_proj"]}
+    options = {"sequence_parallel": True, "activation_checkpointing": "block"}
+    assert four_ranks.run(_parity, axes, "Qwen3MoeForCausalLM", options, config) == [{}] * 4
+
+
 def _layouts() -> dict[str, str]:
     model = parallelize(_adapted(), mesh_for({"tp": 2}))
     layer = "base_model.model.model.layers.0."
