@@ -12,19 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-<<<<<<< HEAD
-from fsdp_runtime import FSDPOptions, parallelize, resolve_parallelism
-=======
 from fsdp_runtime import (
-    EstimateError,
     FSDPOptions,
     monitor_ranks,
     parallelize,
     resolve_parallelism,
     submesh,
 )
-from fsdp_runtime.estimate.parse_args import parse_mesh_spec
->>>>>>> e14c
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, RankReport, assert_parity, compare, gradient_errors, logits_of, mesh_for
 from harness.ranks import RankPool, RanksFailed
@@ -126,18 +120,8 @@ def test_adapters_on_stacked_experts_are_refused_and_others_accepted(two_ranks: 
     two_ranks.run(_adapted, {"target_modules": ["q_proj"]})
 
 
-<<<<<<< HEAD
-def _refused(mesh: dict[str, int], architecture: str = MOE, **options: Any) -> None:
-    resolve_parallelism(tiny_model(architecture), mesh_for(mesh), **options)
-=======
-def test_a_dry_run_of_experts_over_ranks_is_refused() -> None:
-    with pytest.raises(EstimateError, match="a dry run of ep=2 is not available"):
-        parse_mesh_spec({"dp_shard": 2, "ep": 2})
-
-
 def _refused(mesh: dict[str, int], architecture: str = MOE, model: Any = None, **options: Any) -> None:
     resolve_parallelism(tiny_model(architecture, **(model or {})), mesh_for(mesh), **options)
->>>>>>> e14c
 
 
 @pytest.mark.parametrize(
