@@ -71,7 +71,7 @@ def collective_call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Coll
     # In-place operators on one flat tensor take the output first; all others take the input first.
     inputs = tensors[1] if name.endswith("_base_") else tensors[0]
     nbytes = sum(leaf.nbytes for leaf in leaves(inputs) if isinstance(leaf, Tensor))
-    kept = _kept(inputs, args[4], ranks) if name == "alltoall_base_" else None
+    kept = _kept(inputs, args[4], ranks) if name == "alltoall_base_" and isinstance(inputs, Tensor) else None
     return CollectiveCall(kind, ranks, nbytes, kept)
 
 
