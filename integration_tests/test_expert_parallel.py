@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 
 from architecture_matrix.expert_parallel import MESHES, measure_experts, mixtures
@@ -20,7 +22,7 @@ ROWS = [
     "nemotron_h",  # experts without a gate in some blocks
     "qwen3_5_moe_text",  # a shared expert behind a gate
 ]
-#: All others with stacked experts; `nox -s slow` runs them.
+#: All others with stacked experts; `nox -s slow` runs all rows on all meshes.
 OTHERS = """
     afmoe, aria_text, axk1, axk2, bailing_hybrid, beam, cohere2_moe, deepseek_v2, deepseek_v32, deepseek_v4, dots1,
     dots3_note, dots3_note_text, ernie4_5_moe, exaone_moe, flex_olmo, flint, gemma4, glm4_moe, glm4_moe_lite,
@@ -31,7 +33,6 @@ OTHERS = """
 """
 VARIANTS = ["deepseek_v3, whole queries", "gemma4_text, keys as values", "qwen3_5_moe, vision"]
 NAMES = [*ROWS, *(name.strip() for name in OTHERS.split(",")), *VARIANTS]
-CASES = [pytest.param(name, marks=[] if name in ROWS else [pytest.mark.slow]) for name in NAMES]
 
 
 @pytest.mark.slow
@@ -39,13 +40,25 @@ def test_every_row_with_stacked_experts_is_listed() -> None:
     assert sorted(NAMES) == sorted(mixtures())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_mixture_equals_one_process_on_every_mesh(four_ranks: RankPool, name: str) -> None:
-    for axes, *reports in zip(MESHES, *four_ranks.run(measure_experts, name), strict=True):
+def _assert_equal(four_ranks: RankPool, name: str, meshes: Sequence[Mapping[str, int]]) -> None:
+    for axes, *reports in zip(meshes, *four_ranks.run(measure_experts, name, meshes), strict=True):
         try:
             assert_parity(reports)
         except AssertionError as error:
             raise AssertionError(f"{dict(axes)}: {error}") from None
+
+
+@pytest.mark.parametrize(("number", "name"), list(enumerate(ROWS)))
+def test_every_form_of_mixture_equals_one_process_on_one_of_the_meshes(
+    four_ranks: RankPool, number: int, name: str
+) -> None:
+    _assert_equal(four_ranks, name, [MESHES[number % len(MESHES)]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_mixture_equals_one_process_on_every_mesh(four_ranks: RankPool, name: str) -> None:
+    _assert_equal(four_ranks, name, MESHES)
 
 
 PLANTED = {

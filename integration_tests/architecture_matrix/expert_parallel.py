@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -41,9 +41,9 @@ def mixtures() -> dict[str, Entry]:
     return found
 
 
-def measure_experts(name: str) -> list[RankReport]:
+def measure_experts(name: str, meshes: Sequence[Mapping[str, int]] = MESHES) -> list[RankReport]:
     """Measure one mixture on every mesh; every rank of the world must call it."""
-    return [_measured(name, axes) for axes in MESHES]
+    return [_measured(name, axes) for axes in meshes]
 
 
 def _measured(name: str, axes: Mapping[str, int]) -> RankReport:
