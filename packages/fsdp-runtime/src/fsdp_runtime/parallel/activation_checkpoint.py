@@ -151,7 +151,7 @@ class _Recomputing:
     """Mixed in before a module's class; a subclass rather than a replaced ``forward``, so that deepcopy works."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        forward = super().forward  # type: ignore[misc]
+        plain = forward = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if kwargs.get("past_key_values") is not None:
@@ -171,7 +171,8 @@ class _Recomputing:
         if torch.compiler.is_compiling():  # the compiler replaces in-place operators before it decides what to keep
             compiled_contexts = partial(create_selective_checkpoint_contexts, contexts.saved)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
-        return contexts.run(partial(checkpoint, forward, *args, use_reentrant=False, context_fn=contexts, **kwargs))
+        context_fn = partial(contexts, replayed=forward is not plain)
+        return contexts.run(partial(checkpoint, forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs))
 
 
 def _mlps(structure: ModelStructure) -> tuple[str, ...]:

@@ -45,12 +45,12 @@ class SelectiveContexts:
         self.saved = list(saved)
         self.pins_routes = pins_routes
 
-    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of a forward and of its recomputation."""
+    def __call__(self, *, replayed: bool = False) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of a forward and of its recomputation; of one that replays its routes without pinning."""
         kept, reused = create_selective_checkpoint_contexts(list(self.saved))  # type: ignore[no-untyped-call]
         forward, recompute = _Only(self.saved, kept), _Only(self.saved, reused)
         watched = _both(forward, _WatchWrites(self.saved))
-        if not self.pins_routes:
+        if replayed or not self.pins_routes:
             return watched, recompute
         record, replay = pinned_routes()
         return _both(record, watched), _both(replay, recompute)  # below: torch counts the operators of both forwards
