@@ -90,14 +90,14 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, _Run]) 
     """Run the candidate on every kind of input and compare."""
     problems = [*_wrong_weights(reference, candidate)]
     output_errors: dict[str, float] = {}
-    gradient_errors: dict[str, float] = defaultdict(float)
+    largest_errors: dict[str, float] = defaultdict(float)
     for kind, run in runs.items():
         candidate.zero_grad()
         logits = logits_of(candidate, run.inputs)
         (logits * run.weights).sum().backward()
         output_errors[kind] = largest((logits - run.expected)[run.weights != 0])
         for path, error in gradient_errors(reference, candidate, run.gradients):
-            gradient_errors[path] = max(gradient_errors[path], error)
+            largest_errors[path] = max(largest_errors[path], error)
     gradients = [run.gradients for run in runs.values()]
     reached = {path for each in gradients for path, gradient in each.items() if gradient is not None}
     whole: dict[str, int] = defaultdict(int)
@@ -105,7 +105,7 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, _Run]) 
     for path, parameter in candidate.named_parameters():
         if path in reached and _local(parameter).numel() == sizes[path]:
             whole[re.sub(r"\.\d+(?=\.|$)", ".*", path)] += sizes[path]
-    return RankResult(output_errors, dict(gradient_errors), problems, sum(sizes[path] for path in reached), dict(whole))
+    return RankResult(output_errors, dict(largest_errors), problems, sum(sizes[path] for path in reached), dict(whole))
 
 
 @lru_cache(maxsize=1)

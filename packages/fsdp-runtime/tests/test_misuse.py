@@ -16,7 +16,7 @@ ERRORS = (fsdp_runtime.FsdpRuntimeError, tp_plans.TpPlansError)
 RESULTS = {
     *("AttentionHeads", "ContextAttention", "Estimate", "GroupMember", "LMHeadParameters", "LoadReport"),
     *("ModelStructure", "OffloadReport", "Parallelism", "ParallelismReport", "RankInfo", "RankMonitor", "Sweep"),
-    *("TrainingState", "WeightInfo"),
+    *("SyncReport", "TrainingState", "WeightInfo"),
 }
 
 
@@ -139,6 +139,23 @@ def dry_run():
     return {"model": Model, "plan": None, "logprobs": loss, "clip": False, "seq_len": 4}
 
 
+def sides():
+    source, target = (fsdp_runtime.ModelShards(Model()) for _ in range(2))
+    plan = tp_plans.plan_transfer(source.layout, target.layout)
+    return {"plan": plan, "source": source.local, "destination": target.local}
+
+
+def arrived():
+    given = sides()
+    fsdp_runtime.execute_transfer(**given)
+    return given
+
+
+def layout():
+    shards = fsdp_runtime.ModelShards(Model())
+    return {"layout": shards.layout, "local": shards.local}
+
+
 SAMPLES = [[1, 2, 3], [1, 2, 4]]
 PACKING = fsdp_runtime.pack(SAMPLES, budget=8)
 ROW = PACKING.rows()[0]
@@ -150,9 +167,11 @@ CALLS = {
     "MeshSpec": Call(MeshSpec),
     "MeshSpec.resolve": Call(MeshSpec(dp_shard=-1).resolve, lambda: {"world_size": 8}),
     "MeshSpec.build": Call(MeshSpec().build),
+    "ModelShards": Call(fsdp_runtime.ModelShards, lambda: {"model": Model()}),
     "PackedRow.unpack": Call(ROW.unpack, lambda: {"values": torch.ones(1, 6)}),
     "Packing.rows": Call(PACKING.rows),
     "Packing.unpack": Call(PACKING.unpack, lambda: {"values": [torch.ones(1, 6)]}),
+    "Quantization": Call(fsdp_runtime.Quantization, lambda: {"format": "fp8"}),
     "Routes": Call(fsdp_runtime.Routes),
     "Routes.take": Call(ROUTES.take, lambda: {"tokens": torch.tensor([1, -1])}),
     "SelectiveCheckpoint": Call(fsdp_runtime.SelectiveCheckpoint),
@@ -170,12 +189,14 @@ CALLS = {
     "TreeRow.shard": Call(TREE.shard, lambda: {"layout": fsdp_runtime.SequenceLayout(length=4, ranks=2, rank=0)}),
     "TreeRow.unpack": Call(TREE.unpack, lambda: {"values": torch.ones(3)}),
     "WeightExport": Call(fsdp_runtime.WeightExport, lambda: {"model": Model()}, keep=("entries",)),
+    "WeightSync": Call(fsdp_runtime.WeightSync, sides),
     "adopt_mesh": Call(fsdp_runtime.adopt_mesh, lambda: {"mesh": mesh()}),
     "apply_ac": Call(fsdp_runtime.apply_ac, resolved),
     "apply_compile": Call(fsdp_runtime.apply_compile, resolved),
     "apply_cp": Call(fsdp_runtime.apply_cp, resolved),
     "apply_ep": Call(fsdp_runtime.apply_ep, resolved),
     "apply_fsdp": Call(fsdp_runtime.apply_fsdp, resolved),
+    "apply_packing": Call(fsdp_runtime.apply_packing, resolved),
     "apply_shared_prefixes": Call(fsdp_runtime.apply_shared_prefixes, resolved),
     "apply_tp": Call(fsdp_runtime.apply_tp, resolved),
     "assert_finite_gradients": Call(fsdp_runtime.assert_finite_gradients, lambda: {"model": Model()}),
@@ -185,6 +206,9 @@ CALLS = {
     "assert_replicas_equal": Call(fsdp_runtime.assert_replicas_equal, lambda: {"model": Model()}),
     "describe_parallelism": Call(fsdp_runtime.describe_parallelism, lambda: {"model": Model()}),
     "describe_weights": Call(fsdp_runtime.describe_weights, lambda: {"model": Model()}),
+    "digest": Call(fsdp_runtime.digest, lambda: {"model": Model()}),
+    "digest_layout": Call(fsdp_runtime.digest_layout, layout),
+    "execute_transfer": Call(fsdp_runtime.execute_transfer, sides),
     "flatten_bucket": Call(fsdp_runtime.flatten_bucket, lambda: {"bucket": bucket()}),
     "forward_with_lm_head": Call(
         with_head,
@@ -233,6 +257,7 @@ CALLS = {
     "submesh": Call(fsdp_runtime.submesh, lambda: {"mesh": mesh(), "axis": "dp"}),
     "unflatten_bucket": Call(fsdp_runtime.unflatten_bucket, flat_bucket),
     "unsharded": Call(fsdp_runtime.unsharded, lambda: {"model": sharded()}),
+    "verify_transfer": Call(fsdp_runtime.verify_transfer, arrived),
 }
 #: Each runs in a process without a world, and a right one takes a second.
 DRY_RUNS = {

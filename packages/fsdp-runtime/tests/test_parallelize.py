@@ -29,6 +29,7 @@ from fsdp_runtime import (
 )
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.parallel import tensor
+from fsdp_runtime.parallel.packing.warn import PackedRowsWatch
 from fsdp_runtime.parallel.tensor import with_logits
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, assert_parity, compare
@@ -226,11 +227,13 @@ def test_parameters_share_one_mesh_so_that_fused_optimizers_work(four_ranks: Ran
     assert four_ranks.run(_every_parameter_on_the_whole_mesh)[0] == {("dp_shard", "tp")}
 
 
-def test_a_single_process_keeps_a_plain_model() -> None:
+def test_a_single_process_keeps_a_plain_model_and_only_watches_for_packed_rows() -> None:
     model = tiny_model("LlamaForCausalLM")
     before = _state(model)
     assert parallelize(model, MeshSpec().build(device_type="cpu"), sequence_parallel=True) is model
-    assert _state(model) == before
+    (hook,) = model._forward_pre_hooks.values()
+    assert isinstance(hook, PackedRowsWatch)
+    assert _state(model)[1:] == before[1:]
 
 
 def _mixed_precision() -> dict[str, Any]:

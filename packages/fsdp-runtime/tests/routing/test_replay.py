@@ -319,7 +319,6 @@ def _set(ids: Tensor, token: int, row: list[int]) -> Tensor:
     [
         (lambda routes: torch.stack([*routes.values()])[:1].expand(3, -1, -1), "3 layers: this model has 2 routers"),
         (lambda routes: torch.zeros(4, 2), r"\(4, 2\): give a tensor \[layers, tokens, k\]"),
-        (lambda routes: [1], "list"),
         (lambda routes: {"model.layers.7.mlp.gate": torch.zeros(TOKENS, 2).long()}, "no router of this model"),
         (_routes(lambda ids: ids[:, :1]), "1 experts per token, and it selects 2"),
         (_routes(lambda ids: ids.double()), "give integers"),

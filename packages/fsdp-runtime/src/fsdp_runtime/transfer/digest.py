@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import mesh_ranks
@@ -20,6 +21,7 @@ from tp_plans import TransferLayout, TransferPlan, plan_cover
 from tp_plans.transfer.boxes import Box, box_shape
 
 
+@checked
 def digest(model: nn.Module, *, dtype: torch.dtype | None = None, names: Names = "checkpoint") -> dict[str, int]:
     """Return one number per exported weight, the same however the model is sharded.
 
@@ -51,6 +53,7 @@ def digest(model: nn.Module, *, dtype: torch.dtype | None = None, names: Names =
     return _summed(shards.layout, _of_cover(shards.layout, shards.local, rank), groups)
 
 
+@checked
 def digest_layout(
     layout: TransferLayout, local: Mapping[str, Tensor], *, group: ProcessGroup | None = None
 ) -> dict[str, int]:
@@ -82,6 +85,7 @@ def digest_layout(
     return _summed(layout, _of_cover(layout, local, rank), _groups(group))
 
 
+@checked
 def verify_transfer(
     plan: TransferPlan,
     *,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.transfer.schedule import Message, Round, aligned, schedule_rounds, split_transfers
 from fsdp_runtime.transfer.views import box_views, inside, torch_dtype
@@ -23,6 +24,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
 @torch.no_grad()
+@checked
 def execute_transfer(
     plan: TransferPlan,
     *,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.transfer.codec import HEADER_BYTES, apply_changes, encode_changes
 from fsdp_runtime.transfer.execute import DEFAULT_TIMEOUT, Sides, exchange, execute_transfer
@@ -90,6 +91,7 @@ class WeightSync:
         True
     """
 
+    @checked
     def __init__(
         self,
         plan: TransferPlan,

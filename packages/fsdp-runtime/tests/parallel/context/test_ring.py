@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_runtime.parallel.context.ring
 from fsdp_runtime import (
@@ -25,17 +26,17 @@ from harness.models import tiny_inputs, tiny_model
 LENGTH = 6
 
 
-class _CudaMesh:
+class _CudaMesh(DeviceMesh):
     """A mesh of one rank that says it is on CUDA."""
 
     device_type = "cuda"
     mesh_dim_names = ("cp",)
 
     def __init__(self) -> None:
-        self._mesh = MeshSpec().build(device_type="cpu")
+        self.built = MeshSpec().build(device_type="cpu")
 
     def __getitem__(self, axis: str) -> Any:
-        return self._mesh[axis]
+        return self.built[axis]
 
 
 def _model(architecture: str = "LlamaForCausalLM", load_balancer: Any = "headtail") -> nn.Module:
@@ -73,7 +74,7 @@ def test_unmasked_layers_go_through_the_name_that_torch_replaces(calls: list[Any
     model = _model()
     inputs = tiny_inputs(model, batch=1, length=LENGTH)
     expected = model(**inputs).logits
-    with ring_attention(model, _CudaMesh(), LENGTH):  # type: ignore[arg-type]
+    with ring_attention(model, _CudaMesh(), LENGTH):
         logits = model(**inputs).logits
     torch.testing.assert_close(logits, expected, atol=1e-6, rtol=0)
     one_call = ((1, 4, LENGTH, 16), (1, 4, LENGTH, 16), True)  # two key/value heads repeated to four
@@ -83,7 +84,7 @@ def test_unmasked_layers_go_through_the_name_that_torch_replaces(calls: list[Any
 
 def test_masked_layers_go_on_gathering(calls: list[Any]) -> None:
     model = _model("Gemma3ForCausalLM")  # its first layer has a sliding window
-    with ring_attention(model, _CudaMesh(), LENGTH):  # type: ignore[arg-type]
+    with ring_attention(model, _CudaMesh(), LENGTH):
         model(**tiny_inputs(model, batch=1, length=LENGTH))
     assert len(calls) == 2
 
@@ -97,7 +98,7 @@ def test_where_it_cannot_run_the_alternative_is_named() -> None:
         pass
     with (
         pytest.raises(OptionError, match="needs cp_load_balancer='headtail', and the model's is None"),
-        ring_attention(_model(load_balancer=None), _CudaMesh(), LENGTH),  # type: ignore[arg-type]
+        ring_attention(_model(load_balancer=None), _CudaMesh(), LENGTH),
     ):
         pass
     with (

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat import attention_in_force, is_transformers_model
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.context.apply import gather_mixers
@@ -51,6 +52,7 @@ def check_packing(model: Any, structure: ModelStructure) -> None:
         )
 
 
+@checked
 def apply_packing(model: Any, parallelism: Parallelism) -> None:
     """Keep the documents of packed rows apart in a model, in place; the first of the seven steps.
 

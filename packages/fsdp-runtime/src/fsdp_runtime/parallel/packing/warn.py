@@ -24,15 +24,18 @@ def warn_of_packed_rows(model: nn.Module, structure: ModelStructure) -> None:
     """Watch the first forwards of a model with position ids, and warn where documents meet in some layer."""
     mixers = token_mixers(structure) if is_transformers_model(model) else ()
     if mixers:
-        model.register_forward_pre_hook(_Watch(mixers), with_kwargs=True)
+        model.register_forward_pre_hook(PackedRowsWatch(mixers), with_kwargs=True)
 
 
-class _Watch:
+class PackedRowsWatch:
+    """A forward pre-hook that warns once where documents of packed rows meet."""
+
     def __init__(self, mixers: tuple[TokenMixer, ...]) -> None:
         self.mixers = mixers
         self.left = _WATCHED
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at the position ids of the first forwards."""
         positions = None if "subtree_end" in kwargs else kwargs.get("position_ids")  # else a row with shared prefixes
         if not self.left or type(positions) is not Tensor or positions.dim() < 2 or positions.is_meta:
             return

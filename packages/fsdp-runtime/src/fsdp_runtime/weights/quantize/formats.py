@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.weights.quantize.kernels import (
     BLOCK,
@@ -43,6 +44,7 @@ class QuantizedPart:
     dtype: torch.dtype
 
 
+@checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     """Export the weights of linear layers in low precision, from their values in bfloat16.
