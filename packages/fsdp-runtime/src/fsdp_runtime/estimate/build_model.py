@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_runtime._transformers_compat import disable_cache, has_model_for
 from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.estimate.parse_args import require_model_source
 from fsdp_runtime.model.buffers import meta_device
 
 
@@ -25,11 +26,7 @@ def build_model(source: str | Path | Any, dtype: torch.dtype) -> nn.Module:
     Raises:
         EstimateError: the file does not exist, its class is unknown, or transformers is not installed.
     """
-    if isinstance(source, nn.Module):
-        raise EstimateError(
-            f"{type(source).__name__} is a model, which a dry run would change: pass its config, or a function that "
-            "builds it"
-        )
+    require_model_source(source)
     build = _from_config(source) if not callable(source) else cast("Callable[[], nn.Module]", source)
     try:
         with meta_device():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fsdp_runtime.errors import EstimateError, MeshError
 from fsdp_runtime.mesh.spec import FLATTENED, MeshSpec
@@ -84,6 +85,23 @@ def parse_mesh(text: str) -> MeshSpec:
             raise MeshError(f"axis {axis} has size {size!r}: give a positive integer, as {axis}=8")
         sizes[axis] = int(size)
     return MeshSpec(**sizes)
+
+
+def require_model_source(source: Any) -> None:
+    """Check that a model can be built from a value.
+
+    Raises:
+        EstimateError: it is a model itself, or nothing that describes one.
+    """
+    name = type(source).__name__
+    if not isinstance(source, type) and hasattr(source, "named_parameters"):
+        raise EstimateError(
+            f"{name} is a model, which a dry run would change: pass its config, or a function that builds it"
+        )
+    if not (isinstance(source, (str, Path)) or callable(source) or hasattr(source, "model_type")):
+        raise EstimateError(
+            f"model is a {name}: pass a config.json, a Hugging Face config, or a function that builds the model"
+        )
 
 
 def parse_mesh_spec(mesh: MeshSpec | Mapping[str, int]) -> MeshSpec:

@@ -14,7 +14,7 @@ from typing import Any
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
 from fsdp_runtime.estimate.api import estimate
 from fsdp_runtime.estimate.candidates import candidate_meshes, make_candidates, rank_candidates
-from fsdp_runtime.estimate.parse_args import parse_flops
+from fsdp_runtime.estimate.parse_args import parse_flops, require_model_source
 from fsdp_runtime.estimate.sweep_types import Candidate, Sweep
 from fsdp_runtime.estimate.types import Estimate
 from tp_plans import TpPlansError
@@ -91,6 +91,7 @@ def sweep(
         >>> found.best.label
         'dp_shard=2'
     """
+    require_model_source(model)  # here rather than once in every process
     specs = candidate_meshes(world_size, max_tp=max_tp, cp=cp, dp_replicate=dp_replicate, ep=ep)
     waiting = make_candidates(
         specs, sequence_parallel=sequence_parallel, activation_checkpointing=activation_checkpointing
