@@ -235,6 +235,22 @@ def test_architectures_that_pass_a_state_are_refused_before_they_change(name: st
     assert not model._forward_pre_hooks
 
 
+def _refusal_over_cp(name: str) -> str:
+    model = tiny_model(entries()[name])
+    mesh = MeshSpec(cp=2).build(device_type="cpu")
+    try:
+        parallelize(model, mesh, plan=None, shared_prefixes=True)
+    except ModelError as error:
+        assert not model._forward_pre_hooks
+        return str(error)
+    return "accepted"
+
+
+def test_attention_on_the_full_sequence_of_all_ranks_is_refused(two_ranks: RankPool) -> None:
+    (message, _) = two_ranks.run(_refusal_over_cp, "deepseek_v32")
+    assert "has attention that runs on the full sequence of all cp ranks" in message
+
+
 @pytest.mark.parametrize("name", ["gemma3_text", "mixtral", "doge"])
 def test_blocks_that_recompute_give_the_same_gradients(name: str) -> None:
     # Backward recomputes outside of a TorchFunctionMode, in the dtypes of the model.

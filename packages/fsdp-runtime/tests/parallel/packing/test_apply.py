@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from fsdp_runtime import LayoutError, MeshSpec, ModelError, inspect_model, parallelize
+from fsdp_runtime import LayoutError, MeshSpec, ModelError, OptionError, inspect_model, parallelize
 from fsdp_runtime.parallel.packing.mixers import token_mixers
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
@@ -71,6 +71,12 @@ def test_a_cache_is_refused_and_the_default_one_left_out() -> None:
     with pytest.raises(LayoutError, match="a key/value cache has no boundaries of documents: pass use_cache=False"):
         _run(model, use_cache=True)
     assert _run(model, use_cache=None).past_key_values is None
+
+
+def test_rows_of_documents_and_rows_of_trees_are_not_taken_by_one_model() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    with pytest.raises(OptionError, match="leave packed_sequences out, and pack single samples with pack_tree"):
+        _parallelized(model, packed_sequences=True, shared_prefixes=True)
 
 
 def test_a_copied_model_keeps_documents_apart() -> None:
