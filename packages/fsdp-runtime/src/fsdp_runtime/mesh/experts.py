@@ -68,8 +68,8 @@ def adopt_expert_mesh(mesh: DeviceMesh, view: DeviceMesh, names: dict[str, str])
         )
     sizes = [view.size(found.index(name)) if name in found else 1 for name in names.values()]
     own = mesh.mesh.view(mesh.size(0), -1).sort(dim=1).values
-    theirs = view.mesh.reshape(sizes[0], -1).sort(dim=1).values
-    if own.shape != theirs.shape or not bool((own == theirs).all()):
+    adopted_ranks = view.mesh.reshape(sizes[0], -1).sort(dim=1).values
+    if own.shape != adopted_ranks.shape or not bool((own == adopted_ranks).all()):
         raise MeshError(
             f"the expert mesh has ranks {view.mesh.tolist()} and the mesh {mesh.mesh.tolist()}: both must have the "
             "same ranks for every index of dp_replicate"

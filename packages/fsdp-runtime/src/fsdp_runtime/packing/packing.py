@@ -1,4 +1,4 @@
-"""Rows dealt to the micro-batches of data-parallel ranks."""
+"""Rows as the micro-batches of data-parallel ranks."""
 
 from __future__ import annotations
 

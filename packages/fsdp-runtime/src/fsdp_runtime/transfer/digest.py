@@ -26,8 +26,8 @@ def digest(model: nn.Module, *, dtype: torch.dtype | None = None, names: Names =
     """Return one number per exported weight, the same however the model is sharded.
 
     A 64-bit hash of every element's bits and position in the full tensor; each element is hashed by one rank that
-    stores it, and the addends are summed.  Not cryptographic.  Collective over the model's ranks: one all-reduce per
-    mesh axis, of eight bytes per tensor.
+    stores it, and the partial sums are added.  Not cryptographic.  Collective over the model's ranks: one all-reduce
+    per mesh axis, of eight bytes per tensor.
 
     Args:
         model: plain or parallelized.
@@ -170,17 +170,17 @@ def _describe(
 
 
 def _of_cover(layout: TransferLayout, local: Mapping[str, Tensor], rank: int) -> Tensor:
-    """This rank's addends to the digest of each tensor."""
-    addends = torch.zeros(len(layout.tensors), dtype=torch.int64)
+    """Return this rank's part of the sum that is each tensor's digest."""
+    partial_sums = torch.zeros(len(layout.tensors), dtype=torch.int64)
     position = {name: index for index, name in enumerate(layout.tensors)}
     for each in plan_cover(layout):
         if each.source == rank:
-            addends[position[each.tensor]] += _hash(layout, rank, local, each.tensor, each.box)
-    return addends
+            partial_sums[position[each.tensor]] += _hash(layout, rank, local, each.tensor, each.box)
+    return partial_sums
 
 
 def _hash(layout: TransferLayout, rank: int, local: Mapping[str, Tensor], name: str, box: Box) -> int:
-    """The addend of a box that a rank stores, in one block or in several."""
+    """Return the hash of a box that a rank stores, in one block or in several."""
     values = None
     for part, view in box_views(layout, rank, local, name, box):
         if part == box:
@@ -192,16 +192,21 @@ def _hash(layout: TransferLayout, rank: int, local: Mapping[str, Tensor], name: 
     return 0 if values is None else int(hash_box(values, layout.tensors[name].shape, box))
 
 
-def _summed(layout: TransferLayout, addends: Tensor, groups: Sequence[ProcessGroup]) -> dict[str, int]:
-    return dict(zip(layout.tensors, _all_reduce(addends, groups).tolist(), strict=True))
+def _summed(layout: TransferLayout, partial_sums: Tensor, groups: Sequence[ProcessGroup]) -> dict[str, int]:
+    return dict(zip(layout.tensors, _all_reduce(partial_sums, groups).tolist(), strict=True))
 
 
-def _all_reduce(addends: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
-    if groups and "nccl" in dist.get_backend(groups[0]):
-        addends = addends.cuda()
+#: Backends, or parts of their names, that reduce tensors on the CPU.
+_CPU_BACKENDS = ("gloo", "mpi", "cpu", "fake")
+
+
+def _all_reduce(partial_sums: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if groups and accelerator is not None and not any(name in dist.get_backend(groups[0]) for name in _CPU_BACKENDS):
+        partial_sums = partial_sums.to(accelerator)
     for group in groups:
-        dist.all_reduce(addends, group=group)
-    return addends.cpu()
+        dist.all_reduce(partial_sums, group=group)
+    return partial_sums.cpu()
 
 
 def _groups(group: ProcessGroup | None) -> Sequence[ProcessGroup]:

@@ -256,10 +256,10 @@ class WeightSync:
         device = self._sides.device
         messages = {rank: torch.cat(parts) for rank, parts in outgoing.items()}
         sizes = {rank: torch.tensor([len(message)], device=device) for rank, message in messages.items()}
-        told = {rank: torch.zeros(1, dtype=torch.int64, device=device) for rank in most}
-        self._exchange(sizes, told)
+        announced = {rank: torch.zeros(1, dtype=torch.int64, device=device) for rank in most}
+        self._exchange(sizes, announced)
         arrived = {}
-        for rank, size in told.items():
+        for rank, size in announced.items():
             if not 0 <= int(size) <= most[rank]:
                 raise WeightSyncError(f"rank {rank} announced {int(size)} bytes for blocks of {most[rank]}")
             arrived[rank] = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -279,10 +279,10 @@ class WeightSync:
             self._exchange({first: own}, {})
             self._exchange({}, {first: answer})
         else:
-            told = {rank: torch.zeros_like(own) for rank in others}
+            answers = {rank: torch.zeros_like(own) for rank in others}
             try:
-                self._exchange({}, told)
-                answer = torch.stack([own, *told.values()]).amin(0)
+                self._exchange({}, answers)
+                answer = torch.stack([own, *answers.values()]).amin(0)
             except WeightSyncError:
                 answer = torch.zeros_like(own)
             self._exchange(dict.fromkeys(others, answer), {})

@@ -53,7 +53,7 @@ def explain_drift(
         candidates: for each name the keywords for ``score``.
         mask: ``[...]``, true where a token counts; by default all do.
         tolerance: a drift of at most so many nats needs no explanation.
-        group: ranks that hold other tokens, over which the statistics are summed, so that all decide alike.
+        group: ranks that hold other tokens, over which the statistics are summed, so that all decide the same.
         progress: called with a line of text before each call of ``score``.
 
     Returns:

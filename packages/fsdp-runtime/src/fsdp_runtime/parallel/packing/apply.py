@@ -1,4 +1,4 @@
-"""Packed rows in a model: its token mixers are told where documents begin."""
+"""Packed rows in a model: its token mixers get the beginnings of documents."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def keep_documents_apart(modules: Iterable[nn.Module], packing: CurrentDocuments
 
 
 def mixed_in(modules: Iterable[nn.Module], mixin: type, **attributes: Any) -> None:
-    """Mix a class in before those of modules; one class for each of theirs, of the name that transformers goes by."""
+    """Mix a class in before the classes of modules; each new class keeps the old name, by which transformers goes."""
     made: dict[type, type[nn.Module]] = {}
     for module in modules:
         cls: type = type(module)

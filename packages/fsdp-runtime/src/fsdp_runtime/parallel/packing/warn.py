@@ -1,4 +1,4 @@
-"""One warning where packed rows reach a model that was not told of them and lets documents read one another."""
+"""One warning where packed rows reach a model without ``packed_sequences=True`` whose documents then meet."""
 
 from __future__ import annotations
 

@@ -106,16 +106,16 @@ class DispatchExpertsImpl(LocalTensorStyle):
         shape, dtype = saved["shape"], saved["dtype"]
         if (sizes := saved.get("sizes")) is not None:
             outputs = output.view(saved["own"], -1, shape[-1])[:, : sum(sizes)]
-            mine = from_experts(context.mesh, outputs, sizes)
-            full = mine if self.shared_mesh is None else join_rows(self.shared_mesh, mine, saved["tokens"], dim=1)
+            local = from_experts(context.mesh, outputs, sizes)
+            full = local if self.shared_mesh is None else join_rows(self.shared_mesh, local, saved["tokens"], dim=1)
             return full.reshape(shape).clone() if full.shape != shape else full
         dispatched: DispatchedTokens = saved["dispatched"]
         pairs = output[: len(dispatched.pair_row)]  # without the row that stands for none
         rows = sum_rows(pairs, dispatched.pair_row, len(dispatched.rows))
-        mine = saved["exchange"].combine(rows, dispatched)
+        local = saved["exchange"].combine(rows, dispatched)
         if (identity := saved.get("identity")) is not None:
-            mine = mine + identity
-        full = mine if self.shared_mesh is None else join_rows(self.shared_mesh, mine, saved["tokens"])
+            local = local + identity
+        full = local if self.shared_mesh is None else join_rows(self.shared_mesh, local, saved["tokens"])
         full = full.to(dtype)
         return full if full.shape == shape else full.view(shape).clone()  # no view: models add to it in place
 
@@ -162,11 +162,11 @@ class DispatchExpertsImpl(LocalTensorStyle):
         context.saved.update(shape=hidden.shape, dtype=hidden.dtype, tokens=tokens.shape[1])
         if self.shared_mesh is not None:
             (tokens,) = split_rows(self.shared_mesh, tokens, dim=1)
-        mine, sizes = to_experts(self.exchange(context.mesh), tokens)
-        context.saved.update(sizes=sizes, own=mine.shape[0])
-        if not mine.shape[1]:
-            mine = mine.new_zeros(mine.shape[0], 1, mine.shape[2]) + mine.sum(1, keepdim=True)
-        return mine.reshape(-1, hidden.shape[-1])
+        local, sizes = to_experts(self.exchange(context.mesh), tokens)
+        context.saved.update(sizes=sizes, own=local.shape[0])
+        if not local.shape[1]:
+            local = local.new_zeros(local.shape[0], 1, local.shape[2]) + local.sum(1, keepdim=True)
+        return local.reshape(-1, hidden.shape[-1])
 
 
 def _inner_parameters(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
