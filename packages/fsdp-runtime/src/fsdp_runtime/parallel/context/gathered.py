@@ -19,7 +19,7 @@ from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.context.attention import ContextAttention, gather_keys_and_values, gather_tokens
 from fsdp_runtime.parallel.context.sharding import SequenceLayout
 from fsdp_runtime.parallel.packing.mixers import TokenMixer, Way, has_inner_mixer, token_mixers
-from fsdp_runtime.parallel.packing.run import BOUNDARIES, mixed_in, run_per_document, uses_interface
+from fsdp_runtime.parallel.packing.run import BOUNDARIES, map_tensors, mixed_in, run_per_document, uses_interface
 
 
 def gathered_mixers(structure: ModelStructure, implementation: str) -> tuple[TokenMixer, ...]:
@@ -111,13 +111,7 @@ class _Full:
 
     def of(self, value: Any) -> Any:
         """Return a value with the tokens of all ranks in every tensor that has those of this rank."""
-        if isinstance(value, Tensor):
-            return self._of_tensor(value)
-        if isinstance(value, dict):
-            return {name: self.of(each) for name, each in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(self.of(each) for each in value)
-        return value
+        return map_tensors(value, self._of_tensor)
 
     def _of_tensor(self, value: Tensor) -> Tensor:
         if value.dim() == 4 and value.shape[2:] == (self.local, self.layout.length):  # rows of a mask

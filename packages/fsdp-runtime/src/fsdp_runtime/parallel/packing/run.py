@@ -100,6 +100,17 @@ def run_per_document(
     return _put_together(outputs, documents, batches)
 
 
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a value with every tensor in it, in nested dicts, tuples and lists, replaced by ``change`` of it."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: map_tensors(each, change) for name, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(each, change) for each in value)
+    return value
+
+
 @dataclass(frozen=True)
 class _Taken:
     """The arguments of one batch."""
@@ -109,13 +120,7 @@ class _Taken:
 
     def of(self, value: Any) -> Any:
         """Return a value with every tensor of tokens in it replaced by the batch's."""
-        if isinstance(value, Tensor):
-            return self._of_tensor(value)
-        if isinstance(value, dict):
-            return {name: self.of(each) for name, each in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(self.of(each) for each in value)
-        return value
+        return map_tensors(value, self._of_tensor)
 
     def _of_tensor(self, value: Tensor) -> Tensor:
         rows, tokens = self.documents.begins.shape
