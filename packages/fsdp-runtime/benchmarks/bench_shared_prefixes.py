@@ -11,48 +11,25 @@ from __future__ import annotations
 import gc
 import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_runtime import MeshSpec, forward_with_lm_head, pack_tree, parallelize
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "integration_tests"))
+
+from harness.memory import LiveBytes
 
 #: Samples of a group, tokens of the prompt, tokens of each response.
 SETTINGS = ((8, 512, 128), (8, 1024, 64))
 ROUNDS = 2
 VOCAB = 2048
-
-
-class PeakBytes(TorchDispatchMode):
-    """The largest number of bytes of tensors that are made under it and alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and (key := leaf.untyped_storage()._cdata) not in given | self._known:
-                storage = leaf.untyped_storage()
-                self._known.add(key)
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._freed, key, storage.nbytes())
-        return result
-
-    def _freed(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
 
 
 def decoder() -> nn.Module:
@@ -102,7 +79,7 @@ def measured(model: nn.Module, run: Callable[[], Tensor]) -> tuple[int, int, flo
     """Operations and peak bytes of one forward and backward, and the loss."""
     gc.collect()
     model.zero_grad()
-    with PeakBytes() as peak, FlopCounterMode(display=False) as counter:
+    with LiveBytes() as peak, FlopCounterMode(display=False) as counter:
         loss = run()
         loss.backward()
     return counter.get_total_flops(), peak.peak, loss.item()
