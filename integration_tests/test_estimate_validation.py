@@ -65,7 +65,7 @@ def config_of(name: str) -> Any:
         )
     if name == "vlm":
         return tiny_config("Gemma3ForConditionalGeneration")
-    return tiny_config("Qwen3ForCausalLM", tied=name == "tied", num_hidden_layers=6)
+    return tiny_config("Qwen3ForCausalLM", tied=name == "tied", num_hidden_layers=4)
 
 
 def real_step(name: str, axes: dict[str, int], options: dict[str, Any], logprobs: str, rank: int) -> Any:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_runtime import FSDPOptions, parallelize
 from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
-from harness.pairwise import pairwise_first
+from harness.pairwise import alternating_first, pairwise_first
 from harness.parity import Case, assert_parity, compare, mesh_for
 from harness.ranks import RankPool
 
@@ -49,9 +49,11 @@ def test_tensor_parallel_model_equals_single_process(
     assert_parity(ranks.run(compare, Case(architecture, mesh, parallelize, options, {"tied": tied})))
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, HSDP], ids=identifier)
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForConditionalGeneration"])
+@pytest.mark.parametrize(
+    ("architecture", "mesh", "tied"),
+    pairwise_first(["LlamaForCausalLM", "Gemma3ForConditionalGeneration"], [{"dp_shard": 2}, HSDP], [False, True]),
+    ids=identifier,
+)
 def test_data_parallel_model_equals_single_process(
     ranks: RankPool, architecture: str, mesh: dict[str, int], tied: bool
 ) -> None:
@@ -96,18 +98,20 @@ def test_full_logits_give_the_hugging_face_loss(two_ranks: RankPool, options: di
         assert actual == pytest.approx(expected, abs=1e-12)
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"activation_checkpointing": "block"},
+    {"logits": "full"},
+    {"fsdp": FSDPOptions(offload_policy=CPUOffloadPolicy())},
+    {"fsdp": FSDPOptions(reshard_after_forward=False)},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"activation_checkpointing": "block"},
-        {"logits": "full"},
-        {"fsdp": FSDPOptions(offload_policy=CPUOffloadPolicy())},
-        {"fsdp": FSDPOptions(reshard_after_forward=False)},
-    ],
+    ("architecture", "options"),
+    alternating_first(["Gemma3ForConditionalGeneration", "Qwen3ForCausalLM"], OPTIONS),
     ids=identifier,
 )
 @pytest.mark.parametrize("mesh", [TP_FSDP], ids=identifier)
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForConditionalGeneration"])
 def test_options_do_not_change_the_numbers(
     ranks: RankPool, architecture: str, mesh: dict[str, int], options: dict[str, Any]
 ) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from faults.disk import DAMAGE, small_disk
 from faults.inject import STRUCK, Fault
 from faults.job import SAVE_EVERY, Settings, losses
-from faults.launch import RANKS, Ended, launch
+from faults.launch import Ended, launch
 
 STEPS = 8
 #: The step in which a fault strikes, by phase: states are saved in steps 1, 3 and 5, counted from 0.
@@ -48,10 +49,14 @@ class Campaign:
         directory: an empty one.
         timeout: of ``monitor_ranks``, in seconds; every rank must end within twice that.
         seed: for the ranks that are struck.
+        axes: of the job's mesh; ``dp_shard=2, tp=2`` by default.
     """
 
-    def __init__(self, directory: Path, *, timeout: float, seed: int = 0) -> None:
+    def __init__(
+        self, directory: Path, *, timeout: float, seed: int = 0, axes: Mapping[str, int] | None = None
+    ) -> None:
         self._directory, self._timeout, self.bound = directory, timeout, 2 * timeout
+        self._axes = axes or {"dp_shard": 2, "tp": 2}
         self._random = random.Random(seed)
         self._whole = directory / "uninterrupted" / "states"
         ended = self._job(directory / "uninterrupted", self._whole)
@@ -85,7 +90,7 @@ class Campaign:
 
     def _injected(self, kind: str, phase: str, rank: int | None = None) -> Callable[[Path, str], Row]:
         """A fault of one rank, a random one by default."""
-        chosen = self._random.randrange(RANKS)
+        chosen = self._random.randrange(math.prod(self._axes.values()))
         fault = Fault(kind, phase, chosen if rank is None else rank, MOMENTS[phase])
 
         def attempt(folder: Path, name: str) -> Row:
@@ -148,7 +153,7 @@ class Campaign:
         self, folder: Path, states: Path, *, resume: Path | None = None, fault: Fault | None = None
     ) -> list[Ended]:
         resumed = None if resume is None else str(resume)
-        settings = Settings(str(folder), str(states), resumed, STEPS, self._timeout, fault)
+        settings = Settings(str(folder), str(states), resumed, STEPS, self._timeout, fault, self._axes)
         return launch(settings, after=folder / STRUCK if fault else None, bound=1.5 * self.bound)
 
 

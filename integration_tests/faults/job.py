@@ -1,4 +1,4 @@
-"""The training job that the campaign breaks: one rank of dp_shard=2 x tp=2.
+"""The training job that the campaign breaks: one of its ranks.
 
 Every loss goes to a file of the rank's own, in full precision.
 """
@@ -6,6 +6,8 @@ Every loss goes to a file of the rank's own, in full precision.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ class Settings:
         steps: how many there are in all.
         timeout: of ``monitor_ranks``, in seconds.
         fault: what happens on one rank.
+        axes: of the mesh.
     """
 
     folder: str
@@ -43,17 +46,22 @@ class Settings:
     steps: int
     timeout: float
     fault: Fault | None
+    axes: Mapping[str, int]
+
+    @property
+    def ranks(self) -> int:
+        """How many the mesh has."""
+        return math.prod(self.axes.values())
 
 
 class Training:
     """Model, optimizer and scheduler; steps draw noise, so that random states matter."""
 
-    def __init__(self) -> None:
-        mesh = fsdp_runtime.MeshSpec(dp_shard=2, tp=2).build(device_type="cpu")
-        self.model = fsdp_runtime.parallelize(
-            tiny_model("Qwen3ForCausalLM", dtype=torch.float32), mesh, sequence_parallel=True
-        )
-        self.optimizer = AdamW(self.model.parameters(), lr=1e-3)
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        mesh = fsdp_runtime.MeshSpec(**axes).build(device_type="cpu")
+        model = tiny_model("Qwen3ForCausalLM", dtype=torch.float32)
+        self.model = fsdp_runtime.parallelize(model, mesh, sequence_parallel="tp" in axes)
+        self.optimizer = AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.scheduler = CosineAnnealingLR(self.optimizer, T_max=20)
         torch.manual_seed(fsdp_runtime.submesh(mesh, "dp").get_local_rank())
 
@@ -78,7 +86,7 @@ class Training:
 def train(settings: Settings) -> None:
     """Train as a user's loop does, and write down every loss."""
     torch.set_num_threads(1)
-    training = Training()
+    training = Training(settings.axes)
     injected = InjectedFault(settings.fault, training.model, Path(settings.folder))
     losses = Path(settings.folder, f"losses-{dist.get_rank()}.jsonl")
     with (

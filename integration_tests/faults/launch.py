@@ -1,4 +1,4 @@
-"""Starting the four ranks of the job, and seeing how and when each ends."""
+"""Starting the ranks of the job, and seeing how and when each ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 
 from faults.job import Settings, train
 from harness.processes import preloaded_context
-
-RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,14 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     context = preloaded_context()
     port = _free_port()
-    processes: list[BaseProcess] = [context.Process(target=_rank, args=(settings, r, port)) for r in range(RANKS)]
+    processes: list[BaseProcess] = [
+        context.Process(target=_rank, args=(settings, r, port)) for r in range(settings.ranks)
+    ]
     for process in processes:
         process.start()
     ended: dict[int, Ended] = {}
     begin = time.time()
-    while len(ended) < RANKS:
+    while len(ended) < settings.ranks:
         time.sleep(0.05)
         now = time.time()
         late = now - begin > patience or (after is not None and after.exists() and now - after.stat().st_mtime > bound)
@@ -58,14 +58,16 @@ def launch(
                 process.kill()  # reaches a stopped process too
                 process.join()
                 ended[rank] = Ended(status, now, _stderr(folder, rank).read_text(errors="replace"))
-    return [ended[rank] for rank in range(RANKS)]
+    return [ended[rank] for rank in range(settings.ranks)]
 
 
 def _rank(settings: Settings, rank: int, port: int) -> None:
     with _stderr(Path(settings.folder), rank).open("wb") as stderr:
         os.dup2(stderr.fileno(), sys.stderr.fileno())
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", **meeting)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(settings.ranks), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", **meeting
+    )
     train(settings)
 
 

@@ -63,7 +63,3 @@ def _rank(rank: int, ranks: int, port: int, folder: Path, script: str, arguments
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
-
-
-def _joined(folder: Path, kind: str, ranks: int) -> str:
-    return "".join((folder / f"{kind}-{rank}").read_text() for rank in range(ranks))

@@ -26,6 +26,18 @@ def pairwise_first(*factors: Sequence[Any]) -> list[Any]:
     ]
 
 
+def alternating_first(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Return every combination of two factors as a pytest parameter set, every second one marked ``slow``.
+
+    In the others each value of a factor occurs with about half of those of the other, as on a chessboard.
+    """
+    return [
+        pytest.param(one, other, marks=_marks((row + column) % 2 == 0))
+        for row, one in enumerate(first)
+        for column, other in enumerate(second)
+    ]
+
+
 def _marks(fast: bool) -> tuple[pytest.MarkDecorator, ...]:
     return () if fast else (pytest.mark.slow,)
 

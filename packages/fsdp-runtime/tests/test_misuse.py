@@ -129,7 +129,9 @@ def loss(model, inputs):
     return model(inputs["input_ids"]).square().mean()
 
 
-def swept(model, world_size, *, seq_len, sequence_parallel=(False,), workers=1, max_tp=8, cp=(1,)):
+def swept(model, world_size, *, seq_len, sequence_parallel=(False,), workers=0, max_tp=8, cp=(1,)):
+    if type(workers) is int and workers > 0:  # right, and each process would take seconds to start
+        workers = 0
     options = {**dry_run(), "seq_len": seq_len, "cp": cp, "max_tp": max_tp, "workers": workers}
     modes = {"activation_checkpointing": ("none",), "sequence_parallel": sequence_parallel}
     return fsdp_runtime.sweep(**{**options, **modes, "model": model, "world_size": world_size})

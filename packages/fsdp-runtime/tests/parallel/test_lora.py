@@ -18,6 +18,7 @@ from fsdp_runtime import ModelError, OptionError, load_weights, parallelize, sav
 from fsdp_runtime.parallel.lora import adapted_plan, save_adapter
 from fsdp_runtime.training_state import load_training_state, save_training_state
 from harness.models import tiny_inputs, tiny_model
+from harness.pairwise import alternating_first
 from harness.parity import mesh_for, own_part
 from harness.ranks import RankPool
 from tp_plans import ColwiseParallel, NoParallel, Partial, PlanError, RowwiseParallel, plan_for
@@ -87,8 +88,11 @@ def test_a_split_adapted_model_computes_what_one_process_does(
     assert two_ranks.run(_parity, {"tp": 2}, "Qwen3ForCausalLM", options, CONFIGS[config]) == [{}, {}]
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
-@pytest.mark.parametrize("axes", MESHES[1:], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "architecture"),
+    alternating_first(MESHES[1:], ["LlamaForCausalLM", "Gemma3ForCausalLM"]),
+    ids=str,
+)
 def test_it_does_under_fsdp_too(
     two_ranks: RankPool, four_ranks: RankPool, axes: dict[str, int], architecture: str
 ) -> None:
