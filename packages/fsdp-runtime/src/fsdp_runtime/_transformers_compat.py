@@ -47,6 +47,17 @@ def has_model_for(auto: Any, config: Any) -> bool:
     return type(config) in auto._model_mapping
 
 
+def kept_in_float32(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that transformers loads in float32 where the model is in bfloat16.
+
+    ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.23).
+    """
+    found = getattr(model, "_keep_in_fp32_modules_strict", None) if is_transformers_model(model) else None
+    patterns = [re.compile(each.replace("*", ".*")) for each in found or ()]
+    names = (name for name, _ in model.named_parameters())
+    return frozenset(name for name in names if any(pattern.search(name) for pattern in patterns))
+
+
 def is_stateful(model: Any) -> bool:
     """Return True if the model's class says that it carries a state from token to token, as ``generate`` asks."""
     return bool(getattr(model, "_is_stateful", False))

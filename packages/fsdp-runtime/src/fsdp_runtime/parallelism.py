@@ -30,7 +30,8 @@ from fsdp_runtime.parallel.compile import apply_compile, check_compile_options
 from fsdp_runtime.parallel.context.apply import apply_cp, check_context_parallel, under_context_parallelism
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, require_load_balancer
 from fsdp_runtime.parallel.experts import ExpertExchange, apply_ep, expert_modules, refuse_adapted_experts
-from fsdp_runtime.parallel.fsdp import apply_fsdp, check_uniform_dtypes, fsdp_mesh
+from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_dtypes, fsdp_mesh
+from fsdp_runtime.parallel.fsdp_dtypes import FSDPDtypes
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, check_fsdp_options
 from fsdp_runtime.parallel.lora import resolve_adapted_plan
 from fsdp_runtime.parallel.packing.apply import apply_packing, check_packing
@@ -72,6 +73,7 @@ class Parallelism:
         async_tensor_parallel: the compiler overlaps products with collectives of sequence parallelism.
         fsdp_mesh: the axis, or the two axes (replicas, shards), of FSDP2; ``None`` where it is not needed.
         fsdp: the settings of FSDP2, with ``gradient_divide_factor`` resolved.
+        fsdp_dtypes: how FSDP2 keeps the dtypes that the model computes in.
         check_inputs: compare the inputs of every forward over ``tp`` and ``cp``.
         shared_prefixes: the model takes rows of ``pack_tree``.
     """
@@ -94,6 +96,7 @@ class Parallelism:
     async_tensor_parallel: bool = False
     fsdp_mesh: DeviceMesh | None = None
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
+    fsdp_dtypes: FSDPDtypes = field(default_factory=FSDPDtypes)
     check_inputs: bool = False
     shared_prefixes: bool = False
 
@@ -170,8 +173,8 @@ def resolve_parallelism(
         ModelError: no blocks are found, the model is already parallelized or offloaded, no module would recompute, the
             model's sequences cannot be sharded over ``cp`` or packed, or its samples cannot share prefixes.
         BackendError: an option needs a device that is not available.
-        OptionError: an option is not allowed, or needs an axis that the mesh lacks; or FSDP2 would wrap trainable
-            parameters of several dtypes as one module.
+        OptionError: an option is not allowed, or needs an axis that the mesh lacks; or a module of experts has
+            trainable parameters of several dtypes.
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
 
     Example:
@@ -313,8 +316,9 @@ def resolve_on(
         checked = plan if tp > 1 or expert_plan is None else expert_plan
         findings = check_plan(model, checked, tp=tp, ep=1 if ep_mesh is None else ep_mesh.size())
         plan = plan.on_axis("tp") if tp > 1 else None
+    dtypes = FSDPDtypes()
     if fsdp_mesh is not None:
-        check_uniform_dtypes(model, structure, options, expert_modules(model, expert_plan))
+        dtypes = fsdp_dtypes(model, structure, options, expert_modules(model, expert_plan))
     return Parallelism(
         structure=structure,
         plan=plan,
@@ -334,6 +338,7 @@ def resolve_on(
         async_tensor_parallel=async_tensor_parallel,
         fsdp_mesh=fsdp_mesh,
         fsdp=options,
+        fsdp_dtypes=dtypes,
     )
 
 

@@ -74,8 +74,8 @@ def parallelize(
         ModelError: no blocks are found, the model is already parallelized or offloaded, no module would recompute, the
             model's sequences cannot be sharded over ``cp`` or packed, or its samples cannot share prefixes.
         BackendError: an option needs a device that is not available.
-        OptionError: an option is not allowed, or needs an axis that the mesh lacks; or FSDP2 would wrap trainable
-            parameters of several dtypes as one module.
+        OptionError: an option is not allowed, or needs an axis that the mesh lacks; or a module of experts has
+            trainable parameters of several dtypes.
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
 
     Example:

@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_runtime._torch_compat import join_axes
 from fsdp_runtime.argument_types import checked
-from fsdp_runtime.errors import MeshError, ModelError, OptionError
+from fsdp_runtime.errors import MeshError, ModelError
 from fsdp_runtime.mesh.spec import axis_size, submesh
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.experts import expert_modules
+from fsdp_runtime.parallel.fsdp_dtypes import FSDPDtypes, reduce_gradients, resolve_fsdp_dtypes
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, replicated_parameters
 from fsdp_runtime.runtime_state import runtime_state
 
@@ -94,9 +95,14 @@ def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
         return
     if options.master_dtype is not None:
         _convert_trainable(model, options.master_dtype)
-    replicated = replicated_parameters(model, options)
+    dtypes = parallelism.fsdp_dtypes
+    reduced = {model.get_parameter(name) for name in dtypes.replicated}
+    replicated = replicated_parameters(model, options) | reduced
     policy = options.mp_policy or MixedPrecisionPolicy()
-    block_policy = replace(policy, output_dtype=None)  # activations between blocks keep the compute dtype
+    casts = policy.cast_forward_inputs and dtypes.casts_block_inputs
+    block_policy = replace(
+        policy, output_dtype=None, cast_forward_inputs=casts
+    )  # activations between blocks keep the compute dtype
     offload_policy = options.offload_policy or OffloadPolicy()
     if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":  # memory is pinned for a device
         offload_policy = CPUOffloadPolicy(pin_memory=False)
@@ -105,9 +111,11 @@ def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
     experts, expert_mesh = expert_modules(model, parallelism.expert_plan), parallelism.expert_fsdp_mesh
 
     def shard(
-        module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, reshard_after_forward: bool
+        path: str, module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, reshard_after_forward: bool
     ) -> None:
         shards = mesh.size(mesh.ndim - 1)  # the last axis shards, also under HSDP
+        if path in dtypes.own_dtype:
+            policy = replace(policy, param_dtype=None)
         fully_shard(
             module,
             mesh=mesh,
@@ -128,20 +136,24 @@ def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
     blocks = _blocks_to_wrap(model, structure, options)
     for path, module in experts.items():
         if expert_mesh is not None and not replicated.issuperset(module.parameters()):
-            shard(module, expert_mesh, policy=expert_policy, reshard_after_forward=frees(path))
+            shard(path, module, expert_mesh, policy=expert_policy, reshard_after_forward=frees(path))
+    for path in dtypes.modules:
+        # Their code casts its own inputs, and may return float32.
+        shard(path, model.get_submodule(path), mesh, policy=expert_policy, reshard_after_forward=frees(path))
     for path, block in blocks.items():
-        shard(block, mesh, policy=block_policy, reshard_after_forward=frees(path))
-    shard(
-        model, mesh, policy=policy, reshard_after_forward=options.reshard_after_forward and options.reshard_last_block
-    )
+        shard(path, block, mesh, policy=block_policy, reshard_after_forward=frees(path))
+    reshards_root = options.reshard_after_forward and options.reshard_last_block
+    shard("", model, mesh, policy=policy, reshard_after_forward=reshards_root)
+    for parameter in reduced:
+        reduce_gradients(parameter, mesh, options.gradient_divide_factor or mesh.size())
     gather_outside_inference_mode(model)
     runtime_state(model).is_fsdp_root = True
-    _require_root_forward(model, structure)
+    _require_root_forward(model, structure, replicated)
     _set_prefetching([blocks[path] for path in structure.decoder if path in blocks], experts.values(), options)
     logger.info("FSDP2: %d blocks and the root over %d ranks", len(blocks), mesh.size())
 
 
-def _require_root_forward(model: nn.Module, structure: ModelStructure) -> None:
+def _require_root_forward(model: nn.Module, structure: ModelStructure, replicated: set[nn.Parameter]) -> None:
     """Make a call of the root's own modules (embedding, final norm, head) raise while the root is not gathered.
 
     Modules inside blocks are left alone, so that compiled blocks do not trace the check.
@@ -149,7 +161,8 @@ def _require_root_forward(model: nn.Module, structure: ModelStructure) -> None:
     blocks = {module for path in structure.blocks for module in model.get_submodule(path).modules()}
     for path, module in model.named_modules():
         parameter = next(module.parameters(recurse=False), None)
-        if module is not model and module not in blocks and isinstance(parameter, DTensor):
+        sharded = isinstance(parameter, DTensor) and parameter not in replicated
+        if module is not model and module not in blocks and sharded:
             check = partial(_check_gathered, path=path, mesh_ndim=parameter.device_mesh.ndim)
             module.register_forward_pre_hook(check, prepend=True)
 
@@ -195,32 +208,16 @@ def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
     return next((Shard(dim) for dim in free), None)
 
 
-def check_uniform_dtypes(
+def fsdp_dtypes(
     model: nn.Module, structure: ModelStructure, options: FSDPOptions, experts: Mapping[str, nn.Module] | None = None
-) -> None:
-    """Check that the trainable parameters of every FSDP module have one dtype, as FSDP2 requires at its first forward.
+) -> FSDPDtypes:
+    """Return how FSDP2 keeps the dtypes that the model computes in; the model is not changed.
 
     Raises:
-        OptionError: an FSDP module would hold trainable parameters of several dtypes.
+        OptionError: a module of experts has trainable parameters of several dtypes.
     """
-    if options.master_dtype is not None:  # apply_fsdp converts them
-        return
-    wrapped = [*_blocks_to_wrap(model, structure, options), *(experts or ())]
-    dtypes: dict[str, dict[torch.dtype, str]] = defaultdict(dict)  # by FSDP module, each dtype with its first parameter
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            owner = max((path for path in wrapped if name.startswith(f"{path}.")), key=len, default="")
-            dtypes[owner].setdefault(parameter.dtype, name)
-    mixed = {path: found for path, found in dtypes.items() if len(found) > 1}
-    if mixed:
-        path, found = next(iter(mixed.items()))
-        names = " and ".join(f"{name} in {dtype}" for dtype, name in found.items())
-        raise OptionError(
-            f"FSDP2 needs one dtype for the trainable parameters of each module that it wraps, and {len(mixed)} have "
-            f"several; the first is {path or 'the root'} with {names}: pass fsdp=FSDPOptions(master_dtype="
-            "torch.float32, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)), "
-            "or convert the model to one dtype"
-        )
+    blocks = _blocks_to_wrap(model, structure, options)
+    return resolve_fsdp_dtypes(model, structure, options, wrapped=blocks, experts=experts or ())
 
 
 def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, options: FSDPOptions) -> dict[str, nn.Module]:
