@@ -107,17 +107,20 @@ def test_a_divide_factor_applies_to_experts_as_to_all_others(four_ranks: RankPoo
             assert all(ratio == pytest.approx(ranks) for ratio in ratios.values())
 
 
-def _adapted(targets: dict[str, Any]) -> None:
+def _adapted(mesh: dict[str, int], merged: bool, **options: Any) -> None:
     import peft
 
-    model = peft.get_peft_model(tiny_model(MOE), peft.LoraConfig(r=2, **targets))
-    resolve_parallelism(model, mesh_for({"dp_shard": 2, "ep": 2}))
+    model = peft.get_peft_model(tiny_model(MOE), peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]))
+    if merged:
+        model.merge_adapter()
+    resolve_parallelism(model, mesh_for(mesh), **options)
 
 
-def test_adapters_on_stacked_experts_are_refused_and_others_accepted(two_ranks: RankPool) -> None:
-    with pytest.raises(RanksFailed, match=r"OptionError: .*adapters on stacked experts, which cannot be dispatched"):
-        two_ranks.run(_adapted, {"target_parameters": ["mlp.experts.gate_up_proj"]})
-    two_ranks.run(_adapted, {"target_modules": ["q_proj"]})
+def test_adapters_on_experts_that_cannot_be_divided_are_refused(two_ranks: RankPool) -> None:
+    with pytest.raises(RanksFailed, match=r"OptionError: .*experts adapts stacked experts with adapters that are mer"):
+        two_ranks.run(_adapted, {"dp_shard": 2, "ep": 2}, True)
+    with pytest.raises(RanksFailed, match=r"OptionError: .*experts adapts stacked experts, which needs a plan for"):
+        two_ranks.run(_adapted, {"tp": 2, "ep": 2}, False, plan=None)
 
 
 def _refused(mesh: dict[str, int], architecture: str = MOE, model: Any = None, **options: Any) -> None:

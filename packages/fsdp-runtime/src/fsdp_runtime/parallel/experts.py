@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fsdp_runtime._peft_compat import is_peft_model
+from fsdp_runtime._peft_compat import base_model, lora_layers
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from tp_plans import Plan, expert_styles_by_path
@@ -23,18 +23,31 @@ logger = logging.getLogger(__name__)
 ExpertExchange = str | type[TokenExchange]
 
 
-def refuse_adapted_experts(model: nn.Module, plan: Plan) -> None:
-    """Refuse adapters on stacked experts: they compute with all experts, of which a rank has some.
+def check_adapted_experts(model: nn.Module, plan: Plan, *, replicated: bool) -> None:
+    """Check adapters on stacked experts.
+
+    Args:
+        model: the model.
+        plan: the rules of the axis ``ep``.
+        replicated: all other layers are replicated over an axis ``tp`` of several ranks.
 
     Raises:
-        OptionError: a dispatched module is wrapped by adapters.
+        OptionError: adapters of a dispatched module cannot be divided.
     """
-    for path in expert_modules(model, plan) if is_peft_model(model) else ():
-        wrapper = model.get_submodule(path.rpartition(".")[0])
-        if path.endswith(".base_layer"):
+    styles = {id(module): plan[plan.match(path)[0]] for path, module in expert_modules(model, plan).items()}
+    for layer in lora_layers(base_model(model)):
+        base = layer.module.get_base_layer()
+        if (style := styles.get(id(base))) is None:
+            continue
+        if layer.experts is None or not layer.plain:
             raise OptionError(
-                f"{path} is wrapped by {type(wrapper).__name__}, adapters on stacked experts, which cannot be "
-                "dispatched over ep: leave the experts out of target_parameters, or use ep=1"
+                f"{layer.path} adapts stacked experts with adapters that are merged, or not plain LoRA on a stacked "
+                "weight [experts, ..., ...]: unmerge them, or leave the parameter out of target_parameters"
+            )
+        if replicated or getattr(style, "identity_indices", False):
+            raise OptionError(
+                f"{layer.path} adapts stacked experts, which needs a plan for the axis tp and experts whose weights "
+                "have one row for each: use tp=1, or leave the experts out of target_parameters"
             )
 
 

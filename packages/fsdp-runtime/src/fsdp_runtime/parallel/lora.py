@@ -19,6 +19,7 @@ from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.weights.adapters import adapter_tensors
 from tp_plans import (
     GatherSequence,
+    NoParallel,
     ParallelAttention,
     Plan,
     PrepareModuleInput,
@@ -67,10 +68,15 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
         carrying = [path for path in paths.get(pattern, ()) if path in layers]
         if odd := [path for path in carrying if not layers[path].plain]:
             raise OptionError(
-                f"{odd[0]} carries adapters that are merged, or not plain LoRA on a linear layer (DoRA, a bias, an "
-                "embedding): unmerge them, or leave it out of target_modules"
+                f"{odd[0]} carries adapters that are merged, or not plain LoRA on a linear layer or on stacked experts "
+                "(DoRA, a bias, an embedding): unmerge them, or leave it out of target_modules"
             )
-        styles = {path: _adapted(style, path, plan, model) for path in carrying}
+        styles = {
+            path: _adapted_experts(style, path, model)
+            if layers[path].experts is not None
+            else _adapted(style, path, plan, model)
+            for path in carrying
+        }
         if not carrying:
             rules[pattern] = style
         elif len(carrying) == len(paths[pattern]) and all(each == styles[carrying[0]] for each in styles.values()):
@@ -138,6 +144,16 @@ def _adapted(style: Style, path: str, plan: Plan, model: nn.Module) -> dict[str,
     sharded_input = plan.sequence_parallel and not any(isinstance(plan[pattern], _GATHERING) for pattern in above)
     factors = adapter_styles(layer, sequence_dim=1 if sharded_input else None)
     return {"base_layer": layer, "lora_A.*": factors.a, "lora_B.*": factors.b}
+
+
+def _adapted_experts(style: Style, path: str, model: nn.Module) -> dict[str, Style]:
+    """Return the styles of adapted stacked experts, below all their wrappers, and of the factors, by their names."""
+    rules: dict[str, Style] = {}
+    prefix, layer = "", model.get_submodule(path)
+    while isinstance(inner := getattr(layer, "base_layer", None), nn.Module):
+        rules |= {f"{prefix}{factor}.*": NoParallel(gradient="partial") for factor in ("lora_A", "lora_B")}
+        prefix, layer = f"{prefix}base_layer.", inner
+    return {prefix.removesuffix("."): style} | rules
 
 
 def _below(path: str, styles: Mapping[str, Style]) -> dict[str, Style]:
