@@ -166,4 +166,4 @@ def test_what_is_wrong_in_float64_alone_is_told_apart() -> None:
     modes = [MODES[way][0] for way in ("transformers", "transformers in float32")]
     text = page.markdown({**RESULTS, "rows": {"llama": dict(zip(modes, (wrong, RIGHT), strict=True))}}, ENTRIES)
     assert "| llama | ✗ a; in float32 ✓ |" in text
-    assert "0 of 1 mixtures right on dp_shard=2 tp=2 ep=2 (1 in float32)" in text
+    assert "0 of 1 mixtures right on dp_shard=2 tp=2 ep=2 (1 of 1 others in float32)" in text

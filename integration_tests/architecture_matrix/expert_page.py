@@ -8,11 +8,12 @@ from typing import Any
 
 from architecture_matrix.expert_parallel import MESHES
 
+IN_FLOAT32 = "transformers in float32"
 #: The name of what was run, by the way in which experts were divided over ``ep``.
 PREFIXES = {
     "parallelize": "",
     "transformers": "transformers ",
-    "transformers in float32": "transformers float32 ",
+    IN_FLOAT32: "transformers float32 ",
 }
 _MARKS = {"right": "✓", "refused": "refused", "failed": "✗ fails", "hung": "✗ hangs"}
 #: Mismatches of parameters that are not experts' which a cell names.
@@ -37,14 +38,16 @@ def summary(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             if measured:
                 right = sum(_is_right(row, axes, way) for row in measured)
                 counts.append(f"{right} of {len(measured)} mixtures right on {mesh_mode(axes)}")
-                single = right + sum(_is_right(row, axes, f"{way} in float32") for row in measured)
-                counts[-1] += f" ({single} in float32)" * (single > right)
+                again = [row for row in measured if mesh_mode(axes, IN_FLOAT32) in row] * (way == "transformers")
+                if again:
+                    single = sum(_is_right(row, axes, IN_FLOAT32) for row in again)
+                    counts[-1] += f" ({single} of {len(again)} others in float32)"
         if counts:
             yield f"- {title}: {', '.join(counts)}"
 
 
 def _is_right(row: Mapping[str, Any], axes: Mapping[str, int], way: str) -> bool:
-    return way in PREFIXES and row.get(mesh_mode(axes, way), {}).get("status") == "right"
+    return bool(row.get(mesh_mode(axes, way), {}).get("status") == "right")
 
 
 def section(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -57,15 +60,17 @@ def section(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield ""
     yield (
         "The rows whose model has stacked experts, on 4 ranks, each data-parallel rank with token ids of its own. A "
-        "mixture is right (✓) where the logits and every parameter's gradient agree on every rank with one process."
+        "mixture is right (✓) where the logits and every parameter's gradient agree on every rank with one process. "
+        "Models that keep parts in float32 are in float32 throughout, since FSDP2 wants one dtype in a block."
     )
     if "transformers" in ways:
         yield (
             "transformers' own expert parallelism (`DistributedConfig(fsdp_size=..., tp_size=..., ep_size=...)`) has "
             "the same weights, meshes and tokens. An error of a gradient is relative to its largest element. What is "
-            "wrong in float64 was measured again in float32. Gradients of experts off by 0.5 or 0.75 are a half or a "
-            "quarter of what they have to be, without an error: with `ep` as large as `fsdp · tp` FSDP2 divides "
-            "gradients in float64 and float16 by the given number of ranks twice, those in float32 and bfloat16 once."
+            "wrong in float64 was measured again in float32 where the cell says so. Gradients of experts off by 0.5 or "
+            "0.75 are a half or a quarter of what they have to be, without an error: with `ep` as large as `fsdp · tp` "
+            "FSDP2 divides gradients in float64 and float16 by the given number of ranks twice, those in float32 and "
+            "bfloat16 once."
         )
     titles = [mesh_mode(axes) for axes in MESHES]
     yield ""
@@ -80,8 +85,8 @@ def section(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 def _cells(row: Mapping[str, Any], axes: Mapping[str, int], way: str) -> str:
     found, again = row.get(mesh_mode(axes, way)), None
-    if f"{way} in float32" in PREFIXES:
-        again = row.get(mesh_mode(axes, f"{way} in float32"))
+    if way == "transformers":
+        again = row.get(mesh_mode(axes, IN_FLOAT32))
     return f"{_cell(found)}; in float32 {_cell(again)}" if again else _cell(found)
 
 
