@@ -5,6 +5,7 @@ peft is imported only where the model is one of its own, so this package does no
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ class LoraLayer:
     parameter: str | None = None
     experts: nn.Module | None = None
     number: int = 1
+
+
+def unwrapped(path: str) -> str:
+    """Return the path of a layer without that of the wrappers around it: experts have one for each adapted weight."""
+    return re.sub(r"(\.base_layer)+$", "", path)
 
 
 def stored_factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:

@@ -306,7 +306,7 @@ def resolve_on(
         exchange_class(expert_exchange)
         plan_of_tp, plan = plan, with_expert_parallelism(plan, model)
         expert_plan = plan.on_axis("ep")
-        check_adapted_experts(model, expert_plan, replicated=shared_mesh is not None and plan_of_tp is None)
+        check_adapted_experts(model, expert_plan, plan_of_tp, tp=1 if shared_mesh is None else shared_mesh.size())
     tp = tp_mesh.size() if tp_mesh is not None and has_plan else 1
     findings: tuple[str, ...] = ()
     if isinstance(plan, Plan) and (tp > 1 or expert_plan is not None):

@@ -32,7 +32,17 @@ from fsdp_runtime.weights.stacked_adapters import merge_stacked_lora
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for, own_part
 from harness.ranks import RankPool
-from tp_plans import ColwiseParallel, NoParallel, Partial, PlanError, RowwiseParallel, plan_for
+from tp_plans import (
+    ColwiseParallel,
+    NoParallel,
+    ParameterStyle,
+    Partial,
+    PlanError,
+    RowwiseParallel,
+    Shard,
+    plan_for,
+    resolve_plan,
+)
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MESHES = ({"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2})
@@ -318,6 +328,22 @@ def test_kinds_that_cannot_be_split_are_refused() -> None:
         list(stream_weights(merged))
     with pytest.raises(OptionError, match="has no adapter 'other'"):
         save_adapter(_adapted(), "unused", adapter="other")
+
+
+def test_experts_that_are_not_sharded_by_expert_are_refused() -> None:
+    model = _adapted(MOE, **EXPERTS).get_base_model()
+    plan = resolve_plan("auto", tiny_model(MOE))
+    experts = "model.layers.*.mlp.experts"
+    for odd in ({f"{experts}.down_proj": ParameterStyle(layout=Shard(2))}, {experts: NoParallel()}):
+        with pytest.raises(OptionError, match=r"mlp\.experts\.\w+ carries adapters and is not sharded by expert"):
+            adapted_plan(plan.override(odd), model)
+    rules = adapted_plan(plan, model)
+    assert rules[f"{experts}.base_layer.base_layer"] == plan[experts]
+    assert rules[f"{experts}.base_layer.lora_B.*"] == NoParallel(gradient="partial")
+    merged = _adapted(MOE, **EXPERTS)
+    merged.merge_adapter()
+    with pytest.raises(OptionError, match="adapts experts with adapters that are merged"):
+        adapted_plan(plan, merged.get_base_model())
 
 
 def test_one_rule_serves_all_blocks_where_all_carry_adapters() -> None:

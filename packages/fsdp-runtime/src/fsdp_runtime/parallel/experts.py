@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fsdp_runtime._peft_compat import base_model, lora_layers
+from fsdp_runtime._peft_compat import BASE, base_model, lora_layers
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from tp_plans import Plan, expert_styles_by_path
@@ -23,13 +23,14 @@ logger = logging.getLogger(__name__)
 ExpertExchange = str | type[TokenExchange]
 
 
-def check_adapted_experts(model: nn.Module, plan: Plan, *, replicated: bool) -> None:
+def check_adapted_experts(model: nn.Module, plan: Plan, tp_plan: Plan | None, *, tp: int) -> None:
     """Check adapters on stacked experts.
 
     Args:
         model: the model.
         plan: the rules of the axis ``ep``.
-        replicated: all other layers are replicated over an axis ``tp`` of several ranks.
+        tp_plan: the plan of the axis ``tp`` before experts were dispatched, if there is one.
+        tp: size of the axis ``tp``, whose ranks have the same tokens.
 
     Raises:
         OptionError: adapters of a dispatched module cannot be divided.
@@ -44,10 +45,12 @@ def check_adapted_experts(model: nn.Module, plan: Plan, *, replicated: bool) -> 
                 f"{layer.path} adapts stacked experts with adapters that are merged, or not plain LoRA on a stacked "
                 "weight [experts, ..., ...]: unmerge them, or leave the parameter out of target_parameters"
             )
-        if replicated or getattr(style, "identity_indices", False):
+        factor = f"{BASE}.{layer.path}.lora_A.{next(iter(layer.scaling), 'default')}"
+        summed = tp == 1 or (tp_plan is not None and tp_plan.match(factor))
+        if not summed or getattr(style, "identity_indices", False):
             raise OptionError(
-                f"{layer.path} adapts stacked experts, which needs a plan for the axis tp and experts whose weights "
-                "have one row for each: use tp=1, or leave the experts out of target_parameters"
+                f"{layer.path} adapts stacked experts, which needs a rule for them on the axis tp, and weights that "
+                "have one row for each expert: use tp=1, or leave the experts out of target_parameters"
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers
+from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers, unwrapped
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.state import StateEntry, state_entries
 from fsdp_runtime.weights.stacked_adapters import merge_stacked_lora
 
 _BASE_LAYER = "base_layer."
-#: The end of the path of a wrapper inside other wrappers.
-_WRAPPED = r"(\.base_layer)+$"
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,8 @@ def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, l
     factors: dict[str, list[LoraFactors]] = {}
     for layer in lora_layers(base):
         weight = f"{layer.path}.weight"
-        if layer.parameter is not None:  # the experts have a wrapper for each adapted weight, one inside the other
-            weight = f"{re.sub(_WRAPPED, '', layer.path)}.{layer.parameter}"
+        if layer.parameter is not None:
+            weight = f"{unwrapped(layer.path)}.{layer.parameter}"
         if not layer.plain or weight in tied:
             raise OptionError(
                 f"the adapters of {layer.path} cannot be merged for export: they are merged already, not plain LoRA "
