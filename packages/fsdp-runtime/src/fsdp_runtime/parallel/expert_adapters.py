@@ -27,10 +27,11 @@ _WRAPPERS = "_fsdp_runtime_adapters"
 def adapt_experts(model: nn.Module) -> None:
     """Let stacked experts add their adapters where they run, in place; before they are sharded."""
     for layer in lora_layers(base_model(model)):
-        if layer.experts is not None and not isinstance(layer.module, _Wrapper):
-            layer.module.__class__ = _mixed(_Wrapper, type(layer.module))
-            if not isinstance(layer.experts, _Experts):
-                layer.experts.__class__ = _mixed(_Experts, type(layer.experts))
+        if layer.experts is None:
+            continue
+        for mixin, module in ((_Wrapper, layer.module), (_Experts, layer.experts)):
+            if not isinstance(module, mixin):
+                module.__class__ = _mixed(mixin, cast(Any, type(module)))
 
 
 class _Wrapper:
@@ -87,6 +88,7 @@ def _full(factor: Tensor) -> Tensor:
 
 
 @cache
-def _mixed(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
+def _mixed(mixin: type, cls: Any) -> Any:
+    """Return one class for all modules of a class, so that equal blocks are compiled once."""
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (mixin, cls), names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
@@ -37,8 +37,8 @@ def check_adapted_experts(model: nn.Module, plan: Plan, tp_plan: Plan | None, *,
     """
     styles = {id(module): plan[plan.match(path)[0]] for path, module in expert_modules(model, plan).items()}
     for layer in lora_layers(base_model(model)):
-        base = layer.module.get_base_layer()
-        if (style := styles.get(id(base))) is None:
+        wrapper: Any = layer.module
+        if (style := styles.get(id(wrapper.get_base_layer()))) is None:
             continue
         if layer.experts is None or not layer.plain:
             raise OptionError(

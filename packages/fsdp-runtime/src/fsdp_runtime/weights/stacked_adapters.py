@@ -34,8 +34,9 @@ def merge_stacked_lora(
     merged = weight.to(exact, copy=True)
     for each in factors:
         a, b = full[each.a_name].to(exact), full[each.b_name].to(exact)
-        a = a.view(each.experts, -1, a.shape[-1])  # [experts, rank, in]
-        b = b.view(b.shape[0], -1, each.experts).permute(2, 0, 1)  # [experts, out, rank]: experts are innermost
+        stacked = each.experts or 1
+        a = a.view(stacked, -1, a.shape[-1])  # [experts, rank, in]
+        b = b.view(b.shape[0], -1, stacked).permute(2, 0, 1)  # [experts, out, rank]: experts are innermost
         left, right = (a.transpose(1, 2), b.transpose(1, 2)) if each.transposed else (b, a)
         left, right = left[experts, rows], right[experts, :, columns]
         product = torch.zeros_like(merged)
