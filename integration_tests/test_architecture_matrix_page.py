@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from architecture_matrix import page
+from architecture_matrix.expert_page import MODES
 from architecture_matrix.expert_parallel import MESHES
 from architecture_matrix.measure import RankResult
 from architecture_matrix.outcome import Outcome, evaluate, evaluate_experts, summarize
 from architecture_matrix.table import Entry
+from harness.parity import RankReport
 from harness.ranks import RankError, RankPool, RanksFailed
 
 RIGHT, REFUSED = {"status": "right", "share": 0.99, "whole": {}}, {"status": "refused", "note": "no heads | no split"}
@@ -119,18 +121,49 @@ def test_the_page_shows_transformers_own_where_it_was_run() -> None:
     )
 
 
-def test_the_page_has_a_column_for_every_mesh_that_mixtures_were_measured_on() -> None:
-    modes = [page.mesh_mode(axes) for axes in MESHES]
-    wrong = {"status": "wrong", "note": "rank 1: output off"}
-    measured = dict(zip(modes, (RIGHT, RIGHT, wrong), strict=True))
-    rows = {"phi": {"TP": RIGHT, "SP": RIGHT}, "llama": {"TP": RIGHT, **measured}}
-    text = page.markdown({**RESULTS, "rows": rows}, ENTRIES)
-    assert "| split | dp_shard=2 tp=2 ep=2 | dp_shard=2 tp=2 ep=4 | dp_shard=4 ep=4 | notes |" in text
-    assert "| ✓ | ✓ | ✗ wrong | dp_shard=4 ep=4: rank 1: output off |" in text
-    assert "- expert parallelism, dp_shard=2 tp=2 ep=4: 1 of 1 mixtures right" in text
-    assert "- expert parallelism, dp_shard=4 ep=4: 0 of 1 mixtures right" in text
+def _with_experts(way: str, *statuses: dict[str, Any]) -> str:
+    rows = {"phi": {"TP": RIGHT}, "llama": {"TP": RIGHT, **dict(zip(MODES[way], statuses, strict=True))}}
+    return page.markdown({**RESULTS, "rows": rows}, ENTRIES)
 
 
-def test_ranks_that_fail_are_an_outcome_for_every_mesh() -> None:
-    outcomes = evaluate_experts(FailingPool({0: RankError("Refused", "ep=4", "")}), "llama", timeout=1)
-    assert [outcome.status for outcome in outcomes] == ["refused"] * len(MESHES)
+def test_the_page_has_a_table_of_mixtures_with_a_column_for_every_mesh() -> None:
+    text = _with_experts("parallelize", RIGHT, RIGHT, {"status": "wrong", "note": "output off by 1e-2"})
+    assert "| row | dp_shard=2 tp=2 ep=2 | dp_shard=2 tp=2 ep=4 | dp_shard=4 ep=4 |" in text
+    assert "| llama | ✓ | ✓ | ✗ output off by 1e-2 |" in text
+    assert "1 of 1 mixtures right on dp_shard=2 tp=2 ep=4, 0 of 1 mixtures right on dp_shard=4 ep=4" in text
+    assert "## Expert parallelism" not in page.markdown(RESULTS, ENTRIES)
+
+
+def test_the_page_says_what_is_wrong_with_experts_and_by_how_much() -> None:
+    experts = "gradient of m.*.experts.{} off by {} of its largest element"
+    wrong = {"status": "wrong", "note": f"{experts.format('up', 0.5)}; {experts.format('down', 0.25)}; a; b; c"}
+    text = _with_experts("transformers", wrong, REFUSED, {"status": "failed", "note": "x" * 200})
+    assert "| llama | ✗ gradients of experts off by 0.5; a; b; and 1 more | refused: no heads \\| no split |" in text
+    assert f"| ✗ fails: {'x' * 120}… |" in text
+
+
+def test_ranks_that_fail_are_an_outcome() -> None:
+    pool = FailingPool({0: RankError("Refused", "ep=4", "")})
+    assert evaluate_experts(pool, "llama", MESHES[0], timeout=1).status == "refused"
+
+
+def test_what_is_wrong_with_a_mixture_is_told_once_for_all_layers_and_ranks() -> None:
+    class Answering(FailingPool):
+        def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+            errors = {"layers.0.up": 0.25, "layers.1.up": 0.5, "norm": 0.0}
+            return [[RankReport(0.0, errors, [])], [RankReport(1e-2, {"norm": float("nan")}, ["ties: broken"])]]
+
+    found = evaluate_experts(Answering({}), "llama", MESHES[0], timeout=1)
+    off = "gradient of {} off by {} of its largest element"
+    assert (
+        found.note
+        == f"ties: broken; output off by 1.0e-02; {off.format('layers.*.up', 0.5)}; {off.format('norm', 'nan')}"
+    )
+
+
+def test_what_is_wrong_in_float64_alone_is_told_apart() -> None:
+    wrong = {"status": "wrong", "note": "a"}
+    modes = [MODES[way][0] for way in ("transformers", "transformers in float32")]
+    text = page.markdown({**RESULTS, "rows": {"llama": dict(zip(modes, (wrong, RIGHT), strict=True))}}, ENTRIES)
+    assert "| llama | ✗ a; in float32 ✓ |" in text
+    assert "0 of 1 mixtures right on dp_shard=2 tp=2 ep=2 (1 of 1 others in float32)" in text

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from architecture_matrix.measure import Refused, gradient_errors
+from architecture_matrix.peers import NoPlanError, experts_by_transformers
 from architecture_matrix.shrink import VOCAB
 from architecture_matrix.table import UNBUILDABLE, Entry, built, entries, tiny_model
-from fsdp_runtime import parallelize, submesh
+from fsdp_runtime import FsdpRuntimeError, parallelize, submesh
 from harness import parity
 from harness.parity import RankReport, largest, logits_of, mesh_for
-from tp_plans import ModelTree
+from tp_plans import ModelTree, TpPlansError
 from tp_plans.infer.experts import expert_stacks
 
 BATCH, LENGTH = 4, 7
@@ -41,23 +44,53 @@ def mixtures() -> dict[str, Entry]:
     return found
 
 
-def measure_experts(name: str, meshes: Sequence[Mapping[str, int]] = MESHES) -> list[RankReport]:
-    """Measure one mixture on every mesh; every rank of the world must call it."""
-    return [_measured(name, axes) for axes in meshes]
+def measure_experts(
+    name: str, meshes: Sequence[Mapping[str, int]] = MESHES, way: str = "parallelize"
+) -> list[RankReport]:
+    """Measure one mixture on every mesh, in one of the ways; every rank of the world must call it."""
+    return [_measured(name, axes, WAYS[way]) for axes in meshes]
 
 
-def _measured(name: str, axes: Mapping[str, int]) -> RankReport:
-    model, ids, weights, expected, gradients = _reference(name)
-    mesh = mesh_for(axes)
-    candidate = parallelize(copy.deepcopy(model), mesh, **entries()[name].options)
-    data = submesh(mesh, "dp")
+@dataclass(frozen=True)
+class Way:
+    """A way of dividing experts over ``ep``: a function of the model, its row's name and the mesh, and the dtype."""
+
+    apply: Callable[[nn.Module, str, Mapping[str, int]], nn.Module]
+    dtype: torch.dtype = torch.float64
+
+
+def _by_parallelize(model: nn.Module, name: str, axes: Mapping[str, int]) -> nn.Module:
+    return parallelize(model, mesh_for(axes), **entries()[name].options)
+
+
+def _by_transformers(model: nn.Module, name: str, axes: Mapping[str, int]) -> nn.Module:
+    return experts_by_transformers(model, axes)
+
+
+WAYS: Mapping[str, Way] = {
+    "parallelize": Way(_by_parallelize),
+    "transformers": Way(_by_transformers),
+    "transformers in float32": Way(_by_transformers, torch.float32),
+}
+
+
+def _measured(name: str, axes: Mapping[str, int], way: Way) -> RankReport:
+    model, ids, weights, expected, gradients = _reference(name, way.dtype)
+    try:
+        candidate = way.apply(copy.deepcopy(model), name, axes)
+    except (TpPlansError, FsdpRuntimeError, NoPlanError) as error:
+        raise Refused(str(error)) from error
+    data = submesh(mesh_for(axes), "dp")
     share = BATCH // data.size()
     own = slice(share * data.get_local_rank(), share * (data.get_local_rank() + 1))
     logits = logits_of(candidate, {"input_ids": ids[own]})
     (logits * weights[own]).sum().mul(data.size()).backward()
+    # In float64 every number of the model is unique and found by its value, however a layout is labelled.
+    by_value = expected.dtype == torch.float64
+    errors = gradient_errors(model, candidate, gradients) if by_value else parity.gradient_errors(gradients, candidate)
     return RankReport(
         output_error=largest(logits - expected[own]),
-        gradient_errors=parity.gradient_errors(gradients, candidate),
+        gradient_errors=dict(errors),
         problems=[*parity.structural_problems(model, candidate), *_not_divided(candidate)],
     )
 
@@ -71,8 +104,8 @@ def _not_divided(candidate: nn.Module) -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def _reference(name: str) -> tuple[nn.Module, Tensor, Tensor, Tensor, dict[str, Tensor | None]]:
-    model = tiny_model(entries()[name])
+def _reference(name: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor, Tensor, dict[str, Tensor | None]]:
+    model = tiny_model(entries()[name], dtype=dtype)
     if any(parameter.dtype == torch.float32 for parameter in model.parameters()):
         model = tiny_model(entries()[name], dtype=torch.float32)  # FSDP2 wants one dtype in a block
     ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from architecture_matrix.expert_parallel import MESHES
+from architecture_matrix import expert_page
 from architecture_matrix.outcome import Outcome
 from architecture_matrix.table import UNBUILDABLE, Entry
 
@@ -25,11 +25,6 @@ _NOTEWORTHY = 0.01
 def versions() -> dict[str, str]:
     """The releases that a run was measured on."""
     return {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
-
-
-def mesh_mode(axes: Mapping[str, int]) -> str:
-    """Return the name of the mode that a mesh with ``ep`` is measured in: ``"dp_shard=2 tp=2 ep=4"``."""
-    return " ".join(f"{axis}={size}" for axis, size in axes.items())
 
 
 def kept(outcome: Outcome) -> dict[str, Any]:
@@ -68,7 +63,18 @@ def regressions(before: Mapping[str, Row], now: Mapping[str, Row]) -> list[str]:
 def markdown(results: Mapping[str, Any], entries: Mapping[str, Entry]) -> str:
     """The page of a whole run."""
     rows = {name: row for name, row in results["rows"].items() if name in entries}
-    return "\n".join([*_head(results, rows, entries), *_table(rows, entries), "", *_unbuildable(entries)]) + "\n"
+    return (
+        "\n".join(
+            [
+                *_head(results, rows, entries),
+                *_table(rows, entries),
+                "",
+                *_unbuildable(entries),
+                *expert_page.section(rows),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _head(results: Mapping[str, Any], rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[str]:
@@ -101,20 +107,8 @@ def _head(results: Mapping[str, Any], rows: Mapping[str, Row], entries: Mapping[
             "those of the documents alone to 1e-12, and the tokens of other documents change nothing. Without the "
             f"option a document reads another in {leaks} of them (leaks)."
         )
-    for mode in _expert_modes(rows):
-        found = [row[mode]["status"] for row in rows.values() if mode in row]
-        yield f"- expert parallelism, {mode}: {found.count('right')} of {len(found)} mixtures right"
-    if _expert_modes(rows):
-        yield ""
-        yield (
-            "Expert parallelism is measured on 4 ranks, each data-parallel rank with token ids of its own, for the "
-            "rows whose model has stacked experts."
-        )
+    yield from expert_page.summary(rows)
     yield ""
-
-
-def _expert_modes(rows: Mapping[str, Row]) -> list[str]:
-    return [mode for mode in map(mesh_mode, MESHES) if any(mode in row for row in rows.values())]
 
 
 def _counts(rows: Mapping[str, Row], names: Sequence[str], mode: str) -> str:
@@ -128,7 +122,7 @@ def _table(rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[st
     peers = any("transformers" in row for row in rows.values())
     theirs = ["transformers' own", "split"] if peers else []
     packs = ["packed", "packed without the option"] if any("packed" in row for row in rows.values()) else []
-    titles = ["row", "class", "TP", "SP", "split", *theirs, *packs, *_expert_modes(rows), "notes"]
+    titles = ["row", "class", "TP", "SP", "split", *theirs, *packs, "notes"]
     yield f"| {' | '.join(titles)} |"
     yield f"|{'---|' * len(titles)}"
     for name in sorted(rows):
@@ -136,8 +130,7 @@ def _table(rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[st
         own = [_mark(row, "TP"), _mark(row, "SP"), _share(row, "TP")]
         theirs = [_mark(row, "transformers"), _share(row, "transformers")] if peers else []
         packed = [_mark(row, "packed"), _leaks(row)] if packs else []
-        experts = [_mark(row, mode) for mode in _expert_modes(rows)]
-        cells = [name, entries[name].class_name, *own, *theirs, *packed, *experts, _notes(row)]
+        cells = [name, entries[name].class_name, *own, *theirs, *packed, _notes(row)]
         yield f"| {' | '.join(cells)} |"
 
 
@@ -156,7 +149,7 @@ def _share(row: Row, mode: str) -> str:
 
 
 def _notes(row: Row) -> str:
-    modes = ("TP", "SP", "packed", *map(mesh_mode, MESHES))
+    modes = ("TP", "SP", "packed")
     notes = [f"{mode}: {row[mode]['note']}" for mode in modes if row.get(mode, {}).get("note")]
     if whole := row.get("TP", {}).get("whole"):
         notes.append("whole: " + ", ".join(f"`{pattern}` {100 * share:.0f} %" for pattern, share in whole.items()))

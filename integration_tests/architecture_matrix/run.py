@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from architecture_matrix import page
+from architecture_matrix.expert_page import PREFIXES, mesh_mode
 from architecture_matrix.expert_parallel import MESHES, mixtures
 from architecture_matrix.measure import KINDS, warm_up
 from architecture_matrix.outcome import Outcome, evaluate, evaluate_experts
@@ -29,11 +30,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, report, and write the results of a whole run; 1 where something has got worse."""
     options = _options(arguments)
     chosen = _chosen(options.patterns)
-    modes = ["TP", "SP", *(["transformers"] if options.peers else [])]
     checked_in = page.read(options.results)
     working = options.working or options.results.with_suffix(f".tp{options.tp}.part.json")
     rows = page.read(working)["rows"] if options.resume else {}
 
+    if options.experts != "only":
+        _measure_tensor_parallelism(options, chosen, rows, working)
+    if options.experts:
+        _measure_experts(options, chosen, rows, working)
+
+    worse = page.regressions(checked_in["rows"], rows) if options.tp == checked_in.get("tp") else []
+    for row in worse:
+        _say(f"no longer right: {row}")
+    if len(chosen) == len(_chosen(["*"])) and (options.accept or not worse) and not options.dry:
+        _record(options, checked_in["rows"], rows)
+    return int(bool(worse) and not options.accept)
+
+
+def _measure_tensor_parallelism(
+    options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any], working: Path
+) -> None:
+    """Measure the chosen rows with tensor and sequence parallelism, and packed rows."""
+    modes = ["TP", "SP", *(["transformers"] if options.peers else [])]
     pool = RankPool(options.tp)
     try:
         pool.run(warm_up, timeout=600)
@@ -50,31 +68,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         pool.close()
 
-    if options.experts:
-        _measure_experts(options, chosen, rows)
-        page.write(working, {"rows": rows})
 
-    worse = page.regressions(checked_in["rows"], rows) if options.tp == checked_in.get("tp") else []
-    for row in worse:
-        _say(f"no longer right: {row}")
-    if len(chosen) == len(_chosen(["*"])) and (options.accept or not worse) and not options.dry:
-        _record(options, checked_in["rows"], rows)
-    return int(bool(worse) and not options.accept)
-
-
-def _measure_experts(options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any]) -> None:
+def _measure_experts(
+    options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any], working: Path
+) -> None:
     """Measure the chosen mixtures under expert parallelism, on four ranks."""
     names = [name for name in mixtures() if name in chosen]
-    modes = [page.mesh_mode(axes) for axes in MESHES]
+    cases = [(way, axes) for way in PREFIXES if way == "parallelize" or options.peers for axes in MESHES]
     pool = RankPool(EXPERT_RANKS)
     try:
         pool.run(warm_up, timeout=600)
         for done, name in enumerate(names, 1):
-            if modes[-1] in rows[name]:
-                continue
-            for mode, found in zip(modes, evaluate_experts(pool, name, timeout=options.timeout), strict=True):
-                rows[name][mode] = page.kept(found)
-                _say(f"[{done}/{len(names)}] {_line(name, mode, found)}")
+            row = rows.setdefault(name, {})
+            for way, axes in cases:
+                mode = mesh_mode(axes, way)
+                again = way.removesuffix(" in float32")
+                if mode not in row and (again == way or row[mesh_mode(axes, again)]["status"] == "wrong"):
+                    found = evaluate_experts(pool, name, axes, way=way, timeout=options.timeout)
+                    row[mode] = page.kept(found)
+                    _say(f"[{done}/{len(names)}] {_line(name, mode, found)}")
+            page.write(working, {"rows": rows})
     finally:
         pool.close()
 
@@ -84,8 +97,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("patterns", nargs="*", default=["*"], help="rows, as 'qwen3*'; all by default")
     parser.add_argument("--tp", type=int, default=2, help="ranks (default 2)")
     parser.add_argument("--timeout", type=float, default=90, help="seconds for one architecture in one mode")
-    parser.add_argument("--peers", action="store_true", help="also run transformers' own tensor parallelism")
-    parser.add_argument("--experts", action="store_true", help="also run expert parallelism of mixtures, on four ranks")
+    parser.add_argument("--peers", action="store_true", help="also run transformers' own parallelism")
+    parser.add_argument(
+        "--experts",
+        nargs="?",
+        const="also",
+        choices=["also", "only"],
+        help="run expert parallelism of mixtures on four ranks, too or alone",
+    )
     parser.add_argument("--resume", action="store_true", help="go on where an earlier run was stopped")
     parser.add_argument("--accept", action="store_true", help="write the results even where some have got worse")
     parser.add_argument("--dry", action="store_true", help="leave the page and its JSON as they are")

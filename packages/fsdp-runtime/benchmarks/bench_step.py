@@ -9,11 +9,10 @@ slowest rank on the clock and of the mean rank's processor; bytes are what one r
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "integration_tests"))
+from turns import take_turns
+
 from fsdp_runtime import MeshSpec, inspect_model, parallelize, submesh
 from harness.collectives import RecordCollectives, by_axis
 
@@ -159,27 +160,14 @@ def rank(index: int, store: str, folder: str, rounds: int) -> None:
             losses[name] = step(model, optimizers[name], ids)
         traffic[name] = by_axis(communication.calls, mesh)
         streams[name] = stream_bytes(model, ids)
-    turns: dict[str, list[list[float]]] = {name: [] for name in models}
-    for _ in range(rounds):
-        for name, model in models.items():
-            dist.barrier()
-            clock, processor = time.perf_counter(), time.process_time()
-            step(model, optimizers[name], ids)
-            slowest = torch.tensor(time.perf_counter() - clock)
-            busy = torch.tensor(time.process_time() - processor)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            dist.all_reduce(busy)
-            turns[name].append([slowest.item(), busy.item() / 4])
+    medians = take_turns({name: partial(step, model, optimizers[name], ids) for name, model in models.items()}, rounds)
     if index == 0:
-        show(turns, losses, traffic, streams)
+        show(medians, losses, traffic, streams)
     dist.destroy_process_group()
 
 
-def show(turns: dict[str, list[list[float]]], losses: Any, traffic: Any, streams: dict[str, int]) -> None:
+def show(medians: dict[str, list[float]], losses: Any, traffic: Any, streams: dict[str, int]) -> None:
     """Print the table."""
-    medians = {
-        name: [statistics.median(each) for each in zip(*seconds, strict=True)] for name, seconds in turns.items()
-    }
     for name, (clock, busy) in medians.items():
         print(f"{name:14} {clock * 1e3:6.0f} ms a step, {busy * 1e3:6.0f} ms of the processor, loss {losses[name]:.5f}")
         if others := [medians[other] for other in BEST_OF.get(name, ())]:

@@ -5,12 +5,13 @@ peft is imported only where the model is one of its own, so this package does no
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 #: Where a ``PeftModel`` keeps the model that it adapts.
 BASE = "base_model.model"
@@ -25,7 +26,10 @@ class LoraLayer:
         module: peft's wrapper, with the layer as ``base_layer`` and the factors in ``lora_A`` and ``lora_B``.
         scaling: the factor of every adapter that is in force, by its name.
         transposed: the layer's weight is ``[in, out]``.
-        plain: it is an ordinary linear layer with ordinary adapters, not merged.
+        plain: it is an ordinary linear layer, or stacked experts, with ordinary adapters, not merged.
+        parameter: the name of the stacked parameter of ``experts`` that it adapts; ``None`` for a layer's weight.
+        experts: the module that owns that parameter, below any other wrapper.
+        number: of the experts that the factors stack.
     """
 
     path: str
@@ -33,6 +37,33 @@ class LoraLayer:
     scaling: dict[str, float]
     transposed: bool
     plain: bool
+    parameter: str | None = None
+    experts: nn.Module | None = None
+    number: int = 1
+
+
+def unwrapped(path: str) -> str:
+    """Return the path of a layer without that of the wrappers around it: experts have one for each adapted weight."""
+    return re.sub(r"(\.base_layer)+$", "", path)
+
+
+def stored_factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
+    """Return the two factors of an adapter as peft stores them."""
+    return wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+
+
+def active_factors(wrapper: Any) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """Iterate over the adapters in force of a wrapper: the two factors as stored, and the scaling."""
+    if wrapper.disable_adapters or wrapper.merged:
+        return
+    for name in wrapper.active_adapters:
+        if name in wrapper.lora_A:
+            yield *stored_factors(wrapper, name), float(wrapper.scaling[name])
+
+
+def is_out_first(wrapper: Any) -> bool:
+    """Return True if a stacked weight is ``[experts, out, in]``, false for ``[experts, in, out]``."""
+    return bool(wrapper._did_swap_in_out_features)
 
 
 def is_peft_model(module: nn.Module) -> bool:
@@ -56,12 +87,17 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
             layer: Any = module
             active = [name for name in layer.active_adapters if name in layer.lora_A]
             plain = not (layer.merged or layer.lora_variant or layer.lora_embedding_A or any(layer.lora_bias.values()))
+            base, parameter = layer.get_base_layer(), getattr(layer, "parameter_name", None)
+            stacked = parameter is not None and getattr(base, parameter).ndim == 3
             yield LoraLayer(
                 path,
                 module,
                 {} if layer.disable_adapters else {name: float(layer.scaling[name]) for name in active},
-                bool(getattr(layer, "fan_in_fan_out", False)),
-                plain and isinstance(layer.get_base_layer(), nn.Linear),
+                not is_out_first(layer) if stacked else bool(getattr(layer, "fan_in_fan_out", False)),
+                plain and (stacked or (parameter is None and isinstance(base, nn.Linear))),
+                parameter if stacked else None,
+                base if stacked else None,
+                layer.num_experts if stacked else 1,
             )
 
 

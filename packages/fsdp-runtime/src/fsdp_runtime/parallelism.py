@@ -29,7 +29,7 @@ from fsdp_runtime.parallel.check_inputs import apply_input_check
 from fsdp_runtime.parallel.compile import apply_compile, check_compile_options
 from fsdp_runtime.parallel.context.apply import apply_cp, check_context_parallel, under_context_parallelism
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, require_load_balancer
-from fsdp_runtime.parallel.experts import ExpertExchange, apply_ep, expert_modules, refuse_adapted_experts
+from fsdp_runtime.parallel.experts import ExpertExchange, apply_ep, check_adapted_experts, expert_modules
 from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_dtypes, fsdp_mesh
 from fsdp_runtime.parallel.fsdp_dtypes import FSDPDtypes
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, check_fsdp_options
@@ -307,9 +307,9 @@ def resolve_on(
     expert_plan = None
     if ep_mesh is not None:
         exchange_class(expert_exchange)
-        plan = with_expert_parallelism(plan, model)
+        plan_of_tp, plan = plan, with_expert_parallelism(plan, model)
         expert_plan = plan.on_axis("ep")
-        refuse_adapted_experts(model, expert_plan)
+        check_adapted_experts(model, expert_plan, plan_of_tp, tp=1 if shared_mesh is None else shared_mesh.size())
     tp = tp_mesh.size() if tp_mesh is not None and has_plan else 1
     findings: tuple[str, ...] = ()
     if isinstance(plan, Plan) and (tp > 1 or expert_plan is not None):

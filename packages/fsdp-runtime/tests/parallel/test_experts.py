@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fsdp_runtime import (
     resolve_parallelism,
     submesh,
 )
+from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, RankReport, assert_parity, compare, gradient_errors, logits_of, mesh_for
 from harness.ranks import RankPool, RanksFailed
@@ -107,17 +109,20 @@ def test_a_divide_factor_applies_to_experts_as_to_all_others(four_ranks: RankPoo
             assert all(ratio == pytest.approx(ranks) for ratio in ratios.values())
 
 
-def _adapted(targets: dict[str, Any]) -> None:
+def _adapted(mesh: dict[str, int], merged: bool, **options: Any) -> None:
     import peft
 
-    model = peft.get_peft_model(tiny_model(MOE), peft.LoraConfig(r=2, **targets))
-    resolve_parallelism(model, mesh_for({"dp_shard": 2, "ep": 2}))
+    model = peft.get_peft_model(tiny_model(MOE), peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]))
+    if merged:
+        model.merge_adapter()
+    resolve_parallelism(model, mesh_for(mesh), **options)
 
 
-def test_adapters_on_stacked_experts_are_refused_and_others_accepted(two_ranks: RankPool) -> None:
-    with pytest.raises(RanksFailed, match=r"OptionError: .*adapters on stacked experts, which cannot be dispatched"):
-        two_ranks.run(_adapted, {"target_parameters": ["mlp.experts.gate_up_proj"]})
-    two_ranks.run(_adapted, {"target_modules": ["q_proj"]})
+def test_adapters_on_experts_that_cannot_be_divided_are_refused(two_ranks: RankPool) -> None:
+    with pytest.raises(RanksFailed, match=r"OptionError: .*experts adapts stacked experts with adapters that are mer"):
+        two_ranks.run(_adapted, {"dp_shard": 2, "ep": 2}, True)
+    with pytest.raises(RanksFailed, match=r"OptionError: .*experts adapts stacked experts, which needs a rule for"):
+        two_ranks.run(_adapted, {"tp": 2, "ep": 2}, False, plan=None)
 
 
 def _refused(mesh: dict[str, int], architecture: str = MOE, model: Any = None, **options: Any) -> None:
@@ -176,38 +181,83 @@ def test_grouped_products_over_ranks_round_like_eager_experts_in_one_process(fou
             assert eager < 64 * epsilon  # sums of 64 products
 
 
+def _calls(layers: int, options: dict[str, Any]) -> Counter[str]:
+    """How often this rank communicates over ``ep`` in a forward and in a backward, by kind."""
+    model = parallelize(tiny_model(MOE, num_hidden_layers=layers), mesh_for(ALL), **options)
+    inputs = tiny_inputs(model, batch=2, length=6)
+    found = Counter[str]()
+    ranks = tuple(submesh(mesh_for(ALL), "ep").mesh.flatten().tolist())
+    with RecordCollectives() as forward:
+        logits = logits_of(model, inputs)
+    with RecordCollectives() as backward:
+        logits.sum().backward()
+    for phase, record in (("forward", forward), ("backward", backward)):
+        found.update(f"{phase} {call.kind}" for call in record.calls if call.ranks == ranks)
+    return found
+
+
+def _calls_of_a_layer() -> list[dict[str, int]]:
+    found = []
+    for options in ({}, {"sequence_parallel": True}):
+        fewer, more = _calls(2, options), _calls(3, options)
+        found.append({name: count - fewer[name] for name, count in more.items() if count != fewer[name]})
+    return found
+
+
+def test_a_layer_exchanges_five_times_forward_and_three_times_backward(four_ranks: RankPool) -> None:
+    # Forward two of counts, and rows, pairs and sums; backward sums, the weights of pairs, and rows.
+    layer = {"forward all_to_all": 5, "backward all_to_all": 3}
+    assert four_ranks.run(_calls_of_a_layer) == [[layer, layer]] * 4
+
+
 class _Dies(AllToAllExchange):
     """Rank 1 ends before the second layer's exchange."""
 
     calls = 0
 
     def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> DispatchedTokens:
-        _Dies.calls += 1
-        if dist.get_rank() == 1 and _Dies.calls == 2:
-            os._exit(3)
+        type(self).calls += 1
+        if dist.get_rank() == 1 and self.calls == 2:
+            return self.end(super().dispatch, hidden, index, weights, experts=experts)
         return super().dispatch(hidden, index, weights, experts=experts)
 
-
-def _lose_a_rank() -> None:
-    model = parallelize(tiny_model(MOE), mesh_for({"dp_shard": 4, "ep": 4}), expert_exchange=_Dies)
-    with monitor_ranks(timeout=5.0) as monitor, monitor.phase("forward"):
-        model(**tiny_inputs(model, batch=1, length=5), use_cache=False)
+    def end(self, dispatch: Any, *args: Any, **kwargs: Any) -> DispatchedTokens:
+        os._exit(3)
 
 
+class _DiesBackward(_Dies):
+    """Rank 1 ends before the backward of the second layer's exchange."""
+
+    def end(self, dispatch: Any, *args: Any, **kwargs: Any) -> DispatchedTokens:
+        dispatched: DispatchedTokens = dispatch(*args, **kwargs)
+        dispatched.rows.register_hook(lambda gradient: os._exit(3))
+        return dispatched
+
+
+def _lose_a_rank(exchange: type[_Dies]) -> None:
+    model = parallelize(tiny_model(MOE), mesh_for({"dp_shard": 4, "ep": 4}), expert_exchange=exchange)
+    with monitor_ranks(timeout=5.0) as monitor:
+        with monitor.phase("forward"):
+            logits = logits_of(model, tiny_inputs(model, batch=1, length=5))
+        with monitor.phase("backward"):
+            logits.sum().backward()
+
+
+@pytest.mark.parametrize(("exchange", "phase"), [(_Dies, "forward"), (_DiesBackward, "backward")])
 def test_a_rank_that_dies_in_the_exchange_ends_every_other_with_one_error_that_names_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, exchange: type[_Dies], phase: str
 ) -> None:
     monkeypatch.setattr("harness.ranks.GRACE_SECONDS", 60.0)
     pool = RankPool(4)
     try:
         begun = time.monotonic()
         with pytest.raises(RanksFailed) as failure:
-            pool.run(_lose_a_rank, timeout=240)
+            pool.run(_lose_a_rank, exchange, timeout=240)
         assert time.monotonic() - begun < 200  # of which most is the start of four processes
     finally:
         pool.close(force=True)
     errors = failure.value.errors
     assert errors.pop(1).type_name == "Died"
     assert {error.type_name for error in errors.values()} == {"LostRankError"}
-    assert all("rank 1, in phase 'forward'" in error.message for error in errors.values())
+    assert all(f"rank 1, in phase '{phase}'" in error.message for error in errors.values())
     assert sorted(errors) == [0, 2, 3]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,35 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import ModelError, OptionError, load_weights, parallelize, save_weights, stream_weights
+from fsdp_runtime import (
+    ModelError,
+    OptionError,
+    init_adapters,
+    load_adapter,
+    load_weights,
+    parallelize,
+    save_weights,
+    stream_weights,
+)
 from fsdp_runtime.parallel.lora import adapted_plan, save_adapter
 from fsdp_runtime.training_state import load_training_state, save_training_state
+from fsdp_runtime.weights.adapters import LoraFactors
+from fsdp_runtime.weights.stacked_adapters import merge_stacked_lora
 from harness.models import tiny_inputs, tiny_model
 from harness.pairwise import alternating_first
 from harness.parity import mesh_for, own_part
 from harness.ranks import RankPool
-from tp_plans import ColwiseParallel, NoParallel, Partial, PlanError, RowwiseParallel, plan_for
+from tp_plans import (
+    ColwiseParallel,
+    NoParallel,
+    ParameterStyle,
+    Partial,
+    PlanError,
+    RowwiseParallel,
+    Shard,
+    plan_for,
+    resolve_plan,
+)
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MESHES = ({"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2})
@@ -51,9 +73,16 @@ def _step(model: nn.Module, scale: float = 1.0) -> Tensor:
     return logits.detach()
 
 
-def _parity(axes: Mapping[str, int], architecture: str, options: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+def _parity(
+    axes: Mapping[str, int],
+    architecture: str,
+    options: Mapping[str, Any],
+    config: Mapping[str, Any],
+    change: Callable[[Any], Any] = lambda model: model,
+    bound: float = 1e-4,
+) -> Any:
     """The error of the logits and of every adapter's gradient, and which parameters got one."""
-    reference = _adapted(architecture, **config)
+    reference = change(_adapted(architecture, **config))
     candidate = parallelize(copy.deepcopy(reference), mesh_for(axes), **options)
     expected, found = _step(reference), _step(candidate)
     errors = {"logits": (found - expected).abs().max().item()}
@@ -67,7 +96,7 @@ def _parity(axes: Mapping[str, int], architecture: str, options: Mapping[str, An
             if isinstance(gradient, DTensor):
                 due, gradient = own_part(due, gradient), gradient.to_local()
             errors[name] = ((gradient - due).abs().max() / scale).item() if due.numel() else 0.0
-    return {name: error for name, error in errors.items() if not error < 1e-4}
+    return {name: error for name, error in errors.items() if not error < bound}
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -105,6 +134,82 @@ def test_adapters_beside_experts_over_ep_do_too(four_ranks: RankPool) -> None:
     axes, config = {"dp_shard": 2, "tp": 2, "ep": 4}, {"target_modules": ["q_proj", "v_proj", "o_proj"]}
     options = {"sequence_parallel": True, "activation_checkpointing": "block"}
     assert four_ranks.run(_parity, axes, "Qwen3MoeForCausalLM", options, config) == [{}] * 4
+
+
+MOE = "Qwen3MoeForCausalLM"
+EXPERTS = {"target_modules": ["q_proj", "o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+EP = {"dp_shard": 2, "tp": 2, "ep": 4}
+
+
+def _to_few_experts(model: Any) -> Any:
+    """Give all experts of each router equal scores: all tokens go to the same ones, and some ranks get none."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.zero_()
+    return model
+
+
+def _expert_parities() -> list[Any]:
+    options = {"sequence_parallel": True, "activation_checkpointing": "block"}
+    exact = partial(_parity, architecture=MOE, config=EXPERTS, bound=1e-12)  # it computes in float64 throughout
+    return [
+        exact({"dp_shard": 4, "ep": 4}, options={}),
+        exact(EP, options=options),
+        exact(EP, options={}, change=_to_few_experts),
+        exact({"dp_replicate": 2, "tp": 2, "ep": 2}, options={}),
+        exact({"dp_shard": 2, "tp": 2}, options=options),
+        exact({"dp_shard": 2, "tp": 2}, options={}, change=_to_few_experts),
+        exact({"dp_shard": 4}, options={}),
+    ]
+
+
+def test_adapters_on_stacked_experts_do_too(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_expert_parities) == [[{}] * 7] * 4
+
+
+def _leave_experts(directory: Path) -> list[str]:
+    """Save an adapter and the merged model from one mesh; names of what another mesh loads wrongly."""
+    model = parallelize(_adapted(MOE, dtype=torch.float32, **EXPERTS), mesh_for(EP))
+    save_adapter(model, directory / "adapter")
+    save_weights(model, directory / "merged")
+    saved = load_file(directory / "adapter" / "adapter_model.safetensors")
+    other = parallelize(_adapted(MOE, dtype=torch.float32, seed=5, **EXPERTS), mesh_for({"dp_shard": 4, "ep": 2}))
+    load_adapter(other, directory / "adapter")
+    found = {n.replace(".default", ""): _full(p.detach()) for n, p in other.named_parameters() if ".lora_" in n}
+    return [name for name in found.keys() | saved.keys() if not torch.equal(found[name], saved[name])]
+
+
+def test_adapters_of_experts_leave_and_load_as_peft_has_them(four_ranks: RankPool, tmp_path: Path) -> None:
+    assert four_ranks.run(_leave_experts, tmp_path) == [[]] * 4
+    base = tiny_model(MOE, dtype=torch.float32)
+    reloaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    wanted = dict(_adapted(MOE, dtype=torch.float32, **EXPERTS).named_parameters())
+    assert all(torch.equal(parameter, wanted[name]) for name, parameter in reloaded.named_parameters())
+    merged = type(base).from_pretrained(tmp_path / "merged")
+    expected = reloaded.merge_and_unload().state_dict()
+    for name, parameter in merged.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_a_part_of_a_merged_stack_has_the_bits_of_the_full_one() -> None:
+    a, b, weight = torch.randn(6, 5), torch.randn(4, 6), torch.randn(3, 4, 5)
+    factors, full = [LoraFactors("a", "b", a, b, 0.3, False, 3)], {"a": a, "b": b}
+    box = (slice(1, 3), slice(0, 3), slice(2, 5))
+    merged = merge_stacked_lora(weight, factors, full)
+    assert torch.equal(merge_stacked_lora(weight[box], factors, full, box), merged[box])
+    transposed = [LoraFactors("a", "b", a, b, 0.3, True, 3)]
+    assert torch.equal(merge_stacked_lora(weight.transpose(1, 2), transposed, full), merged.transpose(1, 2))
+
+
+def test_factors_of_experts_start_as_peft_draws_them() -> None:
+    def deviation(model: Any) -> float:
+        return float(model.get_parameter(f"{experts}.lora_A.default.weight").std())
+
+    experts = "base_model.model.model.layers.0.mlp.experts"
+    ours, theirs = (_adapted(MOE, init_lora_weights="gaussian", **EXPERTS) for _ in range(2))
+    init_adapters(ours, seed=3)
+    assert deviation(ours) == pytest.approx(deviation(theirs), rel=0.1)
 
 
 def _layouts() -> dict[str, str]:
@@ -227,6 +332,22 @@ def test_kinds_that_cannot_be_split_are_refused() -> None:
         list(stream_weights(merged))
     with pytest.raises(OptionError, match="has no adapter 'other'"):
         save_adapter(_adapted(), "unused", adapter="other")
+
+
+def test_experts_that_are_not_sharded_by_expert_are_refused() -> None:
+    model = _adapted(MOE, **EXPERTS).get_base_model()
+    plan = resolve_plan("auto", tiny_model(MOE))
+    experts = "model.layers.*.mlp.experts"
+    for odd in ({f"{experts}.down_proj": ParameterStyle(layout=Shard(2))}, {experts: NoParallel()}):
+        with pytest.raises(OptionError, match=r"mlp\.experts\.\w+ carries adapters and is not sharded by expert"):
+            adapted_plan(plan.override(odd), model)
+    rules = adapted_plan(plan, model)
+    assert rules[f"{experts}.base_layer.base_layer"] == plan[experts]
+    assert rules[f"{experts}.base_layer.lora_B.*"] == NoParallel(gradient="partial")
+    merged = _adapted(MOE, **EXPERTS)
+    merged.merge_adapter()
+    with pytest.raises(OptionError, match="adapts experts with adapters that are merged"):
+        adapted_plan(plan, merged.get_base_model())
 
 
 def test_one_rule_serves_all_blocks_where_all_carry_adapters() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fsdp_runtime._peft_compat import is_peft_model
+from fsdp_runtime._peft_compat import BASE, base_model, lora_layers
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from tp_plans import Plan, expert_styles_by_path
@@ -23,18 +23,34 @@ logger = logging.getLogger(__name__)
 ExpertExchange = str | type[TokenExchange]
 
 
-def refuse_adapted_experts(model: nn.Module, plan: Plan) -> None:
-    """Refuse adapters on stacked experts: they compute with all experts, of which a rank has some.
+def check_adapted_experts(model: nn.Module, plan: Plan, tp_plan: Plan | None, *, tp: int) -> None:
+    """Check adapters on stacked experts.
+
+    Args:
+        model: the model.
+        plan: the rules of the axis ``ep``.
+        tp_plan: the plan of the axis ``tp`` before experts were dispatched, if there is one.
+        tp: size of the axis ``tp``, whose ranks have the same tokens.
 
     Raises:
-        OptionError: a dispatched module is wrapped by adapters.
+        OptionError: adapters of a dispatched module cannot be divided.
     """
-    for path in expert_modules(model, plan) if is_peft_model(model) else ():
-        wrapper = model.get_submodule(path.rpartition(".")[0])
-        if path.endswith(".base_layer"):
+    styles = {id(module): plan[plan.match(path)[0]] for path, module in expert_modules(model, plan).items()}
+    for layer in lora_layers(base_model(model)):
+        wrapper: Any = layer.module
+        if (style := styles.get(id(wrapper.get_base_layer()))) is None:
+            continue
+        if layer.experts is None or not layer.plain:
             raise OptionError(
-                f"{path} is wrapped by {type(wrapper).__name__}, adapters on stacked experts, which cannot be "
-                "dispatched over ep: leave the experts out of target_parameters, or use ep=1"
+                f"{layer.path} adapts stacked experts with adapters that are merged, or not plain LoRA on a stacked "
+                "weight [experts, ..., ...]: unmerge them, or leave the parameter out of target_parameters"
+            )
+        factor = f"{BASE}.{layer.path}.lora_A.{next(iter(layer.scaling), 'default')}"
+        summed = tp == 1 or (tp_plan is not None and tp_plan.match(factor))
+        if not summed or getattr(style, "identity_indices", False):
+            raise OptionError(
+                f"{layer.path} adapts stacked experts, which needs a rule for them on the axis tp, and weights that "
+                "have one row for each expert: use tp=1, or leave the experts out of target_parameters"
             )
 
 

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from fsdp_runtime._peft_compat import BASE, adapter_config, base_model, is_peft_model, lora_layers
+from fsdp_runtime._peft_compat import (
+    BASE,
+    LoraLayer,
+    adapter_config,
+    base_model,
+    is_peft_model,
+    lora_layers,
+    unwrapped,
+)
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
@@ -18,7 +26,10 @@ from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.weights.adapters import adapter_tensors
 from tp_plans import (
+    DispatchExperts,
+    ExpertsParallel,
     GatherSequence,
+    NoParallel,
     ParallelAttention,
     Plan,
     PrepareModuleInput,
@@ -54,10 +65,12 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
         model: the model inside the ``PeftModel``, before it is sharded.
 
     Raises:
-        OptionError: a layer of the plan has adapters other than plain LoRA.
+        OptionError: a layer of the plan has adapters other than plain LoRA, or adapted experts are sharded otherwise
+            than by expert.
         tp_plans.PlanError: a layer's style does not support adapters.
     """
     layers = {layer.path: layer for layer in lora_layers(model)}
+    _check_stacked(plan, layers)
     paths: dict[str, list[str]] = {}
     for path, _ in model.named_modules():
         for pattern in plan.match(path):
@@ -67,10 +80,15 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
         carrying = [path for path in paths.get(pattern, ()) if path in layers]
         if odd := [path for path in carrying if not layers[path].plain]:
             raise OptionError(
-                f"{odd[0]} carries adapters that are merged, or not plain LoRA on a linear layer (DoRA, a bias, an "
-                "embedding): unmerge them, or leave it out of target_modules"
+                f"{odd[0]} carries adapters that are merged, or not plain LoRA on a linear layer or on stacked experts "
+                "(DoRA, a bias, an embedding): unmerge them, or leave it out of target_modules"
             )
-        styles = {path: _adapted(style, path, plan, model) for path in carrying}
+        styles = {
+            path: _adapted_experts(style, path, model)
+            if layers[path].experts is not None
+            else _adapted(style, path, plan, model)
+            for path in carrying
+        }
         if not carrying:
             rules[pattern] = style
         elif len(carrying) == len(paths[pattern]) and all(each == styles[carrying[0]] for each in styles.values()):
@@ -138,6 +156,37 @@ def _adapted(style: Style, path: str, plan: Plan, model: nn.Module) -> dict[str,
     sharded_input = plan.sequence_parallel and not any(isinstance(plan[pattern], _GATHERING) for pattern in above)
     factors = adapter_styles(layer, sequence_dim=1 if sharded_input else None)
     return {"base_layer": layer, "lora_A.*": factors.a, "lora_B.*": factors.b}
+
+
+def _check_stacked(plan: Plan, layers: Mapping[str, LoraLayer]) -> None:
+    """Refuse adapters on stacked experts that a plan shards otherwise than by expert, and others around them."""
+    for layer in layers.values():
+        if layer.parameter is None:
+            continue
+        experts = unwrapped(layer.path)
+        styles = [plan[pattern] for pattern in plan.match(experts)]
+        inner = [style.inner if isinstance(style, GatherSequence) else style for style in styles]
+        by_expert = all(isinstance(style, ExpertsParallel | DispatchExperts) for style in inner)
+        if not by_expert or plan.match(f"{experts}.{layer.parameter}"):
+            raise OptionError(
+                f"{experts}.{layer.parameter} carries adapters and is not sharded by expert: give {experts} a rule "
+                "ExpertsParallel, or leave it out of target_parameters"
+            )
+        if odd := next((path for path in layers if unwrapped(path) == experts and not layers[path].plain), None):
+            raise OptionError(
+                f"{odd} adapts experts with adapters that are merged, or not plain LoRA on a stacked weight: unmerge "
+                "them, or leave the parameter out of target_parameters"
+            )
+
+
+def _adapted_experts(style: Style, path: str, model: nn.Module) -> dict[str, Style]:
+    """Return the styles of adapted stacked experts, below all their wrappers, and of the factors, by their names."""
+    rules: dict[str, Style] = {}
+    prefix, layer = "", model.get_submodule(path)
+    while isinstance(inner := getattr(layer, "base_layer", None), nn.Module):
+        rules |= {f"{prefix}{factor}.*": NoParallel(gradient="partial") for factor in ("lora_A", "lora_B")}
+        prefix, layer = f"{prefix}base_layer.", inner
+    return {prefix.removesuffix("."): style} | rules
 
 
 def _below(path: str, styles: Mapping[str, Style]) -> dict[str, Style]:

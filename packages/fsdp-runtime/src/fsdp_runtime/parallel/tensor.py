@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.parallel.expert_adapters import adapt_experts
 from tp_plans import ColwiseParallel, Plan, Replicate, Style, check, styles_by_path
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def apply_tp(model: nn.Module, parallelism: Parallelism) -> None:
         >>> type(model[0][0][0].weight).__name__
         'Parameter'
     """
+    adapt_experts(model)
     plan, tp_mesh = parallelism.plan, parallelism.tp_mesh
     if plan is not None and tp_mesh is not None:
         styles = styles_by_path(plan, model) if isinstance(plan, Plan) else plan

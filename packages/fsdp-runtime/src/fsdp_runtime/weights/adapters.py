@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers
+from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers, unwrapped
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.state import StateEntry, state_entries
+from fsdp_runtime.weights.stacked_adapters import merge_stacked_lora
+
+_BASE_LAYER = "base_layer."
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class LoraFactors:
         b: ``[out, rank]``.
         scaling: the adapter's factor.
         transposed: the weight is ``[in, out]``.
+        experts: of a stacked weight; ``a`` is then ``[experts * rank, in]`` and ``b`` ``[out, rank * experts]``.
     """
 
     a_name: str
@@ -33,6 +37,7 @@ class LoraFactors:
     b: Tensor
     scaling: float
     transposed: bool
+    experts: int | None = None
 
 
 def base_state_entries(model: nn.Module, entries: Sequence[StateEntry] | None = None) -> list[StateEntry]:
@@ -45,21 +50,26 @@ def base_state_entries(model: nn.Module, entries: Sequence[StateEntry] | None = 
     if not is_peft_model(model):
         return state_entries(model) if entries is None else list(entries)
     base = base_model(model)
-    prefixes = {f"{layer.path}.": f"{layer.path}.base_layer." for layer in lora_layers(base)}
+    prefixes = sorted((f"{layer.path}." for layer in lora_layers(base)), key=len, reverse=True)
     return list(_without_adapters(state_entries(base), prefixes))
 
 
-def _without_adapters(entries: Sequence[StateEntry], prefixes: Mapping[str, str]) -> Iterator[StateEntry]:
+def _without_adapters(entries: Sequence[StateEntry], prefixes: Sequence[str]) -> Iterator[StateEntry]:
     for entry in entries:
-        names = []
-        for name in entry.names:
-            layer = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
-            if layer is None:
-                names.append(name)
-            elif name.startswith(prefixes[layer]):
-                names.append(layer + name.removeprefix(prefixes[layer]))
+        names = tuple(name for each in entry.names if (name := _base_name(each, prefixes)) is not None)
         if names:
-            yield replace(entry, names=tuple(names))
+            yield replace(entry, names=names)
+
+
+def _base_name(name: str, prefixes: Sequence[str]) -> str | None:
+    """Return the name of a tensor without wrappers, ``None`` for what a wrapper adds; inner wrappers come first."""
+    for prefix in prefixes:
+        if name.startswith(prefix):
+            inside = name.removeprefix(prefix)
+            if not inside.startswith(_BASE_LAYER):
+                return None
+            name = prefix + inside.removeprefix(_BASE_LAYER)
+    return name
 
 
 def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, list[LoraFactors]]:
@@ -80,19 +90,26 @@ def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, l
     factors: dict[str, list[LoraFactors]] = {}
     for layer in lora_layers(base):
         weight = f"{layer.path}.weight"
+        if layer.parameter is not None:
+            weight = f"{unwrapped(layer.path)}.{layer.parameter}"
         if not layer.plain or weight in tied:
             raise OptionError(
                 f"the adapters of {layer.path} cannot be merged for export: they are merged already, not plain LoRA "
-                "on a linear layer, or on a tied weight; unmerge them, or leave the layer out of target_modules"
+                "on a linear layer or on stacked experts, or on a tied weight; unmerge them, or leave the layer out of "
+                "target_modules"
             )
         for name, scaling in layer.scaling.items():
             a, b = (f"{layer.path}.{part}.{name}.weight" for part in ("lora_A", "lora_B"))
-            factors.setdefault(weight, []).append(LoraFactors(a, b, tensors[a], tensors[b], scaling, layer.transposed))
+            experts = None if layer.parameter is None else layer.number
+            found = LoraFactors(a, b, tensors[a], tensors[b], scaling, layer.transposed, experts)
+            factors.setdefault(weight, []).append(found)
     return factors
 
 
 def merge_lora(weight: Tensor, factors: Sequence[LoraFactors], full: Mapping[str, Tensor]) -> Tensor:
     """Return a full weight plus its adapters, computed in float32 or a wider dtype, in the weight's dtype."""
+    if any(each.experts is not None for each in factors):
+        return merge_stacked_lora(weight, factors, full)
     exact = torch.promote_types(weight.dtype, torch.float32)
     merged = weight.to(exact, copy=True)
     for each in factors:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import adapter_settings, base_model, lora_layers
+from fsdp_runtime._peft_compat import BASE, adapter_settings, base_model, lora_layers
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
@@ -69,10 +69,14 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
         )
     _materialize(model, entries, tensors.values())
     reshard_all(model)
+    experts = {layer.path: layer.number for layer in lora_layers(base_model(model))}
     for name, tensor in tensors.items():
+        stacked = experts.get(name.removeprefix(f"{BASE}.").rpartition(".lora_")[0], 1)
 
-        def read(source: str, slices: Slices, shape: Sequence[int] = tuple(tensor.shape)) -> Tensor:
-            return _initial(source, shape, how, seed)[slices]
+        def read(
+            source: str, slices: Slices, shape: Sequence[int] = tuple(tensor.shape), experts: int = stacked
+        ) -> Tensor:
+            return _initial(source, shape, how, seed, experts)[slices]
 
         fill_local(tensor, [identity_chunk(name, tensor.shape)], read)
 
@@ -132,7 +136,10 @@ def _plain_adapter_tensors(model: nn.Module, entries: Sequence[StateEntry], adap
     """Return :func:`adapter_tensors` of a model whose adapters are plain LoRA on linear layers, not merged."""
     tensors = adapter_tensors(model, entries, adapter)
     if odd := next((layer.path for layer in lora_layers(base_model(model)) if not layer.plain), None):
-        raise OptionError(f"{odd} has adapters that are merged, or not plain LoRA on a linear layer: unmerge them")
+        raise OptionError(
+            f"{odd} has adapters that are merged, or not plain LoRA on a linear layer or on stacked experts: unmerge "
+            "them"
+        )
     return tensors
 
 
@@ -143,14 +150,14 @@ def _materialize(model: nn.Module, entries: Sequence[StateEntry], tensors: Itera
             materialize_parameter(tensor, device)
 
 
-def _initial(name: str, shape: Sequence[int], how: bool | str, seed: int) -> Tensor:
+def _initial(name: str, shape: Sequence[int], how: bool | str, seed: int, experts: int) -> Tensor:
     """The full initial value of a tensor, float32, as peft's ``LoraLayer.reset_lora_parameters`` draws it."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
     value = torch.zeros(*shape)
     is_a = ".lora_A." in name
     if how == "gaussian":
-        return value.normal_(std=1 / shape[0], generator=generator) if is_a else value
+        return value.normal_(std=experts / shape[0], generator=generator) if is_a else value
     if is_a or how is False:
         return nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
     return value

@@ -1,0 +1,94 @@
+"""Low-rank adapters (peft) on stacked experts: a rank adds to its experts' weights the products of their factors.
+
+peft stores the factors of all experts in two matrices, ``[experts * rank, in]`` and ``[out, rank * experts]``, the
+experts of the second one innermost, and puts another parameter in the place of the experts' weight while they run.  A
+weight that is sharded over ``ep`` or ``tp``, or gathered by FSDP2, cannot be replaced so.  Here the factors stay
+parameters of the block, sharded by FSDP2, and the experts' forward adds the products for the experts of its rank.  A
+rank's gradient of the factors is that of its own experts: their sum over all ranks is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._peft_compat import active_factors, base_model, is_out_first, lora_layers
+from fsdp_runtime._torch_compat import own_parameters
+from tp_plans.row_ranges import shard_ranges
+from tp_plans.torch_styles.gradients import attach_zero_grads, full_view
+
+_WRAPPERS = "_fsdp_runtime_adapters"
+
+
+def adapt_experts(model: nn.Module) -> None:
+    """Let stacked experts add their adapters where they run, in place; before they are sharded."""
+    for layer in lora_layers(base_model(model)):
+        if layer.experts is None:
+            continue
+        for mixin, module in ((_Wrapper, layer.module), (_Experts, layer.experts)):
+            if not isinstance(module, mixin):
+                module.__class__ = _mixed(mixin, cast(Any, type(module)))
+
+
+class _Wrapper:
+    """Mixed in before peft's wrapper of a parameter: its experts get it for the time of their forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        wrapper = cast(Any, self)
+        wrappers = wrapper.get_base_layer().__dict__.setdefault(_WRAPPERS, [])
+        wrappers.append(wrapper)
+        try:
+            return wrapper.base_layer(*args, **kwargs)
+        finally:
+            wrappers.pop()
+
+
+class _Experts:
+    """Mixed in before the class of stacked experts, below the style that swaps in the weights of a rank's experts."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module = cast(nn.Module, self)
+        parameters = own_parameters(module)
+        before: dict[str, Any] = {}
+        try:
+            for wrapper in module.__dict__.get(_WRAPPERS, ()):
+                name = wrapper.parameter_name
+                before[name] = parameters[name]
+                for product, scaling in _products(module, wrapper, before[name]):
+                    parameters[name] = parameters[name].baddbmm(*product, alpha=scaling)
+            adapted = [parameters[name] for name in before]
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            parameters.update(before)
+        # Where no token came, the output depends on nothing, and backward would leave the other ranks waiting.
+        return output if output.requires_grad else attach_zero_grads(output, [*adapted, *args, *kwargs.values()])
+
+
+def _products(module: nn.Module, wrapper: Any, weight: Tensor) -> Iterator[tuple[tuple[Tensor, Tensor], float]]:
+    """Yield the factors of each adapter in force for this rank's experts, whose product has the weight's shape."""
+    experts: int = wrapper.num_experts
+    own = range(experts)
+    if weight.shape[0] != experts:
+        mesh = cast(Any, module).tp_mesh
+        own = shard_ranges(experts, mesh.size())[mesh.get_local_rank()]
+    for stored_a, stored_b, scaling in active_factors(wrapper):
+        full_a, full_b = _full(stored_a), _full(stored_b)
+        a = full_a.view(experts, -1, full_a.shape[-1])[own.start : own.stop].to(weight.dtype)
+        b = full_b.view(full_b.shape[0], -1, experts)[..., own.start : own.stop].permute(2, 0, 1).to(weight.dtype)
+        yield ((b, a) if is_out_first(wrapper) else (a.transpose(1, 2), b.transpose(1, 2))), scaling
+
+
+def _full(factor: Tensor) -> Tensor:
+    """A replicated factor as a plain tensor, of whose gradient each rank computes a partial sum."""
+    return full_view(factor, partial=True) if isinstance(factor, DTensor) else factor
+
+
+@cache
+def _mixed(mixin: type, cls: Any) -> Any:
+    """Return one class for all modules of a class, so that equal blocks are compiled once."""
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (mixin, cls), names)
