@@ -40,7 +40,7 @@ def evaluate(pool: RankPool, name: str, mode: str, *, kinds: tuple[str, ...], ti
     try:
         results = pool.run(measure, name, mode, tp=pool.world_size, kinds=kinds, timeout=timeout)
     except RanksFailed as failed:
-        return _failure(failed, time.monotonic() - start)
+        return failure(failed, time.monotonic() - start)
     return summarize(results, time.monotonic() - start)
 
 
@@ -50,7 +50,7 @@ def evaluate_experts(pool: RankPool, name: str, *, timeout: float) -> list[Outco
     try:
         ranks = pool.run(measure_experts, name, timeout=timeout)
     except RanksFailed as failed:
-        return [_failure(failed, time.monotonic() - start)] * len(MESHES)
+        return [failure(failed, time.monotonic() - start)] * len(MESHES)
     seconds = (time.monotonic() - start) / len(MESHES)
     return [_of_reports(list(reports), seconds) for reports in zip(*ranks, strict=True)]
 
@@ -91,7 +91,7 @@ def _mismatches(results: list[RankResult]) -> Iterator[str]:
                 yield f"rank {rank}: gradient of {path} off by {error:.1e}"
 
 
-def _failure(failed: RanksFailed, seconds: float) -> Outcome:
+def failure(failed: RanksFailed, seconds: float) -> Outcome:
     error = min((error for _, error in sorted(failed.errors.items())), key=_consequence)
     match error.type_name:
         case "Refused":

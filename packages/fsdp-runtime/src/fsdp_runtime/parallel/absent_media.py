@@ -1,0 +1,181 @@
+"""Ranks whose rows have no image, video or audio take part in the collectives of the towers all the same.
+
+FSDP2 gathers a tower's blocks when they are called and reduces their gradients after backward, and every rank of the
+mesh has to.  Before a forward the ranks tell each other which media their rows have.  A rank that lacks some runs the
+tower on media of another rank's shapes, and adds none of the result: its parameters get gradients of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime.errors import ModelError
+from fsdp_runtime.model.structure import ModelStructure
+from tp_plans.model_tree import is_at_or_below
+
+#: The methods of transformers' models that run a tower, by the medium.
+_METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
+#: The value of all pixels and samples of media that stand for absent ones: some models drop images of zeros.
+_FILL = 0.5
+
+
+@dataclass(eq=False)
+class AbsentMedia:
+    """Hooks of a model that run its towers where a rank has no media and another rank has.
+
+    One all-reduce of a few bytes, and one wait for its result, a forward and mesh axis.
+
+    Args:
+        model: the model, whose media are the arguments of its ``get_image_features`` and the like.
+        groups: the process groups of the FSDP mesh.
+        outside: the paths of the FSDP modules in the towers, and of the parameters next to the language model.
+    """
+
+    model: nn.Module
+    groups: Sequence[ProcessGroup]
+    outside: Sequence[str]
+    absent: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def agree(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Find out which media other ranks have; a forward pre-hook of the model."""
+        given = _arguments(module, args, kwargs)
+        own = {medium: _media(self.model, medium, given) for medium in _media_of(self.model)}
+        flags = [bool(media) for media in own.values()]
+        device = next((value.device for value in given.values() if isinstance(value, Tensor)), torch.device("cpu"))
+        found = torch.tensor([*flags, *(not flag for flag in flags)], dtype=torch.int32, device=device)
+        for group in self.groups:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        some, lacking = (bool_list for bool_list in found.view(2, -1).bool().tolist())
+        mixed = [medium for medium, has, lacks in zip(own, some, lacking, strict=True) if has and lacks]
+        self.absent = {}
+        if not mixed:
+            return
+        present = [medium for medium, has in zip(own, some, strict=True) if has]
+        if "audio" in present and len(present) > 1:
+            raise ModelError(
+                f"ranks of the data-parallel axes have different media ({', '.join(present)} in some rows, of which "
+                f"{', '.join(mixed)} not on every rank), and the order in which several towers run is the model's own: "
+                "give every rank rows with the same media, or batches with audio and batches with images"
+            )
+        templates = self._gather({medium: _template(own[medium]) for medium in mixed if own[medium]})
+        self.absent = {medium: templates[medium] for medium in mixed if not own[medium]}
+
+    def run(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
+        """Run the towers of absent media, and add nothing of them to the token embeddings; a forward hook of these."""
+        if not self.absent:
+            return None
+        absent, self.absent = self.absent, {}
+        nothing = [_nothing(value) for name in self.outside if (value := _parameter(self.model, name)) is not None]
+        for medium, template in absent.items():
+            media = {name: _filled(value, output) for name, value in template.items()}
+            features = getattr(self.model, _METHODS[medium])(**media, return_dict=True)
+            nothing += [_nothing(value) for value in _tensors(features)]
+        return output + torch.stack([value.to(output.dtype) for value in nothing]).sum()
+
+    def _gather(self, templates: dict[str, Any]) -> dict[str, Any]:
+        """Return a template of each medium from the ranks that have it; collective over the groups."""
+        for group in self.groups:
+            gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(gathered, templates, group=group)
+            templates = {medium: value for one in reversed(gathered) for medium, value in one.items()}
+        return templates
+
+
+def apply_absent_media(model: nn.Module, structure: ModelStructure, mesh: DeviceMesh, wrapped: Sequence[str]) -> None:
+    """Let ranks without media take part in the collectives of the towers, where FSDP2 shards towers over several ranks.
+
+    Args:
+        model: the model, wrapped by FSDP2.
+        structure: its parts.
+        mesh: the axis or axes of FSDP2.
+        wrapped: the paths of the FSDP modules below the root.
+    """
+    tree = structure.tree
+    if mesh.size() == 1 or tree.embedding is None or not tree.root or not _media_of(model):
+        return
+    outside = [
+        name
+        for name in tree.parameters
+        if not is_at_or_below(name, tree.root)
+        and not any(is_at_or_below(name, path) for path in wrapped)
+        and name.rpartition(".")[0] != tree.lm_head
+    ]
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    hooks = AbsentMedia(model, groups, outside)
+    model.register_forward_pre_hook(hooks.agree, with_kwargs=True, prepend=True)
+    model.get_submodule(tree.embedding).register_forward_hook(hooks.run)
+
+
+def _media_of(model: nn.Module) -> list[str]:
+    return [medium for medium, method in _METHODS.items() if callable(getattr(model, method, None))]
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward by name."""
+    names = list(signature(type(module).forward).parameters)[1:]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _media(model: nn.Module, medium: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a medium's method, empty where its first one, the media themselves, is absent."""
+    names = [name for name in signature(getattr(model, _METHODS[medium])).parameters if given.get(name) is not None]
+    first = next(iter(signature(getattr(model, _METHODS[medium])).parameters), "")
+    media = _FIRST[medium] if first in ("args", "kwargs") else (first,)
+    return {name: given[name] for name in names or media} if any(given.get(name) is not None for name in media) else {}
+
+
+#: The media of a method that does not declare its arguments.
+_FIRST = {"image": ("pixel_values",), "video": ("pixel_values_videos",), "audio": ("input_features",)}
+
+
+def _template(media: Mapping[str, Any]) -> dict[str, Any]:
+    """Return media without their values: the shapes of floats, and all else as it is."""
+    return {
+        name: value.to("meta") if isinstance(value, Tensor) and value.is_floating_point() else _on_cpu(value)
+        for name, value in media.items()
+    }
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _filled(value: Any, like: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.full_like(value, _FILL, device=like.device) if value.is_meta else value.to(like.device)
+
+
+def _parameter(model: nn.Module, name: str) -> Tensor | None:
+    owner, _, own = name.rpartition(".")
+    value = getattr(model.get_submodule(owner), own, None)
+    return value if isinstance(value, Tensor) and value.requires_grad else None
+
+
+def _nothing(value: Tensor) -> Tensor:
+    """Return zero, with a gradient of zero for a tensor."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.flatten()[:0].sum()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors with gradients in nested containers."""
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from _tensors(inner)
