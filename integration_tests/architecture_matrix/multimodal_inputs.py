@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 #: Images of each row of the batch.
 IMAGES_PER_ROW = (2, 0, 1)
 #: Text tokens before, between and after the media of a row.
@@ -84,7 +83,7 @@ def media_tensors(model: nn.Module, media: str, generator: torch.Generator) -> d
 
 
 def _needs_sizes(model: Any) -> bool:
-    sizes = signature(model.get_image_features).parameters.get("image_sizes")
+    sizes = signature(_owner(model, "image").get_image_features).parameters.get("image_sizes")
     return sizes is not None and sizes.default is sizes.empty
 
 
@@ -112,14 +111,18 @@ def _mel_frames(model: nn.Module, generator: torch.Generator) -> dict[str, Tenso
 
 def _features(model: nn.Module, media: str, tensors: Mapping[str, Tensor]) -> list[int]:
     """Return the number of features of each medium."""
-    owner = model if hasattr(model, f"get_{media}_features") else model.model
-    get: Callable[..., Any] = getattr(owner, f"get_{media}_features")
+    get: Callable[..., Any] = getattr(_owner(model, media), f"get_{media}_features")
     with torch.no_grad():
         found = get(**tensors, return_dict=True).pooler_output
     if isinstance(found, Tensor):
         total = found.numel() // found.shape[-1]
         return [total // sum(IMAGES_PER_ROW)] * sum(IMAGES_PER_ROW)
     return [part.numel() // part.shape[-1] for part in found]
+
+
+def _owner(model: Any, media: str) -> Any:
+    """Return the module that runs the tower: the model, or the one inside it."""
+    return model if hasattr(model, f"get_{media}_features") else model.model
 
 
 def _rows(counts: list[int], placeholder: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

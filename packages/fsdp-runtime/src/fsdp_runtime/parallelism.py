@@ -161,7 +161,7 @@ def resolve_parallelism(
         cp_attention: replace attention for ``cp``; ``False`` for a model that calls ``ContextAttention`` itself.
         packed_sequences: keep documents apart where ``position_ids`` restart within a row.
         logits: ``"sharded"`` on the vocabulary (a DTensor), or ``"full"``: a plain tensor on every rank.
-        towers: under ``plan="auto"``, the layers of vision and audio towers and of projectors: ``"sharded"`` over ``tp``
+        towers: under ``plan="auto"``, the layers of vision and audio towers and projectors: ``"sharded"`` over ``tp``
             as those of the language model, or ``"replicated"``.
         activation_checkpointing: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a ``SelectiveCheckpoint``.
         compile: compile every block: ``True``, or keywords of ``torch.compile``.

@@ -55,7 +55,7 @@ def parallelize(
             restart, or ``seq_idx`` or ``cu_seq_lens_q`` tells where documents begin.
         logits: ``"sharded"`` on the vocabulary (a DTensor, which ``rl_logprobs`` takes), or ``"full"``: a plain tensor
             on every rank, for code such as a Hugging Face loss with ``labels``.
-        towers: under ``plan="auto"``, the layers of vision and audio towers and of projectors: ``"sharded"`` over ``tp``
+        towers: under ``plan="auto"``, the layers of vision and audio towers and projectors: ``"sharded"`` over ``tp``
             as those of the language model, or ``"replicated"``.
         activation_checkpointing: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts in
             backward; or a ``SelectiveCheckpoint`` with the operators whose results are kept.

@@ -111,6 +111,8 @@ def apply_absent_media(model: nn.Module, structure: ModelStructure, mesh: Device
         and name.rpartition(".")[0] != tree.lm_head
     ]
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    if any(dist.get_backend(group) == "fake" for group in groups):  # a dry run has no other ranks
+        return
     hooks = AbsentMedia(model, groups, outside)
     model.register_forward_pre_hook(hooks.agree, with_kwargs=True, prepend=True)
     model.get_submodule(tree.embedding).register_forward_hook(hooks.run)

@@ -69,16 +69,15 @@ def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
         ModelError: ``model`` is not a model.
 
     Example:
-        >>> import torch, tp_plans
-        >>> class Model(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.projector = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
-        ...         self.text = torch.nn.ModuleDict(
-        ...             {"embed": torch.nn.Embedding(16, 8), "layers": torch.nn.ModuleList([torch.nn.ModuleDict(
-        ...                 {"up": torch.nn.Linear(8, 32), "down": torch.nn.Linear(32, 8)})])})
-        >>> sorted(tp_plans.split_towers(tp_plans.Plan({}), Model(), tp=2))
-        ['projector.0', 'projector.2']
+        >>> import tp_plans
+        >>> from torch import nn
+        >>> projector = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        >>> block = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))
+        >>> text = nn.ModuleDict({"embed": nn.Embedding(16, 8), "layers": nn.ModuleList([block])})
+        >>> model = nn.ModuleDict({"projector": projector, "text": text})
+        >>> plan = tp_plans.Plan({"text.layers.*.0": tp_plans.ColwiseParallel()})
+        >>> sorted(tp_plans.split_towers(plan, model, tp=2))
+        ['projector.0', 'projector.2', 'text.layers.*.0']
     """
     require_size(tp)
     tree = ModelTree.of(model)
@@ -92,7 +91,7 @@ def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
             rules |= {path: style for part in group for path, style in part.rules.items()}
         else:
             logger.warning("%s: stored sharded, its output gathered", misfit.finding(tp))
-    rules |= {path: style for path, style in _stored(paths, rules, planned, tp)}
+    rules |= dict(_stored(paths, rules, planned, tp))
     return plan.override(merge_per_block(rules.items(), tree)) if rules else plan
 
 
@@ -149,7 +148,7 @@ def _is_activation(path: str, tree: ModelTree) -> bool:
 
 
 def _sublayer(path: str, tree: ModelTree) -> dict[str, Style] | None:
-    """Return the rules of an attention layer or MLP that is split inside; ``None`` where one of its parts is unknown."""
+    """Return the rules of attention or an MLP that is split inside; ``None`` where one of its parts is unknown."""
     sub = _tower_sublayer(path, tree)
     if sub is None:
         return None
