@@ -25,18 +25,22 @@ class FusedAttention(nn.Module):
         return self.proj((query * key * value).flatten(1))
 
 
-class SoftmaxMlp(nn.Module):
-    """An MLP that works on all features at once."""
+class TwoLayers(nn.Module):
+    """Two linear layers."""
 
     def __init__(self, width):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
+
+class SoftmaxMlp(TwoLayers):
+    """An MLP that works on all features at once."""
+
     def forward(self, hidden):
         return self.fc2(torch.softmax(self.fc1(hidden), -1))
 
 
-class Mlp(SoftmaxMlp):
+class Mlp(TwoLayers):
     """An MLP."""
 
     def forward(self, hidden):
@@ -85,7 +89,7 @@ def test_heads_that_do_not_divide_are_stored_sharded_and_logged(caplog: pytest.L
         found = rules(tp=4, heads=2)
     assert found["visual.blocks.*.attn.qkv"] == ColwiseParallel(output_layouts=Replicate())
     assert "visual.blocks.*.attn" not in found
-    assert "2 heads of 16" in caplog.text
+    assert "2 of num_heads cannot be split over tp=4" in caplog.text
     assert found["visual.blocks.*.mlp.fc2"] == RowwiseParallel()  # its features divide
 
 

@@ -27,6 +27,8 @@ from tp_plans.model_tree import is_at_or_below
 _METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
 #: The value of all pixels and samples of media that stand for absent ones: some models drop images of zeros.
 _FILL = 0.5
+#: Results of a tower that no model adds to its tokens: parameters that only these depend on have no gradient.
+_INTERMEDIATE = {"hidden_states", "attentions"}
 
 
 @dataclass(eq=False)
@@ -38,12 +40,12 @@ class AbsentMedia:
     Args:
         model: the model, whose media are the arguments of its ``get_image_features`` and the like.
         groups: the process groups of the FSDP mesh.
-        outside: the paths of the FSDP modules in the towers, and of the parameters next to the language model.
+        projectors: the parameters of projectors, which some models call after the method.
     """
 
     model: nn.Module
     groups: Sequence[ProcessGroup]
-    outside: Sequence[str]
+    projectors: Sequence[str]
     absent: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def agree(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -75,11 +77,17 @@ class AbsentMedia:
         if not self.absent:
             return None
         absent, self.absent = self.absent, {}
-        nothing = [_nothing(value) for name in self.outside if (value := _parameter(self.model, name)) is not None]
+        nothing: list[Tensor] = []
         for medium, template in absent.items():
             media = {name: _filled(value, output) for name, value in template.items()}
             features = getattr(self.model, _METHODS[medium])(**media, return_dict=True)
-            nothing += [_nothing(value) for value in _tensors(features)]
+            projected = features.get("pooler_output") is not None
+            unused = {*_INTERMEDIATE, "last_hidden_state"} if projected else _INTERMEDIATE
+            used = {name: value for name, value in features.items() if name not in unused}
+            projectors = () if projected else map(self.model.get_parameter, self.projectors)
+            nothing += [_nothing(value) for value in (*_tensors(used), *_tensors(tuple(projectors)))]
+        if not nothing:  # frozen towers
+            return None
         return output + torch.stack([value.to(output.dtype) for value in nothing]).sum()
 
     def _gather(self, templates: dict[str, Any]) -> dict[str, Any]:
@@ -91,29 +99,22 @@ class AbsentMedia:
         return templates
 
 
-def apply_absent_media(model: nn.Module, structure: ModelStructure, mesh: DeviceMesh, wrapped: Sequence[str]) -> None:
+def apply_absent_media(model: nn.Module, structure: ModelStructure, mesh: DeviceMesh) -> None:
     """Let ranks without media take part in the collectives of the towers, where FSDP2 shards towers over several ranks.
 
     Args:
         model: the model, wrapped by FSDP2.
         structure: its parts.
         mesh: the axis or axes of FSDP2.
-        wrapped: the paths of the FSDP modules below the root.
     """
     tree = structure.tree
     if mesh.size() == 1 or tree.embedding is None or not tree.root or not _media_of(model):
         return
-    outside = [
-        name
-        for name in tree.parameters
-        if not is_at_or_below(name, tree.root)
-        and not any(is_at_or_below(name, path) for path in wrapped)
-        and name.rpartition(".")[0] != tree.lm_head
-    ]
+    projectors = [name for name in tree.parameters if "projector" in name and not is_at_or_below(name, tree.root)]
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if any(dist.get_backend(group) == "fake" for group in groups):  # a dry run has no other ranks
         return
-    hooks = AbsentMedia(model, groups, outside)
+    hooks = AbsentMedia(model, groups, projectors)
     model.register_forward_pre_hook(hooks.agree, with_kwargs=True, prepend=True)
     model.get_submodule(tree.embedding).register_forward_hook(hooks.run)
 
@@ -156,12 +157,6 @@ def _filled(value: Any, like: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.full_like(value, _FILL, device=like.device) if value.is_meta else value.to(like.device)
-
-
-def _parameter(model: nn.Module, name: str) -> Tensor | None:
-    owner, _, own = name.rpartition(".")
-    value = getattr(model.get_submodule(owner), own, None)
-    return value if isinstance(value, Tensor) and value.requires_grad else None
 
 
 def _nothing(value: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
     gather_outside_inference_mode(model)
     runtime_state(model).is_fsdp_root = True
     _require_root_forward(model, structure)
-    apply_absent_media(model, structure, mesh, tuple(blocks))
+    apply_absent_media(model, structure, mesh)
     _set_prefetching([blocks[path] for path in structure.decoder if path in blocks], experts.values(), options)
     logger.info("FSDP2: %d blocks and the root over %d ranks", len(blocks), mesh.size())
 

@@ -90,7 +90,8 @@ def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
         if (misfit := _misfit(group[0], tree, tp)) is None:
             rules |= {path: style for part in group for path, style in part.rules.items()}
         else:
-            logger.warning("%s: stored sharded, its output gathered", misfit.finding(tp))
+            where, reason = wildcard(group[0].path), misfit.finding(tp).message
+            logger.warning("%s: %s, so its layers are stored sharded and their outputs gathered", where, reason)
     rules |= dict(_stored(paths, rules, planned, tp))
     return plan.override(merge_per_block(rules.items(), tree)) if rules else plan
 
