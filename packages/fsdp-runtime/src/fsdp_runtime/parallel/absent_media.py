@@ -25,6 +25,8 @@ from tp_plans.model_tree import is_at_or_below
 
 #: The methods of transformers' models that run a tower, by the medium.
 _METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
+#: The media of a method that does not declare its arguments.
+_FIRST = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 #: The value of all pixels and samples of media that stand for absent ones: some models drop images of zeros.
 _FILL = 0.5
 #: Results of a tower that no model adds to its tokens: parameters that only these depend on have no gradient.
@@ -52,17 +54,26 @@ class AbsentMedia:
         """Find out which media other ranks have; a forward pre-hook of the model."""
         given = _arguments(module, args, kwargs)
         own = {medium: _media(self.model, medium, given) for medium in _media_of(self.model)}
-        flags = [bool(media) for media in own.values()]
+        flags = [given.get("input_ids") is None, *(bool(media) for media in own.values())]
         device = next((value.device for value in given.values() if isinstance(value, Tensor)), torch.device("cpu"))
         found = torch.tensor([*flags, *(not flag for flag in flags)], dtype=torch.int32, device=device)
         for group in self.groups:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        some, lacking = (bool_list for bool_list in found.view(2, -1).bool().tolist())
+        (embedded, *some), (_, *lacking) = found.view(2, -1).bool().tolist()
         mixed = [medium for medium, has, lacks in zip(own, some, lacking, strict=True) if has and lacks]
         self.absent = {}
         if not mixed:
             return
         present = [medium for medium, has in zip(own, some, strict=True) if has]
+        without = [medium for medium in mixed if _owner(self.model, medium) is None]
+        if embedded or without:
+            why = (
+                f"{type(self.model).__name__} has no {_METHODS[without[0]]}()" if without else "a rank got no input_ids"
+            )
+            raise ModelError(
+                f"some data-parallel ranks have rows with media ({', '.join(mixed)}) and others have none, and {why}, "
+                "with which those could take part in the collectives of the towers: give every rank rows with media"
+            )
         if "audio" in present and len(present) > 1:
             raise ModelError(
                 f"ranks of the data-parallel axes have different media ({', '.join(present)} in some rows, of which "
@@ -80,7 +91,7 @@ class AbsentMedia:
         nothing: list[Tensor] = []
         for medium, template in absent.items():
             media = {name: _filled(value, output) for name, value in template.items()}
-            features = getattr(self.model, _METHODS[medium])(**media, return_dict=True)
+            features = getattr(_owner(self.model, medium), _METHODS[medium])(**media, return_dict=True)
             projected = features.get("pooler_output") is not None
             unused = {*_INTERMEDIATE, "last_hidden_state"} if projected else _INTERMEDIATE
             used = {name: value for name, value in features.items() if name not in unused}
@@ -120,7 +131,14 @@ def apply_absent_media(model: nn.Module, structure: ModelStructure, mesh: Device
 
 
 def _media_of(model: nn.Module) -> list[str]:
-    return [medium for medium, method in _METHODS.items() if callable(getattr(model, method, None))]
+    takes = signature(type(model).forward).parameters
+    return [medium for medium in _METHODS if _FIRST[medium] in takes or _owner(model, medium) is not None]
+
+
+def _owner(model: nn.Module, medium: str) -> nn.Module | None:
+    """Return the module that runs a medium's tower: the model, or the one inside its head."""
+    owners = (model, getattr(model, "model", None))
+    return next((owner for owner in owners if callable(getattr(owner, _METHODS[medium], None))), None)
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,14 +149,11 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 def _media(model: nn.Module, medium: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a medium's method, empty where its first one, the media themselves, is absent."""
-    names = [name for name in signature(getattr(model, _METHODS[medium])).parameters if given.get(name) is not None]
-    first = next(iter(signature(getattr(model, _METHODS[medium])).parameters), "")
-    media = _FIRST[medium] if first in ("args", "kwargs") else (first,)
-    return {name: given[name] for name in names or media} if any(given.get(name) is not None for name in media) else {}
-
-
-#: The media of a method that does not declare its arguments.
-_FIRST = {"image": ("pixel_values",), "video": ("pixel_values_videos",), "audio": ("input_features",)}
+    owner = _owner(model, medium)
+    declared = [] if owner is None else list(signature(getattr(owner, _METHODS[medium])).parameters)
+    names = [name for name in declared if given.get(name) is not None]
+    first = _FIRST[medium] if declared[:1] in ([], ["args"], ["kwargs"]) else declared[0]
+    return {name: given[name] for name in names or [first]} if given.get(first) is not None else {}
 
 
 def _template(media: Mapping[str, Any]) -> dict[str, Any]:
