@@ -25,6 +25,10 @@ PAIRS = [
     ("qwen3_vl_moe", "TP"),  # norms of heads that transformers' plan leaves out
     ("llava", "TP"),  # separate projections
 ]
+#: Further model types that are measured in the slow runs.
+OTHERS = """aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni dots3_note exaone4_5 gemma3
+hyperclovax_vision_v2 internvl lfm3_vl minimax_m3_vl ovis2 qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen3_5
+qwen3_omni_moe_thinker qwen4_exp step3p7""".split()
 
 
 def _measured(pairs: list[tuple[str, str]]) -> list[Any]:
@@ -37,6 +41,15 @@ def test_logits_and_gradients_with_sharded_towers_are_those_of_one_process(two_r
         outcome = summarize([results[index] for results in ranks])
         assert outcome.status == "right", f"{name}, {mode}: {outcome.note}"
         assert (outcome.share or 0) > 0.95, f"{name}: {outcome.whole}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_measured_model_type_is_right_with_images(two_ranks: RankPool, name: str) -> None:
+    ranks = two_ranks.run(_measured, [(name, "TP"), (name, "SP")])
+    for index in range(2):
+        outcome = summarize([results[index] for results in ranks])
+        assert outcome.status == "right", outcome.note
 
 
 def _rows(inputs: dict[str, Any], rank: int) -> dict[str, Any]:
