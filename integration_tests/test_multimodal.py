@@ -26,9 +26,28 @@ PAIRS = [
     ("llava", "TP"),  # separate projections
 ]
 #: Further model types that are measured in the slow runs.
-OTHERS = """aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni dots3_note exaone4_5 gemma3
-hyperclovax_vision_v2 internvl lfm3_vl minimax_m3_vl ovis2 qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen3_5
-qwen3_omni_moe_thinker qwen4_exp step3p7""".split()
+OTHERS = [
+    "aya_vision",
+    "cohere2_vision",
+    "cohere_compass",
+    "cosmos3_edge",
+    "cosmos3_omni",
+    "dots3_note",
+    "exaone4_5",
+    "gemma3",
+    "hyperclovax_vision_v2",
+    "internvl",
+    "lfm3_vl",
+    "minimax_m3_vl",
+    "ovis2",
+    "qianfan_ocr",
+    "qwen2_5_omni_thinker",
+    "qwen2_5_vl",
+    "qwen3_5",
+    "qwen3_omni_moe_thinker",
+    "qwen4_exp",
+    "step3p7",
+]
 
 
 def _measured(pairs: list[tuple[str, str]]) -> list[Any]:
