@@ -25,6 +25,13 @@ class FusedAttention(nn.Module):
         return self.proj((query * key * value).flatten(1))
 
 
+class OwnAttention(FusedAttention):
+    """The same, of a user."""
+
+
+FusedAttention.__module__ = "transformers.models.tiny"
+
+
 class TwoLayers(nn.Module):
     """Two linear layers."""
 
@@ -51,8 +58,8 @@ class TextBlock(nn.Sequential):
     """A block of the language model."""
 
 
-def model(*, heads=4, mlp=Mlp):
-    block = nn.Sequential(OrderedDict(attn=FusedAttention(32, heads), mlp=mlp(32)))
+def model(*, heads=4, mlp=Mlp, attention=FusedAttention):
+    block = nn.Sequential(OrderedDict(attn=attention(32, heads), mlp=mlp(32)))
     tower = nn.ModuleDict({"patches": nn.Conv2d(3, 32, 2), "blocks": nn.ModuleList([block])})
     text_block = TextBlock(OrderedDict(up=nn.Linear(16, 32), down=nn.Linear(32, 16)))
     text = nn.ModuleDict({"embed": nn.Embedding(64, 16), "layers": nn.ModuleList([text_block])})
@@ -78,6 +85,13 @@ def test_layers_of_unknown_use_are_stored_sharded():
     found = rules(mlp=SoftmaxMlp)
     assert found["visual.blocks.*.mlp.fc1"] == ColwiseParallel(output_layouts=Replicate())
     assert found["projector"] == ColwiseParallel(output_layouts=Replicate())
+
+
+def test_fused_projections_of_classes_outside_transformers_are_stored_sharded():
+    """Their code may interleave the heads."""
+    found = rules(attention=OwnAttention)
+    assert found["visual.blocks.*.attn.qkv"] == ColwiseParallel(output_layouts=Replicate())
+    assert "visual.blocks.*.attn" not in found
 
 
 def test_convolutions_and_the_language_model_are_left_alone():

@@ -30,7 +30,9 @@ from tp_plans.styles import ColwiseParallel, ParallelAttention, PrepareModuleInp
 
 logger = logging.getLogger(__name__)
 
-#: Names of layers that hold several matrices one after another.
+#: Names of layers that hold several matrices one after another, in the classes of this package; others may interleave
+#: the heads under the same names.
+_MEASURED = "transformers."
 _CONCATENATED = {*FUSED_QKV, *(names[0] for names in FUSED_MLPS)}
 #: Output projections of towers.
 _OUTPUT = re.compile(rf"{OUTPUT_PROJECTION.pattern}|linear_?(fc)?2")
@@ -175,7 +177,8 @@ def _tower_sublayer(path: str, tree: ModelTree) -> Sublayer | None:
     inner = tree.shape(output)[1]
     rows = [tree.shape(layer)[0] for layer in inputs]
     concatenated = rows != [inner] * len(rows) and len(inputs) == 1
-    if concatenated and leaf(inputs[0]) not in _CONCATENATED:
+    known = leaf(inputs[0]) in _CONCATENATED and type(tree.modules[path]).__module__.startswith(_MEASURED)
+    if concatenated and not known:
         return None
     return Sublayer(path=path, input_projs=inputs, output_proj=output, inner_dim=inner)
 
