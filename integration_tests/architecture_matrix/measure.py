@@ -61,7 +61,7 @@ class RankResult:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """The reference's answer to one kind of input."""
 
     inputs: dict[str, Tensor]
@@ -86,7 +86,7 @@ def measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...]) -> RankRes
     return compared(reference, candidate, runs)
 
 
-def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, _Run]) -> RankResult:
+def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, Run]) -> RankResult:
     """Run the candidate on every kind of input and compare."""
     problems = [*_wrong_weights(reference, candidate)]
     output_errors: dict[str, float] = {}
@@ -109,7 +109,7 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, _Run]) 
 
 
 @lru_cache(maxsize=1)
-def _reference(name: str, kinds: tuple[str, ...]) -> tuple[nn.Module, dict[str, _Run]]:
+def _reference(name: str, kinds: tuple[str, ...]) -> tuple[nn.Module, dict[str, Run]]:
     model = tiny_model(entries()[name])
     runs = {}
     for kind in kinds:
@@ -122,7 +122,7 @@ def _reference(name: str, kinds: tuple[str, ...]) -> tuple[nn.Module, dict[str, 
         gradients = {path: parameter.grad for path, parameter in model.named_parameters()}
         # In float64 some eager attention gives NaN for a row that is masked whole, which would reach every gradient.
         if all(bool(gradient.isfinite().all()) for gradient in gradients.values() if gradient is not None):
-            runs[kind] = _Run(inputs, weights, expected.detach(), gradients)
+            runs[kind] = Run(inputs, weights, expected.detach(), gradients)
         model.zero_grad(set_to_none=True)
     return model, runs
 

@@ -41,7 +41,7 @@ def evaluate(pool: RankPool, name: str, mode: str, *, kinds: tuple[str, ...], ti
     try:
         results = pool.run(measure, name, mode, tp=pool.world_size, kinds=kinds, timeout=timeout)
     except RanksFailed as failed:
-        return _failure(failed, time.monotonic() - start)
+        return failure(failed, time.monotonic() - start)
     return summarize(results, time.monotonic() - start)
 
 
@@ -53,7 +53,7 @@ def evaluate_experts(
     try:
         ranks = pool.run(measure_experts, name, (axes,), way, timeout=timeout)
     except RanksFailed as failed:
-        return _failure(failed, time.monotonic() - start)
+        return failure(failed, time.monotonic() - start)
     found = list(_of_reports([report for (report,) in ranks]))
     return Outcome("wrong" if found else "right", "; ".join(found), seconds=time.monotonic() - start)
 
@@ -103,7 +103,7 @@ def _mismatches(results: list[RankResult]) -> Iterator[str]:
                 yield f"rank {rank}: gradient of {path} off by {error:.1e}"
 
 
-def _failure(failed: RanksFailed, seconds: float) -> Outcome:
+def failure(failed: RanksFailed, seconds: float) -> Outcome:
     error = min((error for _, error in sorted(failed.errors.items())), key=_consequence)
     match error.type_name:
         case "Refused":

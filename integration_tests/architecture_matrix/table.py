@@ -95,17 +95,22 @@ def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 
     In float64 no parameter repeats a number, so that each tells where it belongs.
     """
     torch.manual_seed(seed)
-    with _memory_filled():
+    with memory_filled():
         model = built(entry)
+    prepare(model, dtype)
+    return model
+
+
+def prepare(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert a new model, and fill and jitter its parameters; in float64 no parameter repeats a number."""
     model.to(dtype)
     _initialize_the_rest(model)
     _restore_single_precision(model)
     _fill_routing_tables(model)
     jitter(model)
-    for parameter in model.parameters() if dtype == torch.float64 else ():
-        while parameter.unique().numel() < parameter.numel():  # by chance, in float32
+    for parameter in model.parameters():
+        while parameter.dtype == torch.float64 and parameter.unique().numel() < parameter.numel():  # by chance
             parameter.data += torch.randn_like(parameter) * 0.01
-    return model
 
 
 def built(entry: Entry) -> nn.Module:
@@ -118,7 +123,7 @@ def _hugging_face_model(entry: Entry) -> nn.Module:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_class = getattr(transformers, entry.class_name)
-    config = CONFIG_MAPPING[entry.model_type](**_fields(entry.model_type, entry.changes))
+    config = CONFIG_MAPPING[entry.model_type](**text_fields(entry.model_type, entry.changes))
     if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()  # as AutoModelForCausalLM does
     options = {"experts_implementation": entry.experts} if model_class._can_set_experts_implementation() else {}
@@ -126,7 +131,7 @@ def _hugging_face_model(entry: Entry) -> nn.Module:
     return model.eval()  # no dropout; gradients flow as in training
 
 
-def _fields(model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+def text_fields(model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a tiny config, with those of the text model inside it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -135,12 +140,12 @@ def _fields(model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(default.get("text_config"), dict):
         text = fields.get("text_config", {})
         text_type = text.get("model_type", default["text_config"]["model_type"])
-        fields["text_config"] = {**_fields(text_type, text), "model_type": text_type}
+        fields["text_config"] = {**text_fields(text_type, text), "model_type": text_type}
     return fields
 
 
 @contextmanager
-def _memory_filled() -> Iterator[None]:
+def memory_filled() -> Iterator[None]:
     """Fill with NaN what would hold whatever was in memory, and so differ from rank to rank."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

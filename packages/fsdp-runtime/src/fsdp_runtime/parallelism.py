@@ -38,7 +38,15 @@ from fsdp_runtime.parallel.packing.apply import apply_packing, check_packing
 from fsdp_runtime.parallel.refuse_pickle import refuse_pickle
 from fsdp_runtime.parallel.shared_prefixes import apply_shared_prefixes, check_shared_prefixes
 from fsdp_runtime.parallel.stale_optimizers import refuse_stale_optimizers
-from fsdp_runtime.parallel.tensor import Logits, apply_tp, check_plan, require_logits, with_logits
+from fsdp_runtime.parallel.tensor import (
+    Logits,
+    Towers,
+    apply_tp,
+    check_plan,
+    require_logits,
+    require_towers,
+    with_logits,
+)
 from fsdp_runtime.runtime_state import runtime_state
 from tp_plans import Plan, Style, UnknownArchitectureError, with_expert_parallelism
 from tp_plans.torch_styles import exchange_class
@@ -131,6 +139,7 @@ def resolve_parallelism(
     cp_attention: bool = True,
     packed_sequences: bool = False,
     logits: Logits = "sharded",
+    towers: Towers = "sharded",
     activation_checkpointing: ActivationCheckpointing = "none",
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
     async_tensor_parallel: bool = False,
@@ -155,6 +164,8 @@ def resolve_parallelism(
         cp_attention: replace attention for ``cp``; ``False`` for a model that calls ``ContextAttention`` itself.
         packed_sequences: keep documents apart where ``position_ids`` restart within a row.
         logits: ``"sharded"`` on the vocabulary (a DTensor), or ``"full"``: a plain tensor on every rank.
+        towers: under ``plan="auto"``, the layers of vision and audio towers and projectors: ``"sharded"`` over ``tp``
+            as those of the language model, or ``"replicated"``.
         activation_checkpointing: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a ``SelectiveCheckpoint``.
         compile: compile every block: ``True``, or keywords of ``torch.compile``.
         async_tensor_parallel: overlap products with the collectives of sequence parallelism; needs ``compile``
@@ -196,6 +207,7 @@ def resolve_parallelism(
     shards = _fsdp_mesh(mesh, options)
     tp, cp = axis_size(mesh, "tp"), axis_size(mesh, "cp")
     require_logits(logits)
+    require_towers(towers)
     if plan is None and sequence_parallel:
         raise OptionError("sequence_parallel=True needs a plan, and plan=None was given")
     if plan is None and tp > 1:
@@ -210,7 +222,9 @@ def resolve_parallelism(
         if ep > 1 and tp == 1 and plan == "auto":
             return None
         try:
-            return with_logits(resolve_adapted_plan(plan, model, sequence_parallel=sequence_parallel), logits)
+            towers_tp = tp if plan == "auto" and towers == "sharded" else None
+            resolved = resolve_adapted_plan(plan, model, sequence_parallel=sequence_parallel, towers_tp=towers_tp)
+            return with_logits(resolved, logits)
         except UnknownArchitectureError as error:
             if ep == 1 or plan != "auto" or sequence_parallel:
                 raise

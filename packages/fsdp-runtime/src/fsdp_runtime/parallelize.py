@@ -13,7 +13,7 @@ from fsdp_runtime.parallel.activation_checkpoint import ActivationCheckpointing
 from fsdp_runtime.parallel.context.sharding import LoadBalancer
 from fsdp_runtime.parallel.experts import ExpertExchange
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
-from fsdp_runtime.parallel.tensor import Logits
+from fsdp_runtime.parallel.tensor import Logits, Towers
 from fsdp_runtime.parallelism import PlanSource, resolve_parallelism
 
 
@@ -28,6 +28,7 @@ def parallelize(
     cp_attention: bool = True,
     packed_sequences: bool = False,
     logits: Logits = "sharded",
+    towers: Towers = "sharded",
     activation_checkpointing: ActivationCheckpointing = "none",
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
     async_tensor_parallel: bool = False,
@@ -54,6 +55,8 @@ def parallelize(
             restart, or ``seq_idx`` or ``cu_seq_lens_q`` tells where documents begin.
         logits: ``"sharded"`` on the vocabulary (a DTensor, which ``rl_logprobs`` takes), or ``"full"``: a plain tensor
             on every rank, for code such as a Hugging Face loss with ``labels``.
+        towers: under ``plan="auto"``, the layers of vision and audio towers and projectors: ``"sharded"`` over ``tp``
+            as those of the language model, or ``"replicated"``.
         activation_checkpointing: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts in
             backward; or a ``SelectiveCheckpoint`` with the operators whose results are kept.
         compile: compile every block in place: ``True``, or keywords of ``torch.compile``.
@@ -99,6 +102,7 @@ def parallelize(
         cp_attention=cp_attention,
         packed_sequences=packed_sequences,
         logits=logits,
+        towers=towers,
         activation_checkpointing=activation_checkpointing,
         compile=compile,
         async_tensor_parallel=async_tensor_parallel,

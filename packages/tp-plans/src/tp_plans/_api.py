@@ -22,6 +22,7 @@ from tp_plans.explanation import CollectiveSummary, Explanation, RuleExplanation
 from tp_plans.hugging_face import from_hugging_face
 from tp_plans.infer.experts import with_expert_parallelism
 from tp_plans.infer.suggest import Doubt, Suggestion, suggest
+from tp_plans.infer.towers import split_towers
 from tp_plans.layouts import Layout, Partial, Replicate, Shard
 from tp_plans.lora import AdapterStyles, adapter_styles
 from tp_plans.model_tree import ModelTree
@@ -138,6 +139,7 @@ __all__ = [
     "resolve_plan",
     "resolve_style",
     "rowwise_free",
+    "split_towers",
     "styles_by_path",
     "suggest",
     "with_expert_parallelism",

@@ -53,6 +53,8 @@ KERNEL_ARGUMENTS = ("out_proj", "dt_proj")
 
 #: The argument under which a language model takes embeddings in place of token ids.
 EMBEDDINGS_ARGUMENT = "inputs_embeds"
+#: The arguments under which a language model takes features that it adds between its blocks: a list, and a dict.
+FEATURES_BETWEEN_BLOCKS = ("deepstack_visual_embeds", "deepstack_features")
 
 # Names of unknown decoders' layers, as patterns.
 OUTPUT_PROJECTION = re.compile(

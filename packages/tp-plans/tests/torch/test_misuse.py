@@ -157,6 +157,7 @@ CALLS = {
     "resolve_style": Call(tp_plans.resolve_style, lambda: {"style": ColwiseParallel(), "owner": Model()}),
     "rowwise_free": Call(tp_plans.rowwise_free, lambda: {"plan": plan()}),
     "styles_by_path": Call(tp_plans.styles_by_path, planned),
+    "split_towers": Call(tp_plans.split_towers, lambda: {**planned(), "tp": 2}),
     "suggest": Call(tp_plans.suggest, lambda: {"model": Model()}),
     "with_expert_parallelism": Call(
         tp_plans.with_expert_parallelism,

@@ -24,6 +24,7 @@ from fsdp_runtime.errors import MeshError, ModelError
 from fsdp_runtime.mesh.spec import axis_size, submesh
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
 from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.parallel.absent_media import apply_absent_media
 from fsdp_runtime.parallel.experts import expert_modules
 from fsdp_runtime.parallel.fsdp_dtypes import FSDPDtypes, reduce_gradients, resolve_fsdp_dtypes
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, replicated_parameters
@@ -149,6 +150,7 @@ def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
     gather_outside_inference_mode(model)
     runtime_state(model).is_fsdp_root = True
     _require_root_forward(model, structure, replicated)
+    apply_absent_media(model, structure, mesh)
     _set_prefetching([blocks[path] for path in structure.decoder if path in blocks], experts.values(), options)
     logger.info("FSDP2: %d blocks and the root over %d ranks", len(blocks), mesh.size())
 

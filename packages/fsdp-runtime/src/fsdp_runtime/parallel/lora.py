@@ -37,6 +37,7 @@ from tp_plans import (
     adapter_styles,
     resolve_plan,
     resolve_style,
+    split_towers,
 )
 
 _FILE = "adapter_model.safetensors"
@@ -44,17 +45,26 @@ _FILE = "adapter_model.safetensors"
 _GATHERING = (PrepareModuleInput, ParallelAttention, GatherSequence)
 
 
-def resolve_adapted_plan(plan: object, model: nn.Module, *, sequence_parallel: bool) -> Plan:
+def resolve_adapted_plan(
+    plan: object, model: nn.Module, *, sequence_parallel: bool, towers_tp: int | None = None
+) -> Plan:
     """Resolve a plan as ``tp_plans.resolve_plan`` does; for a ``PeftModel``, add styles for its adapters.
+
+    Args:
+        plan: what the user gave as a plan.
+        model: the model.
+        sequence_parallel: wanted of ``"auto"``.
+        towers_tp: the size of ``tp`` where vision and audio towers are to be sharded too, else ``None``.
 
     Raises:
         OptionError: a layer has adapters that cannot be sharded.
         tp_plans.TpPlansError: no plan is known, or a layer's style does not support adapters.
     """
-    if not is_peft_model(model):
-        return resolve_plan(plan, model, sequence_parallel=sequence_parallel)
-    base = base_model(model)
-    return adapted_plan(resolve_plan(plan, base, sequence_parallel=sequence_parallel), base).with_prefix(BASE)
+    base = base_model(model) if is_peft_model(model) else model
+    resolved = resolve_plan(plan, base, sequence_parallel=sequence_parallel)
+    if towers_tp is not None:
+        resolved = split_towers(resolved, base, tp=towers_tp)
+    return resolved if base is model else adapted_plan(resolved, base).with_prefix(BASE)
 
 
 def adapted_plan(plan: Plan, model: nn.Module) -> Plan:

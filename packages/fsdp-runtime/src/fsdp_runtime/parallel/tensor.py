@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Logits = Literal["sharded", "full"]
+Towers = Literal["sharded", "replicated"]
 
 
 def require_logits(logits: object) -> None:
@@ -30,6 +31,16 @@ def require_logits(logits: object) -> None:
     """
     if logits not in get_args(Logits):
         raise OptionError(f"logits={logits!r}: write 'sharded' or 'full'")
+
+
+def require_towers(towers: object) -> None:
+    """Check that ``towers`` is ``"sharded"`` or ``"replicated"``.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    if towers not in get_args(Towers):
+        raise OptionError(f"towers={towers!r}: write 'sharded' or 'replicated'")
 
 
 def with_logits(plan: Plan, logits: Logits) -> Plan:

@@ -12,7 +12,7 @@ from tp_plans.model_tree import join, parent
 from tp_plans.module_attrs import getattr_path
 from tp_plans.naming import HEAD_DIM, HEAD_NORMS, KEY, KV_HEAD_COUNTS, MLA_HEADS, MLA_ROPE_DIM, QKV, QUERY, VALUE
 from tp_plans.planned_tree import PlannedTree, merge_per_block
-from tp_plans.styles import ColwiseParallel, ParallelAttention, ParameterStyle, RowwiseParallel, Style
+from tp_plans.styles import ColwiseParallel, NoParallel, ParallelAttention, ParameterStyle, RowwiseParallel, Style
 
 #: The attributes that give the number of key/value heads.
 _KV_HEADS = (KV_HEAD_COUNTS[0], f"config.{KV_HEAD_COUNTS[0]}")
@@ -70,15 +70,19 @@ def with_replicated_kv_heads(planned: PlannedTree, root: str) -> Mapping[str, St
 
 
 def per_head_norms(planned: PlannedTree, root: str) -> Mapping[str, Style]:
-    """Return rules for norms that have a row for each head, sharded as the heads are."""
+    """Return rules for norms of single heads: those with a row for each head are sharded as the heads are."""
     rows: list[tuple[str, Style]] = []
     for path, module in planned.within(root):
         if QUERY not in planned.split_children(path):
             continue
         for norm in (join(path, name) for name in HEAD_NORMS):
-            width = planned.tree.size(norm, 1)
-            if width is not None and width == getattr(module, HEAD_DIM, None) and planned.style(norm) is None:
+            head_dim = getattr(module, HEAD_DIM, None)
+            if norm not in planned.modules or planned.style(norm) is not None:
+                continue
+            if planned.tree.size(norm, 1) == head_dim is not None:
                 rows.append((f"{norm}.weight", ParameterStyle()))
+            elif planned.tree.is_scale(norm, head_dim):
+                rows.append((norm, NoParallel(gradient="partial")))
     return merge_per_block(rows, planned.tree)
 
 

@@ -62,15 +62,15 @@ def referenced_names(cls: type) -> set[str]:
 
 
 def _methods(cls: type) -> Iterator[CodeType]:
-    """Iterate over the code of a class's methods, inherited ones included, without ``nn.Module``'s."""
+    """Iterate over the code of a class's methods, inherited ones included, without those of general base classes."""
     for base in cls.__mro__:
-        if base.__name__ == "Module":
+        if base.__name__ in ("Module", "PreTrainedModel"):
             return
         for name, method in vars(base).items():
             while hasattr(method, "__wrapped__"):
                 method = method.__wrapped__
             code = getattr(method, "__code__", None)
-            if name != "__init__" and isinstance(code, CodeType):
+            if name not in ("__init__", "_init_weights") and isinstance(code, CodeType):
                 yield code
 
 

@@ -16,7 +16,7 @@ from tp_plans.infer.bytecode import first_argument, takes_argument
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, join, parent
 from tp_plans.models.spec import SEQUENCE_DIM
-from tp_plans.naming import EMBEDDINGS_ARGUMENT, MLA_NORMS, leaf
+from tp_plans.naming import EMBEDDINGS_ARGUMENT, FEATURES_BETWEEN_BLOCKS, MLA_NORMS, leaf
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree, merge_per_block
 from tp_plans.styles import (
@@ -72,6 +72,8 @@ def with_sequence_parallelism(plan: Plan, model: Any) -> Plan:
         rules |= _rules_before_blocks(planned)
     for path, inside in block_rules.items():
         rules |= inside if per_sublayer and inside is not None else {path: _gather_rule(path, planned)}
+    if takes_features_between_blocks(tree):
+        rules |= _rules_between_blocks(tree, per_sublayer=per_sublayer)
     return Plan(merge_per_block(rules.items(), tree), name=plan.name, sequence_parallel=True)
 
 
@@ -108,7 +110,8 @@ def _rules_before_blocks(planned: PlannedTree) -> dict[str, Style]:
     tree, embedding = planned.tree, planned.tree.embedding
     if tree.root and planned.style(tree.root) is not None:
         return {}
-    if not tree.root or not takes_argument(tree.modules[tree.root], EMBEDDINGS_ARGUMENT):
+    before_blocks = tree.root and takes_argument(tree.modules[tree.root], FEATURES_BETWEEN_BLOCKS[1])
+    if not tree.root or before_blocks or not takes_argument(tree.modules[tree.root], EMBEDDINGS_ARGUMENT):
         # Its code may add positions to the embeddings, or scale them: shard what it passes to the first block.
         block = _blocks(tree)[0]
         return {block: PrepareModuleInput(layout=_STREAM, argument=first_argument(tree.modules[block]))}
@@ -139,6 +142,37 @@ def _embeddings_merged_above(root: str, tree: ModelTree) -> bool:
     """Return whether the module above the language model has other parts, which write into its token embeddings."""
     above = parent(root)
     return bool(above) and tree.children_with_parameters(above) != {leaf(root)}
+
+
+def takes_features_between_blocks(tree: ModelTree) -> bool:
+    """Return whether the language model adds vision features between its blocks (DeepStack, arXiv:2406.04334)."""
+    root = tree.modules[tree.root]
+    return any(takes_argument(root, name) for name in FEATURES_BETWEEN_BLOCKS)
+
+
+def _rules_between_blocks(tree: ModelTree, *, per_sublayer: bool) -> dict[str, Style]:
+    """Return the rules that give code between blocks the full hidden states, where it adds features to them.
+
+    Raises:
+        CapabilityError: the blocks gather the sequence themselves.
+    """
+    if not per_sublayer:
+        raise CapabilityError(
+            f"{type(tree.model).__name__} adds vision features between blocks that need the full sequence: sequence "
+            "parallelism cannot be derived for it; pass sequence_parallel=False"
+        )
+    blocks = tree.decoder_blocks
+    root = tree.modules[tree.root]
+    mergers = next((members for path, members in tree.stacks.items() if leaf(path).startswith("deepstack")), None)
+    # A list of features is for the first blocks, one each; a dict may name any block, the first one too.
+    is_list = takes_argument(root, FEATURES_BETWEEN_BLOCKS[0])
+    count = len(mergers) if is_list and mergers is not None else len(blocks)
+    return {
+        block: PrepareModuleInput(
+            layout=_STREAM, argument=first_argument(tree.modules[block]), full_output=index < count
+        )
+        for index, block in enumerate(blocks[: count + 1])
+    }
 
 
 def _block_rules(path: str, planned: PlannedTree) -> dict[str, Style] | None:

@@ -10,6 +10,7 @@ from tp_plans._validate import (
     is_name,
     require,
     require_attributes,
+    require_flag,
     require_layout,
 )
 from tp_plans.layouts import Layout, Replicate
@@ -29,14 +30,17 @@ class PrepareModuleInput:
         argument: the keyword under which the tensor may be passed; an argument that is absent or ``None`` is
             left alone.
         position: its place where it is passed by position, or ``None`` for a keyword-only argument.
+        full_output: output the full tensor, plain, for code that works on all tokens.
     """
 
     layout: Layout = Replicate()
     argument: str = "hidden_states"
     position: int | None = 0
+    full_output: bool = False
 
     def __post_init__(self) -> None:
         require_layout(self, "layout")
+        require_flag(self, "full_output")
         require(self, "argument", is_name(self.argument), "the keyword's name, as 'hidden_states'")
         require(self, "position", self.position is None or is_integer(self.position, least=0), "0 or more, or None")
 

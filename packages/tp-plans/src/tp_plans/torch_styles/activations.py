@@ -37,6 +37,13 @@ class PrepareModuleInputImpl(LocalTensorStyle):
             return (*args[:position], prepared(args[position]), *args[position + 1 :]), kwargs
         return args, kwargs
 
+    def post_forward(self, module: nn.Module, output: Any, context: ForwardContext) -> Any:
+        if not getattr(self.style, "full_output", False):
+            return output
+        if isinstance(output, tuple):
+            return (plain_full_tensor(output[0], context.mesh), *output[1:])
+        return plain_full_tensor(output, context.mesh)
+
 
 class GatherSequenceImpl(LocalTensorStyle):
     """``GatherSequence``: full plain tensors inside, activations sharded on the sequence outside.

@@ -1,0 +1,54 @@
+"""What one rank finds of one multimodal model with media in its rows: outputs, gradients, how much is split."""
+
+from __future__ import annotations
+
+import copy
+import time
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from architecture_matrix.measure import MODES, RankResult, Refused, Run, compared
+from architecture_matrix.multimodal import multimodal_model
+from architecture_matrix.multimodal_inputs import multimodal_inputs
+from architecture_matrix.outcome import Outcome, failure, summarize
+from architecture_matrix.peers import NoPlanError
+from fsdp_runtime import FsdpRuntimeError
+from harness.parity import logits_of, mesh_for
+from harness.ranks import RankPool, RanksFailed
+from tp_plans import TpPlansError
+
+
+def evaluate_multimodal(pool: RankPool, model_type: str, mode: str, *, media: str, timeout: float) -> Outcome:
+    """Measure one model type in one mode with media of one kind; failures of ranks become outcomes, too."""
+    start = time.monotonic()
+    try:
+        results = pool.run(measure_multimodal, model_type, mode, tp=pool.world_size, media=media, timeout=timeout)
+    except RanksFailed as failed:
+        return failure(failed, time.monotonic() - start)
+    return summarize(results, time.monotonic() - start)
+
+
+def measure_multimodal(model_type: str, mode: str, *, tp: int, media: str = "image", **options: Any) -> RankResult:
+    """Measure one model type in one of the modes on this rank; every rank of the world must call it."""
+    reference, runs = _reference(model_type, media)
+    candidate = copy.deepcopy(reference)
+    try:
+        candidate = MODES[mode](candidate, mesh_for({"tp": tp}), **options)
+    except (TpPlansError, FsdpRuntimeError, NoPlanError) as error:
+        raise Refused(str(error)) from error
+    return compared(reference, candidate, runs)
+
+
+@lru_cache(maxsize=1)
+def _reference(model_type: str, media: str) -> tuple[nn.Module, dict[str, Run]]:
+    model = multimodal_model(model_type)
+    inputs = multimodal_inputs(model, media=media)
+    expected = logits_of(model, inputs)
+    weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
+    (expected * weights).sum().backward()
+    gradients = {path: parameter.grad for path, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return model, {media: Run(inputs, weights, expected.detach(), gradients)}

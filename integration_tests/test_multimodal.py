@@ -1,0 +1,143 @@
+"""Vision-language models on ranks: towers sharded over tp, ranks without images, frozen and recomputed towers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from architecture_matrix.multimodal import multimodal_model
+from architecture_matrix.multimodal_inputs import IMAGES_PER_ROW, multimodal_inputs
+from architecture_matrix.multimodal_measure import measure_multimodal
+from architecture_matrix.outcome import summarize
+from fsdp_runtime import parallelize, stream_weights
+from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, gradient_errors, largest, logits_of, mesh_for
+from harness.ranks import RankPool
+
+#: Model types with every way in which towers are built, and the modes in which each is measured by default.
+PAIRS = [
+    ("qwen3_vl", "SP"),  # fused queries, keys and values; features added between blocks
+    ("qwen3_vl_moe", "TP"),  # norms of heads that transformers' plan leaves out
+    ("llava", "TP"),  # separate projections
+]
+#: Further model types that are measured in the slow runs.
+OTHERS = [
+    "aya_vision",
+    "cohere2_vision",
+    "cohere_compass",
+    "cosmos3_edge",
+    "cosmos3_omni",
+    "dots3_note",
+    "exaone4_5",
+    "gemma3",
+    "hyperclovax_vision_v2",
+    "internvl",
+    "lfm3_vl",
+    "minimax_m3_vl",
+    "ovis2",
+    "qianfan_ocr",
+    "qwen2_5_omni_thinker",
+    "qwen2_5_vl",
+    "qwen3_5",
+    "qwen3_omni_moe_thinker",
+    "qwen4_exp",
+    "step3p7",
+]
+
+
+def _measured(pairs: list[tuple[str, str]]) -> list[Any]:
+    return [measure_multimodal(name, mode, tp=2) for name, mode in pairs]
+
+
+def test_logits_and_gradients_with_sharded_towers_are_those_of_one_process(two_ranks: RankPool) -> None:
+    ranks = two_ranks.run(_measured, PAIRS)
+    for index, (name, mode) in enumerate(PAIRS):
+        outcome = summarize([results[index] for results in ranks])
+        assert outcome.status == "right", f"{name}, {mode}: {outcome.note}"
+        assert (outcome.share or 0) > 0.95, f"{name}: {outcome.whole}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_measured_model_type_is_right_with_images(two_ranks: RankPool, name: str) -> None:
+    ranks = two_ranks.run(_measured, [(name, "TP"), (name, "SP")])
+    for index in range(2):
+        outcome = summarize([results[index] for results in ranks])
+        assert outcome.status == "right", outcome.note
+
+
+def _rows(inputs: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Rank 0 gets the rows with images, rank 1 those without."""
+    rows = [row for row, images in enumerate(IMAGES_PER_ROW) if (images > 0) is (rank == 0)]
+    by_row = {"input_ids", "mm_token_type_ids", "token_type_ids"}
+    own = {name: value[rows] for name, value in inputs.items() if name in by_row}
+    return own if rank else {**{name: value for name, value in inputs.items() if name not in by_row}, **own}
+
+
+def _gradients_with_images_on_one_rank(name: str, options: dict[str, Any]) -> tuple[float, float, list[str]]:
+    """The largest errors of the logits and the gradients, and the parameters without a gradient."""
+    mesh = mesh_for({"dp_shard": 2})
+    rank = mesh.get_local_rank("dp_shard")
+    model = multimodal_model(name)
+    inputs = multimodal_inputs(model)
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(not (options.get("frozen") and path.startswith("model.visual")))
+    candidate = copy.deepcopy(model)
+    expected = [_weighted(model, _rows(inputs, each)) for each in range(2)]
+    sum(loss for _, loss in expected).backward()  # type: ignore[union-attr]
+    wanted = {path: parameter.grad for path, parameter in model.named_parameters()}
+
+    parallelize(candidate, mesh, activation_checkpointing=options.get("checkpointing", "none"))
+    logits, loss = _weighted(candidate, _rows(inputs, rank))
+    (loss * 2).backward()  # FSDP2 averages over the two ranks
+    missing = [path for path, p in candidate.named_parameters() if p.grad is None and wanted[path] is not None]
+    errors = gradient_errors(wanted, candidate)
+    return largest(logits - expected[rank][0]), max(errors.values()), missing
+
+
+def _weighted(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    logits = logits_of(model, inputs)
+    weights = torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(2))
+    return logits, (logits * weights).sum()
+
+
+CASES = [
+    ("qwen3_vl", {}),
+    ("qwen3_vl", {"checkpointing": "block"}),
+    ("qwen3_vl", {"frozen": True}),
+    ("llava", {}),
+]
+
+
+def _all_cases() -> list[tuple[float, float, list[str]]]:
+    return [_gradients_with_images_on_one_rank(name, options) for name, options in CASES]
+
+
+def test_a_rank_without_an_image_gets_the_gradients_of_all_rows(two_ranks: RankPool) -> None:
+    for rank, found in enumerate(two_ranks.run(_all_cases)):
+        for case, (output, gradient, missing) in zip(CASES, found, strict=True):
+            assert not missing, (rank, case, missing)
+            assert max(output / OUTPUT_BOUND, gradient / GRADIENT_BOUND) <= 1, (rank, case, output, gradient)
+
+
+def _tower_units_and_streamed_weights() -> tuple[list[str], list[str]]:
+    """FSDP modules in the tower, and the names of streamed tensors that differ from the model's."""
+    model = multimodal_model("qwen3_vl")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    sharded = parallelize(model, mesh_for({"dp_shard": 1, "tp": 2}))
+    units = [path for path, module in sharded.named_modules() if isinstance(module, FSDPModule) and "visual" in path]
+    split = [name for name, p in sharded.named_parameters() if isinstance(p, DTensor) and "visual.blocks" in name]
+    assert split
+    streamed = dict(stream_weights(sharded))
+    return units, [name for name, value in state.items() if not torch.equal(streamed[name], value)]
+
+
+@pytest.mark.slow
+def test_sharded_towers_stream_the_weights_that_were_split(two_ranks: RankPool) -> None:
+    for _, different in two_ranks.run(_tower_units_and_streamed_weights):
+        assert different == []

@@ -1,0 +1,193 @@
+"""Ranks whose rows have no image, video or audio take part in the collectives of the towers all the same.
+
+FSDP2 gathers a tower's blocks when they are called and reduces their gradients after backward, and every rank of the
+mesh has to.  Before a forward the ranks tell each other which media their rows have.  A rank that lacks some runs the
+tower on media of another rank's shapes, and adds none of the result: its parameters get gradients of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime.errors import ModelError
+from fsdp_runtime.model.structure import ModelStructure
+from tp_plans.model_tree import is_at_or_below
+
+#: The methods of transformers' models that run a tower, by the medium.
+_METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
+#: The media of a method that does not declare its arguments.
+_FIRST = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
+#: The value of all pixels and samples of media that stand for absent ones: some models drop images of zeros.
+_FILL = 0.5
+#: Results of a tower that no model adds to its tokens: parameters that only these depend on have no gradient.
+_INTERMEDIATE = {"hidden_states", "attentions"}
+
+
+@dataclass(eq=False)
+class AbsentMedia:
+    """Hooks of a model that run its towers where a rank has no media and another rank has.
+
+    One all-reduce of a few bytes, and one wait for its result, a forward and mesh axis.
+
+    Args:
+        model: the model, whose media are the arguments of its ``get_image_features`` and the like.
+        groups: the process groups of the FSDP mesh.
+        projectors: the parameters of projectors, which some models call after the method.
+    """
+
+    model: nn.Module
+    groups: Sequence[ProcessGroup]
+    projectors: Sequence[str]
+    absent: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def agree(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Find out which media other ranks have; a forward pre-hook of the model."""
+        given = _arguments(module, args, kwargs)
+        own = {medium: _media(self.model, medium, given) for medium in _media_of(self.model)}
+        flags = [given.get("input_ids") is None, *(bool(media) for media in own.values())]
+        device = next((value.device for value in given.values() if isinstance(value, Tensor)), torch.device("cpu"))
+        found = torch.tensor([*flags, *(not flag for flag in flags)], dtype=torch.int32, device=device)
+        for group in self.groups:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        (embedded, *some), (_, *lacking) = found.view(2, -1).bool().tolist()
+        mixed = [medium for medium, has, lacks in zip(own, some, lacking, strict=True) if has and lacks]
+        self.absent = {}
+        if not mixed:
+            return
+        present = [medium for medium, has in zip(own, some, strict=True) if has]
+        without = [medium for medium in mixed if _owner(self.model, medium) is None]
+        if embedded or without:
+            why = (
+                f"{type(self.model).__name__} has no {_METHODS[without[0]]}()" if without else "a rank got no input_ids"
+            )
+            raise ModelError(
+                f"some data-parallel ranks have rows with media ({', '.join(mixed)}) and others have none, and {why}, "
+                "with which those could take part in the collectives of the towers: give every rank rows with media"
+            )
+        if "audio" in present and len(present) > 1:
+            raise ModelError(
+                f"ranks of the data-parallel axes have different media ({', '.join(present)} in some rows, of which "
+                f"{', '.join(mixed)} not on every rank), and the order in which several towers run is the model's own: "
+                "give every rank rows with the same media, or batches with audio and batches with images"
+            )
+        templates = self._gather({medium: _template(own[medium]) for medium in mixed if own[medium]})
+        self.absent = {medium: templates[medium] for medium in mixed if not own[medium]}
+
+    def run(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
+        """Run the towers of absent media, and add nothing of them to the token embeddings; a forward hook of these."""
+        if not self.absent:
+            return None
+        absent, self.absent = self.absent, {}
+        nothing: list[Tensor] = []
+        for medium, template in absent.items():
+            media = {name: _filled(value, output) for name, value in template.items()}
+            features = getattr(_owner(self.model, medium), _METHODS[medium])(**media, return_dict=True)
+            projected = features.get("pooler_output") is not None
+            unused = {*_INTERMEDIATE, "last_hidden_state"} if projected else _INTERMEDIATE
+            used = {name: value for name, value in features.items() if name not in unused}
+            projectors = () if projected else map(self.model.get_parameter, self.projectors)
+            nothing += [_nothing(value) for value in (*_tensors(used), *_tensors(tuple(projectors)))]
+        if not nothing:  # frozen towers
+            return None
+        return output + torch.stack([value.to(output.dtype) for value in nothing]).sum()
+
+    def _gather(self, templates: dict[str, Any]) -> dict[str, Any]:
+        """Return a template of each medium from the ranks that have it; collective over the groups."""
+        for group in self.groups:
+            gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(gathered, templates, group=group)
+            templates = {medium: value for one in reversed(gathered) for medium, value in one.items()}
+        return templates
+
+
+def apply_absent_media(model: nn.Module, structure: ModelStructure, mesh: DeviceMesh) -> None:
+    """Let ranks without media take part in the collectives of the towers, where FSDP2 shards towers over several ranks.
+
+    Args:
+        model: the model, wrapped by FSDP2.
+        structure: its parts.
+        mesh: the axis or axes of FSDP2.
+    """
+    tree = structure.tree
+    if mesh.size() == 1 or tree.embedding is None or not tree.root or not _media_of(model):
+        return
+    projectors = [name for name in tree.parameters if "projector" in name and not is_at_or_below(name, tree.root)]
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    if any(dist.get_backend(group) == "fake" for group in groups):  # a dry run has no other ranks
+        return
+    hooks = AbsentMedia(model, groups, projectors)
+    model.register_forward_pre_hook(hooks.agree, with_kwargs=True, prepend=True)
+    model.get_submodule(tree.embedding).register_forward_hook(hooks.run)
+
+
+def _media_of(model: nn.Module) -> list[str]:
+    takes = signature(type(model).forward).parameters
+    return [medium for medium in _METHODS if _FIRST[medium] in takes or _owner(model, medium) is not None]
+
+
+def _owner(model: nn.Module, medium: str) -> nn.Module | None:
+    """Return the module that runs a medium's tower: the model, or the one inside its head."""
+    owners = (model, getattr(model, "model", None))
+    return next((owner for owner in owners if callable(getattr(owner, _METHODS[medium], None))), None)
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward by name."""
+    names = list(signature(type(module).forward).parameters)[1:]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _media(model: nn.Module, medium: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a medium's method, empty where its first one, the media themselves, is absent."""
+    owner = _owner(model, medium)
+    declared = [] if owner is None else list(signature(getattr(owner, _METHODS[medium])).parameters)
+    names = [name for name in declared if given.get(name) is not None]
+    first = _FIRST[medium] if declared[:1] in ([], ["args"], ["kwargs"]) else declared[0]
+    return {name: given[name] for name in names or [first]} if given.get(first) is not None else {}
+
+
+def _template(media: Mapping[str, Any]) -> dict[str, Any]:
+    """Return media without their values: the shapes of floats, and all else as it is."""
+    return {
+        name: value.to("meta") if isinstance(value, Tensor) and value.is_floating_point() else _on_cpu(value)
+        for name, value in media.items()
+    }
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _filled(value: Any, like: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.full_like(value, _FILL, device=like.device) if value.is_meta else value.to(like.device)
+
+
+def _nothing(value: Tensor) -> Tensor:
+    """Return zero, with a gradient of zero for a tensor."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.flatten()[:0].sum()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors with gradients in nested containers."""
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from _tensors(inner)

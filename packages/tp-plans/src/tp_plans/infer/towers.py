@@ -1,0 +1,220 @@
+"""Split what stands next to the language model: vision and audio towers, and the projectors of their features.
+
+Towers are transformers like any other, so that the recognisers of sub-layers serve them too: attention is split in
+heads, MLPs in features (Megatron-LM, arXiv:1909.08053).  Other linear layers are stored sharded and their outputs
+gathered.  Convolutions (patch embeddings), position tables and norms stay replicated.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tp_plans._validate import checked, require_size
+from tp_plans.checks.divisibility import Constraint, divisibility_constraints
+from tp_plans.infer.bytecode import referenced_names
+from tp_plans.infer.rules import propose
+from tp_plans.infer.sublayers import Sublayer
+from tp_plans.infer.unrecognized import MIN_ROWS
+from tp_plans.layouts import Replicate
+from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, parent
+from tp_plans.naming import FUSED_MLPS, FUSED_QKV, OUTPUT_PROJECTION, leaf
+from tp_plans.patterns import wildcard
+from tp_plans.plan import Plan
+from tp_plans.planned_tree import PlannedTree, merge_per_block
+from tp_plans.styles import ColwiseParallel, ParallelAttention, PrepareModuleInput, RowwiseParallel, Style
+
+logger = logging.getLogger(__name__)
+
+#: Names of layers that hold several matrices one after another, in the classes of this package; others may interleave
+#: the heads under the same names.
+_MEASURED = "transformers."
+_CONCATENATED = {*FUSED_QKV, *(names[0] for names in FUSED_MLPS)}
+#: Output projections of towers.
+_OUTPUT = re.compile(rf"{OUTPUT_PROJECTION.pattern}|linear_?(fc)?2")
+#: Activations that work on single features.
+_ACTIVATIONS = ("gelu", "relu", "silu", "swish", "tanh", "sigmoid", "dropout", "identity")
+#: What stays replicated as it is: its own code reads the weights of the layers inside.
+_READS_WEIGHTS = {"MultiheadAttention"}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rules of one module of a tower."""
+
+    path: str
+    rules: Mapping[str, Style]
+
+
+@checked
+def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
+    """Return a plan with rules for the vision and audio towers and projectors that it leaves replicated.
+
+    Attention is split in heads and MLPs in features, where every part of them is known; of other modules the linear
+    layers are stored sharded, and their outputs gathered.  Where a number of heads or features does not divide, the
+    layers are stored sharded too, which is logged.
+
+    Args:
+        plan: the plan of the language model; its own rules stay.
+        model: the model that it is for; the meta device is enough.
+        tp: the size of the axis.
+
+    Returns:
+        The plan; the same one where nothing stands next to the language model.
+
+    Raises:
+        PlanError: ``tp`` is not a positive number.
+        ModelError: ``model`` is not a model.
+
+    Example:
+        >>> import tp_plans
+        >>> from torch import nn
+        >>> projector = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        >>> block = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))
+        >>> text = nn.ModuleDict({"embed": nn.Embedding(16, 8), "layers": nn.ModuleList([block])})
+        >>> model = nn.ModuleDict({"projector": projector, "text": text})
+        >>> plan = tp_plans.Plan({"text.layers.*.0": tp_plans.ColwiseParallel()})
+        >>> sorted(tp_plans.split_towers(plan, model, tp=2))
+        ['projector.0', 'projector.2', 'text.layers.*.0']
+    """
+    require_size(tp)
+    tree = ModelTree.of(model)
+    planned = PlannedTree(tree, plan)
+    paths = [path for path in _outside(tree) if planned.style(path) is None]
+    if not paths:
+        return plan
+    rules: dict[str, Style] = {}
+    for group in _by_wildcard(_parts(paths, planned)):
+        if (misfit := _misfit(group[0], tree, tp)) is None:
+            rules |= {path: style for part in group for path, style in part.rules.items()}
+        else:
+            where, reason = wildcard(group[0].path), misfit.finding(tp).message
+            logger.warning("%s: %s, so its layers are stored sharded and their outputs gathered", where, reason)
+    rules |= dict(_stored(paths, rules, planned, tp))
+    return plan.override(merge_per_block(rules.items(), tree)) if rules else plan
+
+
+def _outside(tree: ModelTree) -> Iterator[str]:
+    """Iterate over the modules next to the language model, the head and what leads to it left out."""
+    if tree.embedding is None or tree.decoder is None or not tree.root:
+        return
+    for path in tree.modules:
+        holds_root = is_at_or_below(tree.root, path)
+        inside = is_at_or_below(path, tree.root) or path == tree.lm_head
+        if path and not holds_root and not inside and not _in_language_model(path, tree):
+            yield path
+
+
+def _in_language_model(path: str, tree: ModelTree) -> bool:
+    """Return whether a module shares the language model's kind of blocks: another decoder, which has its own plan."""
+    kinds = {type(tree.modules[block]) for block in tree.decoder_blocks}
+    stack = next((blocks for list_path, blocks in tree.stacks.items() if is_at_or_below(path, list_path)), ())
+    return any(type(tree.modules[block]) in kinds for block in stack)
+
+
+def _parts(paths: Iterable[str], planned: PlannedTree) -> Iterator[_Part]:
+    tree = planned.tree
+    for path in paths:
+        if type(tree.modules[path]).__name__ in _READS_WEIGHTS or _has_rules(path, planned):
+            continue
+        if (rules := _sequence(path, tree) or _sublayer(path, tree)) is not None:
+            yield _Part(path, rules)
+
+
+def _has_rules(path: str, planned: PlannedTree) -> bool:
+    return any(planned.style(child) is not None for child in planned.children[path])
+
+
+def _sequence(path: str, tree: ModelTree) -> dict[str, Style] | None:
+    """Return the rules of a ``Sequential`` of a linear layer, an activation and a linear layer."""
+    if type(tree.modules[path]).__name__ != "Sequential":
+        return None
+    children = tree.children[path]
+    linear = [child for child in children if tree.is_plain_linear(child)]
+    between = [child for child in children if child not in linear]
+    if len(linear) != 2 or tree.shape(linear[0])[0] != tree.shape(linear[1])[1]:
+        return None
+    first, second = (children.index(layer) for layer in linear)
+    inner = [child for child in between if first < children.index(child) < second]
+    if any(tree.children[child] or tree.own_parameters(child) or not _is_activation(child, tree) for child in inner):
+        return None
+    return {linear[0]: ColwiseParallel(), linear[1]: RowwiseParallel()}
+
+
+def _is_activation(path: str, tree: ModelTree) -> bool:
+    name = type(tree.modules[path]).__name__.lower()
+    return any(known in name for known in _ACTIVATIONS) and "glu" not in name.replace("gelu", "")
+
+
+def _sublayer(path: str, tree: ModelTree) -> dict[str, Style] | None:
+    """Return the rules of attention or an MLP that is split inside; ``None`` where one of its parts is unknown."""
+    sub = _tower_sublayer(path, tree)
+    if sub is None:
+        return None
+    rules, _ = propose(sub, tree)
+    if rules.get(sub.output_proj) is None or rules[sub.output_proj] == RowwiseParallel(input_layouts=Replicate()):
+        return None
+    own = rules.pop(path, None)
+    if isinstance(own, ParallelAttention) and own.head_count_attrs:
+        rules[path] = replace(own, layout=None)  # the code around may join its input with plain tensors
+    elif own is not None and not isinstance(own, (ParallelAttention, PrepareModuleInput)):
+        return None
+    return rules
+
+
+def _tower_sublayer(path: str, tree: ModelTree) -> Sublayer | None:
+    """Return the attention layer or MLP that a module is by its layers: some read features, one writes as many."""
+    linear = [child for child in tree.children[path] if tree.is_plain_linear(child)]
+    outputs = [layer for layer in linear if _OUTPUT.fullmatch(leaf(layer).lower())]
+    if len(linear) < 2 or len(outputs) != 1:
+        return None
+    (output,) = outputs
+    inputs = tuple(layer for layer in linear if layer != output)
+    inner = tree.shape(output)[1]
+    rows = [tree.shape(layer)[0] for layer in inputs]
+    concatenated = rows != [inner] * len(rows) and len(inputs) == 1
+    known = leaf(inputs[0]) in _CONCATENATED and type(tree.modules[path]).__module__.startswith(_MEASURED)
+    if concatenated and not known:
+        return None
+    return Sublayer(path=path, input_projs=inputs, output_proj=output, inner_dim=inner)
+
+
+def _by_wildcard(parts: Iterable[_Part]) -> list[list[_Part]]:
+    """Return the parts that differ in block numbers only together: they are split in all blocks or in none."""
+    groups: dict[str, list[_Part]] = defaultdict(list)
+    for part in parts:
+        groups[wildcard(part.path)].append(part)
+    return list(groups.values())
+
+
+def _misfit(part: _Part, tree: ModelTree, tp: int) -> Constraint | None:
+    """Return what of one part cannot be split over the axis, if anything."""
+    below = {path: tree.modules[path] for path in (part.path, *tree.below(part.path))}
+    parameters = {path: value for path, value in tree.parameters.items() if is_at_or_below(parent(path), part.path)}
+    alone = ModelTree(below, parameters, {path: tree.children[path] for path in below})
+    cuts, _ = divisibility_constraints(PlannedTree(alone, Plan(dict(part.rules))))
+    return next((cut for cut in cuts if not cut.fits(tp)), None)
+
+
+def _stored(
+    paths: Iterable[str], rules: Mapping[str, Style], planned: PlannedTree, tp: int
+) -> Iterator[tuple[str, Style]]:
+    """Iterate over rules that store the other linear layers sharded."""
+    tree = planned.tree
+    split = {parent(path) for path, style in rules.items() if isinstance(style, RowwiseParallel)}
+    for path in paths:
+        above = parent(path)
+        inside = any(each in split for each in ancestors(path))
+        if path in rules or inside or not tree.is_plain_linear(path) or "weight" in _names_read(above, tree):
+            continue
+        rows = tree.shape(path)[0]
+        if rows >= MIN_ROWS and Constraint(path, rows).fits(tp):
+            yield path, ColwiseParallel(output_layouts=Replicate())
+
+
+def _names_read(path: str, tree: ModelTree) -> set[str]:
+    return referenced_names(type(tree.modules[path]))
