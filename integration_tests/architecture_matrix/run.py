@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from architecture_matrix import page
+from architecture_matrix import context_parallel, page
 from architecture_matrix.expert_parallel import MESHES, mixtures
 from architecture_matrix.measure import KINDS, warm_up
 from architecture_matrix.outcome import Outcome, evaluate, evaluate_experts
@@ -54,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _measure_experts(options, chosen, rows)
         page.write(working, {"rows": rows})
 
+    if options.context:
+        _measure_context(options, chosen, rows, working)
+
     worse = page.regressions(checked_in["rows"], rows) if options.tp == checked_in.get("tp") else []
     for row in worse:
         _say(f"no longer right: {row}")
@@ -79,6 +82,26 @@ def _measure_experts(options: argparse.Namespace, chosen: dict[str, Entry], rows
         pool.close()
 
 
+def _measure_context(
+    options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any], working: Path
+) -> None:
+    """Measure the chosen rows under context parallelism, on two ranks."""
+    pool = RankPool(2)
+    try:
+        pool.run(warm_up, timeout=600)
+        for done, name in enumerate(chosen, 1):
+            if name in POOLED or set(context_parallel.MODES) <= set(rows.setdefault(name, {})):
+                continue
+            found = pool.run(context_parallel.context_outcomes, name, timeout=3 * options.timeout)
+            rows[name].update(context_parallel.of_all_ranks(found))
+            page.write(working, {"rows": rows})
+            for mode in context_parallel.MODES:
+                kept = rows[name][mode]
+                _say(f"[{done}/{len(chosen)}] {name}, {mode}: {kept['status']} {kept.get('note', '')}")
+    finally:
+        pool.close()
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s coverage --", description=__doc__)
     parser.add_argument("patterns", nargs="*", default=["*"], help="rows, as 'qwen3*'; all by default")
@@ -86,6 +109,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=90, help="seconds for one architecture in one mode")
     parser.add_argument("--peers", action="store_true", help="also run transformers' own tensor parallelism")
     parser.add_argument("--experts", action="store_true", help="also run expert parallelism of mixtures, on four ranks")
+    parser.add_argument("--context", action="store_true", help="also run context parallelism, on two ranks")
     parser.add_argument("--resume", action="store_true", help="go on where an earlier run was stopped")
     parser.add_argument("--accept", action="store_true", help="write the results even where some have got worse")
     parser.add_argument("--dry", action="store_true", help="leave the page and its JSON as they are")
