@@ -50,14 +50,14 @@ def attend_around(
     Returns:
         ``[batch, heads, seq / cp, value_dim]``.
     """
-    parts = _Parts(layout, mask, causal, has_flash_attention(query, value))
+    parts = Parts(layout, mask, causal, has_flash_attention(query, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     output: Tensor = _Ring.apply(query, key, value, parts, group, factor)  # type: ignore[no-untyped-call]
     return output
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """The parts of attention that a rank computes with the keys of another."""
 
     layout: SequenceLayout
@@ -95,7 +95,7 @@ class _Parts:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: _Parts, group: ProcessGroup, scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: Parts, group: ProcessGroup, scale: float
     ) -> Tensor:
         dtype = statistics_dtype(query.dtype)
         output = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
