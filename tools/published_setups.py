@@ -30,8 +30,6 @@ from fsdp_runtime.parallel.context.ways import ContextParallel
 PAGE = Path(__file__).parents[1] / "docs" / "published-setups.md"
 FOUND = PAGE.with_suffix(".json")
 GIB = 2**30
-#: Collectives over ``cp`` that are attention's in all layers: in a world of ``cp`` alone, FSDP2 gathers over it too.
-_OF_ATTENTION = ("all_to_all", "send")
 Found = Mapping[str, dict[str, Any]]  # by a set-up's name
 PRETRAINING_TOKENS = 15.6e12  # of Llama 3.1 405B
 
@@ -326,7 +324,7 @@ def _keep(setup: Setup, done: Estimate) -> None:
         "phase": done.memory.peak.phase,
         "resident": done.memory.resident.total,
         "dispatched": sum(item.bytes_sent for item in done.traffic if item.kind == "all_to_all"),
-        "around": sum(item.bytes_sent for item in done.traffic if item.axis == "cp" and item.kind in _OF_ATTENTION),
+        "sent": sum(item.bytes_sent for item in done.traffic),
         "flops_per_token": done.flops * done.settings.world_size / _tokens(setup),
     }
     FOUND.write_text(json.dumps(found, indent=1) + "\n")
@@ -404,7 +402,10 @@ def _long(found: Found) -> list[str]:
         published = "-" if setup.published is None else f"{setup.published:.1f} GiB"
         numbers = [format_bytes(each) for each in (done["peak"], inputs, done["peak"] - inputs)]
         _, *described = _described(setup)
-        rows.append([setup.context_parallel, *described, *numbers, published, format_bytes(done["around"])])
+        # FSDP2 sends the same in every way, and heads for sequence are the only all-to-alls.
+        ulysses = found[setup.name.replace(setup.context_parallel, "ulysses")]
+        sent = done["sent"] - (ulysses["sent"] - ulysses["dispatched"])
+        rows.append([setup.context_parallel, *described, *numbers, published, format_bytes(sent)])
     return _markdown(header, rows)
 
 

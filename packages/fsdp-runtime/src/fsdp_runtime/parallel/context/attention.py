@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
-from fsdp_runtime._torch_compat import all_gather_flat, causal_bias, reduce_scatter_flat
+from fsdp_runtime._torch_compat import all_gather_flat, causal_bias, has_flash_attention, reduce_scatter_flat
 from fsdp_runtime._transformers_compat import is_causal_mask_function, sdpa_mask_between
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.parallel.context.masks import SequenceMask, as_additive
-from fsdp_runtime.parallel.context.ring import attend_around
+from fsdp_runtime.parallel.context.ring import attend_around, attend_to_prefixes
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, SequenceLayout
 from fsdp_runtime.parallel.context.ulysses import OwnHeads, attend_over_heads
 from fsdp_runtime.parallel.context.ways import ContextParallel, require_context_parallel
@@ -292,6 +292,10 @@ class _Gather(torch.autograd.Function):
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, shared: dict[str, Any]) -> Tensor:
     """Attend from each contiguous chunk of queries to the keys up to its end."""
+    # On CPU the bias below becomes a mask of all queries and keys.
+    plain = shared["dropout_p"] == 0.0 and not torch.compiler.is_compiling()
+    if plain and query.device.type == "cpu" and has_flash_attention(query, value):
+        return attend_to_prefixes(query, key, value, layout, scale=shared["scale"])
     run = query.shape[2] // layout.chunks_per_rank
     outputs = []
     for index, chunk in enumerate(layout.chunks):

@@ -56,6 +56,41 @@ def attend_around(
     return output
 
 
+def attend_to_prefixes(
+    query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, *, scale: float | None
+) -> Tensor:
+    """Compute causal attention to gathered keys without a mask, where no kernel takes fewer queries than keys.
+
+    Args:
+        query: ``[batch, heads, seq / cp, dim]``, of this rank.
+        key: ``[batch, kv_heads, seq, dim]``, of all ranks in sequence order.
+        value: ``[batch, kv_heads, seq, dim]``.
+        layout: the tokens of each rank.
+        scale: factor of the scores, ``dim ** -0.5`` by default.
+
+    Returns:
+        ``[batch, heads, seq / cp, dim]``.
+    """
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    output: Tensor = _Ring.apply(query, key, value, _Prefixes(layout), None, factor)  # type: ignore[no-untyped-call]
+    return output
+
+
+@dataclass(frozen=True)
+class _Prefixes:
+    """The parts of causal attention to all keys: of each chunk, those before it and those of the chunk itself."""
+
+    layout: SequenceLayout
+
+    def of(self, _owner: int) -> Iterator[Block]:
+        size = self.layout.length // self.layout.num_chunks
+        for at, chunk in enumerate(self.layout.chunks):
+            queries, start = slice(at * size, (at + 1) * size), chunk * size
+            if start:
+                yield Block(queries, slice(0, start), fused=True)
+            yield Block(queries, slice(start, start + size), causal=True, fused=True)
+
+
 @dataclass(frozen=True)
 class Parts:
     """The parts of attention that a rank computes with the keys of another."""
@@ -95,7 +130,13 @@ class Parts:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: Parts, group: ProcessGroup, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        parts: Parts | _Prefixes,
+        group: ProcessGroup | None,
+        scale: float,
     ) -> Tensor:
         dtype = statistics_dtype(query.dtype)
         output = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
@@ -126,7 +167,7 @@ class _Ring(torch.autograd.Function):
                 )
                 grad_query[:, :, q] += part
                 grad_keys[:, :, k] += torch.cat(others, dim=-1)
-            if owner == dist.get_rank(ctx.group):
+            if ctx.group is None or owner == dist.get_rank(ctx.group):
                 own = grad_keys
             else:
                 if carried is not None:
@@ -138,8 +179,11 @@ class _Ring(torch.autograd.Function):
         return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
 
 
-def _around(key: Tensor, value: Tensor, group: ProcessGroup) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+def _around(key: Tensor, value: Tensor, group: ProcessGroup | None) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """Yield each rank of a group with its keys and values, beginning with this one; the next are on their way."""
+    if group is None:
+        yield 0, (key, value)
+        return
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     at_hand = torch.cat([key, value], dim=-1)
     for step in range(ranks):
