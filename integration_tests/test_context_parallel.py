@@ -186,7 +186,13 @@ OVER_FOUR: list[tuple[str, dict[str, int], str, Any, dict[str, Any]]] = [
     ("Qwen3ForCausalLM", {"cp": 4}, "packed", "headtail", {"context_parallel": "ring", "model": TWO_KV_HEADS}),
     ("Qwen3ForCausalLM", {"cp": 4}, "", None, {"context_parallel": "ulysses", "model": TWO_KV_HEADS}),
     ("Qwen3ForCausalLM", {"cp": 2, "tp": 2}, "", "headtail", {"context_parallel": "ring", "sequence_parallel": True}),
-    ("Qwen3ForCausalLM", {"cp": 2, "tp": 2}, "packed", None, {"context_parallel": "ulysses", "sequence_parallel": True}),
+    (
+        "Qwen3ForCausalLM",
+        {"cp": 2, "tp": 2},
+        "packed",
+        None,
+        {"context_parallel": "ulysses", "sequence_parallel": True},
+    ),
     ("Qwen3MoeForCausalLM", {"dp_shard": 2, "cp": 2, "ep": 2}, "shifted", "headtail", {"context_parallel": "ring"}),
     (
         "Qwen3MoeForCausalLM",
@@ -239,9 +245,11 @@ def _all_packed_ways() -> list[dict[str, float]]:
 
 
 def test_packed_rows_are_exact_in_every_way_and_planted_faults_are_found(two_ranks: RankPool) -> None:
-    for right, *planted in two_ranks.run(_all_packed_ways):
+    rights, *planted = zip(*two_ranks.run(_all_packed_ways), strict=True)
+    for right in rights:
         assert {case: error for case, error in right.items() if not error <= PACKED_BOUND} == {}
-    assert all(max(each.values()) > 1e-6 for each in planted)
+    for fault, found in zip(FAULTS, planted, strict=True):
+        assert max(max(each.values()) for each in found) > 1e-6, fault
 
 
 def _logprobs() -> float:

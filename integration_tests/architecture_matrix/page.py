@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from architecture_matrix import context_parallel
 from architecture_matrix.expert_parallel import MESHES
 from architecture_matrix.outcome import Outcome
 from architecture_matrix.table import UNBUILDABLE, Entry
@@ -101,6 +102,7 @@ def _head(results: Mapping[str, Any], rows: Mapping[str, Row], entries: Mapping[
             "those of the documents alone to 1e-12, and the tokens of other documents change nothing. Without the "
             f"option a document reads another in {leaks} of them (leaks)."
         )
+    yield from context_parallel.summary(rows)
     for mode in _expert_modes(rows):
         found = [row[mode]["status"] for row in rows.values() if mode in row]
         yield f"- expert parallelism, {mode}: {found.count('right')} of {len(found)} mixtures right"
@@ -128,7 +130,8 @@ def _table(rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[st
     peers = any("transformers" in row for row in rows.values())
     theirs = ["transformers' own", "split"] if peers else []
     packs = ["packed", "packed without the option"] if any("packed" in row for row in rows.values()) else []
-    titles = ["row", "class", "TP", "SP", "split", *theirs, *packs, *_expert_modes(rows), "notes"]
+    contexts = [mode for mode in context_parallel.MODES if any(mode in row for row in rows.values())]
+    titles = ["row", "class", "TP", "SP", "split", *theirs, *packs, *contexts, *_expert_modes(rows), "notes"]
     yield f"| {' | '.join(titles)} |"
     yield f"|{'---|' * len(titles)}"
     for name in sorted(rows):
@@ -137,7 +140,8 @@ def _table(rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[st
         theirs = [_mark(row, "transformers"), _share(row, "transformers")] if peers else []
         packed = [_mark(row, "packed"), _leaks(row)] if packs else []
         experts = [_mark(row, mode) for mode in _expert_modes(rows)]
-        cells = [name, entries[name].class_name, *own, *theirs, *packed, *experts, _notes(row)]
+        over_cp = [_mark(row, mode) for mode in contexts]
+        cells = [name, entries[name].class_name, *own, *theirs, *packed, *over_cp, *experts, _notes(row)]
         yield f"| {' | '.join(cells)} |"
 
 
@@ -156,7 +160,7 @@ def _share(row: Row, mode: str) -> str:
 
 
 def _notes(row: Row) -> str:
-    modes = ("TP", "SP", "packed", *map(mesh_mode, MESHES))
+    modes = ("TP", "SP", "packed", *context_parallel.MODES, *map(mesh_mode, MESHES))
     notes = [f"{mode}: {row[mode]['note']}" for mode in modes if row.get(mode, {}).get("note")]
     if whole := row.get("TP", {}).get("whole"):
         notes.append("whole: " + ", ".join(f"`{pattern}` {100 * share:.0f} %" for pattern, share in whole.items()))

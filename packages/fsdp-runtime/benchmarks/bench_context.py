@@ -1,7 +1,7 @@
 """Bytes, collectives and live memory of attention over cp in each way, one layer, forward and backward.
 
-One rank of a fake world of ``--ranks`` runs on CPU tensors of ``--tokens`` tokens; collectives are counted and return at
-once, so that the numbers of bytes are exact and no time is measured.
+One rank of a fake world of ``--ranks`` runs on CPU tensors of ``--tokens`` tokens; collectives are counted and return
+at once, so that the numbers of bytes are exact and no time is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.memory import LiveBytes
 
 
 def measure(way: ContextParallel, options: argparse.Namespace) -> tuple[int, str, int]:
-    """Return the bytes that leave the rank, its collectives, and the peak of tensors beyond queries, keys and values."""
+    """Return the bytes that leave the rank, its collectives, and the peak of all tensors but the inputs."""
     with fake_world(MeshSpec(cp=options.ranks), rank=0) as mesh:
         heads = (options.heads, options.kv_heads, options.kv_heads)
         size = options.tokens // options.ranks

@@ -80,7 +80,9 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mesh", metavar="AXIS=N,...", help="such as dp_replicate=4,dp_shard=32,tp=8; also cp, ep")
     group.add_argument("--plan", default="auto", help="auto, none, hf, a plan in a .json file, or a dotted path")
     group.add_argument("--sequence-parallel", action="store_true", help="shard activations between blocks over tp")
-    group.add_argument("--context-parallel", metavar="WAY", help="allgather (default), ulysses, ring: attention over cp")
+    group.add_argument(
+        "--context-parallel", metavar="WAY", help="allgather (default), ulysses, ring: attention over cp"
+    )
     group.add_argument(
         "--rank", type=int, default=0, help="the rank to simulate (default: 0, which holds the largest shards)"
     )

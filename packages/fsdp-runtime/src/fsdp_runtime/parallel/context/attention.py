@@ -1,11 +1,11 @@
 """Attention over a sequence sharded over ``cp``, in one of three ways.
 
 ``"allgather"``: keys and values are gathered, and each rank computes the rows of its own queries against the full
-sequence (Llama 3, arXiv:2407.21783, section 3.3.2).  So any mask works, on any device, and grouped-query attention keeps
-the messages small.  Without a mask, scores above the diagonal are not computed and no mask is built.
+sequence (Llama 3, arXiv:2407.21783, section 3.3.2).  So any mask works, on any device, and grouped-query attention
+keeps the messages small.  Without a mask, scores above the diagonal are not computed and no mask is built.
 
-``"ulysses"`` exchanges heads for sequence (see ``ulysses``), and ``"ring"`` passes keys and values from rank to rank (see
-``ring``).
+``"ulysses"`` exchanges heads for sequence (see ``ulysses``), and ``"ring"`` passes keys and values from rank to rank
+(see ``ring``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention of some queries to some keys, and the sum of several such parts by their log-sum-exp.
 
 ``lse`` is the logarithm of the denominator of the softmax over the keys of a part.  Parts add up exactly (online
-softmax, Milakov and Gimelshein, arXiv:1805.02867); in backward each part's weights follow from the total ``lse``, so that
-no part is kept (FlashAttention, Dao et al., arXiv:2205.14135).
+softmax, Milakov and Gimelshein, arXiv:1805.02867); in backward each part's weights follow from the total ``lse``, so
+that no part is kept (FlashAttention, Dao et al., arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ def attend_backward(
         scale: factor of the scores.
     """
     if block.fused:
-        return flash_attention_backward(
-            grad_output, query, key, value, output, lse, causal=block.causal, scale=scale
-        )
+        return flash_attention_backward(grad_output, query, key, value, output, lse, causal=block.causal, scale=scale)
     groups = (key.shape[1], query.shape[1] // key.shape[1])
     scores = _scores(query, key, block, scale)
     weights = (scores - _finite(lse).unflatten(1, groups).unsqueeze(-1)).exp()

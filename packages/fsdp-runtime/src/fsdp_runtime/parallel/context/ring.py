@@ -1,8 +1,8 @@
 """Ring attention: keys and values go from rank to rank over ``cp``, and queries stay.
 
-Each rank holds the keys of one other rank at a time, adds that part of attention to its own (see ``blocks``), and passes
-them on while it computes (Liu et al., arXiv:2310.01889).  In backward the keys go round again, and the gradients of
-keys and values follow them home.  Parts that no query sees (later tokens, tokens beyond a sliding window, other
+Each rank holds the keys of one other rank at a time, adds that part of attention to its own (see ``blocks``), and
+passes them on while it computes (Liu et al., arXiv:2310.01889).  In backward the keys go round again, and the gradients
+of keys and values follow them home.  Parts that no query sees (later tokens, tokens beyond a sliding window, other
 documents) are not computed.
 """
 
@@ -114,8 +114,16 @@ class Parts:
     def _within(self, chunk: int, other: int, shift: int, other_shift: int) -> Iterator[Block]:
         diagonal = self.causal and chunk == other
         if self.mask is None and self.fused:
-            places = _moved(chunk_places(self.layout, chunk), shift), _moved(chunk_places(self.layout, other), other_shift)
+            places = (
+                _moved(chunk_places(self.layout, chunk), shift),
+                _moved(chunk_places(self.layout, other), other_shift),
+            )
             yield Block(*places, causal=diagonal, fused=True)
+            return
+        for queries in tiles(self.layout, chunk):
+            for keys in tiles(self.layout, other):
+                queries, keys = (chunk_places(self.layout, each) for each in (chunk, other))
+            yield Block(_moved(queries, shift), _moved(keys, other_shift), causal=diagonal, fused=True)
             return
         for queries in tiles(self.layout, chunk):
             for keys in tiles(self.layout, other):

@@ -28,9 +28,7 @@ def require_context_parallel(name: object) -> None:
         raise OptionError(f"context_parallel={name!r}: write {', '.join(map(repr, WAYS[:-1]))} or {WAYS[-1]!r}")
 
 
-def check_attention(
-    mixers: Sequence[TokenMixer], implementation: str, way: ContextParallel
-) -> None:
+def check_attention(mixers: Sequence[TokenMixer], implementation: str, way: ContextParallel) -> None:
     """Check that a way computes what the attention of a model needs.
 
     Args:
@@ -57,9 +55,7 @@ def check_attention(
             )
 
 
-def check_heads(
-    structure: ModelStructure, mixers: Sequence[TokenMixer], plan: object, *, cp: int, tp: int
-) -> None:
+def check_heads(structure: ModelStructure, mixers: Sequence[TokenMixer], plan: object, *, cp: int, tp: int) -> None:
     """Check that the ranks of ``cp`` divide the query heads that each rank of ``tp`` has.
 
     Raises:
