@@ -59,11 +59,11 @@ def make_candidates(
     context_parallel: Sequence[str] = ("allgather",),
 ) -> list[Candidate]:
     """Return every mesh with every option; those of ``tp`` and of ``cp`` only where the axis has several ranks."""
-    options = map(dict.fromkeys, (sequence_parallel, activation_checkpointing, context_parallel))
     return [
         Candidate(mesh=spec, sequence_parallel=sp, activation_checkpointing=mode, context_parallel=way)
-        for spec, sp, mode, way in product(specs, *options)
-        if (spec.tp > 1 or not sp) and (spec.cp > 1 or way == context_parallel[0])
+        for spec, sp, mode in product(specs, dict.fromkeys(sequence_parallel), dict.fromkeys(activation_checkpointing))
+        for way in (dict.fromkeys(context_parallel) if spec.cp > 1 else ("allgather",))
+        if spec.tp > 1 or not sp
     ]
 
 

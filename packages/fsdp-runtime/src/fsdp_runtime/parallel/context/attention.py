@@ -169,6 +169,7 @@ class ContextAttention:
             output = _causal(query, key, value, layout, shared)
         return output.transpose(1, 2).contiguous(), None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between ranks
     def _over_heads(
         self,
         module: nn.Module,

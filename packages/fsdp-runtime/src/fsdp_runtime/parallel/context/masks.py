@@ -16,8 +16,8 @@ TILE = 1024
 #: Tiles of keys whose masks are built at once to find those that nobody sees.
 _TILES_AT_ONCE = 32
 
-#: What a tile of a mask shows.
-NOTHING, SOME, EVERYTHING = 0, 1, 2
+#: What a tile of a mask shows; a dry run, which reads 0 from every tensor, computes and masks all tiles.
+SOME, NOTHING, EVERYTHING = 0, 1, 2
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class SequenceMask:
                 together = columns[at : at + _TILES_AT_ONCE]
                 mask = self.tile(row, (together[0][0], together[-1][1]))
                 for part in mask.split([end - start for start, end in together], dim=-1):
-                    found.append(part.any().long() + part.all().long())
+                    found.append((~part.any()).long() * NOTHING + part.all().long() * EVERYTHING)
         counts = iter(torch.stack(found).tolist())
         return {row: {column: next(counts) for column in columns} for row in rows}
 

@@ -21,7 +21,6 @@ from fsdp_runtime.parallel.context.sharding import SequenceLayout
 from tp_plans.naming import KV_GROUPS
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # all-to-all outside of the graph
 def attend_over_heads(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     query: Tensor,
