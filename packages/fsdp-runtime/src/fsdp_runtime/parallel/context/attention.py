@@ -154,7 +154,9 @@ class ContextAttention:
         if self.context_parallel == "ring":
             mask = self._sequence_mask(attention_mask)
             if eager is not None or dropout > 0.0:
-                raise ModelError(f"{type(module).__name__}: a ring has neither eager attention nor dropout")
+                raise ModelError(
+                    f"{type(module).__name__}: context_parallel='ring' computes neither eager attention nor dropout"
+                )
             output = attend_around(query, key, value, mask, layout, self.group, causal=causal, scale=scaling)
             return output.transpose(1, 2).contiguous(), None
         key, value = gather_keys_and_values([key, value], layout, self.group)

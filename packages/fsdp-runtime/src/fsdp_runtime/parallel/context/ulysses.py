@@ -84,9 +84,10 @@ class OwnHeads:
         return self._groups if name == KV_GROUPS else self.of(getattr(self._module, name))
 
     def of(self, value: Any) -> Any:
-        """Return a value; of a tensor with one entry a head, this rank's entries."""
-        per_head = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == self._heads
-        return value[self._own] if per_head else value
+        """Return a value; of a tensor with one entry a head and no other dim, this rank's entries."""
+        if not isinstance(value, Tensor) or value.numel() != self._heads or self._heads not in value.shape:
+            return value
+        return value.narrow(list(value.shape).index(self._heads), self._own.start, self._own.stop - self._own.start)
 
     def options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keywords of an attention function with this rank's heads."""

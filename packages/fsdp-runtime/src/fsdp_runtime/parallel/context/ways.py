@@ -11,7 +11,7 @@ from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.packing.mixers import TokenMixer
 from tp_plans import ColwiseParallel, Plan
-from tp_plans.naming import FUSED_QKV, HEAD_COUNTS, MLA_QUERIES, QUERY
+from tp_plans.naming import FUSED_QKV, HEAD_COUNTS, MLA_HEADS, MLA_QUERIES, MLA_ROPE_DIM, QUERY
 
 #: How queries meet the keys of other ranks: torch's word, DeepSpeed's, and that of Liu et al.
 ContextParallel = Literal["allgather", "ulysses", "ring"]
@@ -74,6 +74,8 @@ def check_heads(structure: ModelStructure, mixers: Sequence[TokenMixer], plan: o
 
 def query_heads(structure: ModelStructure, mixer: TokenMixer) -> int | None:
     """Return the number of query heads of an attention module, ``None`` where it cannot be told."""
+    if hasattr(mixer.module, MLA_ROPE_DIM) and isinstance(heads := getattr(mixer.module, MLA_HEADS, None), int):
+        return heads
     if (found := structure.heads_below(mixer.path)) is not None:
         return found.query
     config = getattr(mixer.module, "config", None)
