@@ -114,16 +114,8 @@ class Parts:
     def _within(self, chunk: int, other: int, shift: int, other_shift: int) -> Iterator[Block]:
         diagonal = self.causal and chunk == other
         if self.mask is None and self.fused:
-            places = (
-                _moved(chunk_places(self.layout, chunk), shift),
-                _moved(chunk_places(self.layout, other), other_shift),
-            )
-            yield Block(*places, causal=diagonal, fused=True)
-            return
-        for queries in tiles(self.layout, chunk):
-            for keys in tiles(self.layout, other):
-                queries, keys = (chunk_places(self.layout, each) for each in (chunk, other))
-            yield Block(_moved(queries, shift), _moved(keys, other_shift), causal=diagonal, fused=True)
+            own, others = chunk_places(self.layout, chunk), chunk_places(self.layout, other)
+            yield Block(_moved(own, shift), _moved(others, other_shift), causal=diagonal, fused=True)
             return
         for queries in tiles(self.layout, chunk):
             for keys in tiles(self.layout, other):
