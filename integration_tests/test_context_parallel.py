@@ -11,18 +11,39 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import fsdp_runtime.parallel.context.masks as masks
 import rl_logprobs
 from architecture_matrix.packing import LENGTH as LENGTH_OF_ROWS
 from architecture_matrix.packing import PACKED_BOUND, ROWS, measure_packing_on_ranks
 from architecture_matrix.table import entries
 from architecture_matrix.table import tiny_model as tiny_row
 from fsdp_runtime import SequenceLayout, parallelize, sequence_layout, submesh
+from fsdp_runtime.parallel.context.masks import SequenceMask
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, mesh_for, own_part
 from harness.ranks import RankPool
 
 LENGTH = 16
+ONE_KV_HEAD, TWO_KV_HEADS = ({"num_key_value_heads": heads} for heads in (1, 2))
+
+
+def _shown_in_full(mask: SequenceMask, queries: tuple[int, int], keys: tuple[int, int]) -> int:
+    """Tiles with something to see are taken to hide nothing, so that documents leak."""
+    return masks.EVERYTHING if mask._shown[queries][keys] != masks.NOTHING else masks.NOTHING
+
+
+def _seen_by_half(mask: SequenceMask, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+    """A window that ends one token too early, for queries that see another."""
+    seen = _tile(mask, queries, keys)
+    return seen & (seen.roll(-1, dims=-1) | torch.eye(*seen.shape[-2:], dtype=torch.bool))
+
+
+_tile = SequenceMask.tile
+FAULTS: dict[str, tuple[str, Any]] = {
+    "a document leak": ("shows", _shown_in_full),
+    "a wrong window": ("tile", _seen_by_half),
+}
 
 
 def _inputs(model: nn.Module, kind: str) -> dict[str, Tensor]:
@@ -152,6 +173,83 @@ def _communication() -> dict[str, int]:
 def test_a_layer_takes_one_gather_forward_and_one_scatter_backward(two_ranks: RankPool) -> None:
     # Two layers; beside them FSDP2 gathers the root and both blocks, the first one twice, and scatters all three.
     assert two_ranks.run(_communication)[0] == {"all_gather": 2 + 4, "reduce_scatter": 2 + 3}
+
+
+#: Cases of the ways that do not gather, on two and on four ranks: architecture, mesh, kind of row, balancer, options.
+OVER_TWO: list[tuple[str, dict[str, int], str, Any, dict[str, Any]]] = [
+    ("Qwen3ForCausalLM", {"cp": 2}, "left", "headtail", {"context_parallel": "ring"}),
+    ("Qwen3ForCausalLM", {"cp": 2}, "packed", None, {"context_parallel": "ulysses", "model": ONE_KV_HEAD}),
+    ("Gemma3ForCausalLM", {"cp": 2}, "packed", None, {"context_parallel": "ring", "activation_checkpointing": "block"}),
+    ("Gemma3ForCausalLM", {"cp": 2}, "right", "headtail", {"context_parallel": "ulysses"}),
+]
+OVER_FOUR: list[tuple[str, dict[str, int], str, Any, dict[str, Any]]] = [
+    ("Qwen3ForCausalLM", {"cp": 4}, "packed", "headtail", {"context_parallel": "ring", "model": TWO_KV_HEADS}),
+    ("Qwen3ForCausalLM", {"cp": 4}, "", None, {"context_parallel": "ulysses", "model": TWO_KV_HEADS}),
+    ("Qwen3ForCausalLM", {"cp": 2, "tp": 2}, "", "headtail", {"context_parallel": "ring", "sequence_parallel": True}),
+    (
+        "Qwen3ForCausalLM",
+        {"cp": 2, "tp": 2},
+        "packed",
+        None,
+        {"context_parallel": "ulysses", "sequence_parallel": True},
+    ),
+    ("Qwen3MoeForCausalLM", {"dp_shard": 2, "cp": 2, "ep": 2}, "shifted", "headtail", {"context_parallel": "ring"}),
+    (
+        "Qwen3MoeForCausalLM",
+        {"dp_shard": 2, "cp": 2, "ep": 2},
+        "",
+        None,
+        {"context_parallel": "ulysses", "activation_checkpointing": "block"},
+    ),
+]
+
+
+def _compare_all(cases: list[Any]) -> list[dict[str, float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks, "TILE", 3)  # several tiles in a chunk
+        return [_compare(*positional, **options) for *positional, options in cases]
+
+
+def test_heads_for_sequence_and_rings_match_one_process(two_ranks: RankPool) -> None:
+    for found in zip(*two_ranks.run(_compare_all, OVER_TWO), strict=True):
+        _assert_within_bounds(list(found))
+
+
+def test_heads_for_sequence_and_rings_compose_with_every_other_axis(four_ranks: RankPool) -> None:
+    for found in zip(*four_ranks.run(_compare_all, OVER_FOUR), strict=True):
+        _assert_within_bounds(list(found))
+
+
+#: Packed rows to 1e-12: windows, chunks, sinks, soft caps, latent attention, next to mixers that are no attention.
+PACKED_WAYS = [
+    *(("ring", name) for name in ("deepseek_v3", "gemma3_text", "llama4_text", "qwen3_next")),
+    *(("ulysses", name) for name in ("granite_swa", "llama4_text", "vaultgemma")),
+]
+
+
+def _packed_ways(cases: list[tuple[str, str]], fault: str = "") -> dict[str, float]:
+    """The largest error of each case on this rank, with a fault planted in masks or without."""
+    found = {}
+    for way, name in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(masks, "TILE", 4)
+            if fault:
+                patch.setattr(SequenceMask, *FAULTS[fault])
+            found[f"{name}, {way}"] = max(measure_packing_on_ranks(name, {"cp": 2}, context_parallel=way).values())
+    return found
+
+
+def _all_packed_ways() -> list[dict[str, float]]:
+    planted = [_packed_ways([("ring", "gemma3_text")], fault) for fault in FAULTS]
+    return [_packed_ways(PACKED_WAYS), *planted]
+
+
+def test_packed_rows_are_exact_in_every_way_and_planted_faults_are_found(two_ranks: RankPool) -> None:
+    rights, *planted = zip(*two_ranks.run(_all_packed_ways), strict=True)
+    for right in rights:
+        assert {case: error for case, error in right.items() if not error <= PACKED_BOUND} == {}
+    for fault, found in zip(FAULTS, planted, strict=True):
+        assert max(max(each.values()) for each in found) > 1e-6, fault
 
 
 def _logprobs() -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fsdp_runtime import Estimate, MeshSpec, estimate
 from fsdp_runtime.estimate.report.format import format_bytes, format_count
 from fsdp_runtime.estimate.sweep_types import format_mesh
+from fsdp_runtime.parallel.context.ways import ContextParallel
 
 PAGE = Path(__file__).parents[1] / "docs" / "published-setups.md"
 FOUND = PAGE.with_suffix(".json")
@@ -61,6 +62,12 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 128, "num_experts_per_tok": 8},
     ),
 }
+#: The size of a dense model with grouped queries, likewise.
+MIXTURES["Qwen3-8B"] = (
+    "Qwen3Config",
+    {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+)
 COMMON = {"num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 262144}
 
 
@@ -79,6 +86,7 @@ class Setup:
         published: GiB that the source measured, or ``None``.
         differs: what the source did otherwise.
         master_dtype: of parameters, gradients and AdamW's moments; ``None`` for that of computation.
+        context_parallel: how attention spans the ranks of ``cp``.
     """
 
     name: str
@@ -91,6 +99,7 @@ class Setup:
     published: float | None = None
     differs: str = ""
     master_dtype: str | None = "fp32"
+    context_parallel: ContextParallel = "allgather"
 
 
 #: torchtitan's benchmarks of December 2024 (and its paper, arXiv:2410.06511).
@@ -203,7 +212,21 @@ EXPERTS = (
         published=45e9 / GIB,
     ),
 )
-SETUPS = (*TORCHTITAN, *LINEAR, *LLAMA_3, *EXPERTS)
+#: Sequences over eight ranks, in each way of attention; the longest beside what TRL's pull request 6846 measured.
+LONG = tuple(
+    Setup(
+        name=f"qwen3-8b-{tokens // 1024}k-{way}",
+        size="Qwen3-8B",
+        mesh=MeshSpec(cp=8),
+        seq_len=tokens,
+        loss="linear",
+        published=56.2e9 / GIB if tokens == 2**20 else None,
+        context_parallel=way,
+    )
+    for tokens in (2**13, 2**17, 2**20)
+    for way in get_args(ContextParallel)
+)
+SETUPS = (*TORCHTITAN, *LINEAR, *LLAMA_3, *EXPERTS, *LONG)
 
 
 def run(setup: Setup) -> Estimate:
@@ -216,6 +239,7 @@ def run(setup: Setup) -> Estimate:
         seq_len=setup.seq_len,
         micro_batch=setup.micro_batch,
         sequence_parallel=setup.mesh.tp > 1,
+        context_parallel=setup.context_parallel,
         activation_checkpointing="none" if every_second else setup.recomputes,  # type: ignore[arg-type]
         dtype="bf16",
         master_dtype=setup.master_dtype,
@@ -300,6 +324,7 @@ def _keep(setup: Setup, done: Estimate) -> None:
         "phase": done.memory.peak.phase,
         "resident": done.memory.resident.total,
         "dispatched": sum(item.bytes_sent for item in done.traffic if item.kind == "all_to_all"),
+        "sent": sum(item.bytes_sent for item in done.traffic),
         "flops_per_token": done.flops * done.settings.world_size / _tokens(setup),
     }
     FOUND.write_text(json.dumps(found, indent=1) + "\n")
@@ -312,6 +337,7 @@ def _rewrite(found: Found) -> None:
         "linear": _linear(found),
         "llama": _llama_3(found),
         "experts": _experts(found),
+        "long": _long(found),
     }.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         if begin not in text:
@@ -362,6 +388,24 @@ def _experts(found: Found) -> list[str]:
         published = "-" if setup.published is None else f"{setup.published:.1f} GiB"
         numbers = [format_bytes(done["resident"]), format_bytes(done["peak"]), published]
         rows.append([*_described(setup), *numbers, format_bytes(done["dispatched"])])
+    return _markdown(header, rows)
+
+
+def _long(found: Found) -> list[str]:
+    header = ["way", "mesh", "tokens", "recomputed", "peak", "inputs of blocks", "without them", "published"]
+    header += ["attention sends"]
+    rows = []
+    for setup in _those(found, LONG):
+        done = found[setup.name]
+        fields = MIXTURES[setup.size][1]
+        inputs = fields["num_hidden_layers"] * fields["hidden_size"] * 2 * setup.seq_len // setup.mesh.cp
+        published = "-" if setup.published is None else f"{setup.published:.1f} GiB"
+        numbers = [format_bytes(each) for each in (done["peak"], inputs, done["peak"] - inputs)]
+        _, *described = _described(setup)
+        # FSDP2 sends the same in every way, and heads for sequence are the only all-to-alls.
+        ulysses = found[setup.name.replace(setup.context_parallel, "ulysses")]
+        sent = done["sent"] - (ulysses["sent"] - ulysses["dispatched"])
+        rows.append([setup.context_parallel, *described, *numbers, published, format_bytes(sent)])
     return _markdown(header, rows)
 
 

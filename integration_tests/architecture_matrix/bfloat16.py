@@ -7,6 +7,7 @@ differ by a single bit.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from architecture_matrix.measure import Refused
+from architecture_matrix.outcome import Outcome, failure
 from architecture_matrix.shrink import VOCAB
 from architecture_matrix.table import entries, tiny_model
 from fsdp_runtime import FSDPOptions, FsdpRuntimeError, parallelize
 from harness.parity import largest, logits_of, mesh_for, own_part
+from harness.ranks import RankPool, RanksFailed
 from tp_plans import TpPlansError
 
 BATCH, LENGTH = 3, 7
@@ -54,6 +57,17 @@ def measure_bfloat16(name: str) -> dict[str, list[str]]:
         "FSDP2": _problems(lambda: equal(with_fsdp(same[0]))),
         "FSDP2, policy": _problems(lambda: equal(with_fsdp(same[1]))),
     }
+
+
+def bfloat16_outcome(pool: RankPool, name: str, *, timeout: float) -> Outcome:
+    """Measure one architecture on the two ranks of a pool."""
+    start = time.monotonic()
+    try:
+        ranks = pool.run(measure_bfloat16, name, timeout=timeout)
+    except RanksFailed as failed:
+        return failure(failed, time.monotonic() - start)
+    found = dict.fromkeys(f"{way}: {each}" for ways in ranks for way, problems in ways.items() for each in problems)
+    return Outcome("wrong" if found else "right", "; ".join([*found][:3]), seconds=time.monotonic() - start)
 
 
 def _problems(check: Callable[[], Iterator[str]]) -> list[str]:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -135,17 +136,24 @@ def measure_packing_on_ranks(
     Returns:
         The error of the logits, and of each gradient relative to its largest element.
     """
+    model, reference = _alone(name, rows)
     with all_double():
-        model = _doubled(tiny_model(entries()[name]))
         mesh = mesh_for(axes)
         candidate = parallelize(copy.deepcopy(model), mesh, packed_sequences=True, **options)
-        reference = _Alone.of(model, rows)
         layout = sequence_layout(mesh, LENGTH)
         inputs = {"input_ids": reference.ids, "position_ids": packed_positions(rows)}
         logits = logits_of(candidate, layout.shard_batch(inputs))
         (logits * layout.shard(reference.weights)).sum().backward()
     errors = {"logits": largest(logits.detach() - layout.shard(reference.logits))}
     return errors | dict(gradient_errors(model, candidate, reference.gradients, floor=_floor(reference.gradients)))
+
+
+@lru_cache(maxsize=1)
+def _alone(name: str, rows: Rows) -> tuple[nn.Module, _Alone]:
+    with all_double():
+        model = _doubled(tiny_model(entries()[name]))
+        unused = copy.deepcopy(model)  # some modules keep a state of their last forward
+        return unused, _Alone.of(model, rows)
 
 
 def _doubled(model: nn.Module) -> nn.Module:

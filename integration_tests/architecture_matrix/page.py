@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from architecture_matrix import expert_page
+from architecture_matrix import context_parallel, expert_page
 from architecture_matrix.outcome import Outcome
 from architecture_matrix.table import UNBUILDABLE, Entry
 
@@ -107,6 +107,14 @@ def _head(results: Mapping[str, Any], rows: Mapping[str, Row], entries: Mapping[
             "those of the documents alone to 1e-12, and the tokens of other documents change nothing. Without the "
             f"option a document reads another in {leaks} of them (leaks)."
         )
+    yield from context_parallel.summary(rows)
+    low = [row["bfloat16"]["status"] for row in rows.values() if "bfloat16" in row]
+    if low:
+        yield (
+            f"- [bfloat16](guides/offload.md): {low.count('right')} of {len(low)} right under FSDP2 on two ranks, with "
+            "the parameters that the class keeps in float32: logits and all gradients equal those of one process bit "
+            "for bit, with and without a mixed-precision policy."
+        )
     yield from expert_page.summary(rows)
     yield ""
 
@@ -122,7 +130,8 @@ def _table(rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[st
     peers = any("transformers" in row for row in rows.values())
     theirs = ["transformers' own", "split"] if peers else []
     packs = ["packed", "packed without the option"] if any("packed" in row for row in rows.values()) else []
-    titles = ["row", "class", "TP", "SP", "split", *theirs, *packs, "notes"]
+    contexts = [mode for mode in (*context_parallel.MODES, "bfloat16") if any(mode in row for row in rows.values())]
+    titles = ["row", "class", "TP", "SP", "split", *theirs, *packs, *contexts, "notes"]
     yield f"| {' | '.join(titles)} |"
     yield f"|{'---|' * len(titles)}"
     for name in sorted(rows):
@@ -130,7 +139,8 @@ def _table(rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[st
         own = [_mark(row, "TP"), _mark(row, "SP"), _share(row, "TP")]
         theirs = [_mark(row, "transformers"), _share(row, "transformers")] if peers else []
         packed = [_mark(row, "packed"), _leaks(row)] if packs else []
-        cells = [name, entries[name].class_name, *own, *theirs, *packed, _notes(row)]
+        others = [_mark(row, mode) for mode in contexts]
+        cells = [name, entries[name].class_name, *own, *theirs, *packed, *others, _notes(row)]
         yield f"| {' | '.join(cells)} |"
 
 
@@ -149,7 +159,7 @@ def _share(row: Row, mode: str) -> str:
 
 
 def _notes(row: Row) -> str:
-    modes = ("TP", "SP", "packed")
+    modes = ("TP", "SP", "packed", *context_parallel.MODES, "bfloat16")
     notes = [f"{mode}: {row[mode]['note']}" for mode in modes if row.get(mode, {}).get("note")]
     if whole := row.get("TP", {}).get("whole"):
         notes.append("whole: " + ", ".join(f"`{pattern}` {100 * share:.0f} %" for pattern, share in whole.items()))

@@ -12,13 +12,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from architecture_matrix import page
+from architecture_matrix import context_parallel, page
+from architecture_matrix.bfloat16 import bfloat16_outcome
 from architecture_matrix.expert_page import PREFIXES, mesh_mode
 from architecture_matrix.expert_parallel import MESHES, mixtures
 from architecture_matrix.measure import KINDS, warm_up
 from architecture_matrix.outcome import Outcome, evaluate, evaluate_experts
 from architecture_matrix.packing import POOLED, packed_outcome
-from architecture_matrix.table import UNBUILDABLE, Entry, entries
+from architecture_matrix.table import UNBUILDABLE, Entry, coverage_entries
 from harness.ranks import RankPool
 
 RESULTS = Path("docs/coverage.json")
@@ -34,10 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     working = options.working or options.results.with_suffix(f".tp{options.tp}.part.json")
     rows = page.read(working)["rows"] if options.resume else {}
 
-    if options.experts != "only":
-        _measure_tensor_parallelism(options, chosen, rows, working)
-    if options.experts:
-        _measure_experts(options, chosen, rows, working)
+    for part in options.measure:
+        PARTS[part](options, chosen, rows, working)
 
     worse = page.regressions(checked_in["rows"], rows) if options.tp == checked_in.get("tp") else []
     for row in worse:
@@ -52,7 +51,7 @@ def _measure_tensor_parallelism(
 ) -> None:
     """Measure the chosen rows with tensor and sequence parallelism, and packed rows."""
     modes = ["TP", "SP", *(["transformers"] if options.peers else [])]
-    pool = RankPool(options.tp)
+    pool, alone = RankPool(options.tp), RankPool(1)
     try:
         pool.run(warm_up, timeout=600)
         for done, name in enumerate(chosen, 1):
@@ -62,11 +61,12 @@ def _measure_tensor_parallelism(
                     rows[name][mode] = page.kept(found)
                     _say(f"[{done}/{len(chosen)}] {_line(name, mode, found)}")
             if "packed" not in rows[name] and name not in POOLED:
-                rows[name]["packed"] = pool.run(packed_outcome, name, timeout=options.timeout)[0]
+                rows[name]["packed"] = alone.run(packed_outcome, name, timeout=options.timeout)[0]
                 _say(f"[{done}/{len(chosen)}] {name}, packed: {rows[name]['packed']['status']}")
             page.write(working, {"rows": rows})
     finally:
         pool.close()
+        alone.close()
 
 
 def _measure_experts(
@@ -92,6 +92,52 @@ def _measure_experts(
         pool.close()
 
 
+def _measure_context(
+    options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any], working: Path
+) -> None:
+    """Measure the chosen rows under context parallelism, on two ranks."""
+    pool = RankPool(2)
+    try:
+        pool.run(warm_up, timeout=600)
+        for done, name in enumerate(chosen, 1):
+            if name in POOLED or set(context_parallel.MODES) <= set(rows.setdefault(name, {})):
+                continue
+            found = pool.run(context_parallel.context_outcomes, name, timeout=3 * options.timeout)
+            rows[name].update(context_parallel.of_all_ranks(found))
+            page.write(working, {"rows": rows})
+            for mode in context_parallel.MODES:
+                kept = rows[name][mode]
+                _say(f"[{done}/{len(chosen)}] {name}, {mode}: {kept['status']} {kept.get('note', '')}")
+    finally:
+        pool.close()
+
+
+def _measure_bfloat16(
+    options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any], working: Path
+) -> None:
+    """Measure the chosen rows in bfloat16 under FSDP2, on two ranks."""
+    pool = RankPool(2)
+    try:
+        pool.run(warm_up, timeout=600)
+        for done, name in enumerate(chosen, 1):
+            if "bfloat16" not in rows.setdefault(name, {}):
+                found = bfloat16_outcome(pool, name, timeout=options.timeout)
+                rows[name]["bfloat16"] = page.kept(found)
+                page.write(working, {"rows": rows})
+                _say(f"[{done}/{len(chosen)}] {_line(name, 'bfloat16', found)}")
+    finally:
+        pool.close()
+
+
+#: What can be measured, in this order.
+PARTS = {
+    "tensor": _measure_tensor_parallelism,
+    "experts": _measure_experts,
+    "context": _measure_context,
+    "bfloat16": _measure_bfloat16,
+}
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s coverage --", description=__doc__)
     parser.add_argument("patterns", nargs="*", default=["*"], help="rows, as 'qwen3*'; all by default")
@@ -99,11 +145,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=90, help="seconds for one architecture in one mode")
     parser.add_argument("--peers", action="store_true", help="also run transformers' own parallelism")
     parser.add_argument(
-        "--experts",
-        nargs="?",
-        const="also",
-        choices=["also", "only"],
-        help="run expert parallelism of mixtures on four ranks, too or alone",
+        "--measure",
+        nargs="+",
+        choices=[*PARTS],
+        default=["tensor"],
+        help="tensor and sequence parallelism (default), mixtures over ep, the ways over cp, FSDP2 in bfloat16",
     )
     parser.add_argument("--resume", action="store_true", help="go on where an earlier run was stopped")
     parser.add_argument("--accept", action="store_true", help="write the results even where some have got worse")
@@ -116,7 +162,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _chosen(patterns: Sequence[str]) -> dict[str, Entry]:
     return {
         name: entry
-        for name, entry in entries().items()
+        for name, entry in coverage_entries().items()
         if name not in UNBUILDABLE and any(fnmatchcase(name, pattern) for pattern in patterns)
     }
 
@@ -126,7 +172,7 @@ def _record(options: argparse.Namespace, before: dict[str, Any], rows: dict[str,
     merged = {name: {**before.get(name, {}), **row} for name, row in rows.items()}
     results = {"tp": options.tp, "versions": page.versions(), "rows": merged}
     page.write(options.results, results)
-    options.results.with_suffix(".md").write_text(page.markdown(results, entries()))
+    options.results.with_suffix(".md").write_text(page.markdown(results, coverage_entries()))
 
 
 def _line(name: str, mode: str, found: Outcome) -> str:

@@ -27,7 +27,7 @@ _KINDS = {
     "alltoall": "all_to_all",
     "all_to_all": "all_to_all",
 }
-_KINDS |= {"allreduce": "all_reduce", "all_reduce": "all_reduce", "broadcast": "broadcast"}
+_KINDS |= {"allreduce": "all_reduce", "all_reduce": "all_reduce", "broadcast": "broadcast", "send": "send"}
 
 
 @dataclass(frozen=True)

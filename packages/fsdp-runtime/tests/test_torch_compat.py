@@ -32,7 +32,7 @@ ABSENT: dict[str, tuple[Any, set[str]]] = {
     "is_compiled": (nn.Module, {"is_compiled"}),
     "own_store": (dist, {"get_default_store", "get_store"}),
     "group_of": (dist, {"resolve_process_group", "get_process_group"}),
-    "context_parallel": (torch.distributed.tensor, {"context_parallel"}),
+    "flash_attention": (torch.nn.functional, {"flash_attention", "flash_attention_backward"}),
     "autograd_position": (torch.autograd.graph, {"get_sequence_nr", "sequence_nr"}),
     "running_backward_of": (torch.autograd.graph, {"current_node", "current_autograd_node"}),
     "written_arguments": (torch._ops.OpOverload, {"schema"}),

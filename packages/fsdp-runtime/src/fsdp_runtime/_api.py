@@ -45,7 +45,6 @@ from fsdp_runtime.parallel.check_inputs import assert_inputs_equal
 from fsdp_runtime.parallel.compile import apply_compile
 from fsdp_runtime.parallel.context.apply import apply_cp
 from fsdp_runtime.parallel.context.attention import ContextAttention
-from fsdp_runtime.parallel.context.ring import ring_attention
 from fsdp_runtime.parallel.context.sharding import SequenceLayout, sequence_layout
 from fsdp_runtime.parallel.experts import apply_ep
 from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_mesh
@@ -171,7 +170,6 @@ __all__ = [
     "record_routes",
     "replay_routes",
     "resolve_parallelism",
-    "ring_attention",
     "routes_from_generator",
     "save_adapter",
     "save_training_state",

@@ -107,31 +107,38 @@ def disable_cache(model: nn.Module) -> None:
             config.use_cache = False  # type: ignore[union-attr]
 
 
-def sdpa_mask_of_documents(
+def sdpa_mask_between(
+    queries: Tensor,
+    keys: Tensor,
     *,
     mask_function: Any,
     documents: Tensor | None,
     positions: Tensor | None,
     subtree_end: Tensor | None,
-    attention_mask: Tensor | None,
-    q_offset: Tensor,
-    **options: Any,
-) -> Tensor | None:
+    padding: Tensor | None,
+    batch_size: int,
+    use_vmap: bool,
+) -> Tensor:
     """Build the boolean mask of ``scaled_dot_product_attention`` with transformers' own function.
 
     ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.6 to
     5.23).
 
     Args:
+        queries: places of the queries in the row.
+        keys: places of the keys.
         mask_function: of batch, head, query and key index.
         documents: ``[batch, seq]``, the number of each token's document in a packed batch, or ``None``.
         positions: ``[batch, seq]``, each token's position in its document, or on its path in a prefix tree.
         subtree_end: ``[batch, seq]``, of prefix trees, or ``None``; see :class:`PathMask`.
-        attention_mask: ``[batch, seq]``, false where a token is padding, or ``None``.
-        q_offset: ``[seq / cp]``, the difference between a local token's position and its index.
-        options: the remaining keywords of ``AttentionMaskInterface``.
+        padding: ``[batch, seq]``, false where a token is padding, or ``None``.
+        batch_size: number of rows.
+        use_vmap: the mask function takes single indices.
+
+    Returns:
+        ``[batch, 1, queries, keys]``.
     """
-    from transformers.masking_utils import and_masks, sdpa_mask
+    from transformers.masking_utils import and_masks, padding_mask_function, sdpa_mask
 
     if subtree_end is not None and positions is not None:
         mask_function = PathMask(positions, subtree_end).along_paths(mask_function)
@@ -141,12 +148,24 @@ def sdpa_mask_of_documents(
             lambda b, h, q, k: of_positions(b, h, at[b, q], at[b, k]),
             lambda b, h, q, k: documents[b, q] == documents[b, k],
         )
-    mask: Tensor | None = sdpa_mask(
+    if padding is not None:
+        mask_function = and_masks(mask_function, padding_mask_function(padding))
+    device = queries.device
+    # The function adds offsets to indices: vectors of them make places out of indices.
+    offsets = {
+        "q_offset": queries - torch.arange(len(queries), device=device),
+        "kv_offset": keys - torch.arange(len(keys), device=device),
+    }
+    mask: Tensor = sdpa_mask(
+        batch_size=batch_size,
+        q_length=len(queries),
+        kv_length=len(keys),
         mask_function=mask_function,
-        attention_mask=attention_mask,
-        q_offset=q_offset,  # type: ignore[arg-type]  # used in sums with a tensor of indices only
+        attention_mask=None,
         allow_is_causal_skip=False,
-        **options,
+        use_vmap=use_vmap,
+        device=device,
+        **offsets,  # type: ignore[arg-type]
     )
     return mask
 

@@ -81,6 +81,9 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plan", default="auto", help="auto, none, hf, a plan in a .json file, or a dotted path")
     group.add_argument("--sequence-parallel", action="store_true", help="shard activations between blocks over tp")
     group.add_argument(
+        "--context-parallel", metavar="WAY", help="allgather (default), ulysses, ring: attention over cp"
+    )
+    group.add_argument(
         "--rank", type=int, default=0, help="the rank to simulate (default: 0, which holds the largest shards)"
     )
 
@@ -120,7 +123,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "comparison of meshes; --sequence-parallel and --activation-checkpointing fix these options"
+        "comparison of meshes; --sequence-parallel, --context-parallel and --activation-checkpointing fix these options"
     )
     group.add_argument("--sweep", action="store_true", help="estimate and rank every mesh of this number of ranks")
     group.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: that of --mesh)")
@@ -152,6 +155,7 @@ def _estimate(options: argparse.Namespace, progress: ProgressBar) -> int:
         spec if options.world_size is None else spec.resolve(options.world_size),
         sequence_parallel=options.sequence_parallel,
         activation_checkpointing=options.activation_checkpointing or "none",
+        context_parallel=options.context_parallel or "allgather",
         progress=progress,
         **_common(options),
     )
@@ -166,6 +170,8 @@ def _sweep(options: argparse.Namespace, progress: ProgressBar) -> int:
         varied["sequence_parallel"] = (True,)
     if options.activation_checkpointing:
         varied["activation_checkpointing"] = options.activation_checkpointing.split(",")
+    if options.context_parallel:
+        varied["context_parallel"] = options.context_parallel.split(",")
     found = sweep(
         options.model,
         _world_size(options),

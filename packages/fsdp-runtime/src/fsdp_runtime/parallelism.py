@@ -27,8 +27,14 @@ from fsdp_runtime.parallel.activation_checkpoint import (
 from fsdp_runtime.parallel.async_tp import async_compile_options
 from fsdp_runtime.parallel.check_inputs import apply_input_check
 from fsdp_runtime.parallel.compile import apply_compile, check_compile_options
-from fsdp_runtime.parallel.context.apply import apply_cp, check_context_parallel, under_context_parallelism
+from fsdp_runtime.parallel.context.apply import (
+    apply_cp,
+    check_context_parallel,
+    check_heads_over_cp,
+    under_context_parallelism,
+)
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, require_load_balancer
+from fsdp_runtime.parallel.context.ways import ContextParallel, require_context_parallel
 from fsdp_runtime.parallel.experts import ExpertExchange, apply_ep, check_adapted_experts, expert_modules
 from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_dtypes, fsdp_mesh
 from fsdp_runtime.parallel.fsdp_dtypes import FSDPDtypes
@@ -74,6 +80,7 @@ class Parallelism:
         expert_fsdp_mesh: the axis, or the two axes (replicas, shards), of FSDP2 for experts.
         cp_mesh: the axis that sequences are sharded over, ``None`` where attention is left alone.
         cp_load_balancer: the tokens that each rank of ``cp`` holds.
+        context_parallel: how queries meet the keys of the other ranks of ``cp``.
         packed_sequences: rows hold several documents, which are kept apart.
         activation_checkpointing: the mode.
         recompute: paths of the modules that recompute their activations.
@@ -97,6 +104,7 @@ class Parallelism:
     expert_fsdp_mesh: DeviceMesh | None = None
     cp_mesh: DeviceMesh | None = None
     cp_load_balancer: LoadBalancer = "headtail"
+    context_parallel: ContextParallel = "allgather"
     packed_sequences: bool = False
     activation_checkpointing: ActivationCheckpointing = "none"
     recompute: tuple[str, ...] = ()
@@ -135,6 +143,7 @@ def resolve_parallelism(
     *,
     plan: PlanSource = "auto",
     sequence_parallel: bool = False,
+    context_parallel: ContextParallel = "allgather",
     cp_load_balancer: LoadBalancer = "headtail",
     cp_attention: bool = True,
     packed_sequences: bool = False,
@@ -160,6 +169,7 @@ def resolve_parallelism(
         plan: ``"auto"`` (the architecture's plan), a plan, a dict of pattern to style or style name, a dotted path to
             one, or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
+        context_parallel: how attention spans the ranks of ``cp``: ``"allgather"``, ``"ulysses"`` or ``"ring"``.
         cp_load_balancer: the tokens that each rank of ``cp`` holds: ``"headtail"`` or ``None`` (contiguous).
         cp_attention: replace attention for ``cp``; ``False`` for a model that calls ``ContextAttention`` itself.
         packed_sequences: keep documents apart where ``position_ids`` restart within a row.
@@ -236,6 +246,7 @@ def resolve_parallelism(
         resolve_plan=resolve_plan if plan is not None else None,
         tp_mesh=mesh["tp"] if tp > 1 else None,
         cp_mesh=mesh["cp"] if cp > 1 and cp_attention else None,
+        context_parallel=context_parallel,
         cp_load_balancer=cp_load_balancer,
         packed_sequences=packed_sequences,
         activation_checkpointing=activation_checkpointing,
@@ -259,6 +270,7 @@ def resolve_on(
     resolve_plan: Any = None,
     tp_mesh: DeviceMesh | None = None,
     cp_mesh: DeviceMesh | None = None,
+    context_parallel: ContextParallel = "allgather",
     cp_load_balancer: LoadBalancer = "headtail",
     packed_sequences: bool = False,
     activation_checkpointing: ActivationCheckpointing = "none",
@@ -279,6 +291,7 @@ def resolve_on(
         resolve_plan: returns the plan, or a dict of torch's styles; called only where ``tp`` has more than one rank.
         tp_mesh: the axis of tensor parallelism.
         cp_mesh: the axis of context parallelism whose attention is to be replaced.
+        context_parallel: see :func:`resolve_parallelism`.
         cp_load_balancer: the tokens that each rank of ``cp`` holds.
         packed_sequences: see :func:`resolve_parallelism`.
         activation_checkpointing: the mode.
@@ -301,6 +314,7 @@ def resolve_on(
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
     """
     require_load_balancer(cp_load_balancer)
+    require_context_parallel(context_parallel)
     if runtime_state(model).offloaded is not None:
         raise ModelError("tensors of the model are offloaded to host memory: call onload(model) before parallelize")
     _require_not_wrapped(model)
@@ -312,7 +326,7 @@ def resolve_on(
     recompute = modules_to_recompute(structure, activation_checkpointing)
     check_fsdp_options(model, options)
     if cp_mesh is not None:
-        check_context_parallel(model, structure)
+        check_context_parallel(model, structure, context_parallel)
     if packed_sequences:
         check_packing(model, structure)
     if compile_options is not None:
@@ -325,6 +339,8 @@ def resolve_on(
         expert_plan = plan.on_axis("ep")
         check_adapted_experts(model, expert_plan, plan_of_tp, tp=1 if shared_mesh is None else shared_mesh.size())
     tp = tp_mesh.size() if tp_mesh is not None and has_plan else 1
+    if cp_mesh is not None and context_parallel == "ulysses":
+        check_heads_over_cp(model, structure, plan, cp=cp_mesh.size(), tp=tp)
     findings: tuple[str, ...] = ()
     if isinstance(plan, Plan) and (tp > 1 or expert_plan is not None):
         checked = plan if tp > 1 or expert_plan is None else expert_plan
@@ -345,6 +361,7 @@ def resolve_on(
         expert_fsdp_mesh=expert_fsdp_mesh,
         cp_mesh=cp_mesh,
         cp_load_balancer=cp_load_balancer,
+        context_parallel=context_parallel,
         packed_sequences=packed_sequences,
         activation_checkpointing=activation_checkpointing,
         recompute=recompute,

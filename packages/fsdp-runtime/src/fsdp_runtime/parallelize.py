@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.parallel.activation_checkpoint import ActivationCheckpointing
 from fsdp_runtime.parallel.context.sharding import LoadBalancer
+from fsdp_runtime.parallel.context.ways import ContextParallel
 from fsdp_runtime.parallel.experts import ExpertExchange
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
 from fsdp_runtime.parallel.tensor import Logits, Towers
@@ -24,6 +25,7 @@ def parallelize(
     *,
     plan: PlanSource = "auto",
     sequence_parallel: bool = False,
+    context_parallel: ContextParallel = "allgather",
     cp_load_balancer: LoadBalancer = "headtail",
     cp_attention: bool = True,
     packed_sequences: bool = False,
@@ -48,6 +50,8 @@ def parallelize(
         plan: ``"auto"`` (the architecture's plan), a plan, a dict of pattern to style or style name, a dotted path to
             one, or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
+        context_parallel: how attention spans the ranks of ``cp``: ``"allgather"`` (keys and values are gathered),
+            ``"ulysses"`` (heads are exchanged for sequence by all-to-all) or ``"ring"`` (keys and values go round).
         cp_load_balancer: the tokens that each rank of ``cp`` holds: ``"headtail"`` (one chunk from either end) or
             ``None`` (one contiguous chunk); shard inputs with ``sequence_layout(mesh, length, load_balancer=...)``.
         cp_attention: replace attention for ``cp``; ``False`` for a model that calls ``ContextAttention`` itself.
@@ -98,6 +102,7 @@ def parallelize(
         mesh,
         plan=plan,
         sequence_parallel=sequence_parallel,
+        context_parallel=context_parallel,
         cp_load_balancer=cp_load_balancer,
         cp_attention=cp_attention,
         packed_sequences=packed_sequences,

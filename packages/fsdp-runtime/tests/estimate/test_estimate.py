@@ -331,3 +331,18 @@ def test_a_step_with_images_counts_what_it_trains_of_the_vision_tower() -> None:
     expected = f"the step does not use all of it, so {_untrained_by_images()} trainable parameters have no gradient"
     assert (item.module, item.assumption.partition(":")[0]) == ("model.vision_tower", expected)
     assert text.memory.resident.optimizer_state < images.memory.resident.optimizer_state
+
+
+@pytest.mark.parametrize(("way", "kind"), [("ring", "send"), ("ulysses", "all_to_all")])
+def test_each_way_of_attention_over_cp_sends_what_its_closed_form_says(way: Any, kind: str) -> None:
+    config, ranks, length = tiny_config("LlamaForCausalLM", num_key_value_heads=2), 4, 64
+    found = estimate(
+        config, {"cp": ranks}, seq_len=length, context_parallel=way, optimizer="none", clip=False, exact=True
+    )
+    heads, kv_heads, layers = config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers
+    features = length // ranks * config.head_dim
+    ring = (ranks - 1) * features * 2 * kv_heads * (2 + 2 + 4)  # forward, backward, gradients in float32
+    ulysses = 2 * (ranks - 1) * features * (2 * heads + 2 * ranks) * 2 // ranks
+    sent = sum(item.bytes_sent for item in found.traffic if item.kind == kind)
+    assert sent == layers * {"ring": ring, "ulysses": ulysses}[way]
+    assert found.settings.context_parallel == way

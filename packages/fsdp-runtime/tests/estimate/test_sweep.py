@@ -158,3 +158,13 @@ def test_a_process_that_dies_does_not_affect_other_candidates() -> None:
     found = dict(module._outcomes(eval, ["'first'", dies, "'last'"], 1))
     assert "died" in found.pop(dies)
     assert found == {"'first'": "first", "'last'": "last"}
+
+
+def test_ways_of_attention_are_tried_on_meshes_with_cp_only() -> None:
+    found = make_candidates(
+        candidate_meshes(2, max_tp=1, cp=(1, 2)),
+        sequence_parallel=(False,),
+        activation_checkpointing=("none",),
+        context_parallel=("ring", "ulysses"),
+    )
+    assert [each.label for each in found] == ["dp_shard=2", "cp=2, ring", "cp=2, ulysses"]

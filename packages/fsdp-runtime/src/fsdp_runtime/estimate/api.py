@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fsdp_runtime.estimate.types import Estimate
     from fsdp_runtime.mesh.spec import MeshSpec
     from fsdp_runtime.parallel.activation_checkpoint import ActivationCheckpointing
+    from fsdp_runtime.parallel.context.ways import ContextParallel
     from tp_plans import Plan, Style
 
 
@@ -25,6 +26,7 @@ def estimate(
     micro_batch: int = 1,
     plan: Plan | Mapping[str, Style | str] | str | None = "auto",
     sequence_parallel: bool = False,
+    context_parallel: ContextParallel | str = "allgather",
     activation_checkpointing: ActivationCheckpointing | str = "none",
     dtype: str = "bf16",
     master_dtype: str | None = None,
@@ -56,6 +58,7 @@ def estimate(
         plan: ``"auto"`` (the architecture's plan), a plan, a dict of pattern to style or style name, a dotted path to
             one, or ``None`` to replicate every layer.
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
+        context_parallel: how attention spans the ranks of ``cp``: ``"allgather"``, ``"ulysses"`` or ``"ring"``.
         activation_checkpointing: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a ``SelectiveCheckpoint``.
         dtype: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp64"``: dtype of computation, and without ``master_dtype`` also
             of parameters, gradients and optimizer state.
@@ -132,6 +135,7 @@ def estimate(
         routing=routing,
         plan=plan,
         sequence_parallel=sequence_parallel,
+        context_parallel=cast("ContextParallel", context_parallel),  # checked by its use
         activation_checkpointing=cast("ActivationCheckpointing", activation_checkpointing),  # checked by its use
     )
     return run(

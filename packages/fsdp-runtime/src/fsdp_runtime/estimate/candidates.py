@@ -52,12 +52,17 @@ def candidate_meshes(
 
 
 def make_candidates(
-    specs: Iterable[MeshSpec], *, sequence_parallel: Sequence[bool], activation_checkpointing: Sequence[str]
+    specs: Iterable[MeshSpec],
+    *,
+    sequence_parallel: Sequence[bool],
+    activation_checkpointing: Sequence[str],
+    context_parallel: Sequence[str] = ("allgather",),
 ) -> list[Candidate]:
-    """Return every mesh with every option; sequence parallelism only with ``tp`` > 1."""
+    """Return every mesh with every option; those of ``tp`` and of ``cp`` only where the axis has several ranks."""
     return [
-        Candidate(mesh=spec, sequence_parallel=sp, activation_checkpointing=mode)
+        Candidate(mesh=spec, sequence_parallel=sp, activation_checkpointing=mode, context_parallel=way)
         for spec, sp, mode in product(specs, dict.fromkeys(sequence_parallel), dict.fromkeys(activation_checkpointing))
+        for way in (dict.fromkeys(context_parallel) if spec.cp > 1 else ("allgather",))
         if spec.tp > 1 or not sp
     ]
 

@@ -28,6 +28,7 @@ from fsdp_runtime.estimate.trace.recorder import Recorder
 from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.parallel.activation_checkpoint import ActivationCheckpointing, modules_to_recompute
 from fsdp_runtime.parallel.context.sharding import sequence_layout
+from fsdp_runtime.parallel.context.ways import ContextParallel
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
 from fsdp_runtime.parallelism import Parallelism, PlanSource
 
@@ -54,6 +55,7 @@ class StepConfig:
     plan: PlanSource
     sequence_parallel: bool
     activation_checkpointing: ActivationCheckpointing
+    context_parallel: ContextParallel = "allgather"
     assume_gradients: bool = False
     routing: Routing = "balanced"
 
@@ -172,6 +174,7 @@ def _inputs(model: nn.Module, mesh: DeviceMesh, step: StepConfig) -> dict[str, T
             inputs[name] = torch.zeros(shape, dtype=torch.int64)
     if axis_size(mesh, "cp") > 1:
         inputs = sequence_layout(mesh, length=step.seq_len).shard_batch(inputs)
+        del inputs["position_ids"]  # the model fills them in; given ones would be searched for packed documents
     return inputs
 
 

@@ -35,6 +35,7 @@ def sweep(
     ep: Sequence[int] = (1,),
     sequence_parallel: Sequence[bool] = (False, True),
     activation_checkpointing: Sequence[str] = ("none", "selective", "block"),
+    context_parallel: Sequence[str] = ("allgather",),
     device_flops: float | str | None = None,
     workers: int = 2,
     progress: Callable[[str, int, int], None] | None = None,
@@ -57,6 +58,7 @@ def sweep(
         ep: sizes of the axis that a mixture's experts are divided over.
         sequence_parallel: the values to try.
         activation_checkpointing: the modes to try.
+        context_parallel: the ways of attention to try on meshes with ``cp``.
         device_flops: operations per second that a device achieves, such as ``"400TFLOP/s"``.
         workers: number of processes; 0 runs all dry runs in this process.
         progress: called first with the expected time, then after each candidate with its label,
@@ -94,7 +96,10 @@ def sweep(
     require_model_source(model)  # here rather than once in every process
     specs = candidate_meshes(world_size, max_tp=max_tp, cp=cp, dp_replicate=dp_replicate, ep=ep)
     waiting = make_candidates(
-        specs, sequence_parallel=sequence_parallel, activation_checkpointing=activation_checkpointing
+        specs,
+        sequence_parallel=sequence_parallel,
+        activation_checkpointing=activation_checkpointing,
+        context_parallel=context_parallel,
     )
     if not waiting:
         raise EstimateError(
@@ -126,6 +131,7 @@ def _attempt(model: Any, options: Mapping[str, Any], candidate: Candidate) -> Es
             candidate.mesh,
             sequence_parallel=candidate.sequence_parallel,
             activation_checkpointing=candidate.activation_checkpointing,
+            context_parallel=candidate.context_parallel,
             **options,
         )
     except (FsdpRuntimeError, TpPlansError) as error:

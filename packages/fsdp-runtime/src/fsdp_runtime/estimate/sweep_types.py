@@ -21,6 +21,7 @@ class Candidate:
         mesh: the mesh.
         sequence_parallel: whether activations between blocks are sharded over ``tp``.
         activation_checkpointing: the mode.
+        context_parallel: how attention spans the ranks of ``cp``.
         estimate: the dry run, ``None`` if it failed.
         error: why the dry run failed, else ``""``.
         tokens: tokens of a step, over all ranks.
@@ -32,6 +33,7 @@ class Candidate:
     mesh: MeshSpec
     sequence_parallel: bool
     activation_checkpointing: str
+    context_parallel: str = "allgather"
     estimate: Estimate | None = None
     error: str = ""
     tokens: int = 0
@@ -53,7 +55,8 @@ class Candidate:
         """The mesh and the enabled options, such as ``"dp_shard=32 tp=8, SP, block"``."""
         sequence_parallel = ["SP"] if self.sequence_parallel else []
         mode = [self.activation_checkpointing] if self.activation_checkpointing != "none" else []
-        return ", ".join([format_mesh(self.axes), *sequence_parallel, *mode])
+        way = [self.context_parallel] if self.context_parallel != "allgather" else []
+        return ", ".join([format_mesh(self.axes), *sequence_parallel, *way, *mode])
 
     def with_estimate(self, estimate: Estimate, *, device_flops: float | None) -> Candidate:
         """Return this candidate with its dry run and the numbers per million tokens."""
@@ -75,6 +78,7 @@ class Candidate:
             "mesh": self.axes,
             "sequence_parallel": self.sequence_parallel,
             "activation_checkpointing": self.activation_checkpointing,
+            "context_parallel": self.context_parallel,
             "error": self.error,
             "tokens": self.tokens,
             "seconds_per_million_tokens": self.seconds,

@@ -203,6 +203,7 @@ class Settings:
         traced: numbers of blocks that each trace ran: one for an exact trace, two if the rest was scaled.
         scaling: which blocks were traced and how the others were scaled, in words.
         routing: the routes that were assumed on a mesh with ``ep``.
+        context_parallel: how attention spans the ranks of ``cp``.
     """
 
     model: str
@@ -224,6 +225,7 @@ class Settings:
     traced: tuple[int, ...]
     scaling: str
     routing: str = "balanced"
+    context_parallel: str = "allgather"
 
     @property
     def exact(self) -> bool:

@@ -67,12 +67,12 @@ class ModelStructure:
     @cached_property
     def heads(self) -> Mapping[str, AttentionHeads]:
         """The attention heads by block, for blocks with attention."""
-        found = {path: self._heads_of(path) for path in self.tree.blocks}
+        found = {path: self.heads_below(path) for path in self.tree.blocks}
         return {path: heads for path, heads in found.items() if heads is not None}
 
-    def _heads_of(self, block: str) -> AttentionHeads | None:
-        """Return the heads of the first attention in a block, from its widths."""
-        for path in (block, *self.tree.below(block)):
+    def heads_below(self, module: str) -> AttentionHeads | None:
+        """Return the heads of the first attention in a module, from its widths."""
+        for path in (module, *self.tree.below(module)):
             dim = getattr(self.tree.modules[path], HEAD_DIM, None)
             if not isinstance(dim, int) or dim < 1:
                 continue

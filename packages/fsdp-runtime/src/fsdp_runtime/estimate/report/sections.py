@@ -96,6 +96,7 @@ def settings_section(settings: Settings) -> Section:
         f"loss: {settings.logprobs}",
         f"plan: {settings.plan}",
         *(["sequence-parallel"] if settings.sequence_parallel else []),
+        *([settings.context_parallel] if settings.context_parallel != "allgather" else []),
         f"activation checkpointing: {settings.activation_checkpointing}",
         *(["offloaded"] if settings.offload else []),
     ]
@@ -176,7 +177,7 @@ def _ranking(found: Sequence[Candidate]) -> list[list[str]]:
         if estimate is None:
             continue
         fits = {None: _NONE, True: "yes", False: "no"}[estimate.fits]
-        words = [format_mesh(candidate.axes), "yes" if candidate.sequence_parallel else "no"]
+        words = [_mesh_and_way(candidate), "yes" if candidate.sequence_parallel else "no"]
         rows.append(
             [
                 *(str(position), *words, candidate.activation_checkpointing, fits),
@@ -189,9 +190,14 @@ def _ranking(found: Sequence[Candidate]) -> list[list[str]]:
     return rows
 
 
+def _mesh_and_way(candidate: Candidate) -> str:
+    way = candidate.context_parallel
+    return format_mesh(candidate.axes) + (f", {way}" if way != "allgather" else "")
+
+
 def _errors(failed: Sequence[Candidate]) -> list[str]:
     """Return each mesh and error once, with the number of candidates that share them."""
-    counts = Counter((candidate.error, format_mesh(candidate.axes)) for candidate in failed)
+    counts = Counter((candidate.error, _mesh_and_way(candidate)) for candidate in failed)
     return [
         f"{mesh} ({count} {'candidate' if count == 1 else 'candidates'}): {error}"
         for (error, mesh), count in counts.items()

@@ -142,6 +142,8 @@ def min_bytes_sent(kind: str, nbytes: int, ranks: int) -> int:
             return 2 * nbytes * (ranks - 1) // ranks
         case "reduce_scatter" | "all_to_all":
             return nbytes * (ranks - 1) // ranks
+        case "recv":
+            return 0
     return nbytes
 
 

@@ -25,7 +25,14 @@ from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.context.attention import ContextAttention, gather_tokens
-from fsdp_runtime.parallel.context.gathered import Gathered, eager_function, gather_for, gathered_mixers
+from fsdp_runtime.parallel.context.gathered import (
+    Gathered,
+    eager_function,
+    gather_for,
+    gathered_mixers,
+    replaced_attention,
+)
+from fsdp_runtime.parallel.context.ways import ContextParallel, check_attention, check_heads
 from fsdp_runtime.parallel.packing.documents import find_documents
 from fsdp_runtime.parallel.packing.mixers import makes_own_masks, token_mixers
 from fsdp_runtime.parallel.packing.recompute import take_documents
@@ -42,11 +49,12 @@ _TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def check_context_parallel(model: Any, structure: ModelStructure) -> None:
+def check_context_parallel(model: Any, structure: ModelStructure, way: ContextParallel = "allgather") -> None:
     """Check that the modules that mix tokens are known, and that attention can be replaced.
 
     Raises:
-        ModelError: the model is not a transformers model, or its token mixers cannot span the full sequence.
+        ModelError: the model is not a transformers model, its token mixers cannot span the full sequence, or this way
+            cannot compute its attention.
     """
     name = type(model).__name__
     if not is_transformers_model(model):
@@ -73,6 +81,18 @@ def check_context_parallel(model: Any, structure: ModelStructure) -> None:
             f"{name} has rotary embeddings of type {', '.join(rope)}, whose frequencies depend on the longest position "
             "that a rank sees: use cp=1, or set rope_type to another one"
         )
+    implementation = str(attention_in_force(config))
+    check_attention(replaced_attention(structure, implementation), implementation, way)
+
+
+def check_heads_over_cp(model: Any, structure: ModelStructure, plan: object, *, cp: int, tp: int) -> None:
+    """Check that the ranks of ``cp`` divide the query heads.
+
+    Raises:
+        ModelError: they do not.
+    """
+    implementation = str(attention_in_force(model.config.get_text_config()))
+    check_heads(structure, replaced_attention(structure, implementation), plan, cp=cp, tp=tp)
 
 
 @checked
@@ -123,14 +143,15 @@ def gather_mixers(model: Any, parallelism: Parallelism) -> None:
     if cp_mesh is None:
         raise OptionError("no cp axis was resolved")
     implementation = str(attention_in_force(model.config.get_text_config()))
-    attention = ContextAttention(cp_mesh.get_group(), parallelism.cp_load_balancer)
+    attention = ContextAttention(cp_mesh.get_group(), parallelism.cp_load_balancer, parallelism.context_parallel)
     attention.eager = eager_function if implementation == "eager" else None
     attention.packed_sequences = parallelism.packed_sequences
     mixers = gathered_mixers(parallelism.structure, implementation)
     runtime_state(model).gathered = gather_for(mixers, attention)
     take_documents(map(model.get_submodule, parallelism.recompute), attention.packing)
     kinds = dict(Counter(mixer.kind for mixer in mixers))
-    logger.info("context parallelism: %d ranks; on full sequences: %s", cp_mesh.size(), kinds or "nothing")
+    way = parallelism.context_parallel
+    logger.info("context parallelism: %d ranks by %s; on full sequences: %s", cp_mesh.size(), way, kinds or "nothing")
 
 
 def attention_of(model: nn.Module) -> ContextAttention:

@@ -1,14 +1,18 @@
-"""Attention over a sequence sharded over ``cp``: keys and values are gathered, queries stay local.
+"""Attention over a sequence sharded over ``cp``, in one of three ways.
 
-Each rank computes the rows of its own queries against the full sequence (all-gather context parallelism, Llama 3,
-arXiv:2407.21783, section 3.3.2).  So any mask works, on any device, and grouped-query attention keeps the messages
-small.  Without a mask, scores above the diagonal are not computed and no mask is built.
+``"allgather"``: keys and values are gathered, and each rank computes the rows of its own queries against the full
+sequence (Llama 3, arXiv:2407.21783, section 3.3.2).  So any mask works, on any device, and grouped-query attention
+keeps the messages small.  Without a mask, scores above the diagonal are not computed and no mask is built.
+
+``"ulysses"`` exchanges heads for sequence (see ``ulysses``), and ``"ring"`` passes keys and values from rank to rank
+(see ``ring``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +21,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
-from fsdp_runtime._torch_compat import all_gather_flat, causal_bias, reduce_scatter_flat
-from fsdp_runtime._transformers_compat import is_causal_mask_function, sdpa_mask_of_documents
+from fsdp_runtime._torch_compat import all_gather_flat, causal_bias, has_flash_attention, reduce_scatter_flat
+from fsdp_runtime._transformers_compat import is_causal_mask_function, sdpa_mask_between
 from fsdp_runtime.errors import ModelError
+from fsdp_runtime.parallel.context.masks import SequenceMask, as_additive
+from fsdp_runtime.parallel.context.ring import attend_around, attend_to_prefixes
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, SequenceLayout
+from fsdp_runtime.parallel.context.ulysses import OwnHeads, attend_over_heads
+from fsdp_runtime.parallel.context.ways import ContextParallel, require_context_parallel
 from fsdp_runtime.parallel.packing.documents import Documents
 from fsdp_runtime.parallel.packing.run import CurrentDocuments
 
@@ -32,13 +40,13 @@ class ContextAttention:
     Args:
         group: the ranks of the axis.
         load_balancer: the tokens that each rank holds, see ``SequenceLayout``.
+        context_parallel: how queries meet the keys of other ranks: ``"allgather"``, ``"ulysses"`` or ``"ring"``.
         masked: the current batch has an attention mask; set once a forward, without reading values.
         padding: ``[batch, seq]``, that mask.
         documents: ``[batch, seq]``, the number of each token's document in a packed batch, else ``None``.
         positions: ``[batch, seq]``, each token's position in its document or on its path where ``documents`` or
             ``subtree_end`` is given, else ``None``.
         subtree_end: ``[batch, seq]`` of a row with shared prefixes (see ``TreeRow``), else ``None``.
-        ring: torch's ring attention is active, which takes local tokens.
         eager: returns the model's own attention function for a class of modules, where that is to compute the scores
             instead of torch's function: with sinks, soft caps or biases.
         packed_sequences: rows may hold several documents, so that a mask of padding is refused beside position ids.
@@ -58,16 +66,20 @@ class ContextAttention:
 
     group: ProcessGroup
     load_balancer: LoadBalancer
+    context_parallel: ContextParallel = "allgather"
     masked: bool = False
     padding: Tensor | None = None
     documents: Tensor | None = None
     positions: Tensor | None = None
     subtree_end: Tensor | None = None
-    ring: bool = False
     eager: Callable[[type], Any] | None = None
     packed_sequences: bool = False
     packing: CurrentDocuments = field(default_factory=CurrentDocuments)
     _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise :class:`OptionError` for an unknown way."""
+        require_context_parallel(self.context_parallel)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
         """Return itself: a copied model's attention is registered by this one's functions."""
@@ -98,7 +110,7 @@ class ContextAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | SequenceMask | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
@@ -111,7 +123,7 @@ class ContextAttention:
             query: ``[batch, heads, seq / cp, dim]``, this rank's tokens.
             key: ``[batch, kv_heads, seq / cp, dim]``.
             value: ``[batch, kv_heads, seq / cp, value_dim]``.
-            attention_mask: ``[batch, 1, seq / cp, seq]`` from :meth:`mask`, or ``None`` for a causal one.
+            attention_mask: from :meth:`mask`, or ``None`` for a causal one.
             dropout: the probability of dropping a weight.
             scaling: factor of the scores.
             is_causal: ``None`` for a mask means a causal one; by default the module's ``is_causal``.
@@ -121,8 +133,8 @@ class ContextAttention:
             ``[batch, seq / cp, heads, value_dim]``, and ``None`` for the weights.
 
         Raises:
-            ModelError: queries and keys differ in length, or the module needs scores that torch's function cannot
-                compute.
+            ModelError: queries and keys differ in length, the module needs scores that torch's function cannot
+                compute, or this way cannot compute it.
         """
         if key.shape[2] != query.shape[2]:
             raise ModelError(
@@ -130,31 +142,84 @@ class ContextAttention:
                 "without a cache can be sharded over cp"
             )
         eager = None if self.eager is None else self.eager(type(module))
-        if eager is not None:
-            key, value = gather_keys_and_values([key, value], self.layout(query.shape[2]), self.group)
-            options |= {"dropout": dropout, "scaling": scaling}
-            output, _ = eager(module, query, key, value, attention_mask, **options)
-            return output, None
-        if any(options.get(name) is not None for name in ("position_bias", "s_aux", "softcap")):
+        if eager is None and any(options.get(name) is not None for name in ("position_bias", "s_aux", "softcap")):
             raise ModelError(
                 f"{type(module).__name__} changes scores in a way that scaled_dot_product_attention cannot: use cp=1"
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        shared: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
-        if self.ring and attention_mask is None and causal:
-            return _ring(query, key, value, shared), None
         layout = self.layout(query.shape[2])
+        if self.context_parallel == "ulysses":
+            given = {"dropout": dropout, "scaling": scaling, "causal": causal, "eager": eager, **options}
+            return self._over_heads(module, query, key, value, attention_mask, layout, given), None
+        if self.context_parallel == "ring":
+            mask = self._sequence_mask(attention_mask)
+            if eager is not None or dropout > 0.0:
+                raise ModelError(
+                    f"{type(module).__name__}: context_parallel='ring' computes neither eager attention nor dropout"
+                )
+            output = attend_around(query, key, value, mask, layout, self.group, causal=causal, scale=scaling)
+            return output.transpose(1, 2).contiguous(), None
         key, value = gather_keys_and_values([key, value], layout, self.group)
-        shared["enable_gqa"] = key.shape[1] != query.shape[1]
+        if eager is not None:
+            options |= {"dropout": dropout, "scaling": scaling}
+            output, _ = eager(module, query, key, value, attention_mask, **options)
+            return output, None
+        shared: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
         if attention_mask is not None or not causal:
             output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **shared)
         else:
             output = _causal(query, key, value, layout, shared)
         return output.transpose(1, 2).contiguous(), None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between ranks
+    def _over_heads(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | SequenceMask | None,
+        layout: SequenceLayout,
+        options: dict[str, Any],
+    ) -> Tensor:
+        sequence_mask = self._sequence_mask(attention_mask)
+        mask = None if sequence_mask is None else sequence_mask.full
+        eager, causal = options.pop("eager"), options.pop("causal")
+        heads, share = query.shape[1], query.shape[1] // layout.ranks
+        own = slice(layout.rank * share, (layout.rank + 1) * share)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if eager is not None:
+                seen = OwnHeads(module, heads, own, key.shape[1])
+                output, _ = eager(seen, query, key, value, mask, **seen.options(options))
+                transposed: Tensor = output.transpose(1, 2)
+                return transposed
+            return scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=options["dropout"],
+                is_causal=causal and mask is None,
+                scale=options["scaling"],
+                enable_gqa=key.shape[1] != query.shape[1],
+            )
+
+        output = attend_over_heads(attend, query, key, value, layout, self.group)
+        return output.transpose(1, 2).contiguous()
+
+    @staticmethod
+    def _sequence_mask(mask: Tensor | SequenceMask | None) -> SequenceMask | None:
+        if isinstance(mask, Tensor):
+            raise ModelError(
+                f"a mask {tuple(mask.shape)} that the model has made itself has the rows of one rank only: give "
+                "context_parallel='allgather'"
+            )
+        return mask
+
     def mask(
         self, *, q_length: int, mask_function: Any, attention_mask: Tensor | None, **options: Any
-    ) -> Tensor | None:
+    ) -> Tensor | SequenceMask | None:
         """Build a mask with the signature of ``transformers.AttentionMaskInterface``.
 
         Args:
@@ -164,28 +229,29 @@ class ContextAttention:
             options: the remaining keywords of the interface.
 
         Returns:
-            ``[batch, 1, seq / cp, seq]`` bool, or ``None`` for a plain causal mask.
+            ``[batch, 1, seq / cp, seq]`` bool, or ``None`` for a plain causal mask; for another way than
+            ``"allgather"`` a mask of which any block can be built.
         """
         skip = options.pop("allow_is_causal_skip", True) and self.eager is None
         whole_rows = not self.masked and self.documents is None and self.subtree_end is None
         if skip and is_causal_mask_function(mask_function) and whole_rows:
             return None
-        options.pop("q_offset", None)  # of contiguous queries
-        positions = self.layout(q_length).positions.to(options["device"])
-        options["q_offset"] = positions - torch.arange(q_length, device=positions.device)  # from indices to positions
-        mask = sdpa_mask_of_documents(
-            q_length=q_length,
+        device, dtype = torch.device(options.pop("device")), options["dtype"]
+        of_rows = partial(
+            sdpa_mask_between,
             mask_function=mask_function,
             documents=self.documents,
             positions=self.positions,
             subtree_end=self.subtree_end,
-            attention_mask=attention_mask if self.masked else None,
-            **options,
+            padding=attention_mask if self.masked else None,
+            batch_size=options["batch_size"],
+            use_vmap=options.get("use_vmap", False),
         )
-        if mask is None or self.eager is None:
-            return mask
-        dtype = options["dtype"]
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        layout, additive = self.layout(q_length), None if self.eager is None else dtype
+        if self.context_parallel != "allgather":
+            return SequenceMask(of_rows, layout, device, additive)
+        places = torch.arange(layout.length, device=device)
+        return as_additive(of_rows(layout.positions.to(device), places), additive)
 
 
 def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
@@ -229,6 +295,10 @@ class _Gather(torch.autograd.Function):
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, shared: dict[str, Any]) -> Tensor:
     """Attend from each contiguous chunk of queries to the keys up to its end."""
+    # On CPU the bias below becomes a mask of all queries and keys.
+    plain = shared["dropout_p"] == 0.0 and not torch.compiler.is_compiling()
+    if plain and query.device.type == "cpu" and has_flash_attention(query, value):
+        return attend_to_prefixes(query, key, value, layout, scale=shared["scale"])
     run = query.shape[2] // layout.chunks_per_rank
     outputs = []
     for index, chunk in enumerate(layout.chunks):
@@ -238,11 +308,3 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, s
             scaled_dot_product_attention(queries, key[:, :, :end], value[:, :, :end], attn_mask=bias, **shared)
         )
     return torch.cat(outputs, dim=2)
-
-
-def _ring(query: Tensor, key: Tensor, value: Tensor, shared: dict[str, Any]) -> Tensor:
-    """Call torch's function by its public name, which its ring replaces; the ring has no grouped-query attention."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
-    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, **shared)
-    return output.transpose(1, 2).contiguous()

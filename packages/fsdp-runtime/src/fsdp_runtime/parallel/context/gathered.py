@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.context.attention import ContextAttention, gather_keys_and_values, gather_tokens
+from fsdp_runtime.parallel.context.masks import SequenceMask
 from fsdp_runtime.parallel.context.sharding import SequenceLayout
 from fsdp_runtime.parallel.packing.mixers import TokenMixer, Way, has_inner_mixer, token_mixers
 from fsdp_runtime.parallel.packing.run import BOUNDARIES, map_tensors, mixed_in, run_per_document, uses_interface
@@ -33,6 +34,12 @@ def gathered_mixers(structure: ModelStructure, implementation: str) -> tuple[Tok
     # A layer without an indexer of its own may use the keys that another layer's has picked.
     indexed = {type(mixer.module) for mixer in mixers if has_inner_mixer(mixer.module)}
     return tuple(m for m in mixers if type(m.module) in indexed or not _is_replaced(m, implementation))
+
+
+def replaced_attention(structure: ModelStructure, implementation: str) -> tuple[TokenMixer, ...]:
+    """Return the attention that ``ContextAttention`` computes: all token mixers but those of full sequences."""
+    gathered = {mixer.path for mixer in gathered_mixers(structure, implementation)}
+    return tuple(mixer for mixer in token_mixers(structure) if mixer.path not in gathered)
 
 
 def _is_replaced(mixer: TokenMixer, implementation: str) -> bool:
@@ -88,7 +95,7 @@ class _GatheredMixer:
         layout = attention.layout(tokens.shape[1])
         full = _Full(attention, layout)
         given = {name: full.of_keyword(name, value) for name, value in kwargs.items() if name not in BOUNDARIES}
-        args = full.of(args)
+        args = tuple(full.of(each) for each in args)
         documents = attention.packing.documents
         if documents is None or self.way == "mask":
             output = forward(*args, **given)
@@ -111,6 +118,8 @@ class _Full:
 
     def of(self, value: Any) -> Any:
         """Return a value with the tokens of all ranks in every tensor that has those of this rank."""
+        if isinstance(value, SequenceMask):
+            return value.full
         return map_tensors(value, self._of_tensor)
 
     def _of_tensor(self, value: Tensor) -> Tensor:

@@ -75,7 +75,16 @@ class SequenceLayout:
     @property
     def chunks(self) -> tuple[int, ...]:
         """The indices of this rank's chunks among all ``ranks * chunks_per_rank`` chunks of the sequence."""
-        return self._chunks_of(self.rank)
+        return self.chunks_of(self.rank)
+
+    @property
+    def num_chunks(self) -> int:
+        """The number of chunks of the sequence."""
+        return self.ranks * self.chunks_per_rank
+
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """Return the indices of a rank's chunks, in the order in which it holds them."""
+        return (rank, 2 * self.ranks - 1 - rank) if self.chunks_per_rank == 2 else (rank,)
 
     @cached_property
     def permutation(self) -> Tensor:
@@ -83,8 +92,8 @@ class SequenceLayout:
 
         The *permutation* that ``rl_logprobs.sequence_shard`` and ``gather_sequence`` take.
         """
-        chunks = torch.arange(self.length).view(self.ranks * self.chunks_per_rank, -1)
-        return torch.cat([chunks[chunk] for rank in range(self.ranks) for chunk in self._chunks_of(rank)])
+        chunks = torch.arange(self.length).view(self.num_chunks, -1)
+        return torch.cat([chunks[chunk] for rank in range(self.ranks) for chunk in self.chunks_of(rank)])
 
     @property
     def positions(self) -> Tensor:
@@ -140,9 +149,6 @@ class SequenceLayout:
             first = next(iter(found.values()))
             found["position_ids"] = self.positions.to(first.device).expand(first.shape[0], -1)
         return found
-
-    def _chunks_of(self, rank: int) -> tuple[int, ...]:
-        return (rank, 2 * self.ranks - 1 - rank) if self.chunks_per_rank == 2 else (rank,)
 
 
 @checked

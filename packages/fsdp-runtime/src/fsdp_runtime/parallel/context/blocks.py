@@ -1,0 +1,123 @@
+"""Attention of some queries to some keys, and the sum of several such parts by their log-sum-exp.
+
+``lse`` is the logarithm of the denominator of the softmax over the keys of a part.  Parts add up exactly (online
+softmax, Milakov and Gimelshein, arXiv:1805.02867); in backward each part's weights follow from the total ``lse``, so
+that no part is kept (FlashAttention, Dao et al., arXiv:2205.14135).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime._torch_compat import flash_attention, flash_attention_backward
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of attention.
+
+    Args:
+        queries: places among this rank's queries.
+        keys: places among the keys at hand.
+        causal: queries and keys are the same tokens, and each query sees those up to its own.
+        mask: ``[batch, 1, queries, keys]`` bool, or ``None`` where nothing else is hidden.
+        fused: a kernel computes it.
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+    mask: Tensor | None = None
+    fused: bool = False
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and of ``lse``: float64 for float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute one part.
+
+    Args:
+        query: ``[batch, heads, queries, dim]``.
+        key: ``[batch, kv_heads, keys, dim]``.
+        value: ``[batch, kv_heads, keys, value_dim]``.
+        block: what the queries see.
+        scale: factor of the scores.
+
+    Returns:
+        ``[batch, heads, queries, value_dim]``, and ``lse`` ``[batch, heads, queries]``: ``-inf`` where nothing is seen.
+    """
+    if block.fused:
+        return flash_attention(query, key, value, causal=block.causal, scale=scale)
+    scores = _scores(query, key, block, scale)
+    lse = scores.logsumexp(dim=-1)
+    weights = (scores - _finite(lse).unsqueeze(-1)).exp()
+    output = weights.to(value.dtype) @ value.unsqueeze(2)
+    return output.flatten(1, 2), lse.flatten(1, 2)
+
+
+def add_part(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a part to the sum, in place."""
+    total = torch.logaddexp(lse, part_lse)
+    shift = _finite(total)
+    output.mul_((lse - shift).exp().unsqueeze(-1)).add_(part * (part_lse - shift).exp().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def attend_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    block: Block,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute one part of the gradients of queries, keys and values.
+
+    Args:
+        grad_output: as ``output``.
+        query: ``[batch, heads, queries, dim]``.
+        key: ``[batch, kv_heads, keys, dim]``.
+        value: ``[batch, kv_heads, keys, value_dim]``.
+        output: ``[batch, heads, queries, value_dim]``, of all parts.
+        lse: ``[batch, heads, queries]``, of all parts.
+        block: what the queries see.
+        scale: factor of the scores.
+    """
+    if block.fused:
+        return flash_attention_backward(grad_output, query, key, value, output, lse, causal=block.causal, scale=scale)
+    groups = (key.shape[1], query.shape[1] // key.shape[1])
+    scores = _scores(query, key, block, scale)
+    weights = (scores - _finite(lse).unflatten(1, groups).unsqueeze(-1)).exp()
+    gradient = grad_output.unflatten(1, groups)
+    grad_value = (weights.to(value.dtype).transpose(-1, -2) @ gradient).sum(2)
+    grad_weights = (gradient @ value.unsqueeze(2).transpose(-1, -2)).to(weights.dtype)
+    inner = (gradient * output.unflatten(1, groups)).sum(-1, keepdim=True, dtype=weights.dtype)
+    grad_scores = (weights * (grad_weights - inner) * scale).to(query.dtype)
+    grad_query = (grad_scores @ key.unsqueeze(2)).flatten(1, 2)
+    grad_key = (grad_scores.transpose(-1, -2) @ query.unflatten(1, groups)).sum(2)
+    return grad_query, grad_key, grad_value
+
+
+def _scores(query: Tensor, key: Tensor, block: Block, scale: float) -> Tensor:
+    """Return ``[batch, kv_heads, queries per key, queries, keys]``, ``-inf`` where a key is not seen."""
+    grouped = query.unflatten(1, (key.shape[1], query.shape[1] // key.shape[1]))
+    scores = (grouped @ key.unsqueeze(2).transpose(-1, -2)).to(statistics_dtype(query.dtype)) * scale
+    if block.causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    if block.mask is not None:
+        scores = scores.masked_fill(~block.mask.unsqueeze(2), float("-inf"))
+    return scores
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Return ``lse`` with zero for queries that see nothing, whose weights are then zero."""
+    return lse.masked_fill(lse == float("-inf"), 0.0)
