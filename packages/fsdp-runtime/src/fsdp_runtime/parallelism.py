@@ -207,7 +207,9 @@ def resolve_parallelism(
         if ep > 1 and tp == 1 and plan == "auto":
             return None
         try:
-            return with_logits(resolve_adapted_plan(plan, model, sequence_parallel=sequence_parallel), logits)
+            tp_mesh = mesh["tp"] if tp > 1 else None
+            found = resolve_adapted_plan(plan, model, sequence_parallel=sequence_parallel, mesh=tp_mesh)
+            return with_logits(found, logits)
         except UnknownArchitectureError as error:
             if ep == 1 or plan != "auto" or sequence_parallel:
                 raise

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._peft_compat import BASE, adapter_config, base_model, is_peft_model, lora_layers
 from fsdp_runtime.argument_types import checked
@@ -33,7 +34,9 @@ _FILE = "adapter_model.safetensors"
 _GATHERING = (PrepareModuleInput, ParallelAttention, GatherSequence)
 
 
-def resolve_adapted_plan(plan: object, model: nn.Module, *, sequence_parallel: bool) -> Plan:
+def resolve_adapted_plan(
+    plan: object, model: nn.Module, *, sequence_parallel: bool, mesh: DeviceMesh | None = None
+) -> Plan:
     """Resolve a plan as ``tp_plans.resolve_plan`` does; for a ``PeftModel``, add styles for its adapters.
 
     Raises:
@@ -41,9 +44,10 @@ def resolve_adapted_plan(plan: object, model: nn.Module, *, sequence_parallel: b
         tp_plans.TpPlansError: no plan is known, or a layer's style does not support adapters.
     """
     if not is_peft_model(model):
-        return resolve_plan(plan, model, sequence_parallel=sequence_parallel)
+        return resolve_plan(plan, model, sequence_parallel=sequence_parallel, mesh=mesh)
     base = base_model(model)
-    return adapted_plan(resolve_plan(plan, base, sequence_parallel=sequence_parallel), base).with_prefix(BASE)
+    found = resolve_plan(plan, base, sequence_parallel=sequence_parallel, mesh=mesh)
+    return adapted_plan(found, base).with_prefix(BASE)
 
 
 def adapted_plan(plan: Plan, model: nn.Module) -> Plan:

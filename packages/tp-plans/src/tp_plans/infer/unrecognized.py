@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from math import prod
 
+from tp_plans.infer.bytecode import referenced_names
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ancestors, join, parent
 from tp_plans.naming import KERNEL_ARGUMENTS, leaf
@@ -53,11 +54,24 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str]) -> Iterator
                 yield path, ColwiseParallel(output_layouts=Replicate())
         elif hasattr(module, "num_embeddings"):
             yield path, VocabParallelEmbedding()
+        elif above := _reader_above(path, wanted, planned):
+            names = tuple(f"{leaf(path)}.{name}" for name in wanted if own[name].shape[0] >= MIN_ROWS)
+            if names:
+                yield above, GatheredParameters(names=names)
         elif not planned.split_children(path) and not hasattr(module, "kernel_size"):
             for name in wanted:
                 if planned.style(join(path, name)) is None:
                     shape = list(own[name].shape)
                     yield join(path, name), ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
+
+
+def _reader_above(path: str, names: list[str], planned: PlannedTree) -> str | None:
+    """Return the module above whose code reads the parameters itself, where it has no rule."""
+    above = parent(path)
+    if not path or planned.style(above) is not None or planned.tree.is_numbered(above):
+        return None
+    read = referenced_names(type(planned.modules[above]))
+    return above if leaf(path) in read and any(name in read for name in names if name != "weight") else None
 
 
 def _is_large(parameter: str, shape: tuple[int, ...], large: set[str]) -> bool:
