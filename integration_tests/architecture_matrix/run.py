@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     working = options.working or options.results.with_suffix(f".tp{options.tp}.part.json")
     rows = page.read(working)["rows"] if options.resume else {}
 
-    pool = RankPool(options.tp)
+    pool, alone = RankPool(options.tp), RankPool(1)
     try:
         pool.run(warm_up, timeout=600)
         for done, name in enumerate(chosen, 1):
@@ -44,11 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     rows[name][mode] = page.kept(found)
                     _say(f"[{done}/{len(chosen)}] {_line(name, mode, found)}")
             if "packed" not in rows[name] and name not in POOLED:
-                rows[name]["packed"] = pool.run(packed_outcome, name, timeout=options.timeout)[0]
+                rows[name]["packed"] = alone.run(packed_outcome, name, timeout=options.timeout)[0]
                 _say(f"[{done}/{len(chosen)}] {name}, packed: {rows[name]['packed']['status']}")
             page.write(working, {"rows": rows})
     finally:
         pool.close()
+        alone.close()
 
     if options.experts:
         _measure_experts(options, chosen, rows)

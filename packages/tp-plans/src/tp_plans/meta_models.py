@@ -75,7 +75,8 @@ def model_of(source: str) -> Any:
     sys.path.insert(0, "")  # what is named may lie in the current folder
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-        return found() if callable(found) and not hasattr(found, "named_modules") or isinstance(found, type) else found
+        is_model = hasattr(found, "named_modules") and not isinstance(found, type)
+        return found if is_model or not callable(found) else found()
     except Exception as error:
         raise ModelConfigError(f"{source}: no model can be built from it: {type(error).__name__}: {error}") from error
     finally:

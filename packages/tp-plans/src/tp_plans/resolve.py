@@ -31,14 +31,13 @@ _KINDS = "a Plan, a dict of pattern to style, or a dotted path to a dict or to a
 
 
 @checked
-def resolve_plan(
-    plan: object, model: Any, *, sequence_parallel: bool = False, mesh: DeviceMesh | None = None
-) -> Plan:
+def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False, mesh: DeviceMesh | None = None) -> Plan:
     """The plan that a user's ``plan`` argument means for a model.
 
     Args:
         plan: ``"auto"`` (the architecture's own plan, else the one that transformers ships for it, else one that is
-            inferred and certain), ``"inferred"`` (what ``suggest`` proposes, with its doubts), the name of an architecture, a :class:`Plan`, a dict of pattern to style or style word, or a dotted path
+            inferred and certain), ``"inferred"`` (what ``suggest`` proposes, with its doubts), the name of an
+            architecture, a :class:`Plan`, a dict of pattern to style or style word, or a dotted path
             (``"package.module.name"``) to one of these or to a function that returns one.
         model: the model that the plan is for.
         sequence_parallel: wanted of ``"auto"``; a plan of the user's must then be a sequence-parallel one.

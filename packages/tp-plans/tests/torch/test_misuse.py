@@ -16,7 +16,7 @@ ERRORS = (tp_plans.TpPlansError,)
 RESULTS = {
     *("BatchDivisibility", "CheckReport", "CollectiveSummary", "Doubt", "Explanation", "Finding", "PlanDiff"),
     *("AdapterStyles", "RuleChange", "RuleExplanation", "ShardedParameter", "Suggestion", "ModelTree"),
-    *("Layout", "Style", "BlockTransfer", "TransferPlan"),
+    *("Layout", "Style", "BlockTransfer", "TransferPlan", "VerificationReport", "WrongPart"),
 }
 
 
@@ -158,6 +158,7 @@ CALLS = {
     "rowwise_free": Call(tp_plans.rowwise_free, lambda: {"plan": plan()}),
     "styles_by_path": Call(tp_plans.styles_by_path, planned),
     "suggest": Call(tp_plans.suggest, lambda: {"model": Model()}),
+    "verify_plan": Call(tp_plans.verify_plan, planned),
     "with_expert_parallelism": Call(
         tp_plans.with_expert_parallelism,
         lambda: {"plan": None, "model": torch.nn.ModuleDict({"experts": Experts()})},

@@ -10,6 +10,9 @@ from tp_plans.errors import PlanError
 from tp_plans.plan import Plan
 from tp_plans.verification.report import VerificationReport, WrongPart
 
+#: Ranks that one machine's CPU runs at most.
+MAX_PROCESSES = 64
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -56,7 +59,8 @@ def verify_plan(
         >>> class Model(torch.nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
-        ...         self.embed, self.up, self.down = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 32), torch.nn.Linear(16, 8)
+        ...         self.embed = torch.nn.Embedding(16, 8)
+        ...         self.up, self.down = torch.nn.Linear(8, 32), torch.nn.Linear(16, 8)
         ...     def forward(self, ids):
         ...         gate, up = self.up(self.embed(ids)).chunk(2, -1)
         ...         return self.down(gate.sigmoid() * up)
@@ -67,8 +71,8 @@ def verify_plan(
         >>> tp_plans.verify_plan(Model(), tp_plans.Plan(rules)).right
         True
     """
-    if not is_integer(tp, least=2):
-        raise PlanError(f"tp is {tp!r}: give the number of ranks to split over, 2 or more")
+    if not is_integer(tp, least=2) or tp > MAX_PROCESSES:
+        raise PlanError(f"tp is {tp!r}: give the number of ranks to split over, 2 to {MAX_PROCESSES}")
     from tp_plans.verification.verify import verify
 
     return verify(model, plan, tp=tp, inputs=inputs, mesh=mesh)

@@ -13,7 +13,6 @@ from tp_plans.infer.suggest import Suggestion, suggest
 from tp_plans.model_tree import ModelTree, is_at_or_below
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
-from tp_plans.planned_tree import PlannedTree
 from tp_plans.verification.parts import parts_of
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def inferred_plan(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | Non
         doubts = "; ".join(map(str, suggestion.doubts)) or "the sequence-parallel form is derived"
         raise UnknownArchitectureError(
             f"A plan can be inferred, and is not certain. Doubts: {doubts}. They could not be decided by running it: "
-            f"{error}. Accept them with plan=\"inferred\", or correct the plan of tp_plans.suggest(model) and give it"
+            f'{error}. Accept them with plan="inferred", or correct the plan of tp_plans.suggest(model) and give it'
         ) from error
     _log_once(name, how)
     return plan
@@ -85,8 +84,11 @@ class _NotProvenError(Exception):
 
 
 def _proven(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
+    from tp_plans.verification.ranks import why_no_new_ranks
     from tp_plans.verification.tiny import tiny_model
 
+    if mesh is None and (reason := why_no_new_ranks()) is not None:
+        raise _NotProvenError(reason)
     tp = _RANKS if mesh is None else mesh.size()
     tiny = tiny_model(attempt.tree.model, tp=tp)
     small = _Attempt(ModelTree.of(tiny.model), attempt.sequence_parallel)
@@ -171,6 +173,3 @@ def _log_once(name: str, how: str) -> None:
     if name not in _logged:
         _logged.add(name)
         logger.warning("no plan is known for %s: using one that is inferred from its modules, %s", name, how)
-
-
-__all__ = ["inferred_plan"]

@@ -32,15 +32,8 @@ def on_new_ranks(work: Work, tp: int) -> list[Any]:
         CapabilityError: this process cannot be forked safely.
         ModelError: a rank died or did not answer.
     """
-    if dist.is_initialized():
-        raise CapabilityError(
-            "this process is a rank already: give verify_plan the mesh whose ranks split the model, mesh=mesh['tp']"
-        )
-    if torch.cuda.is_initialized() or "fork" not in multiprocessing.get_all_start_methods():
-        raise CapabilityError(
-            "new ranks are forked, which a process that has used CUDA cannot be: call verify_plan before, run tp-plans "
-            "verify on the command line, or give a mesh"
-        )
+    if (reason := why_no_new_ranks()) is not None:
+        raise CapabilityError(reason)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
@@ -59,6 +52,18 @@ def on_new_ranks(work: Work, tp: int) -> list[Any]:
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def why_no_new_ranks() -> str | None:
+    """Return why this process cannot start ranks, with the fix; ``None`` where it can."""
+    if dist.is_initialized():
+        return "this process is a rank already: give the mesh whose ranks are to split the model, as mesh=mesh['tp']"
+    if torch.cuda.is_initialized() or "fork" not in multiprocessing.get_all_start_methods():
+        return (
+            "new ranks are forked, which a process that has used CUDA cannot be: verify the plan before, with tp-plans "
+            "verify on the command line, or give a mesh"
+        )
+    return None
 
 
 def _answer(rank: int, connection: Connection) -> Any:

@@ -80,7 +80,9 @@ class VerificationReport:
             )
         raised = [f"raised {self.error}"] if self.error else []
         rows = [(part.where or "(top)", part.what, ", ".join(part.rules) or "none") for part in self.wrong]
-        return "\n".join([f"{head}wrong", *raised, *(table([("module", "what differs", "rules"), *rows]) if rows else ())])
+        return "\n".join(
+            [f"{head}wrong", *raised, *(table([("module", "what differs", "rules"), *rows]) if rows else ())]
+        )
 
 
 def differences(output_error: float, gradient_errors: Mapping[str, float]) -> str:

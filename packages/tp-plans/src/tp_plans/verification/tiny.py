@@ -115,7 +115,7 @@ def _kind(block: str, tree: ModelTree) -> Any:
 
 def _fill(tree: ModelTree) -> None:
     """Give tensors on the meta device data: parameters random, vectors of norms near one, buffers positive."""
-    for path, module in tree.modules.items():
+    for _path, module in tree.modules.items():
         for name, parameter in own_parameters(module).items():
             if parameter is None or not parameter.is_meta:
                 continue
