@@ -12,8 +12,8 @@ from tp_plans.infer.rules import Doubt, Proposal, gathered_rules, propose, store
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.infer.sublayers import Sublayer, shaped_sublayer
 from tp_plans.infer.unrecognized import shard_storage
-from tp_plans.layouts import Replicate
-from tp_plans.model_tree import ModelTree, ancestors
+from tp_plans.layouts import Replicate, Shard
+from tp_plans.model_tree import ModelTree, ancestors, join
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree, merge_per_block
@@ -109,9 +109,9 @@ def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[s
     if tree.final_norm is not None and tree.own_parameters(tree.final_norm):
         rules[tree.final_norm] = NoParallel()
     doubts += _add_head(rules, tree)
-    doubts += _left_replicated(rules, tree)
     plan = Plan(merge_per_block(rules.items(), tree), name=f"suggested for {name}")
-    plan = plan.override(shard_storage(PlannedTree(tree, plan), ""))
+    plan = plan.override(shard_storage(PlannedTree(tree, plan), tree.root))
+    doubts += _of_unknown_role(rules, PlannedTree(tree, plan))
     if sequence_parallel:
         plan = with_sequence_parallelism(plan, tree)
     return Suggestion(plan, tuple(dict.fromkeys(doubts)))
@@ -182,11 +182,16 @@ def _add_head(rules: dict[str, Style], tree: ModelTree) -> Iterator[Doubt]:
         yield Doubt(head, f"a head of class {kind}, which is not a linear layer, stays replicated")
 
 
-def _left_replicated(rules: dict[str, Style], tree: ModelTree) -> Iterator[Doubt]:
-    """Find the matrices of the blocks that have no rule."""
+def _of_unknown_role(rules: Mapping[str, Style], planned: PlannedTree) -> Iterator[Doubt]:
+    """Find the matrices of the blocks that have no rule, or one for their storage alone."""
+    tree = planned.tree
     for block in tree.decoder_blocks:
         for path in tree.below(block):
             inside = any(isinstance(rules.get(above), _STORED) for above in ancestors(path))
             if len(tree.shape(path)) >= 2 and path not in rules and not inside:
                 kind = type(tree.modules[path]).__name__
-                yield Doubt(wildcard(path), f"its role is unknown: this {kind} stays replicated")
+                layout = planned.layout(join(path, "weight"))
+                what = "stays replicated"
+                if isinstance(layout, Shard):
+                    what = "is stored sharded and gathered for its code, which is right unless other code reads it"
+                yield Doubt(wildcard(path), f"its role is unknown: this {kind} {what}")
