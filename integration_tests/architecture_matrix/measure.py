@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from architecture_matrix.peers import NoPlanError, parallelize_by_transformers
 from architecture_matrix.shrink import VOCAB
-from architecture_matrix.table import entries, tiny_model
+from architecture_matrix.table import coverage_entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, parallelize
 from harness.parity import largest, logits_of, mesh_for, padding_mask, ties
 from tp_plans import TpPlansError
@@ -73,12 +73,12 @@ class _Run:
 
 def warm_up() -> int:
     """Import what every row needs, so that no row's time holds it."""
-    return len(entries())
+    return len(coverage_entries())
 
 
 def measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...]) -> RankResult:
     """Measure one architecture in one of the modes on this rank; every rank of the world must call it."""
-    with default_dtype(torch.float64 if entries()[name].default_float64 else torch.float32):
+    with default_dtype(torch.float64 if coverage_entries()[name].default_float64 else torch.float32):
         return _measure(name, mode, tp=tp, kinds=kinds)
 
 
@@ -86,7 +86,7 @@ def _measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...]) -> RankRe
     reference, runs = _reference(name, kinds)
     candidate = copy.deepcopy(reference)
     try:
-        candidate = MODES[mode](candidate, mesh_for({"tp": tp}), **entries()[name].options)
+        candidate = MODES[mode](candidate, mesh_for({"tp": tp}), **coverage_entries()[name].options)
     except (TpPlansError, FsdpRuntimeError, NoPlanError) as error:
         raise Refused(str(error)) from error
     return compared(reference, candidate, runs)
@@ -127,7 +127,7 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, _Run]) 
 
 @lru_cache(maxsize=1)
 def _reference(name: str, kinds: tuple[str, ...]) -> tuple[nn.Module, dict[str, _Run]]:
-    model = tiny_model(entries()[name])
+    model = tiny_model(coverage_entries()[name])
     runs = {}
     for kind in kinds:
         inputs = _inputs(kind)

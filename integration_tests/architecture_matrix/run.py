@@ -17,7 +17,7 @@ from architecture_matrix.expert_parallel import MESHES, mixtures
 from architecture_matrix.measure import KINDS, warm_up
 from architecture_matrix.outcome import Outcome, evaluate, evaluate_experts
 from architecture_matrix.packing import POOLED, packed_outcome
-from architecture_matrix.table import UNBUILDABLE, Entry, entries
+from architecture_matrix.table import UNBUILDABLE, Entry, coverage_entries
 from harness.ranks import RankPool
 
 RESULTS = Path("docs/coverage.json")
@@ -98,7 +98,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _chosen(patterns: Sequence[str]) -> dict[str, Entry]:
     return {
         name: entry
-        for name, entry in entries().items()
+        for name, entry in coverage_entries().items()
         if name not in UNBUILDABLE and any(fnmatchcase(name, pattern) for pattern in patterns)
     }
 
@@ -108,7 +108,7 @@ def _record(options: argparse.Namespace, before: dict[str, Any], rows: dict[str,
     merged = {name: {**before.get(name, {}), **row} for name, row in rows.items()}
     results = {"tp": options.tp, "versions": page.versions(), "rows": merged}
     page.write(options.results, results)
-    options.results.with_suffix(".md").write_text(page.markdown(results, entries()))
+    options.results.with_suffix(".md").write_text(page.markdown(results, coverage_entries()))
 
 
 def _line(name: str, mode: str, found: Outcome) -> str:

@@ -75,8 +75,14 @@ UNBUILDABLE = {"gemma3n": "its vision tower needs timm, and gemma3n_text has all
 
 @cache
 def entries() -> dict[str, Entry]:
-    """Every row by its name."""
-    return {entry.name: entry for entry in (*planned_causal_models(), *unplanned_causal_models(), *OTHERS)}
+    """Every row whose layers have a plan, of ours or of transformers, by its name."""
+    return {entry.name: entry for entry in (*planned_causal_models(), *OTHERS)}
+
+
+@cache
+def coverage_entries() -> dict[str, Entry]:
+    """Every row of the coverage page by its name: with a plan, or with one that has to be inferred."""
+    return entries() | {entry.name: entry for entry in unplanned_causal_models()}
 
 
 def planned_causal_models() -> list[Entry]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tp_plans
-from architecture_matrix.table import entries
+from architecture_matrix.table import coverage_entries
 from architecture_matrix.table import tiny_model as small
 from harness.parity import mesh_for
 from tp_plans import (
@@ -261,8 +261,8 @@ def test_the_command_line_verifies_a_model_of_a_dotted_path(tmp_path, monkeypatc
     assert "tower.*.gate" in capsys.readouterr().out
 
 
-def test_a_fused_key_value_head_that_cannot_be_split_is_gathered(two_ranks):
-    model = small(entries()["gpt_bigcode"])
+def test_a_fused_key_value_head_that_cannot_be_split_is_gathered():
+    model = small(coverage_entries()["gpt_bigcode"])
     with pytest.raises(tp_plans.CheckFailedError, match="1 heads of 8"):
         check(suggest(model).plan, model, tp=2).raise_on_error()
     found = resolve_plan("auto", model)

@@ -110,7 +110,7 @@ def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[s
         rules[tree.final_norm] = NoParallel()
     doubts += _add_head(rules, tree)
     plan = Plan(merge_per_block(rules.items(), tree), name=f"suggested for {name}")
-    plan = plan.override(shard_storage(PlannedTree(tree, plan), tree.root))
+    plan = plan.override(shard_storage(PlannedTree(tree, plan), tree.root, read_code=True))
     doubts += _of_unknown_role(rules, PlannedTree(tree, plan))
     if sequence_parallel:
         plan = with_sequence_parallelism(plan, tree)
