@@ -248,17 +248,30 @@ def test_a_config_of_a_large_model_becomes_a_small_one_with_the_same_modules():
     assert suggest(tiny).plan.keys() == suggest(large).plan.keys()
 
 
+OWN_DECODER = """
+from torch import nn
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.wide, self.narrow = nn.Embedding(16, 8), nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def forward(self, ids):
+        gate, up = self.wide(self.words(ids)).chunk(2, -1)
+        return self.narrow(gate.sigmoid() * up)
+"""
+
+
 def test_the_command_line_verifies_a_model_of_a_dotted_path(tmp_path, monkeypatch, capsys):
-    (tmp_path / "own_decoder.py").write_text("from test_verification import Own\n\ndef build():\n    return Own()\n")
+    (tmp_path / "own_decoder.py").write_text(OWN_DECODER)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.syspath_prepend(str(__file__).rpartition("/")[0])
-    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
-    good.write_text(plan().to_json())
-    bad.write_text(plan(tower__all__gate__wide=ColwiseParallel()).to_json())
-    assert main(["verify", "own_decoder.build", "--plan", str(good)]) == 0
-    assert "right" in capsys.readouterr().out
-    assert main(["verify", "own_decoder.build", "--plan", str(bad)]) == 1
-    assert "tower.*.gate" in capsys.readouterr().out
+    for style, code, told in (
+        (ColwiseParallel(fused_sizes=(1, 1)), 0, "right"),
+        (ColwiseParallel(), 1, "wide, narrow"),
+    ):
+        (tmp_path / "plan.json").write_text(Plan({"wide": style, "narrow": RowwiseParallel()}).to_json())
+        assert main(["verify", "own_decoder.Decoder", "--plan", str(tmp_path / "plan.json")]) == code
+        assert told in capsys.readouterr().out
 
 
 def test_a_fused_key_value_head_that_cannot_be_split_is_gathered():
