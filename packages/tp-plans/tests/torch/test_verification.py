@@ -28,6 +28,7 @@ from tp_plans import (
 )
 from tp_plans.cli import main
 from tp_plans.verification.shrink import shrunk_config
+from tp_plans.verification.tiny import tiny_model
 
 WIDTH, HEADS, SIZE, INNER = 24, 4, 8, 40
 
@@ -227,6 +228,18 @@ def test_a_model_on_the_meta_device_is_run_with_random_weights():
     assert verify_plan(model, Plan(rules)).right
     assert not verify_plan(model, Plan({**rules, "down": RowwiseParallel(output_layouts=tp_plans.Partial())})).right
     assert model.up.weight.is_meta
+
+
+def test_a_large_model_without_a_config_keeps_one_block_of_each_kind(monkeypatch):
+    model = Own()
+    monkeypatch.setattr("tp_plans.verification.tiny.MAX_PARAMETERS", 12_000)
+    small_model = tiny_model(model, tp=2).model
+    assert (len(model.tower), len(small_model.tower)) == (2, 1)
+    assert small_model.words.weight.dtype == torch.float64
+    assert not torch.equal(small_model.words.weight, model.words.weight.double())
+    monkeypatch.setattr("tp_plans.verification.tiny.MAX_PARAMETERS", 100)
+    with pytest.raises(ModelError, match="parameters, more than 100"):
+        tiny_model(model, tp=2)
 
 
 def test_a_model_without_an_embedding_needs_inputs():

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tp_plans._torch_compat import own_buffers, own_parameters
+from tp_plans._transformers_compat import kept_in_float32
 from tp_plans.errors import ModelError
 from tp_plans.model_tree import ModelTree
 from tp_plans.patterns import wildcard
@@ -36,7 +37,7 @@ def tiny_model(model: Any, *, tp: int) -> TinyModel:
     """Return a copy of a model with the same parts that is small enough to run.
 
     Args:
-        model: a ``torch.nn.Module`` on any device, meta included.
+        model: a ``torch.nn.Module`` on any device, meta included, or its tree.
         tp: the ranks that it is to be split over.
 
     Returns:
@@ -46,9 +47,10 @@ def tiny_model(model: Any, *, tp: int) -> TinyModel:
     Raises:
         ModelError: none of these can be built, with the reasons.
     """
+    tree = ModelTree.of(model)
+    model = tree.model
     if not isinstance(model, nn.Module):
         raise ModelError(f"a model that is run is a torch.nn.Module, not of type {type(model).__name__}")
-    tree = ModelTree.of(model)
     size = _numel(tree)
     with _seeded():
         if size <= MAX_PARAMETERS and not _on_meta(tree):
@@ -87,8 +89,8 @@ def _from_config(model: Any, config: Any) -> nn.Module:
 
 
 def _with_fewer_blocks(model: nn.Module, tree: ModelTree, tp: int) -> nn.Module:
-    """The model with one block of each kind, with random weights where they have no data."""
-    small = copy.deepcopy(model)
+    """The model with one block of each kind and random weights; those that there are are not copied."""
+    small = copy.deepcopy(model, {id(each): _without_data(each) for each in tree.parameters.values()})
     kept_tree = ModelTree.of(small)
     for stack, blocks in kept_tree.stacks.items():
         container = kept_tree.modules[stack]
@@ -103,6 +105,10 @@ def _with_fewer_blocks(model: nn.Module, tree: ModelTree, tp: int) -> nn.Module:
         return small
     _fill(ModelTree.of(small))
     return small
+
+
+def _without_data(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
 
 def _kind(block: str, tree: ModelTree) -> Any:
@@ -135,8 +141,12 @@ def _fill(tree: ModelTree) -> None:
 def _prepared(model: nn.Module) -> nn.Module:
     """The model in float64 without dropout, every parameter moved a little and trained."""
     model.to(device="cpu", dtype=torch.float64).eval()
+    tree, single = ModelTree.of(model), kept_in_float32(model)
+    for path, parameter in tree.parameters.items():
+        if any(name in path for name in single):  # its code casts what it reads to match
+            parameter.data = parameter.data.float()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in dict.fromkeys(tree.parameters.values()):
             if parameter.is_floating_point():
                 parameter.nan_to_num_(nan=0.02, posinf=0.02, neginf=-0.02)
                 parameter.add_(torch.randn_like(parameter) * _JITTER)
