@@ -25,6 +25,8 @@ def verify(
 ) -> VerificationReport:
     """See :func:`tp_plans.verify_plan`."""
     tp = tp if mesh is None else mesh.size()
+    if not plan:
+        return VerificationReport(plan.name, tp, f"{type(model).__name__} not run, since the plan has no rules")
     return verify_tiny(tiny_model(model, tp=tp), plan, tp=tp, inputs=inputs, mesh=mesh)
 
 
