@@ -164,8 +164,9 @@ def _require_sequence_parallel_right(
 
 
 def _computes(mesh: DeviceMesh) -> bool:
-    from tp_plans.verification.ranks import computes
+    from tp_plans.verification.ranks import computes, require_axis
 
+    require_axis(mesh)
     return computes(mesh)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tp_plans.errors import CapabilityError, ModelError
+from tp_plans.errors import CapabilityError, ModelError, PlanError, type_name
 
 Work = Callable[[DeviceMesh], list[Any]]
 
@@ -100,6 +100,18 @@ def on_ranks_of(mesh: DeviceMesh, work: Work) -> list[Any]:
     results: list[Any] = [None] * mesh.size()
     dist.all_gather_object(results, work(mesh), group=group)
     return results
+
+
+def require_axis(mesh: object) -> None:
+    """Check that a mesh is ``None``, or has one axis.
+
+    Raises:
+        PlanError: it is something else.
+    """
+    if mesh is not None and not (isinstance(mesh, DeviceMesh) and mesh.ndim == 1):
+        raise PlanError(
+            f"mesh is of type {type_name(mesh)}, or has several axes: give one axis, as mesh['tp'], or None"
+        )
 
 
 def computes(mesh: DeviceMesh) -> bool:

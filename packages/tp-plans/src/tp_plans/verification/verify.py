@@ -15,7 +15,7 @@ from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree
 from tp_plans.verification.compare import Differences, Inputs, Reference, compare, reference_run
 from tp_plans.verification.parts import part_of, parts_of
-from tp_plans.verification.ranks import Work, on_new_ranks, on_ranks_of
+from tp_plans.verification.ranks import Work, on_new_ranks, on_ranks_of, require_axis
 from tp_plans.verification.report import GRADIENT_BOUND, OUTPUT_BOUND, VerificationReport, WrongPart, differences
 from tp_plans.verification.tiny import TinyModel, model_inputs, tiny_model
 
@@ -24,6 +24,7 @@ def verify(
     model: nn.Module, plan: Plan, *, tp: int, inputs: Mapping[str, Any] | None, mesh: DeviceMesh | None
 ) -> VerificationReport:
     """See :func:`tp_plans.verify_plan`."""
+    require_axis(mesh)
     tp = tp if mesh is None else mesh.size()
     if not plan:
         return VerificationReport(plan.name, tp, f"{type(model).__name__} not run, since the plan has no rules")
