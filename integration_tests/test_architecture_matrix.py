@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from architecture_matrix.measure import KINDS, measure
 from architecture_matrix.outcome import summarize
 from architecture_matrix.table import entries, tiny_model
+from architecture_matrix.unplanned import UNPLANNED
 from harness.parity import largest, mesh_for
 from harness.ranks import RankPool
 from tp_plans import ExpertsParallel, Plan
@@ -82,6 +83,18 @@ def test_parallelized_architecture_equals_single_process(
 @pytest.mark.parametrize("name", TP_ONLY)
 def test_architecture_without_sequence_parallelism_equals_single_process(two_ranks: RankPool, name: str) -> None:
     found = summarize(two_ranks.run(measure, name, "TP", tp=2, kinds=KINDS))
+    assert (found.status, found.note) == ("right", "")
+
+
+#: Rows without a plan: attention that is found wrong and gathered, and experts that read another module's parameters.
+INFERRED = ("codegen", "dbrx")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name not in INFERRED else []) for name in UNPLANNED]
+)
+def test_an_inferred_plan_equals_single_process(two_ranks: RankPool, name: str) -> None:
+    found = summarize(two_ranks.run(measure, name, "TP", tp=2, kinds=KINDS[::2]))
     assert (found.status, found.note) == ("right", "")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from architecture_matrix.bfloat16 import measure_bfloat16
-from architecture_matrix.table import UNBUILDABLE, entries
+from architecture_matrix.table import UNBUILDABLE, coverage_entries
 from harness.ranks import RankPool
 
 #: Routers, a recurrence's decay that its class creates in float32, and sinks of attention.
@@ -19,7 +19,7 @@ def test_fsdp2_computes_what_one_process_does_bit_for_bit(two_ranks: RankPool, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*entries()} - {*UNBUILDABLE} - {*DEFAULT}))
+@pytest.mark.parametrize("name", sorted({*coverage_entries()} - {*UNBUILDABLE} - {*DEFAULT}))
 def test_fsdp2_computes_what_one_process_does_in_every_architecture(two_ranks: RankPool, name: str) -> None:
     for found in two_ranks.run(measure_bfloat16, name):
         assert found == {"FSDP2": [], "FSDP2, policy": []}

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from architecture_matrix.measure import Refused
 from architecture_matrix.outcome import Outcome, failure
 from architecture_matrix.shrink import VOCAB
-from architecture_matrix.table import entries, tiny_model
+from architecture_matrix.table import coverage_entries, tiny_model
 from fsdp_runtime import FSDPOptions, FsdpRuntimeError, parallelize
 from harness.parity import largest, logits_of, mesh_for, own_part
 from harness.ranks import RankPool, RanksFailed
@@ -28,7 +28,7 @@ BATCH, LENGTH = 3, 7
 
 def measure_bfloat16(name: str) -> dict[str, list[str]]:
     """Return what is wrong on this rank, by way: nothing where it is right; every rank of two must call it."""
-    entry = entries()[name]
+    entry = coverage_entries()[name]
     model = tiny_model(entry, dtype=torch.bfloat16)
     ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     expected, gradients = _run(copy.deepcopy(model), ids)

@@ -11,6 +11,7 @@ import copy
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from architecture_matrix.peers import NoPlanError, parallelize_by_transformers
 from architecture_matrix.shrink import VOCAB
-from architecture_matrix.table import entries, tiny_model
+from architecture_matrix.table import coverage_entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, parallelize
 from harness.parity import largest, logits_of, mesh_for, padding_mask, ties
 from tp_plans import TpPlansError
@@ -72,18 +73,34 @@ class Run:
 
 def warm_up() -> int:
     """Import what every row needs, so that no row's time holds it."""
-    return len(entries())
+    return len(coverage_entries())
 
 
 def measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...]) -> RankResult:
     """Measure one architecture in one of the modes on this rank; every rank of the world must call it."""
+    with default_dtype(torch.float64 if coverage_entries()[name].default_float64 else torch.float32):
+        return _measure(name, mode, tp=tp, kinds=kinds)
+
+
+def _measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...]) -> RankResult:
     reference, runs = _reference(name, kinds)
     candidate = copy.deepcopy(reference)
     try:
-        candidate = MODES[mode](candidate, mesh_for({"tp": tp}), **entries()[name].options)
+        candidate = MODES[mode](candidate, mesh_for({"tp": tp}), **coverage_entries()[name].options)
     except (TpPlansError, FsdpRuntimeError, NoPlanError) as error:
         raise Refused(str(error)) from error
     return compared(reference, candidate, runs)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let tensors that model code makes without a dtype be of this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, Run]) -> RankResult:
@@ -110,20 +127,20 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, Run]) -
 
 @lru_cache(maxsize=1)
 def _reference(name: str, kinds: tuple[str, ...]) -> tuple[nn.Module, dict[str, Run]]:
-    model = tiny_model(entries()[name])
+    model = tiny_model(coverage_entries()[name])
     runs = {}
     for kind in kinds:
         inputs = _inputs(kind)
-        expected = logits_of(model, inputs)
+        running = copy.deepcopy(model)  # some modules keep a state of their last forward
+        expected = logits_of(running, inputs)
         weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
         if (mask := inputs.get("attention_mask")) is not None and mask.shape == weights.shape[:2]:
             weights = weights * mask.unsqueeze(-1)  # what padding positions compute is undefined
         (expected * weights).sum().backward()
-        gradients = {path: parameter.grad for path, parameter in model.named_parameters()}
+        gradients = {path: parameter.grad for path, parameter in running.named_parameters()}
         # In float64 some eager attention gives NaN for a row that is masked whole, which would reach every gradient.
         if all(bool(gradient.isfinite().all()) for gradient in gradients.values() if gradient is not None):
             runs[kind] = Run(inputs, weights, expected.detach(), gradients)
-        model.zero_grad(set_to_none=True)
     return model, runs
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from architecture_matrix.measure import gradient_errors
 from architecture_matrix.shrink import VOCAB
-from architecture_matrix.table import entries, tiny_model
+from architecture_matrix.table import coverage_entries, entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, MeshSpec, parallelize, sequence_layout
 from harness.parity import largest, logits_of, mesh_for
 
@@ -165,9 +165,9 @@ def _doubled(model: nn.Module) -> nn.Module:
 
 def packed_outcome(name: str) -> dict[str, Any]:
     """Return what is kept of one row: whether documents meet without the option, and what it makes of them."""
-    model = tiny_model(entries()[name])
+    model = tiny_model(coverage_entries()[name])
     mesh = MeshSpec().build(device_type="cpu")
-    options = {"plan": None, **entries()[name].options}
+    options = {"plan": None, **coverage_entries()[name].options}
     try:
         found = measure_packing(model, lambda each: parallelize(each, mesh, packed_sequences=True, **options))
     except FsdpRuntimeError as error:

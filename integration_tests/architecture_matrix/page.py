@@ -93,7 +93,10 @@ def _head(results: Mapping[str, Any], rows: Mapping[str, Row], entries: Mapping[
     for mode in ("TP", "SP", "transformers"):
         groups = {
             "that transformers ships a plan for": [name for name in rows if entries[name].shipped],
-            "other rows (variants, remote-code models)": [name for name in rows if not entries[name].shipped],
+            "without a shipped plan for their layers": [name for name in rows if entries[name].unplanned],
+            "other rows (variants, remote-code models)": [
+                name for name in rows if not (entries[name].shipped or entries[name].unplanned)
+            ],
         }
         parts = [f"{counts} {what}" for what, names in groups.items() if (counts := _counts(rows, names, mode))]
         if parts:

@@ -13,6 +13,7 @@ from torch import nn
 
 from architecture_matrix.extras import EXTRAS
 from architecture_matrix.shrink import tiny_fields
+from architecture_matrix.unplanned import DEFAULT_FLOAT64, UNPLANNED
 from harness.models import jitter
 from harness.remote_code_models import REMOTE_CODE_MODELS
 
@@ -29,6 +30,8 @@ class Entry:
         options: further keywords for ``parallelize``.
         experts: the implementation of a mixture's experts.
         shipped: transformers maps the model type to a causal language model and ships a plan for it.
+        unplanned: transformers maps the model type to a causal language model and ships no plan for its layers.
+        default_float64: its code makes tensors without a dtype, which have to be of its weights' one.
     """
 
     name: str
@@ -38,6 +41,8 @@ class Entry:
     options: Mapping[str, Any] = field(default_factory=dict)
     experts: str = "eager"
     shipped: bool = False
+    unplanned: bool = False
+    default_float64: bool = False
 
 
 _MINISTRAL3 = {"model_type": "ministral3"}
@@ -70,8 +75,14 @@ UNBUILDABLE = {"gemma3n": "its vision tower needs timm, and gemma3n_text has all
 
 @cache
 def entries() -> dict[str, Entry]:
-    """Every row by its name."""
+    """Every row whose layers have a plan, of ours or of transformers, by its name."""
     return {entry.name: entry for entry in (*planned_causal_models(), *OTHERS)}
+
+
+@cache
+def coverage_entries() -> dict[str, Entry]:
+    """Every row of the coverage page by its name: with a plan, or with one that has to be inferred."""
+    return entries() | {entry.name: entry for entry in unplanned_causal_models()}
 
 
 def planned_causal_models() -> list[Entry]:
@@ -87,6 +98,16 @@ def planned_causal_models() -> list[Entry]:
         if any(getattr(each, "base_model_tp_plan", None) for each in configs):
             found.append(Entry(model_type, model_type, class_name, shipped=True))
     return found
+
+
+def unplanned_causal_models() -> list[Entry]:
+    """Decoders that the installed transformers ships no plan for, or one for the head alone."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    return [
+        Entry(name, name, CLASSES[name], fields, unplanned=True, default_float64=name in DEFAULT_FLOAT64)
+        for name, fields in UNPLANNED.items()
+    ]
 
 
 def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:

@@ -361,7 +361,7 @@ def _resolve_plan(
         if tp_mesh is not None and structure is not None and any("attn" in key or "attention" in key for key in plan):
             _check_heads(structure, tp_mesh.size(), _both_divisible)
         return dict(plan)
-    return resolve_plan("auto" if plan is None else plan, model, sequence_parallel=sequence_parallel)
+    return resolve_plan("auto" if plan is None else plan, model, sequence_parallel=sequence_parallel, mesh=tp_mesh)
 
 
 def _load_plan(path: str) -> Any:

@@ -166,8 +166,9 @@ def resolve_parallelism(
     Args:
         model: the model, on the meta device or with data, the same on every rank.
         mesh: from ``MeshSpec(...).build()`` or ``adopt_mesh(...)``, or any mesh with those axis names.
-        plan: ``"auto"`` (the architecture's plan), a plan, a dict of pattern to style or style name, a dotted path to
-            one, or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
+        plan: ``"auto"`` (the architecture's plan, else one that is inferred and proven by running a small copy of the
+            model on the ranks of ``tp``), ``"inferred"`` (with its doubts), a plan, a dict of pattern to style or style
+            name, a dotted path to one, or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
         context_parallel: how attention spans the ranks of ``cp``: ``"allgather"``, ``"ulysses"`` or ``"ring"``.
         cp_load_balancer: the tokens that each rank of ``cp`` holds: ``"headtail"`` or ``None`` (contiguous).
@@ -232,8 +233,13 @@ def resolve_parallelism(
         if ep > 1 and tp == 1 and plan == "auto":
             return None
         try:
-            towers_tp = tp if plan == "auto" and towers == "sharded" else None
-            resolved = resolve_adapted_plan(plan, model, sequence_parallel=sequence_parallel, towers_tp=towers_tp)
+            resolved = resolve_adapted_plan(
+                plan,
+                model,
+                sequence_parallel=sequence_parallel,
+                mesh=mesh["tp"] if tp > 1 else None,
+                towers_tp=tp if plan == "auto" and towers == "sharded" else None,
+            )
             return with_logits(resolved, logits)
         except UnknownArchitectureError as error:
             if ep == 1 or plan != "auto" or sequence_parallel:

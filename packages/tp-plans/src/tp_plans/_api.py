@@ -56,6 +56,7 @@ from tp_plans.transfer.engine_rules import EngineRule, engine_rules
 from tp_plans.transfer.layout import CheckpointTensor, StoredBlock, TransferLayout, mesh_layout
 from tp_plans.transfer.mesh_layout import StridedShard, mesh_boxes
 from tp_plans.transfer.plan import BlockTransfer, TransferPlan, plan_cover, plan_transfer
+from tp_plans.verification import VerificationReport, WrongPart, verify_plan
 from tp_plans.without_rowwise import rowwise_free
 
 __all__ = [
@@ -119,7 +120,9 @@ __all__ = [
     "TransferPlan",
     "UnknownArchitectureError",
     "UnknownStyleError",
+    "VerificationReport",
     "VocabParallelEmbedding",
+    "WrongPart",
     "adapter_styles",
     "architectures",
     "batch_divisibility",
@@ -142,5 +145,6 @@ __all__ = [
     "split_towers",
     "styles_by_path",
     "suggest",
+    "verify_plan",
     "with_expert_parallelism",
 ]

@@ -33,3 +33,8 @@ def mark_expert_parallel(experts: Any) -> None:
     """
     if hasattr(experts, "_is_expert_parallel"):
         experts._is_expert_parallel = True
+
+
+def kept_in_float32(model: Any) -> tuple[str, ...]:
+    """Names in the paths of parameters that a model's class keeps in float32 whatever the dtype of the others."""
+    return tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

@@ -1,4 +1,4 @@
-"""The command line: ``tp-plans list | show | check | explain | suggest | diff``.
+"""The command line: ``tp-plans list | show | check | explain | suggest | verify | diff``.
 
 ``list``, ``show`` and ``diff`` of our own plans need no torch; the others, and ``hf:NAME``, need torch and
 transformers.
@@ -20,12 +20,13 @@ from tp_plans.explanation import explain
 from tp_plans.hugging_face import from_hugging_face
 from tp_plans.infer.experts import with_expert_parallelism
 from tp_plans.infer.suggest import suggest
-from tp_plans.meta_models import meta_model_from_config, meta_model_of_class
+from tp_plans.meta_models import meta_model_from_config, meta_model_of_class, model_of
 from tp_plans.models import Architecture
 from tp_plans.plan import Plan
 from tp_plans.registry import architectures, plan_for
 from tp_plans.resolve import resolve_plan
 from tp_plans.text import colorize, short_repr, table
+from tp_plans.verification import verify_plan
 
 #: Exit codes: nothing found; something found (errors of a check, a difference); the command could not be carried out.
 OK, FOUND, FAILED = 0, 1, 2
@@ -82,6 +83,22 @@ def _parser() -> argparse.ArgumentParser:
     _add_sequence_parallel(suggesting)
     _add_json(suggesting, "as JSON, which Plan.from_json reads; doubts go to standard error")
     suggesting.set_defaults(run=_suggest)
+
+    verifying = commands.add_parser(
+        "verify", help="run a small copy of a model in full and split by a plan; exit code 1 if they differ"
+    )
+    verifying.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a config.json, the folder of a checkpoint, a class of transformers, or a dotted path to a model or to a "
+        "function that returns one",
+    )
+    verifying.add_argument("--tp", type=int, default=2, help="ranks to split over (default 2)")
+    verifying.add_argument(
+        "--plan", default="auto", help="a plan in a .json file, a dotted path, or inferred; default: auto"
+    )
+    _add_sequence_parallel(verifying)
+    verifying.set_defaults(run=_verify)
 
     difference = commands.add_parser("diff", help="show the differences of two plans; exit code 1 if there are any")
     difference.add_argument("before", metavar="A", help="as for show")
@@ -193,6 +210,15 @@ def _suggest(options: argparse.Namespace) -> int:
     for doubt in suggestion.doubts:
         print(f"doubts: {doubt}", file=sys.stderr if options.json else sys.stdout)
     return OK
+
+
+def _verify(options: argparse.Namespace) -> int:
+    model = model_of(options.model)
+    chosen: object = _from_file(options.plan) if options.plan.endswith(".json") else options.plan
+    plan = resolve_plan(chosen, model, sequence_parallel=options.sequence_parallel)
+    report = verify_plan(model, plan, tp=options.tp)
+    print(report)
+    return OK if report.right else FOUND
 
 
 def _diff(options: argparse.Namespace) -> int:

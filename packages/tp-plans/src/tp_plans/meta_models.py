@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,30 @@ def meta_model_of_class(name: str) -> Any:
     if cls is None or config_class is None:
         raise UnknownArchitectureError(f"transformers {transformers.__version__} has no model class {name!r}")
     return _on_meta(cls, config_class(), name)
+
+
+def model_of(source: str) -> Any:
+    """The model that a word of the command line means: a config, a class of transformers, or a dotted path.
+
+    Raises:
+        UnknownArchitectureError: it means none of these.
+        ModelConfigError: no model can be built from it.
+        ImportError: torch or transformers is not installed.
+    """
+    if Path(source).exists():
+        return meta_model_from_config(source)
+    module_name, _, attribute = source.rpartition(".")
+    if not module_name:
+        return meta_model_of_class(source)
+    sys.path.insert(0, "")  # what is named may lie in the current folder
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+        is_model = hasattr(found, "named_modules") and not isinstance(found, type)
+        return found if is_model or not callable(found) else found()
+    except Exception as error:
+        raise ModelConfigError(f"{source}: no model can be built from it: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove("")
 
 
 def _causal_lm_class(config: Any) -> Any:

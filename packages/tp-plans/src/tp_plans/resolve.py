@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tp_plans._validate import checked
 from tp_plans.errors import (
@@ -17,8 +17,13 @@ from tp_plans.errors import (
     type_name,
 )
 from tp_plans.hugging_face import from_hugging_face, style_from_name
+from tp_plans.infer.suggest import suggest
 from tp_plans.plan import Plan
 from tp_plans.registry import plan_for
+from tp_plans.verification.prove import inferred_plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +31,18 @@ _KINDS = "a Plan, a dict of pattern to style, or a dotted path to a dict or to a
 
 
 @checked
-def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False) -> Plan:
+def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False, mesh: DeviceMesh | None = None) -> Plan:
     """The plan that a user's ``plan`` argument means for a model.
 
     Args:
-        plan: ``"auto"`` (the architecture's own plan, else the one that transformers ships for it), the name of
-            an architecture, a :class:`Plan`, a dict of pattern to style or style word, or a dotted path
+        plan: ``"auto"`` (the architecture's own plan, else the one that transformers ships for it, else one that is
+            inferred and certain), ``"inferred"`` (what ``suggest`` proposes, with its doubts), the name of an
+            architecture, a :class:`Plan`, a dict of pattern to style or style word, or a dotted path
             (``"package.module.name"``) to one of these or to a function that returns one.
         model: the model that the plan is for.
         sequence_parallel: wanted of ``"auto"``; a plan of the user's must then be a sequence-parallel one.
+        mesh: the axis whose ranks run a small copy of the model where an inferred plan has doubts, all of which have
+            to call this; by default new processes of this machine's CPU do.
 
     Returns:
         The plan.
@@ -42,7 +50,7 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False) -
     Raises:
         CustomPlanError: the user's plan cannot be used; the message says what was wrong with it.
         UnknownStyleError: it holds a word that names no style.
-        UnknownArchitectureError: ``"auto"`` found no plan.
+        UnknownArchitectureError: ``"auto"`` found no plan that is certain.
         CapabilityError: sequence parallelism was asked of a model that has no such form.
 
     Example:
@@ -51,7 +59,9 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False) -
         <Plan the custom plan: TP, 2 rules>
     """
     if plan == "auto":
-        return _automatic(model, sequence_parallel=sequence_parallel)
+        return _automatic(model, sequence_parallel=sequence_parallel, mesh=mesh)
+    if plan == "inferred":
+        return _with_doubts(model, sequence_parallel=sequence_parallel)
     named = _registered(plan, sequence_parallel=sequence_parallel)
     custom = _custom(plan) if named is None else named
     if sequence_parallel and not custom.sequence_parallel:
@@ -62,7 +72,7 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False) -
     return custom
 
 
-def _automatic(model: Any, *, sequence_parallel: bool) -> Plan:
+def _automatic(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None) -> Plan:
     try:
         plan = plan_for(model, sequence_parallel=sequence_parallel)
     except UnknownArchitectureError as unknown:
@@ -71,10 +81,22 @@ def _automatic(model: Any, *, sequence_parallel: bool) -> Plan:
         except CapabilityError:
             raise
         except TpPlansError as error:
-            raise UnknownArchitectureError(f"{unknown} Its Hugging Face plan does not serve either: {error}") from error
+            try:
+                return inferred_plan(model, sequence_parallel=sequence_parallel, mesh=mesh)
+            except UnknownArchitectureError as uncertain:
+                raise UnknownArchitectureError(
+                    f"{unknown} Its Hugging Face plan does not serve either: {error} {uncertain}"
+                ) from error
         logger.warning("no plan of our own for %s: using the one that transformers ships", type(model).__name__)
     logger.info("tensor-parallel plan: %r", plan)
     return plan
+
+
+def _with_doubts(model: Any, *, sequence_parallel: bool) -> Plan:
+    suggestion = suggest(model, sequence_parallel=sequence_parallel)
+    for doubt in suggestion.doubts:
+        logger.warning("the inferred plan was not run, and may be wrong: %s", doubt)
+    return suggestion.plan
 
 
 def _registered(plan: object, *, sequence_parallel: bool) -> Plan | None:

@@ -252,4 +252,4 @@ class Grouped(Linear):
 def test_a_linear_layer_with_a_forward_of_its_own_is_none():
     found = suggest(model(block(ff=FeedForward(gate=Linear(96, 32), up=Linear(96, 32), back=Grouped(32, 96)))))
     assert "trunk.stack.*.ff.back" not in found.plan
-    assert "this Grouped stays replicated" in doubts(found, "trunk.stack.*.ff.back")[0]
+    assert "this Grouped is stored sharded and gathered" in doubts(found, "trunk.stack.*.ff.back")[0]

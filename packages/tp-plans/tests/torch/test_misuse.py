@@ -16,7 +16,7 @@ ERRORS = (tp_plans.TpPlansError,)
 RESULTS = {
     *("BatchDivisibility", "CheckReport", "CollectiveSummary", "Doubt", "Explanation", "Finding", "PlanDiff"),
     *("AdapterStyles", "RuleChange", "RuleExplanation", "ShardedParameter", "Suggestion", "ModelTree"),
-    *("Layout", "Style", "BlockTransfer", "TransferPlan"),
+    *("Layout", "Style", "BlockTransfer", "TransferPlan", "VerificationReport", "WrongPart"),
 }
 
 
@@ -159,6 +159,8 @@ CALLS = {
     "styles_by_path": Call(tp_plans.styles_by_path, planned),
     "split_towers": Call(tp_plans.split_towers, lambda: {**planned(), "tp": 2}),
     "suggest": Call(tp_plans.suggest, lambda: {"model": Model()}),
+    # Without rules nothing is run: every call would start processes.
+    "verify_plan": Call(tp_plans.verify_plan, lambda: {"plan": Plan({}), "model": Model()}),
     "with_expert_parallelism": Call(
         tp_plans.with_expert_parallelism,
         lambda: {"plan": None, "model": torch.nn.ModuleDict({"experts": Experts()})},

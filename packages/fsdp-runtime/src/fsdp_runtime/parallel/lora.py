@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._peft_compat import (
     BASE,
@@ -46,7 +47,12 @@ _GATHERING = (PrepareModuleInput, ParallelAttention, GatherSequence)
 
 
 def resolve_adapted_plan(
-    plan: object, model: nn.Module, *, sequence_parallel: bool, towers_tp: int | None = None
+    plan: object,
+    model: nn.Module,
+    *,
+    sequence_parallel: bool,
+    mesh: DeviceMesh | None = None,
+    towers_tp: int | None = None,
 ) -> Plan:
     """Resolve a plan as ``tp_plans.resolve_plan`` does; for a ``PeftModel``, add styles for its adapters.
 
@@ -54,6 +60,7 @@ def resolve_adapted_plan(
         plan: what the user gave as a plan.
         model: the model.
         sequence_parallel: wanted of ``"auto"``.
+        mesh: the axis ``tp``, whose ranks prove an inferred plan.
         towers_tp: the size of ``tp`` where vision and audio towers are to be sharded too, else ``None``.
 
     Raises:
@@ -61,7 +68,7 @@ def resolve_adapted_plan(
         tp_plans.TpPlansError: no plan is known, or a layer's style does not support adapters.
     """
     base = base_model(model) if is_peft_model(model) else model
-    resolved = resolve_plan(plan, base, sequence_parallel=sequence_parallel)
+    resolved = resolve_plan(plan, base, sequence_parallel=sequence_parallel, mesh=mesh)
     if towers_tp is not None:
         resolved = split_towers(resolved, base, tp=towers_tp)
     return resolved if base is model else adapted_plan(resolved, base).with_prefix(BASE)

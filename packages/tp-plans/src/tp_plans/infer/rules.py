@@ -13,8 +13,9 @@ from typing import Any
 from tp_plans._validate import is_integer
 from tp_plans.infer.bytecode import counts_used, first_argument, non_elementwise_op, referenced_names
 from tp_plans.infer.sublayers import Sublayer, rules_for
+from tp_plans.infer.unrecognized import MIN_ROWS
 from tp_plans.layouts import Replicate
-from tp_plans.model_tree import ModelTree
+from tp_plans.model_tree import ModelTree, join
 from tp_plans.module_attrs import getattr_path
 from tp_plans.naming import HEAD_COUNTS, HEAD_DIMS, KV_HEAD_COUNTS, KV_PROJECTION, leaf
 from tp_plans.styles import (
@@ -49,11 +50,10 @@ def propose(sub: Sublayer, tree: ModelTree) -> Proposal:
             Doubt(sub.output_proj, "assumed to be the output projection by its name, since the shapes are ambiguous")
         )
     if "weight" in referenced_names(type(tree.modules[sub.path])):
-        names = tuple(f"{leaf(layer)}.weight" for layer in (*sub.input_projs, *sub.other_linears, sub.output_proj))
         what = (
             "its code reads weights directly, so they are stored sharded and gathered for it: correct, but not faster"
         )
-        return {sub.path: GatheredParameters(names=names)}, [Doubt(sub.path, what)]
+        return stored_rules(sub.path, tree), [Doubt(sub.path, what)]
     reason = _not_understood(sub, tree)
     if reason is None:
         is_attention = sub.is_named_attention or _counts_heads(tree.modules[sub.path])
@@ -75,6 +75,25 @@ def gathered_rules(sub: Sublayer) -> dict[str, Style]:
         (*sub.input_projs, *sub.other_linears), ColwiseParallel(output_layouts=Replicate())
     )
     return {**columns, sub.output_proj: RowwiseParallel(input_layouts=Replicate())}
+
+
+def stored_rules(path: str, tree: ModelTree, *, deep: bool = False) -> dict[str, Style]:
+    """Return a rule that stores the matrices of a module sharded and gathers them for its code.
+
+    Args:
+        path: the module.
+        tree: the model.
+        deep: those of all modules below, rather than its own and its children's.
+    """
+    below = tree.below(path) if deep else tree.children[path]
+    owners = [path, *(each for each in below if deep or not tree.is_expert_stack(each))]
+    names = tuple(
+        join(owner, name).removeprefix(f"{path}.")
+        for owner in owners
+        for name, parameter in tree.own_parameters(owner).items()
+        if len(parameter.shape) > 1 and parameter.shape[0] >= MIN_ROWS
+    )
+    return {path: GatheredParameters(names=names)} if names else {}
 
 
 def _not_understood(sub: Sublayer, tree: ModelTree) -> str | None:

@@ -9,12 +9,13 @@ computes with several residual streams, or with parameters of its own, the rule 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from tp_plans.errors import CapabilityError, PlanError
 from tp_plans.infer.bytecode import first_argument, takes_argument
 from tp_plans.layouts import Replicate, Shard
-from tp_plans.model_tree import ModelTree, join, parent
+from tp_plans.model_tree import ModelTree, is_at_or_below, join, parent
 from tp_plans.models.spec import SEQUENCE_DIM
 from tp_plans.naming import EMBEDDINGS_ARGUMENT, FEATURES_BETWEEN_BLOCKS, MLA_NORMS, leaf
 from tp_plans.plan import Plan
@@ -110,8 +111,9 @@ def _rules_before_blocks(planned: PlannedTree) -> dict[str, Style]:
     tree, embedding = planned.tree, planned.tree.embedding
     if tree.root and planned.style(tree.root) is not None:
         return {}
-    before_blocks = tree.root and takes_argument(tree.modules[tree.root], FEATURES_BETWEEN_BLOCKS[1])
-    if not tree.root or before_blocks or not takes_argument(tree.modules[tree.root], EMBEDDINGS_ARGUMENT):
+    between_blocks = tree.root and takes_argument(tree.modules[tree.root], FEATURES_BETWEEN_BLOCKS[1])
+    takes_embeddings = tree.root and takes_argument(tree.modules[tree.root], EMBEDDINGS_ARGUMENT)
+    if not takes_embeddings or between_blocks or _adds_to_embeddings(tree):
         # Its code may add positions to the embeddings, or scale them: shard what it passes to the first block.
         block = _blocks(tree)[0]
         return {block: PrepareModuleInput(layout=_STREAM, argument=first_argument(tree.modules[block]))}
@@ -122,6 +124,20 @@ def _rules_before_blocks(planned: PlannedTree) -> dict[str, Style]:
     if embedding is not None and is_split and not _embeddings_merged_above(tree.root, tree):
         rules[embedding] = VocabParallelEmbedding(output_layouts=_STREAM, use_local_output=False)
     return rules
+
+
+def _adds_to_embeddings(tree: ModelTree) -> bool:
+    """Return whether modules between the embedding and the first block add to the embeddings: positions, a norm."""
+    embedding = tree.embedding or ""
+    if parent(embedding) != tree.root:
+        return True
+    with_parameters = tree.children_with_parameters(tree.root)
+    before = takewhile(lambda path: not is_at_or_below(tree.decoder or "", path), tree.children[tree.root])
+    return any(
+        leaf(path) in with_parameters or (tree.has_buffers(path) and "embed" in leaf(path))
+        for path in before
+        if path != embedding
+    )
 
 
 def _rules_after_blocks(planned: PlannedTree) -> dict[str, Style]:

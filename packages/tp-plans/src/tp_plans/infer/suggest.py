@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tp_plans._validate import checked
 from tp_plans.errors import PlanError
-from tp_plans.infer.rules import Doubt, Proposal, gathered_rules, propose
+from tp_plans.infer.rules import Doubt, Proposal, gathered_rules, propose, stored_rules
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.infer.sublayers import Sublayer, shaped_sublayer
-from tp_plans.layouts import Replicate
-from tp_plans.model_tree import ModelTree, ancestors
+from tp_plans.infer.unrecognized import shard_storage
+from tp_plans.layouts import Replicate, Shard
+from tp_plans.model_tree import ModelTree, ancestors, join
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
-from tp_plans.planned_tree import merge_per_block
+from tp_plans.planned_tree import PlannedTree, merge_per_block
 from tp_plans.styles import (
     ColwiseParallel,
     ExpertsParallel,
@@ -51,7 +52,7 @@ class Suggestion:
 
 
 @checked
-def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
+def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[str] = ()) -> Suggestion:
     """Propose a tensor-parallel plan for a decoder from its modules' shapes and names.
 
     Embedding, blocks, norms and head are found by their places and shapes, and so are the sub-layers of each block
@@ -62,6 +63,8 @@ def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
     Args:
         model: a ``torch.nn.Module`` on any device (meta is enough).
         sequence_parallel: give the plan's sequence-parallel form (arXiv:2205.05198).
+        gathered: modules of the blocks, as patterns, whose matrices are stored sharded and gathered for their code,
+            whatever it computes.
 
     Returns:
         The plan, to be checked as any other, and the doubts to resolve before it is used.
@@ -90,9 +93,15 @@ def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
     rules: dict[str, Style] = {}
     doubts: list[Doubt] = [*_add_embedding(rules, embedding, tree)]
     for block in tree.decoder_blocks:
-        scales = (path for path in tree.children[block] if tree.is_scale(path, tree.size(embedding, 1)))
+        scales = (
+            path
+            for path in tree.children[block]
+            if tree.is_scale(path, tree.size(embedding, 1)) and not tree.children_with_parameters(path)
+        )
         rules.update(dict.fromkeys(scales, NoParallel()))
-        rules.update({path: _STACK for path in tree.below(block) if tree.is_expert_stack(path)})
+        rules.update({path: _STACK for path in tree.below(block) if _holds_only_experts(path, tree)})
+    for path in _gathered(gathered, tree):
+        rules.update(stored_rules(path, tree, deep=path not in tree.decoder_blocks))
     for found, more in _sublayers(tree, rules):
         rules.update(found)
         doubts += more
@@ -100,8 +109,9 @@ def suggest(model: Any, *, sequence_parallel: bool = False) -> Suggestion:
     if tree.final_norm is not None and tree.own_parameters(tree.final_norm):
         rules[tree.final_norm] = NoParallel()
     doubts += _add_head(rules, tree)
-    doubts += _left_replicated(rules, tree)
     plan = Plan(merge_per_block(rules.items(), tree), name=f"suggested for {name}")
+    plan = plan.override(shard_storage(PlannedTree(tree, plan), tree.root, read_code=True))
+    doubts += _of_unknown_role(rules, PlannedTree(tree, plan))
     if sequence_parallel:
         plan = with_sequence_parallelism(plan, tree)
     return Suggestion(plan, tuple(dict.fromkeys(doubts)))
@@ -132,12 +142,29 @@ def _sublayers(tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Proposal
 
 
 def _of_block(block: str, tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Sublayer]:
-    """Iterate over the sub-layers of a block, without those inside stacked experts."""
+    """Iterate over the sub-layers of a block, without those inside modules that have a rule."""
     for path in (block, *tree.below(block)):
-        inside = any(rules.get(above) == _STACK for above in (path, *ancestors(path)))
+        above = (path, *(each for each in ancestors(path) if each != block))
+        inside = any(isinstance(rules.get(each), _STORED) for each in above)
         sub = None if inside else shaped_sublayer(path, tree)
         if sub is not None:
             yield sub
+
+
+def _gathered(patterns: Sequence[str], tree: ModelTree) -> list[str]:
+    """Return the modules of the decoder's blocks that patterns name.
+
+    Raises:
+        PlanError: a pattern names none.
+    """
+    matched, _ = tree.match(patterns)
+    if missing := [pattern for pattern in patterns if pattern not in matched]:
+        raise PlanError(f"gathered={missing[0]!r} is no module of {type(tree.model).__name__}")
+    return [path for paths in matched.values() for path in paths if path]
+
+
+def _holds_only_experts(path: str, tree: ModelTree) -> bool:
+    return tree.is_expert_stack(path) and not tree.children_with_parameters(path)
 
 
 def _is_gathered(sub: Sublayer, proposed: Mapping[str, Style]) -> bool:
@@ -155,11 +182,16 @@ def _add_head(rules: dict[str, Style], tree: ModelTree) -> Iterator[Doubt]:
         yield Doubt(head, f"a head of class {kind}, which is not a linear layer, stays replicated")
 
 
-def _left_replicated(rules: dict[str, Style], tree: ModelTree) -> Iterator[Doubt]:
-    """Find the matrices of the blocks that have no rule."""
+def _of_unknown_role(rules: Mapping[str, Style], planned: PlannedTree) -> Iterator[Doubt]:
+    """Find the matrices of the blocks that have no rule, or one for their storage alone."""
+    tree = planned.tree
     for block in tree.decoder_blocks:
         for path in tree.below(block):
             inside = any(isinstance(rules.get(above), _STORED) for above in ancestors(path))
             if len(tree.shape(path)) >= 2 and path not in rules and not inside:
                 kind = type(tree.modules[path]).__name__
-                yield Doubt(wildcard(path), f"its role is unknown: this {kind} stays replicated")
+                layout = planned.layout(join(path, "weight"))
+                what = "stays replicated"
+                if isinstance(layout, Shard):
+                    what = "is stored sharded and gathered for its code, which is right unless other code reads it"
+                yield Doubt(wildcard(path), f"its role is unknown: this {kind} {what}")

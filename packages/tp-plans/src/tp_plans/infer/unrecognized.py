@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from math import prod
 
+from tp_plans.infer.bytecode import referenced_names
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ancestors, join, parent
 from tp_plans.naming import KERNEL_ARGUMENTS, leaf
@@ -28,16 +29,31 @@ MIN_PARAM_SHARE = 0.003
 MIN_ROWS = 16
 
 
-def shard_storage(planned: PlannedTree, root: str) -> Mapping[str, Style]:
-    """Return rules for the large parameters that the plan leaves replicated."""
+def shard_storage(planned: PlannedTree, root: str, *, read_code: bool = False) -> Mapping[str, Style]:
+    """Return rules for the large parameters that the plan leaves replicated.
+
+    Args:
+        planned: the plan on the model.
+        root: the path of the language model.
+        read_code: look into the code of modules for parameters that it reads from modules below, which are gathered for
+            it; the weights of convolutions that nothing above reads are sharded too.
+    """
     sizes: dict[str, int] = defaultdict(int)
     for path, parameter in planned.parameters.items():
         sizes[wildcard(path)] += prod(parameter.shape)
     large = {pattern for pattern, size in sizes.items() if size >= MIN_PARAM_SHARE * sum(sizes.values())}
-    return merge_per_block(_shard_storage(planned, root, large), planned.tree)
+    found = list(_shard_storage(planned, root, large, read_code=read_code))
+    readers: dict[str, tuple[str, ...]] = defaultdict(tuple)
+    for path, style in found:
+        if isinstance(style, GatheredParameters):  # one rule for all that a module reads
+            readers[path] += style.names
+    return merge_per_block(
+        ((path, GatheredParameters(names=readers[path]) if path in readers else style) for path, style in found),
+        planned.tree,
+    )
 
 
-def _shard_storage(planned: PlannedTree, root: str, large: set[str]) -> Iterator[tuple[str, Style]]:
+def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_code: bool) -> Iterator[tuple[str, Style]]:
     tree = planned.tree
     for path, module in planned.within(root):
         if (names := _kernel_arguments(path, planned)) and planned.style(path) is None:
@@ -53,11 +69,31 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str]) -> Iterator
                 yield path, ColwiseParallel(output_layouts=Replicate())
         elif hasattr(module, "num_embeddings"):
             yield path, VocabParallelEmbedding()
-        elif not planned.split_children(path) and not hasattr(module, "kernel_size"):
+        elif read_code and (above := _reader_above(path, wanted, planned)):
+            names = tuple(f"{leaf(path)}.{name}" for name in wanted if own[name].shape[0] >= MIN_ROWS)
+            if names:
+                yield above, GatheredParameters(names=names)
+        elif not planned.split_children(path) and not (
+            hasattr(module, "kernel_size") and (not read_code or _is_read_above(path, planned))
+        ):
             for name in wanted:
                 if planned.style(join(path, name)) is None:
                     shape = list(own[name].shape)
                     yield join(path, name), ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
+
+
+def _reader_above(path: str, names: list[str], planned: PlannedTree) -> str | None:
+    """Return the module above whose code reads the parameters itself, where it has no rule."""
+    above = parent(path)
+    if not path or planned.style(above) is not None or planned.tree.is_numbered(above):
+        return None
+    read = referenced_names(type(planned.modules[above]))
+    return above if leaf(path) in read and any(name in read for name in names if name != "weight") else None
+
+
+def _is_read_above(path: str, planned: PlannedTree) -> bool:
+    """Return whether a module's weight may be read by the code above it, as the kernels of recurrences do."""
+    return "weight" in referenced_names(type(planned.modules[parent(path)]))
 
 
 def _is_large(parameter: str, shape: tuple[int, ...], large: set[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Plans as ``torch.distributed.tensor.parallel`` styles; the one place of this package that imports torch."""
+"""Plans as ``torch.distributed.tensor.parallel`` styles."""
 
 from __future__ import annotations
 

@@ -1,0 +1,153 @@
+"""Run a model in full and split over the ranks of a mesh, on every rank, and compare outputs and gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from tp_plans.errors import ModelError
+from tp_plans.model_tree import ModelTree
+from tp_plans.plan import Plan
+from tp_plans.torch_styles import styles_by_path
+
+Inputs = Mapping[str, Any] | tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The results of the model that is not split.
+
+    Args:
+        model: the model, as it was before it ran: some keep a state of their last forward.
+        inputs: the arguments of its forward.
+        output: its first output.
+        weights: those of the loss, a weighted sum of the output.
+        gradients: every parameter's gradient; ``None`` where the loss does not reach it.
+    """
+
+    model: nn.Module
+    inputs: Inputs
+    output: Tensor
+    weights: Tensor
+    gradients: Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What one rank found: see :class:`~tp_plans.verification.report.VerificationReport`."""
+
+    output_error: float = 0.0
+    gradient_errors: Mapping[str, float] | None = None
+    error: str = ""
+
+
+def reference_run(model: nn.Module, inputs: Inputs) -> Reference:
+    """Run a model forward and backward.
+
+    Raises:
+        ModelError: it raises, or gives no tensor or numbers that are not finite.
+    """
+    pristine = model
+    model = copy.deepcopy(pristine)
+    try:
+        output = _run(model, inputs)
+        generator = torch.Generator().manual_seed(2)
+        weights = torch.randn(output.shape, dtype=torch.float64, generator=generator).to(output)
+        (output * weights).sum().backward()
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be run on the CPU in float64: {type(error).__name__}: {error}"
+        ) from error
+    gradients = {path: parameter.grad for path, parameter in ModelTree.of(model).parameters.items()}
+    tensors = (output, *(gradient for gradient in gradients.values() if gradient is not None))
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise ModelError(f"{type(model).__name__} gives numbers that are not finite: give inputs, or a model, of yours")
+    return Reference(pristine, inputs, output.detach(), weights, gradients)
+
+
+def compare(reference: Reference, plan: Plan, mesh: DeviceMesh) -> Differences:
+    """Split a copy of the model by a plan, run it and compare, on this rank; every rank of the mesh has to call it."""
+    candidate = copy.deepcopy(reference.model)
+    try:
+        parallelize_module(candidate, mesh, dict(styles_by_path(plan, candidate)))
+        output = _full(_run(candidate, reference.inputs))
+        if output.shape != reference.output.shape:
+            return Differences(error=f"its output is {list(output.shape)}, not {list(reference.output.shape)}")
+        (output * reference.weights).sum().backward()
+    except Exception as error:  # noqa: BLE001 (the code of a model may raise anything)
+        return Differences(error=f"{type(error).__name__}: {error}")
+    wanted = reference.output
+    error = _largest(output.detach() - wanted) / max(_largest(wanted), 1e-30)
+    return Differences(error, dict(_gradient_errors(reference, ModelTree.of(candidate))))
+
+
+def _run(model: nn.Module, inputs: Inputs) -> Tensor:
+    with _default_float64():
+        output = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+    return _first_tensor(output)
+
+
+def _first_tensor(output: Any) -> Tensor:
+    if isinstance(output, Tensor) and output.is_floating_point():
+        return output
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    for value in values:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    raise ModelError(f"the model gives {type(output).__name__} without a tensor of real numbers")
+
+
+def _gradient_errors(reference: Reference, tree: ModelTree) -> Iterator[tuple[str, float]]:
+    """Yield each parameter's largest error on this rank, relative to its gradient's largest element.
+
+    Some gradients vanish mathematically (a key's bias shifts every score of a query alike), and what is left of them is
+    rounding: errors are relative to no less than 1e-9 of the largest gradient of the model.
+    """
+    floor = 1e-9 * max((_largest(each) for each in reference.gradients.values() if each is not None), default=1.0)
+    for path, parameter in tree.parameters.items():
+        wanted, actual = reference.gradients.get(path), parameter.grad
+        if wanted is None and (actual is None or _largest(_local(actual)) <= floor):
+            continue
+        if wanted is None or actual is None:
+            yield path, float("inf")
+            continue
+        if isinstance(parameter, DTensor):
+            wanted = distribute_tensor(wanted, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        if _local(actual).shape != _local(wanted).shape:
+            yield path, float("inf")
+            continue
+        yield path, _largest(_local(actual) - _local(wanted)) / max(_largest(reference.gradients[path]), floor)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _largest(tensor: Tensor | None) -> float:
+    return tensor.abs().max().item() if tensor is not None and tensor.numel() else 0.0
+
+
+@contextmanager
+def _default_float64() -> Iterator[None]:
+    """Let what model code makes without a dtype be in float64, as its weights are."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

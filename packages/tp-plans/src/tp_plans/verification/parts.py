@@ -1,0 +1,51 @@
+"""The parts of a model that a plan can be tried on one by one: sub-layers, embeddings, heads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from tp_plans.model_tree import ModelTree, ancestors, parent
+from tp_plans.patterns import wildcard
+from tp_plans.plan import Plan
+from tp_plans.planned_tree import PlannedTree
+
+
+def parts_of(plan: Plan, tree: ModelTree) -> Mapping[str, Plan]:
+    """Return the rules of each part of a model as a plan of its own, by the part's pattern.
+
+    A part is a sub-layer of a block with all that is below it, the layers that sit directly in a block, or a module
+    outside of the blocks (all of a model without blocks); modules with tied weights are one part.  Whatever has no rule
+    in such a plan is replicated, so that each is right or wrong by itself; a sequence-parallel plan has no such parts.
+    """
+    planned = PlannedTree(tree, plan)
+    places: dict[str, str] = {}
+    for path in planned.styles:
+        owner = path if path in tree.modules else parent(path)
+        places[path] = wildcard(_part(owner, tree))
+    for group in tree.tied:
+        tied = [places[owner] for path in group if (owner := parent(path)) in places]
+        for path, place in places.items():
+            if place in tied:
+                places[path] = tied[0]
+    rules: dict[str, dict[str, None]] = defaultdict(dict)
+    for path, place in places.items():
+        for pattern in planned.rules[path][:1]:
+            rules[place][pattern] = None
+    return {place: Plan({p: plan[p] for p in patterns}, name=plan.name) for place, patterns in rules.items()}
+
+
+def part_of(parameter: str, tree: ModelTree) -> str:
+    """Return the pattern of the part that a parameter belongs to."""
+    return wildcard(_part(parent(parameter), tree))
+
+
+def _part(path: str, tree: ModelTree) -> str:
+    above = (path, *ancestors(path))
+    block = next((each for each in above if each in tree.blocks), None)
+    if block is None:
+        return path if tree.blocks else ""
+    if path == block:
+        return path
+    first = next(each for each in above if parent(each) == block)
+    return first if tree.children[first] else block

@@ -1,0 +1,176 @@
+"""Infer a plan and prove it: what inference doubts is decided by running a small copy of the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tp_plans.checks import check
+from tp_plans.errors import CapabilityError, CheckFailedError, ModelError, PlanError, UnknownArchitectureError
+from tp_plans.infer.suggest import Suggestion, suggest
+from tp_plans.model_tree import ModelTree, is_at_or_below
+from tp_plans.patterns import wildcard
+from tp_plans.plan import Plan
+from tp_plans.verification.parts import parts_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tp_plans.verification.tiny import TinyModel
+
+logger = logging.getLogger(__name__)
+
+#: How often parts that were found wrong are gathered, before an inference is given up.
+_ROUNDS = 4
+#: Without a mesh, the ranks that a small copy is run on.
+_RANKS = 2
+_logged: set[str] = set()
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A model, and whether a sequence-parallel plan is wanted of it."""
+
+    tree: ModelTree
+    sequence_parallel: bool
+
+    def suggestion(self, gathered: Sequence[str] = (), *, sequence_parallel: bool | None = None) -> Suggestion:
+        wanted = self.sequence_parallel if sequence_parallel is None else sequence_parallel
+        return suggest(self.tree, sequence_parallel=wanted, gathered=gathered)
+
+
+def inferred_plan(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None) -> Plan:
+    """Return a plan that is inferred from a model's modules and certain: without doubts, or proven by running it.
+
+    Parts that are split wrongly are stored sharded and gathered for their code instead, and the plan is run again.
+
+    Args:
+        model: the model, or its tree.
+        sequence_parallel: whether the plan is to be a sequence-parallel one, which is always run.
+        mesh: the axis whose ranks run the copy, all of which have to call this; ``None`` for new processes.
+
+    Raises:
+        UnknownArchitectureError: no plan is certain; the message lists the doubts.
+        CapabilityError: the model has no sequence-parallel form that is right.
+    """
+    attempt = _Attempt(ModelTree.of(model), sequence_parallel)
+    name = type(attempt.tree.model).__name__
+    try:
+        suggestion = attempt.suggestion()
+    except PlanError as error:
+        raise UnknownArchitectureError(f"None can be inferred: {error}") from error
+    if not suggestion.doubts and not sequence_parallel:
+        _log_once(name, "without doubts")
+        return suggestion.plan
+    if mesh is not None and not _computes(mesh):
+        _log_once(name, "and not proven, since nothing is computed on a simulated mesh")
+        return suggestion.plan
+    try:
+        plan, how = _proven(attempt, mesh)
+    except (CheckFailedError, ModelError, PlanError, ImportError, _NotProvenError) as error:
+        doubts = "; ".join(map(str, suggestion.doubts)) or "the sequence-parallel form is derived"
+        raise UnknownArchitectureError(
+            f"A plan can be inferred, and is not certain. Doubts: {doubts}. They could not be decided by running it: "
+            f'{error}. Accept them with plan="inferred", or correct the plan of tp_plans.suggest(model) and give it'
+        ) from error
+    _log_once(name, how)
+    return plan
+
+
+class _NotProvenError(Exception):
+    """A plan stayed wrong."""
+
+
+def _proven(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
+    from tp_plans.verification.ranks import why_no_new_ranks
+    from tp_plans.verification.tiny import tiny_model
+
+    if mesh is None and (reason := why_no_new_ranks()) is not None:
+        raise _NotProvenError(reason)
+    tp = _RANKS if mesh is None else mesh.size()
+    tiny = tiny_model(attempt.tree.model, tp=tp)
+    small = _Attempt(ModelTree.of(tiny.model), attempt.sequence_parallel)
+    gathered = _gathered_until_right(attempt, small, tiny, tp, mesh)
+    if attempt.sequence_parallel:
+        _require_sequence_parallel_right(small, gathered, tiny, tp, mesh)
+    plan = attempt.suggestion(gathered).plan
+    if {p: type(style) for p, style in plan.items()} != {
+        p: type(style) for p, style in small.suggestion(gathered).plan.items()
+    }:
+        raise _NotProvenError("the small copy gets other rules than the model")
+    stored = f"; stored sharded and gathered for use: {', '.join(gathered)}" if gathered else ""
+    return plan, f"and proven on {tp} ranks by running {type(tiny.model).__name__} {tiny.ran}{stored}"
+
+
+def _gathered_until_right(
+    attempt: _Attempt, small: _Attempt, tiny: TinyModel, tp: int, mesh: DeviceMesh | None
+) -> tuple[str, ...]:
+    """Return the parts that have to be gathered for the plan without sequence parallelism to be right."""
+    from tp_plans.verification.verify import verify_tiny
+
+    gathered: dict[str, None] = {}
+    for _ in range(_ROUNDS):
+        wrong = [
+            place
+            for each in (attempt, small)
+            for place in _unfit_parts(each.suggestion((*gathered,), sequence_parallel=False).plan, each.tree, tp)
+        ]
+        why = "its sizes do not fit"
+        if not wrong:
+            report = verify_tiny(tiny, small.suggestion((*gathered,), sequence_parallel=False).plan, tp=tp, mesh=mesh)
+            if report.right:
+                return (*gathered,)
+            wrong, why = [part.where for part in report.wrong], str(report)
+        found = {place: None for place in wrong if place not in gathered and _is_in_blocks(place, small.tree)}
+        if not found:
+            raise _NotProvenError(why)
+        gathered |= found
+    raise _NotProvenError(f"parts stayed wrong after {', '.join(gathered)} were gathered")
+
+
+def _unfit_parts(plan: Plan, tree: ModelTree, tp: int) -> list[str]:
+    """Return the parts whose sizes do not divide, or that do not fit otherwise."""
+    where = [wildcard(finding.where) for finding in check(plan, tree, tp=tp).errors]
+    return [place for place in parts_of(plan, tree) if place and any(is_at_or_below(each, place) for each in where)]
+
+
+def _is_in_blocks(place: str, tree: ModelTree) -> bool:
+    return any(is_at_or_below(place, wildcard(block)) for block in tree.decoder_blocks)
+
+
+def _require_sequence_parallel_right(
+    small: _Attempt, gathered: Sequence[str], tiny: TinyModel, tp: int, mesh: DeviceMesh | None
+) -> None:
+    """Raise where the sequence-parallel form of a plan that is right is wrong.
+
+    Raises:
+        CapabilityError: it is, with what differs.
+    """
+    from tp_plans.verification.verify import verify_tiny
+
+    name = type(tiny.model).__name__
+    try:
+        plan = small.suggestion(gathered).plan
+    except PlanError as error:
+        raise CapabilityError(f"{name} has no sequence-parallel form: {error}; pass sequence_parallel=False") from error
+    report = verify_tiny(tiny, plan, tp=tp, mesh=mesh)
+    if not report.right:
+        raise CapabilityError(
+            f"{name} has no sequence-parallel form that is right. {report}\nPass sequence_parallel=False: its "
+            "tensor-parallel plan is right"
+        )
+
+
+def _computes(mesh: DeviceMesh) -> bool:
+    from tp_plans.verification.ranks import computes, require_axis
+
+    require_axis(mesh)
+    return computes(mesh)
+
+
+def _log_once(name: str, how: str) -> None:
+    if name not in _logged:
+        _logged.add(name)
+        logger.warning("no plan is known for %s: using one that is inferred from its modules, %s", name, how)

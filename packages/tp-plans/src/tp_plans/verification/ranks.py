@@ -1,0 +1,119 @@
+"""Ranks to split a model over: those of a mesh that there is, or processes of this machine's CPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tp_plans.errors import CapabilityError, ModelError, PlanError, type_name
+
+Work = Callable[[DeviceMesh], list[Any]]
+
+#: Seconds after which a collective, and so a rank, gives up.
+_TIMEOUT = 300
+
+
+def on_new_ranks(work: Work, tp: int) -> list[Any]:
+    """Run a function in ``tp`` forked processes, each a rank of a gloo mesh, and return the results in rank order.
+
+    Forked, so that a model need not be pickled: it may be of a class that is defined in a script or a notebook.
+
+    Raises:
+        CapabilityError: this process cannot be forked safely.
+        ModelError: a rank died or did not answer.
+    """
+    if (reason := why_no_new_ranks()) is not None:
+        raise CapabilityError(reason)
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(tp):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_serve, args=(work, rank, tp, str(Path(folder) / "store"), there))
+            process.start()
+            there.close()
+            ranks.append((process, here))
+        try:
+            return [_answer(rank, connection) for rank, (_, connection) in enumerate(ranks)]
+        finally:
+            for process, connection in ranks:
+                connection.close()
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def why_no_new_ranks() -> str | None:
+    """Return why this process cannot start ranks, with the fix; ``None`` where it can."""
+    if dist.is_initialized():
+        return "this process is a rank already: give the mesh whose ranks are to split the model, as mesh=mesh['tp']"
+    if torch.cuda.is_initialized() or "fork" not in multiprocessing.get_all_start_methods():
+        return (
+            "new ranks are forked, which a process that has used CUDA cannot be: verify the plan before, with tp-plans "
+            "verify on the command line, or give a mesh"
+        )
+    return None
+
+
+def _answer(rank: int, connection: Connection) -> Any:
+    if not connection.poll(_TIMEOUT):
+        raise ModelError(f"rank {rank} did not answer in {_TIMEOUT} seconds")
+    try:
+        return connection.recv()
+    except EOFError:
+        raise ModelError(f"the process of rank {rank} ended without a result") from None
+
+
+def _serve(work: Work, rank: int, tp: int, store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)  # a forked process has none of the threads that its parent's operators used
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, tp),
+        rank=rank,
+        world_size=tp,
+        timeout=timedelta(seconds=_TIMEOUT),
+    )
+    result = work(init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)))
+    connection.send(result)
+    connection.close()
+    if not any(each.error for each in result):  # else others may wait in a collective, which this process's end ends
+        dist.barrier()
+    os._exit(0)  # what the parent registered to run at its exit is not this process's
+
+
+def on_ranks_of(mesh: DeviceMesh, work: Work) -> list[Any]:
+    """Run a function on every rank of a mesh, which all have to call this, and return all results on each."""
+    group = mesh.get_group()
+    results: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(results, work(mesh), group=group)
+    return results
+
+
+def require_axis(mesh: object) -> None:
+    """Check that a mesh is ``None``, or has one axis.
+
+    Raises:
+        PlanError: it is something else.
+    """
+    if mesh is not None and not (isinstance(mesh, DeviceMesh) and mesh.ndim == 1):
+        raise PlanError(
+            f"mesh is of type {type_name(mesh)}, or has several axes: give one axis, as mesh['tp'], or None"
+        )
+
+
+def computes(mesh: DeviceMesh) -> bool:
+    """Return whether a mesh's collectives compute anything: those of a simulated world, as of a dry run, do not."""
+    return dist.get_backend(mesh.get_group()) != "fake"

@@ -1,0 +1,79 @@
+"""A config of transformers at small sizes, with the same kinds of layers.
+
+The sizes that configs have in common are replaced wherever they are set; numbers of layers become one of each kind.
+What the rule does not know stays, so that the model may not build, or be large; the caller then has other ways.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from itertools import cycle, islice
+from typing import Any
+
+_VOCABULARY, _HIDDEN, _HEAD = 131, 64, 16
+
+#: Lists with one entry a layer, of which every kind is kept.
+_KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
+#: Fields that count the layers of the decoder.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
+
+
+def _sizes(tp: int) -> dict[str, int]:
+    heads = 4 * tp
+    widths = dict.fromkeys(("hidden_size", "n_embd", "d_model", "lru_width", "attention_hidden_size"), 16 * heads)
+    inner = dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "dff", "dim_ff", "n_inner"), 24 * tp)
+    counts = dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), heads)
+    kv_counts = dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_n_heads"), 2 * tp)
+    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    chosen = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
+    positions = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "model_max_length")
+    return {
+        "vocab_size": _VOCABULARY,
+        **widths,
+        **inner,
+        **counts,
+        **kv_counts,
+        **dict.fromkeys(("head_dim", "kv_channels", "d_kv"), _HEAD),
+        **dict.fromkeys(experts, 2 * tp),
+        **dict.fromkeys(chosen, 2),
+        **dict.fromkeys(positions, 128),
+        **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "shared_intermediate_size"), 16 * tp),
+        **dict.fromkeys(("rotary_dim", "qk_rope_head_dim"), 8),
+        **dict.fromkeys(("q_lora_rank", "adapter_rank"), 24),
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        **dict.fromkeys(("sliding_window", "attention_window_size", "window_size"), 4),
+        **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 4),
+        **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
+    }
+
+
+def shrunk_config(config: Any, *, tp: int) -> Any:
+    """Return a copy of a config at small sizes.
+
+    Args:
+        config: of transformers.
+        tp: the ranks that the model is to be split over; heads and experts become multiples of it.
+    """
+    fields = config.to_dict()
+    return type(config).from_dict(_shrunk(fields, tp))
+
+
+def _shrunk(fields: Mapping[str, Any], tp: int) -> dict[str, Any]:
+    small = dict(copy.deepcopy(fields))
+    for name, size in _sizes(tp).items():
+        if isinstance(small.get(name), int) and not isinstance(small[name], bool):
+            small[name] = min(size, small[name]) if name in ("num_experts_per_tok", "moe_k") else size
+    kinds = {name: list(dict.fromkeys(small[name])) for name in _KINDS if isinstance(small.get(name), list)}
+    layers = max([2, *map(len, kinds.values())])
+    small |= {name: list(islice(cycle(each), layers)) for name, each in kinds.items() if each}
+    small |= {name: layers for name in _LAYERS if isinstance(small.get(name), int)}
+    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(small.get(token), int) and small[token] >= _VOCABULARY:
+            small[token] = 0
+    for name, value in small.items():
+        if name in ("text_config", "attn_config", "ffn_config") and isinstance(value, dict):
+            small[name] = _shrunk(value, tp)
+    return small

@@ -1,0 +1,144 @@
+"""Decide whether a plan is right by running it: in full and split, on tiny weights, outputs and all gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tp_plans.checks import check
+from tp_plans.model_tree import ModelTree, parent
+from tp_plans.plan import Plan
+from tp_plans.planned_tree import PlannedTree
+from tp_plans.verification.compare import Differences, Inputs, Reference, compare, reference_run
+from tp_plans.verification.parts import part_of, parts_of
+from tp_plans.verification.ranks import Work, on_new_ranks, on_ranks_of, require_axis
+from tp_plans.verification.report import GRADIENT_BOUND, OUTPUT_BOUND, VerificationReport, WrongPart, differences
+from tp_plans.verification.tiny import TinyModel, model_inputs, tiny_model
+
+
+def verify(
+    model: nn.Module, plan: Plan, *, tp: int, inputs: Mapping[str, Any] | None, mesh: DeviceMesh | None
+) -> VerificationReport:
+    """See :func:`tp_plans.verify_plan`."""
+    require_axis(mesh)
+    tp = tp if mesh is None else mesh.size()
+    if not plan:
+        return VerificationReport(plan.name, tp, f"{type(model).__name__} not run, since the plan has no rules")
+    return verify_tiny(tiny_model(model, tp=tp), plan, tp=tp, inputs=inputs, mesh=mesh)
+
+
+def verify_tiny(
+    tiny: TinyModel, plan: Plan, *, tp: int, inputs: Mapping[str, Any] | None = None, mesh: DeviceMesh | None = None
+) -> VerificationReport:
+    """Verify a plan on a model that is small enough to run.
+
+    Args:
+        tiny: the model.
+        plan: the plan.
+        tp: the ranks to split over.
+        inputs: as in :func:`tp_plans.verify_plan`.
+        mesh: as in :func:`tp_plans.verify_plan`.
+    """
+    check(plan, tiny.model, tp=tp).raise_on_error()
+    device = "cpu" if mesh is None else mesh.device_type
+    tiny.model.to(device)
+    given = _on_device(model_inputs(tiny.model, inputs), device)
+    reference = reference_run(tiny.model, given)
+
+    def attempt(plans: Sequence[Plan]) -> list[Differences]:
+        def work(ranks: DeviceMesh) -> list[Differences]:
+            return list(_until_error(reference, tried, ranks))
+
+        found: list[Differences] = []
+        while tried := plans[len(found) :]:  # after an error ranks may be out of step: go on with new ones
+            found += map(_worst, zip(*_on_ranks(work, tp, mesh), strict=False))
+        return found
+
+    (found,) = attempt([plan])
+    wrong = () if _is_right(found) else tuple(_wrong_parts(plan, reference, found, attempt))
+    return VerificationReport(
+        plan=plan.name,
+        tp=tp,
+        ran=f"{type(tiny.model).__name__} {tiny.ran}",
+        output_error=found.output_error,
+        gradient_errors=found.gradient_errors or {},
+        wrong=wrong,
+        error=found.error,
+    )
+
+
+def _until_error(reference: Reference, plans: Sequence[Plan], mesh: DeviceMesh) -> Iterator[Differences]:
+    for plan in plans:
+        found = compare(reference, plan, mesh)
+        yield found
+        if found.error:
+            return
+
+
+def _on_ranks(work: Work, tp: int, mesh: DeviceMesh | None) -> list[list[Differences]]:
+    return on_new_ranks(work, tp) if mesh is None else on_ranks_of(mesh, work)
+
+
+def _worst(ranks: Sequence[Differences]) -> Differences:
+    """Join what the ranks found: the first error, and the largest of every number."""
+    errors: dict[str, float] = defaultdict(float)
+    for each in ranks:
+        for path, error in (each.gradient_errors or {}).items():
+            errors[path] = max(errors[path], error)
+    raised = [each.error for each in ranks if each.error]
+    raised.sort(key=lambda error: "gloo" in error)  # of a rank that lost its peer: a consequence
+    return Differences(max(each.output_error for each in ranks), dict(errors), raised[0] if raised else "")
+
+
+def _is_right(found: Differences) -> bool:
+    errors = (found.gradient_errors or {}).values()
+    return not found.error and found.output_error <= OUTPUT_BOUND and all(error <= GRADIENT_BOUND for error in errors)
+
+
+def _wrong_parts(
+    plan: Plan, reference: Reference, found: Differences, attempt: Callable[[Sequence[Plan]], list[Differences]]
+) -> list[WrongPart]:
+    """Return the parts that are wrong by themselves; where none is, those whose gradients are."""
+    tree = ModelTree.of(reference.model)
+    parts = parts_of(plan, tree)
+    if not plan.sequence_parallel:
+        alone = dict(zip(parts, attempt(list(parts.values())), strict=True))
+        wrong = [_wrong_part(place, parts[place], tree, each) for place, each in alone.items() if not _is_right(each)]
+        if wrong:
+            return wrong
+    if found.error:
+        return []
+    places: dict[str, dict[str, float]] = defaultdict(dict)
+    for path, error in (found.gradient_errors or {}).items():
+        if not error <= GRADIENT_BOUND:
+            places[part_of(path, tree)][path] = error
+    return [
+        WrongPart(place, tuple(parts.get(place, ())), differences(0.0, errors)) for place, errors in places.items()
+    ] or [WrongPart("", tuple(plan), differences(found.output_error, {}))]
+
+
+def _wrong_part(place: str, rules: Plan, tree: ModelTree, found: Differences) -> WrongPart:
+    if found.error:
+        return WrongPart(place, tuple(rules), f"raised {found.error}")
+    errors = found.gradient_errors or {}
+    own = {path: error for path, error in errors.items() if part_of(path, tree) == place}
+    if found.output_error <= OUTPUT_BOUND and any(not error <= GRADIENT_BOUND for error in own.values()):
+        planned = PlannedTree(tree, rules)
+        beyond = [path for path, error in own.items() if not error <= GRADIENT_BOUND]
+        named = (planned.rule(path) or planned.rule(parent(path)) for path in beyond)
+        return WrongPart(place, tuple(dict.fromkeys(rule for rule in named if rule)), differences(0.0, own))
+    shown = own if any(not error <= GRADIENT_BOUND for error in own.values()) else errors
+    return WrongPart(place, tuple(rules), differences(found.output_error, shown))
+
+
+def _on_device(inputs: Inputs, device: str) -> Inputs:
+    def moved(value: Any) -> Any:
+        return value.to(device) if hasattr(value, "to") else value
+
+    if isinstance(inputs, Mapping):
+        return {name: moved(value) for name, value in inputs.items()}
+    return tuple(map(moved, inputs))

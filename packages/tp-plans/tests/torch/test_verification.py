@@ -1,0 +1,295 @@
+"""Plans that are run: the right one, and errors that only the model's code can tell."""
+
+import copy
+import logging
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import tp_plans
+from architecture_matrix.table import coverage_entries
+from architecture_matrix.table import tiny_model as small
+from harness.parity import mesh_for
+from tp_plans import (
+    ColwiseParallel,
+    ModelError,
+    NoParallel,
+    ParallelAttention,
+    Plan,
+    RowwiseParallel,
+    UnknownArchitectureError,
+    VocabParallelEmbedding,
+    check,
+    resolve_plan,
+    suggest,
+    verify_plan,
+)
+from tp_plans.cli import main
+from tp_plans.verification.shrink import shrunk_config
+from tp_plans.verification.tiny import tiny_model
+
+WIDTH, HEADS, SIZE, INNER = 24, 4, 8, 40
+
+
+class Sharpen(nn.Module):
+    """A norm of the first half of each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(SIZE // 2))
+
+    def forward(self, x):
+        half, rest = x.chunk(2, -1)
+        half = half * torch.rsqrt(half.square().mean(-1, keepdim=True) + 1e-6) * self.gain
+        return torch.cat([half, rest], -1)
+
+
+class Mix(nn.Module):
+    """Attention with fused queries, keys and values, one after another or head by head, and a norm of each head."""
+
+    def __init__(self, head_by_head):
+        super().__init__()
+        self.heads, self.head_by_head = HEADS, head_by_head
+        self.packed, self.back = nn.Linear(WIDTH, 3 * HEADS * SIZE), nn.Linear(HEADS * SIZE, WIDTH)
+        self.sharpen = Sharpen()
+
+    def forward(self, x):
+        packed = self.packed(x)
+        if self.head_by_head:
+            q, k, v = packed.unflatten(-1, (self.heads, 3, SIZE)).unbind(-2)
+        else:
+            q, k, v = (part.unflatten(-1, (self.heads, SIZE)) for part in packed.chunk(3, -1))
+        q, k, v = (each.transpose(1, 2) for each in (self.sharpen(q), k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.back(mixed.transpose(1, 2).flatten(-2))
+
+
+class Gate(nn.Module):
+    """A gated MLP whose gate and up features stand one after another, or in turn."""
+
+    def __init__(self, in_turn):
+        super().__init__()
+        self.in_turn = in_turn
+        self.wide, self.narrow = nn.Linear(WIDTH, 2 * INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x):
+        both = self.wide(x)
+        gate, up = (both[..., ::2], both[..., 1::2]) if self.in_turn else both.chunk(2, -1)
+        return self.narrow(nn.functional.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, head_by_head, in_turn):
+        super().__init__()
+        self.one, self.two = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.mix, self.gate = Mix(head_by_head), Gate(in_turn)
+
+    def forward(self, x):
+        x = x + self.mix(self.one(x))
+        return x + self.gate(self.two(x))
+
+
+class Own(nn.Module):
+    def __init__(self, head_by_head=False, in_turn=False):
+        super().__init__()
+        self.words = nn.Embedding(33, WIDTH)
+        self.tower = nn.ModuleList(Block(head_by_head, in_turn) for _ in range(2))
+        self.finish, self.speak = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 33, bias=False)
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for block in self.tower:
+            x = block(x)
+        return self.speak(self.finish(x))
+
+
+FUSED_IN_HEADS = ColwiseParallel(multiple_of=SIZE, fused_sizes=(1, 1, 1))
+
+
+def plan(**changes):
+    rules = {
+        "words": VocabParallelEmbedding(),
+        "tower.*.mix": ParallelAttention(argument="x", head_count_attrs=("heads",)),
+        "tower.*.mix.packed": FUSED_IN_HEADS,
+        "tower.*.mix.sharpen": NoParallel(gradient="partial"),
+        "tower.*.mix.back": RowwiseParallel(multiple_of=SIZE),
+        "tower.*.gate.wide": ColwiseParallel(fused_sizes=(1, 1)),
+        "tower.*.gate.narrow": RowwiseParallel(),
+        "speak": ColwiseParallel(use_local_output=False),
+    }
+    return Plan(rules | {name.replace("__", ".").replace("all", "*"): style for name, style in changes.items()})
+
+
+def test_a_plan_that_is_right_is_right_to_rounding():
+    report = verify_plan(Own(), plan())
+    assert report.right
+    assert max(report.output_error, *report.gradient_errors.values()) < 1e-12
+    assert report.gradient_errors.keys() == dict(Own().named_parameters()).keys()
+
+
+PLANTED = {
+    "a fused weight split down the middle": (
+        {},
+        {"tower__all__gate__wide": ColwiseParallel()},
+        "tower.*.gate",
+        ("tower.*.gate.wide", "tower.*.gate.narrow"),
+    ),
+    "a gate paired with the wrong half": (
+        {"in_turn": True},
+        {},
+        "tower.*.gate",
+        ("tower.*.gate.wide", "tower.*.gate.narrow"),
+    ),
+    "heads interleaved the other way": (
+        {"head_by_head": True},
+        {},
+        "tower.*.mix",
+        ("tower.*.mix", "tower.*.mix.packed", "tower.*.mix.sharpen", "tower.*.mix.back"),
+    ),
+    "no rule for the gradient of a norm of heads": (
+        {},
+        {"tower__all__mix__sharpen": NoParallel()},
+        "tower.*.mix",
+        ("tower.*.mix.sharpen",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_error_that_check_cannot_see_is_found_and_named(name):
+    options, changes, where, rules = PLANTED[name]
+    model, wrong = Own(**options), plan(**changes)
+    assert check(wrong, model, tp=2).errors == ()
+    report = verify_plan(model, wrong)
+    assert not report.right
+    assert [(part.where, set(part.rules)) for part in report.wrong] == [(where, set(rules))]
+    with pytest.raises(tp_plans.CheckFailedError, match=r"tower\.\*"):
+        report.raise_on_error()
+
+
+def parallelized_with_automatic_plan(sequence_parallel):
+    """The errors of output and gradients of a model that only inference has a plan for, on one rank."""
+    torch.manual_seed(0)
+    whole = Own(head_by_head=True, in_turn=True).double()
+    mesh = mesh_for({"tp": 2})["tp"]
+    found = resolve_plan("auto", whole, sequence_parallel=sequence_parallel, mesh=mesh)
+    split = torch.distributed.tensor.parallel.parallelize_module(copy.deepcopy(whole), mesh, found.to_torch())
+    ids = torch.arange(14).view(2, 7)
+    expected, actual = whole(ids), split(ids).full_tensor()
+    expected.square().sum().backward()
+    actual.square().sum().backward()
+    wanted = dict(whole.named_parameters())
+    grads = {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in split.named_parameters()}
+    errors = [(grads[name] - wanted[name].grad).abs().max().item() for name in wanted]
+    return max([*errors, (expected - actual).abs().max().item()]), sorted(found)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "SP"])
+def test_parts_that_are_split_wrongly_are_gathered_until_the_plan_is_right(two_ranks, sequence_parallel):
+    model = Own(head_by_head=True, in_turn=True)
+    assert suggest(model).plan["tower.*.gate.wide"].fused_sizes == (1, 1)  # a wrong guess, with its doubt
+    for error, patterns in two_ranks.run(parallelized_with_automatic_plan, sequence_parallel):
+        assert error < 1e-10
+        assert "tower.*.gate" in patterns
+        assert "tower.*.gate.wide" not in patterns
+
+
+def test_automatic_says_once_that_a_plan_was_proven(caplog):
+    with caplog.at_level(logging.WARNING, logger="tp_plans"):
+        found = resolve_plan("auto", Own())
+        resolve_plan("auto", Own())
+    said = [record.message for record in caplog.records if "no plan is known for Own" in record.message]
+    assert len(said) == 1
+    assert "proven on 2 ranks" in said[0]
+    assert verify_plan(Own(), found).right
+
+
+class Stubborn(Own):
+    """A model that cannot be run on token ids alone."""
+
+    def forward(self, ids, image):
+        return super().forward(ids) + image
+
+
+def test_doubts_that_cannot_be_decided_are_listed_with_the_way_to_accept_them(caplog):
+    with pytest.raises(UnknownArchitectureError, match=r"(?s)Doubts: .*tower.*cannot be run.*plan=\"inferred\""):
+        resolve_plan("auto", Stubborn())
+    with caplog.at_level(logging.WARNING, logger="tp_plans"):
+        assert resolve_plan("inferred", Stubborn()) == suggest(Stubborn()).plan
+    assert any("was not run, and may be wrong" in record.message for record in caplog.records)
+
+
+def test_a_model_on_the_meta_device_is_run_with_random_weights():
+    with torch.device("meta"):
+        model = nn.Sequential(OrderedDict(words=nn.Embedding(9, 8), up=nn.Linear(8, 16), down=nn.Linear(16, 8)))
+    rules = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    assert verify_plan(model, Plan(rules)).right
+    assert not verify_plan(model, Plan({**rules, "down": RowwiseParallel(output_layouts=tp_plans.Partial())})).right
+    assert model.up.weight.is_meta
+
+
+def test_a_large_model_without_a_config_keeps_one_block_of_each_kind(monkeypatch):
+    model = Own()
+    monkeypatch.setattr("tp_plans.verification.tiny.MAX_PARAMETERS", 12_000)
+    small_model = tiny_model(model, tp=2).model
+    assert (len(model.tower), len(small_model.tower)) == (2, 1)
+    assert small_model.words.weight.dtype == torch.float64
+    assert not torch.equal(small_model.words.weight, model.words.weight.double())
+    monkeypatch.setattr("tp_plans.verification.tiny.MAX_PARAMETERS", 100)
+    with pytest.raises(ModelError, match="parameters, more than 100"):
+        tiny_model(model, tp=2)
+
+
+def test_a_model_without_an_embedding_needs_inputs():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    rules = Plan({"0": ColwiseParallel(), "1": RowwiseParallel()})
+    with pytest.raises(ModelError, match="give inputs"):
+        verify_plan(model, rules)
+    assert verify_plan(model, rules, inputs={"input": torch.randn(3, 8, dtype=torch.float64)}).right
+
+
+def test_a_config_of_a_large_model_becomes_a_small_one_with_the_same_modules():
+    from transformers import CodeGenConfig, CodeGenForCausalLM
+
+    with torch.device("meta"):
+        large = CodeGenForCausalLM(CodeGenConfig(n_layer=3))
+        tiny = CodeGenForCausalLM(shrunk_config(large.config, tp=2))
+    assert sum(p.numel() for p in tiny.parameters()) < 1e6
+    assert tiny.config.n_head == 8
+    assert suggest(tiny).plan.keys() == suggest(large).plan.keys()
+
+
+OWN_DECODER = """
+from torch import nn
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.wide, self.narrow = nn.Embedding(16, 8), nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def forward(self, ids):
+        gate, up = self.wide(self.words(ids)).chunk(2, -1)
+        return self.narrow(gate.sigmoid() * up)
+"""
+
+
+def test_the_command_line_verifies_a_model_of_a_dotted_path(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_decoder.py").write_text(OWN_DECODER)
+    monkeypatch.syspath_prepend(tmp_path)
+    for style, code, told in (
+        (ColwiseParallel(fused_sizes=(1, 1)), 0, "right"),
+        (ColwiseParallel(), 1, "wide, narrow"),
+    ):
+        (tmp_path / "plan.json").write_text(Plan({"wide": style, "narrow": RowwiseParallel()}).to_json())
+        assert main(["verify", "own_decoder.Decoder", "--plan", str(tmp_path / "plan.json")]) == code
+        assert told in capsys.readouterr().out
+
+
+def test_a_fused_key_value_head_that_cannot_be_split_is_gathered():
+    model = small(coverage_entries()["gpt_bigcode"])
+    with pytest.raises(tp_plans.CheckFailedError, match="1 heads of 8"):
+        check(suggest(model).plan, model, tp=2).raise_on_error()
+    found = resolve_plan("auto", model)
+    assert check(found, model, tp=2).errors == ()
