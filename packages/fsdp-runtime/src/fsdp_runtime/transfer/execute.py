@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import WeightSyncError
+from fsdp_runtime.transfer.model_layout import ModelShards, present_tensors
 from fsdp_runtime.transfer.schedule import Message, Round, aligned, schedule_rounds, split_transfers
 from fsdp_runtime.transfer.views import box_views, inside, torch_dtype
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
@@ -28,7 +29,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 def execute_transfer(
     plan: TransferPlan,
     *,
-    source: Mapping[str, Tensor] | None = None,
+    source: Mapping[str, Tensor] | ModelShards | None = None,
     destination: Mapping[str, Tensor] | None = None,
     group: ProcessGroup | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -44,7 +45,7 @@ def execute_transfer(
 
     Args:
         plan: the same on every rank; its ranks are those of ``group``.
-        source: this rank's local tensors, if it sends, such as :attr:`ModelShards.local`.
+        source: this rank's local tensors, if it sends, or the :class:`ModelShards` that has them.
         destination: this rank's local tensors to fill, if it receives.
         group: the process group; ``None`` for the world.
         bucket_bytes: the most bytes that this rank holds besides its tensors.
@@ -69,7 +70,7 @@ def execute_transfer(
         True
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    sides = Sides(plan, rank, source or {}, destination or {})
+    sides = Sides(plan, rank, present_tensors(source), destination or {})
     sides.require_tensors()
     for each in split_transfers(plan, bucket_bytes):
         if each.is_local and each.source == rank:
