@@ -152,8 +152,8 @@ def all_reduce_over(groups: Sequence[ProcessGroup], tensor: Tensor, op: dist.Red
         where = accelerator
     reduced = tensor.to(where)
     for group in groups:
-        for part in reduced.split(_REDUCED):
-            dist.all_reduce(part, op, group=group)
+        for start in range(0, len(reduced), _REDUCED):
+            dist.all_reduce(reduced[start : start + _REDUCED], op, group=group)
     return reduced.to(tensor.device)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,15 @@ class TransferPlan:
     def bytes_kept(self, rank: int) -> int:
         """Bytes that a rank of both layouts copies from itself."""
         return self._totals[2].get(rank, 0)
+
+    def fingerprint(self) -> int:
+        """Return a number of 62 bits that is the same on every process for the same two layouts."""
+        digest = hashlib.blake2b(digest_size=8)
+        for layout in (self.source, self.destination):
+            for name, tensor in layout.tensors.items():
+                stored = [(each.rank, each.box, each.local, each.offset, each.dims) for each in layout.blocks(name)]
+                digest.update(repr((name, tensor.shape, tensor.dtype, stored)).encode())
+        return int.from_bytes(digest.digest(), "big") >> 2
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

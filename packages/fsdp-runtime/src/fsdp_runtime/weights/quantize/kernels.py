@@ -41,7 +41,7 @@ def _amax_of_runs(values: Tensor, start: int, length: int) -> Tensor:
         return values
     before = start % length
     padded = torch.nn.functional.pad(values, (before, -(before + values.shape[1]) % length))
-    return padded.unflatten(1, (-1, length)).amax(2)
+    return padded.reshape(len(padded), -1, length).amax(2)
 
 
 def fp8(weight: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
