@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -173,3 +174,18 @@ def test_a_sharded_model_streams_and_saves_what_one_process_quantizes(four_ranks
         assert kept == ["model.embed_tokens", "lm_head"]
     block = json.loads((tmp_path / "fp8_block" / "config.json").read_text())["quantization_config"]
     assert (block["quant_method"], block["weight_block_size"]) == ("fp8", [128, 128])
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_transformers_loads_a_checkpoint_in_blocks(architecture: str, tmp_path: Path) -> None:
+    # transformers derives the size of blocks from the number of scales: sides are 64 or multiples of 128.
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1}
+    model = tiny_model(architecture, dtype=torch.float32, **sizes)
+    quantization = Quantization(format="fp8_block")
+    save_weights(model, tmp_path, quantize=quantization)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    found = dict(stream_weights(loaded))
+    for name, tensor in stream_weights(model, dtype=torch.bfloat16):
+        if quantization.applies(name, tensor.shape):
+            tensor = _dequantized("fp8_block", quantization.quantize(tensor)).to(torch.bfloat16)
+        assert torch.equal(found[name], tensor), name

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import WeightSyncError
@@ -16,15 +17,12 @@ from fsdp_runtime.transfer.execute import exchange, unfinished_exchange
 class Handshake:
     """Exchanges of the ranks of a plan, through the first of them.
 
-    The first rank waits as long as ``timeout`` for the others, and tells those that came who did not; they wait twice
-    as long for its answer.
-
     Args:
         ranks: the plan's ranks, in order.
         rank: this rank.
         group: the process group.
         device: where its backend takes tensors from.
-        timeout: for each exchange.
+        timeout: how long the first rank waits for the others; they wait twice as long for its answer.
     """
 
     def __init__(
@@ -40,32 +38,40 @@ class Handshake:
             numbers: this rank's, as many as the others'.
 
         Raises:
-            WeightSyncError: a rank did not take part in time; the message names it on every rank that did.
+            WeightSyncError: a rank did not take part in time.  The first rank's message names it; with gloo, whose
+                connections all close at a timeout, those of others refer to the first rank's.
         """
-        own = torch.tensor([1, *numbers], device=self._device)
-        table = own.new_zeros(1 + len(self._others), len(own))
-        if self._rank == self._first:
-            incoming = {rank: torch.zeros_like(own) for rank in self._others}
-            missing = unfinished_exchange({}, incoming, self._rank, self._group, self._timeout)
-            present = [rank for rank in self._others if rank not in missing]
-            table[0] = own
-            for place, rank in enumerate(self._others, start=1):
-                if rank not in missing:  # a late rank may still write what it was given
-                    table[place] = incoming[rank]
-            exchange(dict.fromkeys(present, table), {}, self._rank, self._group, self._timeout)
-        else:
-            exchange({self._first: own}, {}, self._rank, self._group, self._timeout)
-            exchange({}, {self._first: table}, self._rank, self._group, 2 * self._timeout)
-        rows: list[list[int]] = table.tolist()
+        own = torch.tensor(numbers, device=self._device)
         ranks = [self._first, *self._others]
-        absent = [rank for rank, row in zip(ranks, rows, strict=True) if not row[0]]
-        if absent:
+        if self._rank == self._first:
+            table = self._collected(own)
+        else:
+            table = own.new_zeros(len(ranks), len(own))
+            try:
+                exchange({self._first: own}, {}, self._rank, self._group, self._timeout)
+                exchange({}, {self._first: table}, self._rank, self._group, 2 * self._timeout)
+            except WeightSyncError as error:
+                raise WeightSyncError(
+                    f"rank {self._rank} had no answer from rank {self._first}, which asks all ranks about an update, "
+                    f"within {3 * self._timeout.total_seconds():g} s: that rank or another died, stalls, or did not "
+                    "call update; the message of that rank says which. Form a new process group and build WeightSync "
+                    "anew"
+                ) from error
+        return dict(zip(ranks, table.tolist(), strict=True))
+
+    def _collected(self, own: Tensor) -> Tensor:
+        """The numbers of every rank, on the first rank, sent to all others."""
+        incoming = {rank: torch.zeros_like(own) for rank in self._others}
+        missing = unfinished_exchange({}, incoming, self._rank, self._group, self._timeout)
+        if missing:
             raise WeightSyncError(
-                f"ranks {', '.join(map(str, absent))} did not take part in an update of weights within "
-                f"{self._timeout.total_seconds():g} s: they died, stall, or did not call update. Nothing has changed. "
-                "Form a new process group and build WeightSync anew"
+                f"ranks {', '.join(map(str, sorted(missing)))} did not take part in an update of weights within "
+                f"{self._timeout.total_seconds():g} s: they died, stall, or did not call update. Form a new process "
+                "group and build WeightSync anew"
             )
-        return {rank: row[1:] for rank, row in zip(ranks, rows, strict=True)}
+        table = torch.stack([own, *incoming.values()])
+        exchange(dict.fromkeys(self._others, table), {}, self._rank, self._group, self._timeout)
+        return table
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
