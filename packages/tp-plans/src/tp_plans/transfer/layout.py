@@ -123,7 +123,7 @@ class TransferLayout:
                 _require_fit(name, self._tensors[name], block)
 
     @classmethod
-    def _checked(
+    def _unchecked(
         cls, tensors: Mapping[str, CheckpointTensor], blocks: Mapping[str, Iterable[StoredBlock]]
     ) -> TransferLayout:
         """A layout of blocks that fit by construction; checking each takes longer than making it."""
@@ -200,7 +200,7 @@ class TransferLayout:
         """
         if min(self.ranks, default=0) + by < 0:
             raise TransferError(f"by is {by}: rank {min(self.ranks)} would become negative")
-        return TransferLayout._checked(
+        return TransferLayout._unchecked(
             self._tensors,
             {
                 name: [
@@ -222,7 +222,7 @@ class TransferLayout:
                 raise TransferError(f"{name} is {self._tensors[name]} in one layout and {other._tensors[name]} in one")
         tensors = {**self._tensors, **other._tensors}
         blocks = {name: [*self._blocks.get(name, ()), *other._blocks.get(name, ())] for name in tensors}
-        return TransferLayout._checked(tensors, blocks)
+        return TransferLayout._unchecked(tensors, blocks)
 
     def to_json(self) -> str:
         """Return the layout as JSON, to be sent to another process; :meth:`from_json` reads it."""
@@ -313,7 +313,7 @@ def mesh_layout(
         zeros, dims = (0,) * len(tensor.shape), tuple(range(len(tensor.shape)))
         numbers = range(len(boxes)) if ranks is None else ranks
         blocks[name] = [StoredBlock(rank, box, name, zeros, dims) for rank, box in zip(numbers, boxes, strict=True)]
-    return TransferLayout._checked(tensors, blocks)
+    return TransferLayout._unchecked(tensors, blocks)
 
 
 def _require_types(name: str, block: Any) -> None:
