@@ -97,7 +97,7 @@ class ModelShards:
                     block
                     for chunk in item.chunks or ()
                     for rank, box in boxes[chunk.source]
-                    for block in _stored(chunk, rank, box)
+                    for block in stored_part(chunk, rank, box)
                 ]
         merged = MergedShards(groups, dtype)
         self._layout, self._local = TransferLayout(tensors, blocks), {**local, **merged.local}
@@ -197,8 +197,8 @@ def _twins(mesh: DeviceMesh) -> dict[int, int]:
     }
 
 
-def _stored(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
-    """The part of an exported chunk that a rank has, as a block of the exported tensor."""
+def stored_part(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
+    """Yield the part of an exported chunk that a rank has, as a block of the exported tensor."""
     wanted = tuple((side.start, side.stop) for side in chunk.source_slices)
     common = intersection(wanted, held)
     if common is None:
