@@ -215,12 +215,8 @@ def test_a_full_update_that_fails_leaves_the_old_version_served_and_the_next_suc
         assert found["full"] == (2, 3)
         assert found["read back"] == {2: 3, 3: 3}
         if kind == "memory":
-            assert found["told"] == (
-                "no memory to stage an update"
-                if rank == 3
-                else "an update was not applied on any rank, since one did "
-                "not receive all of it; the message of that rank says why. The next update is full"
-            )
+            others = "one could not take or did not receive all of it"
+            assert (found["told"] == "no memory to stage an update") if rank == 3 else (others in found["told"])
         elif kind == "late":
             assert (rank == 0) == ("ranks 3 did not take part" in found["told"])
             assert rank == 0 or f"rank {rank} had no answer from rank 0" in found["told"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fsdp_runtime import (
@@ -182,10 +182,13 @@ def test_transformers_loads_a_checkpoint_in_blocks(architecture: str, tmp_path: 
     sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1}
     model = tiny_model(architecture, dtype=torch.float32, **sizes)
     quantization = Quantization(format="fp8_block")
-    save_weights(model, tmp_path, quantize=quantization)
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    found = dict(stream_weights(loaded))
-    for name, tensor in stream_weights(model, dtype=torch.bfloat16):
+    save_weights(model, tmp_path / "blocks", quantize=quantization)
+    save_weights(model, tmp_path / "plain", dtype=torch.bfloat16)
+    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    for name, tensor in expected.items():
         if quantization.applies(name, tensor.shape):
-            tensor = _dequantized("fp8_block", quantization.quantize(tensor)).to(torch.bfloat16)
-        assert torch.equal(found[name], tensor), name
+            expected[name] = _dequantized("fp8_block", quantization.quantize(tensor)).to(torch.bfloat16)
+    save_file(expected, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    found, wanted = (load(tmp_path / kind, dtype=torch.bfloat16).state_dict() for kind in ("blocks", "plain"))
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
