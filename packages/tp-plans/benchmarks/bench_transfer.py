@@ -177,7 +177,7 @@ def counted(mapping: Refit) -> tuple[dict[int, int], dict[int, int], int, int, i
     per_stage = mapping.ranks // mapping.pp
     for shapes, counts in parts(mapping):
         source = trainer_layout(shapes, mapping)
-        engine = tp_plans.engine_layout(source.tensors, size, replicas=mapping.engines).shifted(mapping.ranks)
+        engine = tp_plans.engine_layout(source.tensors, size, replicas=mapping.engines, first_rank=mapping.ranks)
         plan = tp_plans.plan_transfer(source, engine)
         layers = sum(counts.values())
         for rank in plan.ranks:

@@ -10,9 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import Tensor
 
 import tp_plans
-from fsdp_runtime import ModelShards, OptionError, WeightSync, digest_layout, parallelize, save_adapter
+from fsdp_runtime import (
+    ModelShards,
+    OptionError,
+    Quantization,
+    WeightSync,
+    digest,
+    digest_layout,
+    parallelize,
+    save_adapter,
+    stream_weights,
+)
+from fsdp_runtime.sharded.hashing import hash_bits
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -59,8 +71,67 @@ def test_an_adapter_reaches_a_receiver_alone_and_bit_for_bit(four_ranks: RankPoo
     assert four_ranks.run(_received, tmp_path) == [[]] * 4
 
 
-def test_a_model_with_adapters_is_refused_without_a_choice() -> None:
-    with pytest.raises(OptionError, match=r"q_proj\.weight has active adapters.*send them alone \(adapter=\)"):
-        ModelShards(_adapted())
+def _merged() -> list[str]:
+    """Weights that differ from what one process merges from full weights, in two dtypes and two formats."""
+    wrong = []
+    for quantize in (None, Quantization(format="fp8_block"), Quantization(format="nvfp4")):
+        for dtype in (torch.float32, torch.bfloat16) if quantize is None else (None,):
+            expected = dict(stream_weights(_adapted(), dtype=dtype, quantize=quantize))
+            model = parallelize(_adapted(), mesh_for({"dp_shard": 2, "tp": 2}))
+            shards = ModelShards(model, dtype=dtype, quantize=quantize)
+            tensors = shards.layout.tensors
+            target = tp_plans.mesh_layout(tensors, (4,), {name: [Replicate()] for name in tensors})
+            local = {name: torch.empty_like(expected[name]) for name in tensors}
+            plan = tp_plans.plan_transfer(shards.layout, target)
+            WeightSync(plan, source=shards, destination=local).update(0)
+            wrong += [f"{dtype} {quantize}: names"] if local.keys() != expected.keys() else []
+            wrong += [f"{dtype} {quantize}: {name}" for name in local if not _same(local[name], expected[name])]
+            hashes = {name: int(hash_bits(tensor)) for name, tensor in expected.items()}
+            wrong += ["digests"] if digest(model, dtype=dtype, quantize=quantize) != hashes else []
+    return wrong
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+
+
+def test_merged_adapters_have_the_bits_that_one_process_merges(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_merged) == [[]] * 4
+
+
+def test_merged_weights_are_those_of_peft_to_the_rounding_of_float32() -> None:
+    streamed = dict(stream_weights(_adapted()))
+    for name, tensor in _adapted().merge_and_unload().state_dict().items():
+        torch.testing.assert_close(streamed[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def _mixture() -> Any:
+    model = tiny_model("Qwen3MoeForCausalLM", dtype=torch.float32)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    wrapped: Any = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names))
+    torch.manual_seed(6)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.normal_()
+    return wrapped
+
+
+def test_adapters_of_experts_are_sent_alone_and_not_merged_silently() -> None:
+    model = _mixture()
+    shards = ModelShards(model, adapter="default")
+    expected = peft.get_peft_model_state_dict(model)
+    assert shards.local.keys() == expected.keys()
+    assert sum(".experts." in name for name in expected) == 8  # two layers, two parameters, two factors
+    target = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    plan = tp_plans.plan_transfer(shards.layout, shards.layout)
+    sync = WeightSync(plan, source=shards, destination=target)
+    sync.update(0)
+    assert all(torch.equal(target[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(OptionError, match=r"the adapters of model\.layers\.0\.mlp\.experts.* cannot be merged"):
+        ModelShards(model)
+
+
+def test_an_unknown_adapter_is_refused() -> None:
     with pytest.raises(OptionError, match="has no adapter 'other'"):
         ModelShards(_adapted(), adapter="other")

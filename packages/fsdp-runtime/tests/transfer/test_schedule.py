@@ -12,7 +12,9 @@ from torch import Tensor
 
 import tp_plans
 from fsdp_runtime import OptionError
+from fsdp_runtime.sharded.chunks import Chunk
 from fsdp_runtime.transfer.execute import Sides, message_values
+from fsdp_runtime.transfer.model_layout import stored_part
 from fsdp_runtime.transfer.schedule import aligned, schedule_rounds, split_transfers
 from fsdp_runtime.transfer.views import box_views, inside
 from tp_plans import CheckpointTensor, EngineSize, Replicate, Shard, StridedShard, TransferLayout, TransferPlan
@@ -42,7 +44,10 @@ def _values(layout: TransferLayout, full: dict[str, Tensor], rank: int) -> dict[
 def plans(draw: Any) -> TransferPlan:
     tensors = {name: CheckpointTensor(shape, draw(st.sampled_from(DTYPES))) for name, shape in SHAPES.items()}
     mesh = draw(st.sampled_from(MESHES))
-    source = tp_plans.mesh_layout(tensors, mesh, {name: _layouts(draw, mesh, t) for name, t in tensors.items()})
+    stacked = draw(st.booleans())
+    plain = {name: tensor for name, tensor in tensors.items() if not (stacked and ".experts." in name)}
+    source = tp_plans.mesh_layout(plain, mesh, {name: _layouts(draw, mesh, t) for name, t in plain.items()})
+    source = source.union(_stacked(draw, tensors, mesh)) if stacked else source
     first = draw(st.sampled_from([0, 2, len(source.ranks)]))
     if draw(st.booleans()):
         tp, ep = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4)]))
@@ -51,6 +56,22 @@ def plans(draw: Any) -> TransferPlan:
     mesh = draw(st.sampled_from(MESHES))
     layouts = {name: _layouts(draw, mesh, t) for name, t in tensors.items()}
     return tp_plans.plan_transfer(source, tp_plans.mesh_layout(tensors, mesh, layouts).shifted(first))
+
+
+def _stacked(draw: Any, tensors: dict[str, CheckpointTensor], mesh: tuple[int, ...]) -> TransferLayout:
+    """Experts that the model keeps in two stacks, each over the mesh in any way, as over ``ep`` and FSDP2."""
+    blocks: dict[str, list[tp_plans.StoredBlock]] = {}
+    for stack, shape, parts in (("gate_up", (6, 16, 12), ("gate", "up")), ("down", (6, 12, 8), ("down",))):
+        boxes = tp_plans.mesh_boxes(shape, mesh, _layouts(draw, mesh, CheckpointTensor(shape)))
+        rows = shape[1] // len(parts)
+        for expert in range(shape[0]):
+            for number, part in enumerate(parts):
+                target = (slice(0, rows), slice(0, shape[2]))
+                chunk = Chunk(stack, target, (expert, number * rows, 0), (1, 2))
+                blocks[f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"] = [
+                    block for rank, box in enumerate(boxes) for block in stored_part(chunk, rank, box)
+                ]
+    return TransferLayout({name: tensors[name] for name in blocks}, blocks)
 
 
 def _layouts(draw: Any, mesh: tuple[int, ...], tensor: CheckpointTensor) -> tuple[Any, ...]:

@@ -137,7 +137,7 @@ def _failed_update(stalled: int) -> str:
         told = str(error)
     assert time.monotonic() - begun < 30
     assert all(torch.equal(tensor, before[name]) for name, tensor in pair.engine.items())
-    assert sync.version == -1
+    assert sync.version == 1
     dist.barrier()
     fresh = WeightSync(pair.plan, **pair.sides, group=dist.new_group([0, 1, 2, 3]), bucket_bytes=50_000)
     assert fresh.update(3).full_ranks == (2, 3)
@@ -160,12 +160,125 @@ def test_a_stall_leaves_every_engine_rank_with_its_old_weights_and_the_next_upda
     assert any(f"with rank {stalled} within 2 s" in each for each in told)
 
 
+def _failures(kind: str) -> dict[str, Any]:
+    """What happens to a full update that goes wrong on rank 3, and to the next: both on one set of ranks."""
+    pair, found = _Pair(), {}
+    options = {"bucket_bytes": 20_000, "timeout": timedelta(seconds=3), "delta": False}
+    group = dist.new_group([0, 1, 2, 3])
+    sync = WeightSync(pair.plan, **pair.sides, group=group, **options)
+    sync.update(1)
+    served = {name: tensor.clone() for name, tensor in pair.engine.items()}
+    if pair.rank < 2:
+        _train(pair.model, 0.5, 1)
+    lost = {"late": 3, "stall": 3, "memory": 3, "trainer": 1}.get(kind)
+    if pair.rank == lost and kind in ("stall", "memory", "trainer"):
+        if kind == "memory":
+            sync._stage = _no_memory  # type: ignore[method-assign]
+        else:
+            sync._receive = _stalled_receive  # type: ignore[method-assign]
+    begun = time.monotonic()
+    try:
+        if kind == "late" and pair.rank == lost:
+            time.sleep(7)
+        sync.update(2)
+    except (WeightSyncError, MemoryError) as error:
+        found["told"] = str(error)
+    assert time.monotonic() - begun < 30
+    found["kept"] = all(torch.equal(tensor, served[name]) for name, tensor in pair.engine.items())
+    found["version"] = sync.version
+    dist.barrier()
+    vars(sync).pop("_stage", None)  # there is memory again
+    if kind != "memory":  # the same group still works where nothing timed out
+        sync = WeightSync(pair.plan, **pair.sides, group=dist.new_group([0, 1, 2, 3]), **options)
+    found["full"] = sync.update(3).full_ranks
+    verify_transfer(pair.plan, **pair.sides)
+    found["read back"] = sync.versions()
+    return found
+
+
+def _no_memory(*_: Any) -> None:
+    raise MemoryError("no memory to stage an update")
+
+
+def _stalled_receive(*_: Any) -> None:
+    time.sleep(7)
+    raise WeightSyncError("stalled")
+
+
+@pytest.mark.parametrize("kind", ["stall", "memory", "trainer", "late"])
+def test_a_full_update_that_fails_leaves_the_old_version_served_and_the_next_succeeds(
+    four_ranks: RankPool, kind: str
+) -> None:
+    for rank, found in enumerate(four_ranks.run(_failures, kind)):
+        assert found["kept"], (kind, rank)
+        assert found["version"] == 1
+        assert found["full"] == (2, 3)
+        assert found["read back"] == {2: 3, 3: 3}
+        if kind == "memory":
+            others = "one could not take or did not receive all of it"
+            assert (found["told"] == "no memory to stage an update") if rank == 3 else (others in found["told"])
+        elif kind == "late":
+            assert (rank == 0) == ("ranks 3 did not take part" in found["told"])
+            assert rank == 0 or f"rank {rank} had no answer from rank 0" in found["told"]
+        else:
+            assert found["told"]
+
+
+def _disagreements() -> dict[str, str]:
+    """What ranks are told whose plans, tensors or versions do not fit, before anything is sent."""
+    pair, told = _Pair(), {}
+    size = EngineSize(num_attention_heads=4, num_key_value_heads=4, tp=1)
+    other = tp_plans.plan_transfer(
+        pair.plan.source, tp_plans.engine_layout(pair.plan.source.tensors, size, replicas=2, first_rank=2)
+    )
+    larger = {
+        name: torch.zeros(s, dtype=torch.bfloat16) for name, s in other.destination.local_shapes(pair.rank).items()
+    }
+    wrong = WeightSync(other, destination=larger) if pair.rank == 3 else pair.sync()
+    try:
+        wrong.update(1)
+    except WeightSyncError as error:
+        told["plan"] = str(error)
+    assert all(tensor.eq(0).all() for tensor in (*pair.engine.values(), *larger.values()))
+    changes = {
+        "missing": lambda engine: engine.pop("model.norm.weight"),
+        "shape": lambda engine: engine.update({"model.norm.weight": torch.zeros(7, dtype=torch.bfloat16)}),
+        "dtype": lambda engine: engine.update({"model.norm.weight": torch.zeros(64, dtype=torch.float8_e4m3fn)}),
+    }
+    for name, change in changes.items():
+        engine = dict(pair.engine)
+        if pair.rank == 2:
+            change(engine)
+        try:
+            WeightSync(pair.plan, source=pair.sides["source"], destination=engine)
+        except WeightSyncError as error:
+            told[name] = str(error)
+    sync = pair.sync()
+    sync.update(1)
+    before = sync.versions()
+    if pair.rank == 3:
+        sync = pair.sync()  # restarted
+    told["versions"] = str((before, sync.versions()))
+    return told
+
+
+def test_plans_tensors_and_versions_that_do_not_fit_are_refused_before_a_byte_is_written(four_ranks: RankPool) -> None:
+    results = four_ranks.run(_disagreements)
+    for rank, told in enumerate(results):
+        assert "ranks 3 were built for another plan than rank 0" in told["plan"]
+        assert ("missing" in told) == (rank == 2)
+        assert told["versions"] == "({2: 1, 3: 1}, {2: 1, 3: -1})"
+    assert "model.norm.weight is missing on rank 2" in results[2]["missing"]
+    assert "model.norm.weight has shape (7,) on rank 2" in results[2]["shape"]
+    assert "stores model.norm.weight in torch.float8_e4m3fn and is sent torch.bfloat16" in results[2]["dtype"]
+
+
 def test_without_delta_every_update_is_full_and_in_one_process_too() -> None:
     trained, engine = nn.Linear(64, 64), nn.Linear(64, 64)
     shards, target = ModelShards(trained), ModelShards(engine)
     plan = tp_plans.plan_transfer(shards.layout, target.layout)
-    for delta in (True, False):
-        sync = WeightSync(plan, source=shards.local, destination=target.local, delta=delta)
+    for delta, staged in ((True, True), (False, True), (False, False)):
+        sync = WeightSync(plan, source=shards, destination=target.local, delta=delta, staged=staged)
         for version in (1, 2):
             with torch.no_grad():
                 trained.weight.mul_(2)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fsdp_runtime import (
@@ -173,3 +174,21 @@ def test_a_sharded_model_streams_and_saves_what_one_process_quantizes(four_ranks
         assert kept == ["model.embed_tokens", "lm_head"]
     block = json.loads((tmp_path / "fp8_block" / "config.json").read_text())["quantization_config"]
     assert (block["quant_method"], block["weight_block_size"]) == ("fp8", [128, 128])
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_transformers_loads_a_checkpoint_in_blocks(architecture: str, tmp_path: Path) -> None:
+    # transformers derives the size of blocks from the number of scales: sides are 64 or multiples of 128.
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1}
+    model = tiny_model(architecture, dtype=torch.float32, **sizes)
+    quantization = Quantization(format="fp8_block")
+    save_weights(model, tmp_path / "blocks", quantize=quantization)
+    save_weights(model, tmp_path / "plain", dtype=torch.bfloat16)
+    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    for name, tensor in expected.items():
+        if quantization.applies(name, tensor.shape):
+            expected[name] = _dequantized("fp8_block", quantization.quantize(tensor)).to(torch.bfloat16)
+    save_file(expected, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    found, wanted = (load(tmp_path / kind, dtype=torch.bfloat16).state_dict() for kind in ("blocks", "plain"))
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []

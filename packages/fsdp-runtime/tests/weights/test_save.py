@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdp_runtime import OptionError, WeightsError, apply_tp, parallelize, resolve_parallelism
+from fsdp_runtime import OptionError, WeightsError, apply_tp, parallelize, resolve_parallelism, save_adapter
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.training_state import save_training_state
 from fsdp_runtime.weights import describe_weights, load_weights, save, save_weights
@@ -288,9 +291,39 @@ def test_a_full_disk_ends_every_rank_and_leaves_the_old_checkpoint(
     before = sorted(file.name for file in tmp_path.iterdir())
     first, second = two_ranks.run(_failing_save, tmp_path, tensors_before_failure=tensors)
     assert first == "OSError: no space left on device"
-    assert second == "OtherRankError: rank 0: OSError: no space left on device"
+    assert second == f"OtherRankError: rank 0: {first}"
     assert sorted(file.name for file in tmp_path.iterdir()) == before
     _assert_equal(_tensors(tmp_path), dict(_model(seed=1).state_dict()))
+
+
+@contextmanager
+def _largest_file(nbytes: int) -> Iterator[None]:
+    """Let the operating system refuse to write beyond some bytes of a file, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_refused_write_names_file_and_bytes_and_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    small, large = nn.Linear(8, 8), nn.Linear(512, 512)
+    save_weights(small, tmp_path)
+    with _largest_file(200_000), pytest.raises(OSError, match=r"could not write .*model.*, a file of 10\d{5} bytes"):
+        save_weights(large, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    assert torch.equal(_tensors(tmp_path)["weight"], small.weight)
+    adapted: Any = peft.get_peft_model(_model(seed=1), peft.LoraConfig(r=8, target_modules=["q_proj"]))
+    save_adapter(adapted, tmp_path)
+    saved = (tmp_path / "adapter_model.safetensors").read_bytes()
+    files = sorted(file.name for file in tmp_path.iterdir())
+    with torch.no_grad():
+        next(p for name, p in adapted.named_parameters() if "lora_B" in name).fill_(1)
+    with _largest_file(2_000), pytest.raises(OSError, match=r"could not write .*adapter_model.*, a file of \d+ bytes"):
+        save_adapter(adapted, tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == files
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == saved
 
 
 def test_a_directory_that_cannot_be_made_ends_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tp_plans
-from tp_plans import CheckpointTensor, EngineRule, EngineSize, Shard, TransferError
+from tp_plans import CheckpointTensor, EngineRule, EngineSize, Replicate, Shard, TransferError
 
 HEADS, HEAD, HIDDEN, VOCAB, WIDTH, EXPERTS, EXPERT_WIDTH = 8, 4, 16, 70, 24, 6, 8
 LAYER = "model.layers.0"
@@ -49,14 +49,16 @@ def filled(shapes, size, engine="vllm", **options):
     """The engine's local tensors after a transfer from a trainer of three ranks, sharded on dim 0."""
     full = {name: torch.randn(shape) for name, shape in shapes.items()}
     tensors = {name: CheckpointTensor(shape, "float32") for name, shape in shapes.items()}
-    trainer = tp_plans.mesh_layout(tensors, (3,), {name: [Shard(0)] for name in tensors})
+    trainer = tp_plans.mesh_layout(
+        tensors, (3,), {n: [Shard(0) if t.shape else Replicate()] for n, t in tensors.items()}
+    )
     layout = tp_plans.engine_layout(tensors, size, engine=engine, **options)
     local = {}
     for each in tp_plans.plan_transfer(trainer, layout.shifted(3)).transfers:
         for part, block in layout.within(each.destination - 3, each.tensor, each.box):
             values = full[each.tensor][tuple(slice(*side) for side in part)]
             target = local.setdefault((each.destination - 3, block.local), {})
-            target[block.local_box(part)] = values
+            target[block.local_box(part)] = values.permute([block.dims.index(dim) for dim in sorted(block.dims)])
     return full, local
 
 
@@ -112,6 +114,120 @@ def test_experts_are_stacked_and_dealt_over_expert_and_tensor_ranks(tp, ep):
         assert equal(local, (rank, f"{LAYER}.mlp.gate.weight"), full[f"{LAYER}.mlp.gate.weight"])
         shared = full[f"{LAYER}.mlp.shared_experts.up_proj.weight"].chunk(tp)[rank]
         assert equal(local, (rank, f"{LAYER}.mlp.shared_experts.gate_up_proj.weight"), shared)
+
+
+def stacked(parent):
+    return {
+        f"{LAYER}.{parent}.experts.gate_up_proj": (EXPERTS, HIDDEN, 2 * EXPERT_WIDTH),
+        f"{LAYER}.{parent}.experts.down_proj": (EXPERTS, EXPERT_WIDTH, HIDDEN),
+        f"{LAYER}.{parent}.router.weight": (EXPERTS, HIDDEN),
+    }
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("parent", ["mlp", "feed_forward"])
+def test_experts_that_the_checkpoint_stacks_are_transposed_dealt_and_cut(parent, tp, ep):
+    shapes = stacked(parent)
+    if parent == "mlp":  # gpt-oss: gate and up alternate, biases and sinks
+        shapes[f"{LAYER}.mlp.experts.gate_up_proj_bias"] = (EXPERTS, 2 * EXPERT_WIDTH)
+        shapes[f"{LAYER}.mlp.experts.down_proj_bias"] = (EXPERTS, HIDDEN)
+        shapes[f"{LAYER}.self_attn.sinks"] = (HEADS,)
+        shapes[f"{LAYER}.mlp.router.bias"] = (EXPERTS,)
+    full, local = filled(shapes, EngineSize(num_attention_heads=HEADS, tp=tp, ep=ep))
+    cut = tp // ep
+    for rank in range(tp):
+        own, part = slice(rank // cut * EXPERTS // ep, (rank // cut + 1) * EXPERTS // ep), rank % cut
+        gate_up = full[f"{LAYER}.{parent}.experts.gate_up_proj"][own].transpose(1, 2)
+        down = full[f"{LAYER}.{parent}.experts.down_proj"][own].transpose(1, 2)
+        halves = [gate_up] if parent == "mlp" else gate_up.chunk(2, 1)
+        w13 = torch.cat([half.chunk(cut, 1)[part] for half in halves], 1)
+        assert equal(local, (rank, f"{LAYER}.{parent}.experts.w13_weight"), w13)
+        assert equal(local, (rank, f"{LAYER}.{parent}.experts.w2_weight"), down.chunk(cut, 2)[part])
+        router = f"{LAYER}.{parent}.router.weight"
+        assert equal(local, (rank, router), full[router])
+        if parent == "mlp":
+            biases = [full[f"{LAYER}.mlp.experts.{name}_proj_bias"][own] for name in ("gate_up", "down")]
+            assert equal(local, (rank, f"{LAYER}.mlp.experts.w13_bias"), biases[0].chunk(cut, 1)[part])
+            key = (rank, f"{LAYER}.mlp.experts.w2_bias")
+            assert equal(local, key, biases[1]) if part == 0 else key not in local
+            sinks = f"{LAYER}.self_attn.sinks"
+            assert equal(local, (rank, sinks), full[sinks].chunk(tp)[rank])
+
+
+def test_pairs_of_gate_and_up_that_alternate_are_not_split():
+    shapes = {f"{LAYER}.mlp.experts.gate_up_proj": CheckpointTensor((2, 4, 12))}
+    tp_plans.engine_layout(shapes, EngineSize(num_attention_heads=4, tp=2))
+    with pytest.raises(TransferError, match="12 features cannot be split evenly over 4 ranks, each of a multiple of 2"):
+        tp_plans.engine_layout(shapes, EngineSize(num_attention_heads=4, tp=4))
+
+
+def test_latent_attention_without_compressed_queries_fuses_nothing():
+    shapes = latent()
+    for name in ("q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"):
+        del shapes[f"{LAYER}.self_attn.{name}"]
+    shapes[f"{LAYER}.self_attn.q_proj.weight"] = (HEADS * 6, HIDDEN)
+    full, local = filled(shapes, EngineSize(num_attention_heads=HEADS, tp=4))
+    for rank in range(4):
+        for name, parts in (("q_proj", 4), ("kv_b_proj", 4), ("kv_a_proj_with_mqa", 1)):
+            weight = f"{LAYER}.self_attn.{name}.weight"
+            assert equal(local, (rank, weight), full[weight].chunk(parts)[rank % parts])
+
+
+def scaled(scales):
+    """A layer with weights of 256 and 512 features, and scales of the shapes that a function of a weight's gives."""
+    shapes = {f"{LAYER}.self_attn.{n}_proj.weight": (256, 512) for n in "qkv"}
+    shapes |= {f"{LAYER}.self_attn.o_proj.weight": (512, 256)}
+    for expert in range(4):
+        prefix = f"{LAYER}.mlp.experts.{expert}"
+        shapes |= {f"{prefix}.{n}_proj.weight": (256, 512) for n in ("gate", "up")}
+        shapes[f"{prefix}.down_proj.weight"] = (512, 256)
+    suffix, shape_of = scales
+    return shapes | {name + suffix: shape_of(shape) for name, shape in shapes.items()}
+
+
+BLOCKS = ("_scale_inv", lambda shape: (shape[0] // 128, shape[1] // 128))
+GROUPS = ("_scale", lambda shape: (shape[0], shape[1] // 32))
+
+
+@pytest.mark.parametrize(("suffix", "shape_of"), [BLOCKS, GROUPS], ids=["blocks", "groups"])
+def test_scales_are_cut_and_fused_as_their_weights(suffix, shape_of):
+    shapes = scaled((suffix, shape_of))
+    full, local = filled(shapes, EngineSize(num_attention_heads=HEADS, tp=2))
+    for rank in range(2):
+        for kind in ("", suffix):
+            qkv = [full[f"{LAYER}.self_attn.{n}_proj.weight{kind}"].chunk(2)[rank] for n in "qkv"]
+            assert equal(local, (rank, f"{LAYER}.self_attn.qkv_proj.weight{kind}"), torch.cat(qkv))
+            o_proj = full[f"{LAYER}.self_attn.o_proj.weight{kind}"].chunk(2, 1)[rank]
+            assert equal(local, (rank, f"{LAYER}.self_attn.o_proj.weight{kind}"), o_proj)
+            experts = [f"{LAYER}.mlp.experts.{expert}" for expert in range(4)]
+            w13 = [[full[f"{e}.{n}_proj.weight{kind}"].chunk(2)[rank] for n in ("gate", "up")] for e in experts]
+            w13 = torch.stack([torch.cat(pair) for pair in w13])
+            assert equal(local, (rank, f"{LAYER}.mlp.experts.w13_weight{kind}"), w13)
+            w2 = torch.stack([full[f"{e}.down_proj.weight{kind}"].chunk(2, 1)[rank] for e in experts])
+            assert equal(local, (rank, f"{LAYER}.mlp.experts.w2_weight{kind}"), w2)
+
+
+def test_one_scale_per_matrix_lies_at_the_place_of_its_matrix():
+    full, local = filled(scaled(("_scale", lambda _: ())), EngineSize(num_attention_heads=HEADS, tp=2, ep=2))
+    for rank in range(2):
+        qkv = torch.stack([full[f"{LAYER}.self_attn.{n}_proj.weight_scale"] for n in "qkv"])
+        assert equal(local, (rank, f"{LAYER}.self_attn.qkv_proj.weight_scale"), qkv)
+        experts = [f"{LAYER}.mlp.experts.{2 * rank + expert}" for expert in range(2)]
+        w13 = [[full[f"{e}.{n}_proj.weight_scale"] for n in ("gate", "up")] for e in experts]
+        w13 = torch.tensor(w13)
+        assert equal(local, (rank, f"{LAYER}.mlp.experts.w13_weight_scale"), w13)
+        w2 = torch.stack([full[f"{e}.down_proj.weight_scale"] for e in experts])
+        assert equal(local, (rank, f"{LAYER}.mlp.experts.w2_weight_scale"), w2)
+
+
+def test_a_cut_inside_of_a_block_with_one_scale_is_refused_with_numbers():
+    tensors = {f"{LAYER}.mlp.up_proj.weight": CheckpointTensor((384, 128), "float8_e4m3fn")}
+    tensors[f"{LAYER}.mlp.up_proj.weight_scale_inv"] = CheckpointTensor((3, 1), "float32")
+    with pytest.raises(TransferError, match=r"up_proj\.weight is cut at 0 to 192 of 384, inside of the 128 elements"):
+        tp_plans.engine_layout(tensors, EngineSize(num_attention_heads=8, tp=2))
+    tensors[f"{LAYER}.mlp.up_proj.weight_scale_inv"] = CheckpointTensor((2, 1), "float32")
+    with pytest.raises(TransferError, match=r"weight_scale_inv has shape \(2, 1\) and its weight \(384, 128\)"):
+        tp_plans.engine_layout(tensors, EngineSize(num_attention_heads=8))
 
 
 @pytest.mark.parametrize(("engine", "fused"), [("vllm", "fused_qkv_a_proj"), ("sglang", "fused_qkv_a_proj_with_mqa")])

@@ -158,9 +158,13 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
             headers = [
                 TensorHeader(name, tuple(tensor.shape), tensor.dtype, tensor.nbytes) for name, tensor in full.items()
             ]
-            with SafetensorsWriter(fresh, headers) as file:
-                for name, tensor in full.items():
-                    file.write(name, tensor)
+            try:
+                with SafetensorsWriter(fresh, headers) as file:
+                    for name, tensor in full.items():
+                        file.write(name, tensor)
+            except OSError:
+                fresh.unlink(missing_ok=True)  # part of a file would keep a full disk full
+                raise
             adapter_config(model, adapter).save_pretrained(target)
             move_into_place(fresh, target / _FILE)
 

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -123,6 +125,36 @@ def require_equal_on_all(name: str, values: dict[int, Any]) -> None:
             raise OptionError(
                 f"{name} is {expected!r} on rank {first} and {value!r} on rank {rank}: give the same on every rank"
             )
+
+
+#: Backends, or parts of their names, that reduce tensors on the CPU.
+_CPU_BACKENDS = ("gloo", "mpi", "cpu", "fake")
+#: Elements that are reduced at once.
+_REDUCED = 2**24
+
+
+def all_reduce_over(groups: Sequence[ProcessGroup], tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """Reduce a tensor of one dim over several groups, one after another, on the device that their backend has.
+
+    Args:
+        groups: process groups that together connect all ranks, as :attr:`ModelRanks.groups`.
+        tensor: on any device; it may be changed.
+        op: how, for example ``dist.ReduceOp.SUM``.
+
+    Returns:
+        The result on the tensor's device.
+    """
+    if not tensor.numel():
+        return tensor
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    where = tensor.device
+    if groups and accelerator is not None and not any(name in dist.get_backend(groups[0]) for name in _CPU_BACKENDS):
+        where = accelerator
+    reduced = tensor.to(where)
+    for group in groups:
+        for start in range(0, len(reduced), _REDUCED):
+            dist.all_reduce(reduced[start : start + _REDUCED], op, group=group)
+    return reduced.to(tensor.device)
 
 
 def all_gather_objects(ranks: ModelRanks, value: Any) -> dict[int, Any]:

@@ -3,7 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def naming_write_errors(path: Path, nbytes: int) -> Iterator[None]:
+    """Say which file an ``OSError`` of writing is about and how large it was to become.
+
+    Args:
+        path: the file that is written.
+        nbytes: bytes of the complete file.
+
+    Raises:
+        OSError: with the errno of the original.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(
+            error.errno or 0,
+            f"{reason}: could not write {path}, a file of {nbytes} bytes; what was saved before is unchanged. Free "
+            "space on its disk, or save to another directory",
+        ) from error
 
 
 def fsync_path(path: Path) -> None:
@@ -19,8 +43,9 @@ def fsync_path(path: Path) -> None:
 
 def write_and_fsync(path: Path, content: bytes) -> None:
     """Write a file and return once it is on the disk."""
-    path.write_bytes(content)
-    fsync_path(path)
+    with naming_write_errors(path, len(content)):
+        path.write_bytes(content)
+        fsync_path(path)
 
 
 def move_into_place(source: Path, target: Path) -> None:

@@ -11,7 +11,7 @@ import ctypes
 import json
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError, WeightsError
+from fsdp_runtime.sharded.fsync import naming_write_errors
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -79,25 +80,31 @@ class SafetensorsWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._data_start = 8 + len(text)
-        self._file: BinaryIO = path.open("xb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._path, self._nbytes = path, self._data_start + offset
+        with naming_write_errors(path, self._nbytes):
+            self._file: BinaryIO = path.open("xb")
+            self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor, from any device."""
         tensor = tensor.detach().contiguous().cpu()
-        self._file.seek(self._data_start + self._offsets[name])
-        if tensor.nbytes:
-            self._file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+        with naming_write_errors(self._path, self._nbytes):
+            self._file.seek(self._data_start + self._offsets[name])
+            if tensor.nbytes:
+                self._file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
     def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Return once the file is on the disk, unless writing failed."""
-        with self._file:
-            if error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+        if error is not None:
+            with suppress(OSError):  # what is left in the buffer cannot be written either
+                self._file.close()
+            return
+        with naming_write_errors(self._path, self._nbytes), self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 class SafetensorsReader:

@@ -12,17 +12,24 @@ from torch.distributed import ProcessGroup
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.collectives import mesh_ranks
+from fsdp_runtime.sharded.collectives import all_reduce_over, mesh_ranks
 from fsdp_runtime.sharded.hashing import hash_box
-from fsdp_runtime.transfer.model_layout import ModelShards
+from fsdp_runtime.transfer.model_layout import ModelShards, present_tensors
 from fsdp_runtime.transfer.views import block_view, box_views, inside, torch_dtype
 from fsdp_runtime.weights.naming import Names
+from fsdp_runtime.weights.quantize.formats import Quantization
 from tp_plans import TransferLayout, TransferPlan, plan_cover
 from tp_plans.transfer.boxes import Box, box_shape
 
 
 @checked
-def digest(model: nn.Module, *, dtype: torch.dtype | None = None, names: Names = "checkpoint") -> dict[str, int]:
+def digest(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    names: Names = "checkpoint",
+    quantize: Quantization | None = None,
+) -> dict[str, int]:
     """Return one number per exported weight, the same however the model is sharded.
 
     A 64-bit hash of every element's bits and position in the full tensor; each element is hashed by one rank that
@@ -33,6 +40,7 @@ def digest(model: nn.Module, *, dtype: torch.dtype | None = None, names: Names =
         model: plain or parallelized.
         dtype: the dtype in which weights are sent; ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        quantize: hash linear layers in low precision, with their scales, as :class:`ModelShards` sends them.
 
     Returns:
         Digests by exported name, in model order, on every rank.
@@ -47,7 +55,8 @@ def digest(model: nn.Module, *, dtype: torch.dtype | None = None, names: Names =
         >>> digest(model) == digest(copy.deepcopy(model))
         True
     """
-    shards = ModelShards(model, dtype=dtype, names=names)
+    shards = ModelShards(model, dtype=dtype, names=names, quantize=quantize)
+    shards.refresh()
     groups = mesh_ranks(state_entries(model)).groups
     rank = dist.get_rank() if dist.is_initialized() else 0
     return _summed(shards.layout, _of_cover(shards.layout, shards.local, rank), groups)
@@ -89,7 +98,7 @@ def digest_layout(
 def verify_transfer(
     plan: TransferPlan,
     *,
-    source: Mapping[str, Tensor] | None = None,
+    source: Mapping[str, Tensor] | ModelShards | None = None,
     destination: Mapping[str, Tensor] | None = None,
     group: ProcessGroup | None = None,
 ) -> None:
@@ -99,7 +108,7 @@ def verify_transfer(
 
     Args:
         plan: the plan of the transfer.
-        source: this rank's local tensors, if it sends.
+        source: this rank's local tensors, if it sends, or the :class:`ModelShards` that has them.
         destination: this rank's local tensors, if it receives.
         group: the process group; ``None`` for the world.
 
@@ -115,6 +124,7 @@ def verify_transfer(
         >>> verify_transfer(plan, source=shards.local, destination=target.local)
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
+    values = present_tensors(source)
     position = {name: index for index, name in enumerate(plan.destination.tensors)}
     sent: dict[tuple[int, str], int] = {}
     arrived: dict[tuple[int, str], int] = {}
@@ -123,7 +133,7 @@ def verify_transfer(
         # A copy that the destination stores in several places counts once for each of its elements there.
         for part, _ in plan.destination.within(each.destination, each.tensor, each.box):
             if each.source == rank:
-                value = _hash(plan.source, rank, source or {}, each.tensor, part)
+                value = _hash(plan.source, rank, values, each.tensor, part)
                 key = (each.destination, each.tensor)
                 sent[key] = _wrap(sent.get(key, 0) + value)
                 totals[0, position[each.tensor]] += value
@@ -133,7 +143,7 @@ def verify_transfer(
             value = int(hash_box(view, plan.destination.tensors[name].shape, block.box))
             arrived[rank, name] = _wrap(arrived.get((rank, name), 0) + value)
             totals[1, position[name]] += value
-    totals = _all_reduce(totals, _groups(group))
+    totals = all_reduce_over(_groups(group), totals.view(-1), dist.ReduceOp.SUM).view_as(totals)
     differing = [name for name, index in position.items() if totals[0, index] != totals[1, index]]
     if differing:
         raise WeightSyncError(_describe(differing, sent, arrived, group))
@@ -193,20 +203,7 @@ def _hash(layout: TransferLayout, rank: int, local: Mapping[str, Tensor], name: 
 
 
 def _summed(layout: TransferLayout, partial_sums: Tensor, groups: Sequence[ProcessGroup]) -> dict[str, int]:
-    return dict(zip(layout.tensors, _all_reduce(partial_sums, groups).tolist(), strict=True))
-
-
-#: Backends, or parts of their names, that reduce tensors on the CPU.
-_CPU_BACKENDS = ("gloo", "mpi", "cpu", "fake")
-
-
-def _all_reduce(partial_sums: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if groups and accelerator is not None and not any(name in dist.get_backend(groups[0]) for name in _CPU_BACKENDS):
-        partial_sums = partial_sums.to(accelerator)
-    for group in groups:
-        dist.all_reduce(partial_sums, group=group)
-    return partial_sums.cpu()
+    return dict(zip(layout.tensors, all_reduce_over(groups, partial_sums, dist.ReduceOp.SUM).tolist(), strict=True))
 
 
 def _groups(group: ProcessGroup | None) -> Sequence[ProcessGroup]:

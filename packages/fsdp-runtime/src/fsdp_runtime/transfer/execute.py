@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import WeightSyncError
+from fsdp_runtime.transfer.model_layout import ModelShards, present_tensors
 from fsdp_runtime.transfer.schedule import Message, Round, aligned, schedule_rounds, split_transfers
 from fsdp_runtime.transfer.views import box_views, inside, torch_dtype
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
@@ -28,7 +29,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 def execute_transfer(
     plan: TransferPlan,
     *,
-    source: Mapping[str, Tensor] | None = None,
+    source: Mapping[str, Tensor] | ModelShards | None = None,
     destination: Mapping[str, Tensor] | None = None,
     group: ProcessGroup | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -44,7 +45,7 @@ def execute_transfer(
 
     Args:
         plan: the same on every rank; its ranks are those of ``group``.
-        source: this rank's local tensors, if it sends, such as :attr:`ModelShards.local`.
+        source: this rank's local tensors, if it sends, or the :class:`ModelShards` that has them.
         destination: this rank's local tensors to fill, if it receives.
         group: the process group; ``None`` for the world.
         bucket_bytes: the most bytes that this rank holds besides its tensors.
@@ -69,7 +70,7 @@ def execute_transfer(
         True
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    sides = Sides(plan, rank, source or {}, destination or {})
+    sides = Sides(plan, rank, present_tensors(source), destination or {})
     sides.require_tensors()
     for each in split_transfers(plan, bucket_bytes):
         if each.is_local and each.source == rank:
@@ -106,7 +107,8 @@ class Sides:
             if each.source == self.rank:
                 list(box_views(self.plan.source, self.rank, self.source, each.tensor, each.box))
             if each.destination == self.rank:
-                list(box_views(self.plan.destination, self.rank, self.destination, each.tensor, each.box))
+                for _, view in box_views(self.plan.destination, self.rank, self.destination, each.tensor, each.box):
+                    _require_dtype(each.tensor, view.dtype, torch_dtype(self.plan.destination, each.tensor), self.rank)
 
     def copy(self, each: BlockTransfer) -> None:
         """Copy a box that stays on this rank, in the dtype in which it would be sent."""
@@ -130,6 +132,16 @@ class Sides:
         """Store a tensor of a box's shape at the destination, wherever the rank stores a part of it."""
         for part, view in box_views(self.plan.destination, self.rank, self.destination, each.tensor, each.box):
             view.copy_(values[inside(each.box, part)])
+
+
+def _require_dtype(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: int) -> None:
+    """Refuse a destination whose dtype would change the meaning of what is sent, as of elements without their scale."""
+    wide = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (stored, sent))
+    if stored != sent and not wide:
+        raise WeightSyncError(
+            f"rank {rank} stores {tensor} in {stored} and is sent {sent}, which cannot be converted: give a tensor of "
+            "the dtype that is sent, or send another (dtype=, quantize=)"
+        )
 
 
 def message_values(plan: TransferPlan, message: Message, run: Tensor) -> Iterator[tuple[BlockTransfer, Tensor]]:
@@ -190,27 +202,38 @@ def exchange(
     Raises:
         WeightSyncError: a rank did not send or take its tensor in time.
     """
+    lost = unfinished_exchange(outgoing, incoming, rank, group, timeout)
+    for peer, error in lost.items():
+        raise WeightSyncError(
+            f"rank {rank} could not complete a transfer of weights with rank {peer} within "
+            f"{timeout.total_seconds():g} s (open: ranks {', '.join(map(str, sorted(lost)))}): that rank died, "
+            "stalls, or did not call execute_transfer. Form a new process group and transfer in full"
+        ) from error
+
+
+def unfinished_exchange(
+    outgoing: Mapping[int, Tensor],
+    incoming: Mapping[int, Tensor],
+    rank: int,
+    group: ProcessGroup | None,
+    timeout: timedelta,
+) -> dict[int, RuntimeError]:
+    """Do as :func:`exchange`, and return the ranks that did not send or take their tensor in time."""
     sends = [dist.P2POp(dist.isend, run, group=group, group_peer=peer) for peer, run in outgoing.items()]
     receives = [dist.P2POp(dist.irecv, run, group=group, group_peer=peer) for peer, run in incoming.items()]
-    if not sends and not receives:
-        return
     peers = [*outgoing, *incoming]
+    if not peers:
+        return {}
     deadline = time.monotonic() + timeout.total_seconds()
     try:
         works = dist.batch_isend_irecv([*sends, *receives])
     except RuntimeError as error:  # gloo notices here that the other end of a connection is gone
-        raise _lost(rank, peers, timeout) from error
-    for place, work in enumerate(works):
+        return dict.fromkeys(peers, error)
+    lost: dict[int, RuntimeError] = {}
+    for peer, work in zip(peers, works, strict=False):  # NCCL returns one work for all
         left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
             work.wait(left)
         except RuntimeError as error:
-            raise _lost(rank, peers[place:], timeout) from error
-
-
-def _lost(rank: int, peers: list[int], timeout: timedelta) -> WeightSyncError:
-    return WeightSyncError(
-        f"rank {rank} could not complete a transfer of weights with rank {peers[0]} within "
-        f"{timeout.total_seconds():g} s (open: ranks {', '.join(map(str, sorted(set(peers))))}): that rank died, "
-        "stalls, or did not call execute_transfer. Form a new process group and transfer in full"
-    )
+            lost.setdefault(peer, error)
+    return lost

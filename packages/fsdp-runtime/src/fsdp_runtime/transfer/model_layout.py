@@ -16,11 +16,14 @@ from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
-from fsdp_runtime.sharded.collectives import model_mesh
+from fsdp_runtime.sharded.collectives import mesh_ranks, model_mesh
 from fsdp_runtime.sharded.shard_offsets import dtensor_slices, mesh_layout_of
+from fsdp_runtime.transfer.merged_shards import MergedShards
+from fsdp_runtime.transfer.quantized_shards import QuantizedShards
 from fsdp_runtime.weights.adapters import adapter_tensors
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
 from fsdp_runtime.weights.naming import Names
+from fsdp_runtime.weights.quantize.formats import Quantization
 from fsdp_runtime.weights.stream import WeightExport
 from tp_plans import CheckpointTensor, StoredBlock, TransferLayout, mesh_boxes
 from tp_plans.transfer.boxes import Box, intersection
@@ -32,17 +35,23 @@ class ModelShards:
     Equal layouts come out on every rank of the model's mesh, without communication.  The local tensors are the model's
     own storage: training changes what they hold, and a transfer into them changes the model.
 
+    With ``quantize``, and for weights with active adapters, they are copies of this rank's shards, in low precision or
+    with the adapters merged, which :meth:`refresh` brings up to date.  Give the object itself to
+    :func:`execute_transfer`, :class:`WeightSync` or :func:`verify_transfer` as ``source``: they refresh it.
+
     Args:
         model: plain, sharded over ``tp`` or ``ep``, sharded by FSDP2, or several of these.
         dtype: the dtype in which floating-point tensors are sent; ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
         adapter: send this adapter of a ``PeftModel`` alone: its LoRA factors, under the names that peft gives them in
-            ``adapter_model.safetensors``; ``names`` then has no effect.
+            ``adapter_model.safetensors``; ``names`` then has no effect.  Without it, active adapters are merged.
+        quantize: send linear layers in low precision, with their scales: the bits of the full weights, cut.  Other
+            weights default to bfloat16.
 
     Raises:
         ConversionError: an exported tensor is no rearrangement of blocks of the model's tensors.
-        OptionError: the model has active adapters and ``adapter`` is ``None``, or it has no such adapter; ``dtype`` is
-            not a floating-point dtype, or ``names`` is unknown.
+        OptionError: active adapters cannot be merged, or the model has no such adapter; ``dtype`` is not a
+            floating-point dtype, ``names`` is unknown, or shards cannot be quantized.
 
     Example:
         >>> from torch import nn
@@ -60,8 +69,10 @@ class ModelShards:
         dtype: torch.dtype | None = None,
         names: Names = "checkpoint",
         adapter: str | None = None,
+        quantize: Quantization | None = None,
     ) -> None:
         entries = state_entries(model)
+        dtype = torch.bfloat16 if dtype is None and quantize is not None else dtype
         if adapter is None:
             groups = WeightExport(model, dtype=dtype, names=names, entries=entries).groups
         else:
@@ -75,7 +86,10 @@ class ModelShards:
         for group in groups:
             _require_blocks(group)
             boxes = {name: _boxes(tensor, everyone) for name, tensor in group.sources.items()}
+            adapters = {part for each in group.adapters.values() for f in each for part in (f.a_name, f.b_name)}
             for name, tensor in group.sources.items():
+                if name in adapters:
+                    continue
                 local[name] = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
             for item in group.tensors:
                 tensors[item.name] = CheckpointTensor(item.shape, str(item.dtype).removeprefix("torch."))
@@ -83,9 +97,17 @@ class ModelShards:
                     block
                     for chunk in item.chunks or ()
                     for rank, box in boxes[chunk.source]
-                    for block in _stored(chunk, rank, box)
+                    for block in stored_part(chunk, rank, box)
                 ]
-        self._layout, self._local = TransferLayout(tensors, blocks), local
+        merged = MergedShards(groups, dtype)
+        self._layout, self._local = TransferLayout(tensors, blocks), {**local, **merged.local}
+        self._derived: list[MergedShards | QuantizedShards] = [merged] if merged.local else []
+        if quantize is not None:
+            groups_of_ranks = mesh_ranks(entries).groups
+            quantized = QuantizedShards(self._layout, self._local, quantize, own, groups_of_ranks)
+            self._layout, self._local = quantized.layout, quantized.local
+            self._derived.append(quantized)
+        self._is_fresh = not self._derived
 
     @property
     def layout(self) -> TransferLayout:
@@ -94,8 +116,36 @@ class ModelShards:
 
     @property
     def local(self) -> dict[str, Tensor]:
-        """This rank's local tensors by the model's names; the layout's blocks name them."""
+        """This rank's local tensors; the layout's blocks name them.
+
+        Raises:
+            OptionError: there are merged or quantized copies, and :meth:`refresh` was not called.
+        """
+        if not self._is_fresh:
+            raise OptionError(
+                "the merged or quantized shards hold no values yet: call refresh() on every rank of the model, and "
+                "again after each step, or give the ModelShards itself as source"
+            )
         return self._local
+
+    @property
+    def storage(self) -> dict[str, Tensor]:
+        """The tensors of :attr:`local`, whatever they hold."""
+        return self._local
+
+    def refresh(self) -> None:
+        """Merge and quantize the model's present weights, where asked for.  Collective over the model's ranks."""
+        for each in self._derived:
+            each.refresh()
+        self._is_fresh = True
+
+
+def present_tensors(side: Mapping[str, Tensor] | ModelShards | None) -> Mapping[str, Tensor]:
+    """Return the local tensors of one side of a transfer, those of a model with its present values."""
+    if isinstance(side, ModelShards):
+        side.refresh()
+        return side.local
+    return side or {}
 
 
 def _adapter_groups(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[ExportGroup]:
@@ -109,11 +159,6 @@ def _adapter_groups(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) ->
 
 
 def _require_blocks(group: ExportGroup) -> None:
-    if group.adapters:
-        raise OptionError(
-            f"{next(iter(group.adapters))} has active adapters, which a transfer of shards does not merge: send them "
-            "alone (adapter=), merge them into the model, or stream full weights"
-        )
     converted = next((item.name for item in group.tensors if item.chunks is None), None)
     if converted is not None:
         raise ConversionError(
@@ -152,8 +197,8 @@ def _twins(mesh: DeviceMesh) -> dict[int, int]:
     }
 
 
-def _stored(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
-    """The part of an exported chunk that a rank has, as a block of the exported tensor."""
+def stored_part(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
+    """Yield the part of an exported chunk that a rank has, as a block of the exported tensor."""
     wanted = tuple((side.start, side.stop) for side in chunk.source_slices)
     common = intersection(wanted, held)
     if common is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,10 @@ from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.transfer.codec import HEADER_BYTES, apply_changes, encode_changes
 from fsdp_runtime.transfer.execute import DEFAULT_TIMEOUT, Sides, exchange, execute_transfer
-from fsdp_runtime.transfer.views import torch_dtype
+from fsdp_runtime.transfer.handshake import Handshake
+from fsdp_runtime.transfer.model_layout import ModelShards
+from fsdp_runtime.transfer.schedule import split_transfers
+from fsdp_runtime.transfer.views import box_views, torch_dtype
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
 from tp_plans import BlockTransfer, TransferPlan
 from tp_plans.transfer.boxes import Box, box_shape
@@ -45,15 +48,16 @@ class SyncReport:
     bytes_full: int
 
 
-@dataclass(frozen=True)
-class _State:
-    """What a rank says of itself before an update."""
+class _State(NamedTuple):
+    """What a rank says of itself before an update, in numbers."""
 
+    plan: int
     chain: int
     version: int
     requested: int
-    is_source: bool
+    is_source: int
     record_bytes: int
+    proposal: int
 
 
 class WeightSync:
@@ -64,19 +68,25 @@ class WeightSync:
     built one, is sent all of its weights.  Where the differences of an update are not smaller than full weights, all
     ranks are sent full weights.
 
-    Destinations apply differences once those of every rank have arrived, and hold their old weights until then; full
-    weights are written as they arrive.  After a failed update every rank that took part asks for a full one.  Build the
-    object on every rank of the plan; each source rank keeps a copy of the values that it sent, in the dtype that is
-    sent.
+    An update is applied once every rank has all of its own: until then destinations hold their last version, and after
+    a failure they keep it and the next update is full.  Full weights wait on the host meanwhile; with ``staged=False``
+    they are written as they arrive, and a failure leaves a destination without a version.  Build the object on every
+    rank of the plan; each source rank keeps a copy of the values that it sent, in the dtype that is sent.
 
     Args:
         plan: the same on every rank.
-        source: this rank's local tensors, if it sends.
+        source: this rank's local tensors, if it sends, or the :class:`ModelShards` that has them, which is refreshed by
+            each update.
         destination: this rank's local tensors, if it receives.
         group: the process group whose ranks the plan names; ``None`` for the world.
         bucket_bytes: the bucket of full updates; see :func:`execute_transfer`.
         timeout: see :func:`execute_transfer`.
         delta: send differences; ``False`` sends full weights always and keeps no copy.
+        staged: keep full weights on the host until all have arrived, which takes as much memory there as a destination
+            rank stores; ``False`` takes one bucket, and the engine must not serve during a full update.
+
+    Raises:
+        WeightSyncError: a local tensor is missing, too small, or of a dtype that cannot hold what is sent.
 
     Example:
         >>> import torch, tp_plans
@@ -84,7 +94,7 @@ class WeightSync:
         >>> trained, engine = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
         >>> shards, target = ModelShards(trained), ModelShards(engine)
         >>> plan = tp_plans.plan_transfer(shards.layout, target.layout)
-        >>> sync = WeightSync(plan, source=shards.local, destination=target.local)
+        >>> sync = WeightSync(plan, source=shards, destination=target.local)
         >>> sync.update(1).version
         1
         >>> torch.equal(trained.weight, engine.weight)
@@ -96,29 +106,49 @@ class WeightSync:
         self,
         plan: TransferPlan,
         *,
-        source: Mapping[str, Tensor] | None = None,
+        source: Mapping[str, Tensor] | ModelShards | None = None,
         destination: Mapping[str, Tensor] | None = None,
         group: ProcessGroup | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: timedelta = DEFAULT_TIMEOUT,
         delta: bool = True,
+        staged: bool = True,
     ) -> None:
         self._plan, self._group = plan, group
-        self._bucket_bytes, self._timeout, self._delta = bucket_bytes, timeout, delta
+        self._bucket_bytes, self._timeout = bucket_bytes, timeout
+        self._delta, self._staged = delta, staged
         self._rank = dist.get_rank(group) if dist.is_initialized() else 0
-        self._sides = Sides(plan, self._rank, source or {}, destination or {})
+        self._shards = source if isinstance(source, ModelShards) else None
+        tensors = source.storage if isinstance(source, ModelShards) else source or {}
+        self._sides = Sides(plan, self._rank, tensors, destination or {})
         self._sides.require_tensors()
-        self._chain, self._version = 0, NO_VERSION
+        self._handshake = Handshake(plan.ranks or (self._rank,), self._rank, group, self._sides.device, timeout)
+        self._fingerprint = plan.fingerprint()
+        self._chain, self._version, self._is_broken = 0, NO_VERSION, False
         self._sent: dict[tuple[str, Box], Tensor] = {}
 
     @property
     def version(self) -> int:
-        """The version of the last update that this rank completed, -1 for none."""
+        """The version that this rank holds in full, -1 for none: the last that it completed, also after a failure."""
         return self._version
+
+    def versions(self) -> dict[int, int]:
+        """Read back the version that each destination rank holds.  Collective over the plan's ranks.
+
+        Returns:
+            Versions by rank, equal on every rank; -1 for a rank that has none of this source's versions, such as a
+            restarted one.
+
+        Raises:
+            WeightSyncError: a rank did not take part in time.
+        """
+        states = self._states(self._version, {}, self._chain)
+        chains = {state.chain for state in states.values() if state.is_source} - {0}
+        return {rank: s.version if s.chain in chains else NO_VERSION for rank, s in self._destinations(states).items()}
 
     @torch.no_grad()
     def update(self, version: int) -> SyncReport:
-        """Bring the destination to the source's present weights.  Collective over the ranks of the group.
+        """Bring the destination to the source's present weights.  Collective over the plan's ranks.
 
         Args:
             version: the number of the new version, larger than the last; the same on every rank.
@@ -129,40 +159,90 @@ class WeightSync:
         Raises:
             OptionError: ranks give different versions, or one that is not larger than the last, so that an update would
                 be repeated or out of order; the same error on every rank, and nothing has changed.
-            WeightSyncError: another rank did not take part in time, or an update does not fit.
+            WeightSyncError: ranks were built for different plans, such as for engines of different sizes; another rank
+                did not take part in time; or an update does not fit.
         """
-        encoded = self._encode() if self._delta and self._version != NO_VERSION else {}
-        states = self._states(version, encoded)
+        if self._shards is not None:
+            self._shards.refresh()
+        held = 0 if self._is_broken else self._chain
+        records = self._encode() if self._delta and held else {}
+        states = self._states(version, records, held)
         _require_versions(states, version)
         full_ranks = self._full_ranks(states)
-        chain = states[min(rank for rank, state in states.items() if state.is_source)].chain or secrets.randbits(62)
-        chain = self._agreed(chain)
-        self._version = NO_VERSION  # until the update is complete
-        full = replace(
-            self._plan, transfers=tuple(t for t in self._plan.transfers if t.is_local or t.destination in full_ranks)
-        )
-        self._execute(full)
-        sent, received = self._update_changes(encoded, full_ranks)
+        first = min(states)
+        chain = max((s.chain for s in states.values() if s.is_source), default=0) or states[first].proposal
+        self._is_broken = True  # unless it completes: the next update is full
+        full = self._part(lambda each: each.destination in full_ranks)
+        changes = self._part(lambda each: each.destination not in full_ranks).transfers
+        with self._handshake.agreement():  # a rank that cannot says so before anything is sent
+            target = self._stage(full) if self._staged else self._sides.destination
+        if not self._staged and self._rank in full_ranks:
+            self._version = NO_VERSION  # until the update is complete
+        with self._handshake.agreement():
+            self._receive(full, target)
+            differences = self._exchange_changes(records, changes)
+        self._version = NO_VERSION
+        self._apply(full, target, changes, differences)
         if self._delta:
-            self._remember(encoded)
-        self._chain, self._version = chain, version
+            self._remember(records)
+        self._chain, self._version, self._is_broken = chain, version, False
+        sent = sum(len(records[t.tensor, t.box]) for t in changes if t.source == self._rank)
         return SyncReport(
             version,
             full_ranks,
             sent + full.bytes_sent(self._rank),
-            received + full.bytes_received(self._rank),
+            sum(map(len, differences.values())) + full.bytes_received(self._rank),
             self._plan.bytes_sent(self._rank) + self._plan.bytes_received(self._rank),
         )
 
-    def _execute(self, plan: TransferPlan) -> None:
+    def _part(self, chosen: Callable[[BlockTransfer], bool]) -> TransferPlan:
+        """Some of the plan's transfers between ranks."""
+        transfers = tuple(each for each in self._plan.transfers if not each.is_local and chosen(each))
+        return replace(self._plan, transfers=transfers)
+
+    def _stage(self, full: TransferPlan) -> dict[str, Tensor]:
+        """Tensors on the host for what this rank receives in full."""
+        own = [each for each in full.transfers if each.destination == self._rank]
+        blocks = (block for each in own for _, block in full.destination.within(self._rank, each.tensor, each.box))
+        names = {block.local for block in blocks}
+        return {name: torch.empty_like(self._sides.destination[name], device="cpu") for name in names}
+
+    def _receive(self, full: TransferPlan, target: Mapping[str, Tensor]) -> None:
+        """Send full weights, and receive them in some tensors."""
         execute_transfer(
-            plan,
+            full,
             source=self._sides.source,
-            destination=self._sides.destination,
+            destination=target,
             group=self._group,
             bucket_bytes=self._bucket_bytes,
             timeout=self._timeout,
+            device=self._sides.device,
         )
+
+    def _apply(
+        self,
+        full: TransferPlan,
+        arrived: Mapping[str, Tensor],
+        changes: Sequence[BlockTransfer],
+        differences: Mapping[int, Tensor],
+    ) -> None:
+        """Write what has arrived, and what this rank keeps from itself, to the destination."""
+        for each in split_transfers(self._plan, self._bucket_bytes):
+            if each.is_local and each.source == self._rank:
+                self._sides.copy(each)
+        for each in full.transfers if self._staged else ():
+            if each.destination == self._rank:
+                staged = box_views(self._plan.destination, self._rank, arrived, each.tensor, each.box)
+                final = box_views(self._plan.destination, self._rank, self._sides.destination, each.tensor, each.box)
+                for (_, values), (_, view) in zip(staged, final, strict=True):
+                    view.copy_(values)
+        for rank, run in differences.items():
+            offset = 0
+            for each in changes:
+                if (each.source, each.destination) == (rank, self._rank):
+                    values = self._held(each)
+                    offset = apply_changes(run, offset, values)
+                    self._sides.write(each, values)
 
     def _own(self) -> list[BlockTransfer]:
         """The transfers that this rank sends to others."""
@@ -192,15 +272,31 @@ class WeightSync:
             else:
                 self._sent[key] = self._values(each)
 
-    def _states(self, version: int, records: Mapping[tuple[str, Box], Tensor]) -> dict[int, _State]:
+    def _states(self, version: int, records: Mapping[tuple[str, Box], Tensor], chain: int) -> dict[int, _State]:
+        """What every rank says of itself.
+
+        Raises:
+            WeightSyncError: a rank did not take part in time, or ranks have different plans.
+        """
         nbytes = sum(len(records[each.tensor, each.box]) for each in self._own()) if records else 0
         is_source = any(each.source == self._rank for each in self._plan.transfers)
-        own = _State(self._chain, self._version, version, is_source, nbytes)
+        proposal = secrets.randbits(62) + 1
+        own = _State(self._fingerprint, chain, self._version, version, is_source, nbytes, proposal)
         if not dist.is_initialized():
             return {self._rank: own}
-        gathered = [own] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, own, group=self._group)
-        return {rank: state for rank, state in enumerate(gathered) if rank in self._plan.ranks}
+        states = {rank: _State(*numbers) for rank, numbers in self._handshake.gather(own).items()}
+        others = [rank for rank, state in states.items() if state.plan != states[self._plan.ranks[0]].plan]
+        if others:
+            raise WeightSyncError(
+                f"ranks {', '.join(map(str, others))} were built for another plan than rank {self._plan.ranks[0]}: "
+                "their layouts differ, as those of an engine with another tp do. Nothing was sent; plan from the same "
+                "layouts on every rank"
+            )
+        return states
+
+    def _destinations(self, states: Mapping[int, _State]) -> dict[int, _State]:
+        receiving = {each.destination for each in self._plan.transfers}
+        return {rank: state for rank, state in states.items() if rank in receiving}
 
     def _full_ranks(self, states: Mapping[int, _State]) -> tuple[int, ...]:
         """The destination ranks that need all of their weights: those that do not hold the sources' last version."""
@@ -209,43 +305,14 @@ class WeightSync:
         known = {(state.chain, state.version) for state in sources}
         wire_bytes = sum(state.record_bytes for state in sources)
         everything = sum(each.nbytes for each in self._plan.transfers if not each.is_local)
-        if not self._delta or len(known) != 1 or (0, NO_VERSION) in known or wire_bytes >= everything:
+        if not self._delta or len(known) != 1 or any(not chain for chain, _ in known) or wire_bytes >= everything:
             return tuple(sorted(destinations))
         return tuple(sorted(r for r in destinations if (states[r].chain, states[r].version) not in known))
 
-    def _agreed(self, chain: int) -> int:
-        """The chain's number that the plan's first rank chose."""
-        if not dist.is_initialized():
-            return chain
-        numbers = [chain] * dist.get_world_size(self._group)
-        dist.all_gather_object(numbers, chain, group=self._group)
-        return numbers[self._plan.ranks[0]]
-
-    def _update_changes(self, records: Mapping[tuple[str, Box], Tensor], full_ranks: Sequence[int]) -> tuple[int, int]:
-        """Send differences, and apply what arrived once every rank has its own; return bytes sent and received."""
-        changes = [t for t in self._plan.transfers if not t.is_local and t.destination not in full_ranks]
-        if not changes:
-            return 0, 0
-        try:
-            sent, arrived = self._exchange_changes(records, changes)
-        except WeightSyncError:
-            with suppress(WeightSyncError):
-                self._agree(succeeded=False)
-            raise
-        self._agree(succeeded=True)
-        for rank, run in arrived.items():
-            offset = 0
-            for each in changes:
-                if (each.source, each.destination) == (rank, self._rank):
-                    values = self._held(each)
-                    offset = apply_changes(run, offset, values)
-                    self._sides.write(each, values)
-        return sent, sum(map(len, arrived.values()))
-
     def _exchange_changes(
         self, records: Mapping[tuple[str, Box], Tensor], changes: Sequence[BlockTransfer]
-    ) -> tuple[int, dict[int, Tensor]]:
-        """Send this rank's records; return their bytes, and the records that arrived by the rank that sent them."""
+    ) -> dict[int, Tensor]:
+        """Send this rank's records; return those that arrived, by the rank that sent them."""
         outgoing: dict[int, list[Tensor]] = {}
         most: dict[int, int] = {}
         for each in changes:
@@ -264,33 +331,7 @@ class WeightSync:
                 raise WeightSyncError(f"rank {rank} announced {int(size)} bytes for blocks of {most[rank]}")
             arrived[rank] = torch.empty(int(size), dtype=torch.uint8, device=device)
         self._exchange(messages, arrived)
-        return sum(map(len, messages.values())), arrived
-
-    def _agree(self, *, succeeded: bool) -> None:
-        """Return if every rank has what it waited for, so that all apply an update or none does.
-
-        Raises:
-            WeightSyncError: a rank failed, or did not answer in time.
-        """
-        first, *others = self._plan.ranks
-        own = torch.tensor([int(succeeded)], device=self._sides.device)
-        if self._rank != first:
-            answer = torch.zeros_like(own)
-            self._exchange({first: own}, {})
-            self._exchange({}, {first: answer})
-        else:
-            answers = {rank: torch.zeros_like(own) for rank in others}
-            try:
-                self._exchange({}, answers)
-                answer = torch.stack([own, *answers.values()]).amin(0)
-            except WeightSyncError:
-                answer = torch.zeros_like(own)
-            self._exchange(dict.fromkeys(others, answer), {})
-        if not int(answer):
-            raise WeightSyncError(
-                "an update was not applied on any rank, since one did not receive all of it; the message of that rank "
-                "says why. The next update is full"
-            )
+        return arrived
 
     def _exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         exchange(outgoing, incoming, self._rank, self._group, self._timeout)

@@ -106,15 +106,33 @@ def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, l
     return factors
 
 
-def merge_lora(weight: Tensor, factors: Sequence[LoraFactors], full: Mapping[str, Tensor]) -> Tensor:
-    """Return a full weight plus its adapters, computed in float32 or a wider dtype, in the weight's dtype."""
+def merge_lora(
+    weight: Tensor, factors: Sequence[LoraFactors], full: Mapping[str, Tensor], box: Sequence[slice] | None = None
+) -> Tensor:
+    """Return a weight or a part of it plus its adapters, computed in float32 or a wider dtype, in the weight's dtype.
+
+    The outer products of the ranks are added one by one: the order in which a matrix product adds depends on the shape
+    of the part, and so would the last bit.
+
+    Args:
+        weight: the weight, or a part of it.
+        factors: its adapters.
+        full: the full factors by name.
+        box: the rows and columns of the part, for stacked experts the experts first; ``None`` for the full weight.
+    """
     if any(each.experts is not None for each in factors):
-        return merge_stacked_lora(weight, factors, full)
+        return merge_stacked_lora(weight, factors, full, box)
     exact = torch.promote_types(weight.dtype, torch.float32)
+    rows, columns = (slice(None), slice(None)) if box is None else box
     merged = weight.to(exact, copy=True)
+    product, term = torch.empty_like(merged), torch.empty_like(merged)
     for each in factors:
-        product = full[each.b_name].to(exact) @ full[each.a_name].to(exact)
-        merged.add_(product.T if each.transposed else product, alpha=each.scaling)
+        a, b = full[each.a_name].to(exact), full[each.b_name].to(exact)
+        left, right = (a.T[rows], b.T[:, columns]) if each.transposed else (b[rows], a[:, columns])
+        product.zero_()
+        for rank in range(right.shape[0]):
+            product.add_(torch.mul(left[:, rank, None], right[rank], out=term))
+        merged.add_(product.mul_(each.scaling))
     return merged.to(weight.dtype)
 
 

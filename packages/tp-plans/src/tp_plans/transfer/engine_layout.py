@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from tp_plans._validate import MAX_RANKS, is_integer, transfer_checked
 from tp_plans.errors import TransferError
 from tp_plans.transfer.boxes import Box, full_box
-from tp_plans.transfer.engine_rules import Engine, EngineRule, engine_rules, rule_for
+from tp_plans.transfer.engine_rules import Engine, EngineRule, RuleBook, engine_rules
+from tp_plans.transfer.engine_scales import ScaleOf, in_cells, scale_of
 from tp_plans.transfer.layout import CheckpointTensor, StoredBlock, TransferLayout
 
 #: Both engines pad the vocabulary to a multiple of this (``DEFAULT_VOCAB_PADDING_SIZE``).
@@ -60,12 +61,22 @@ class EngineSize:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A checkpoint tensor in a parameter of the engine."""
+    """A checkpoint tensor in a parameter of the engine; a scale is cut where its weight is, in cells."""
 
     name: str
-    tensor: CheckpointTensor
+    shape: tuple[int, ...]
     rule: EngineRule
     expert: int | None
+    scale: ScaleOf | None
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is one number for all of its weight."""
+        return self.scale is not None and self.scale.cell is None
+
+
+#: A rank's part of a tensor: its box, its offset in the local tensor, and the local dim of each dim.
+_Part = tuple[Box, tuple[int, ...], tuple[int | None, ...]]
 
 
 @transfer_checked
@@ -76,23 +87,28 @@ def engine_layout(
     engine: Engine = "vllm",
     rules: Sequence[EngineRule] | None = None,
     replicas: int = 1,
+    first_rank: int = 0,
 ) -> TransferLayout:
     """Lay a checkpoint's tensors out as vLLM or SGLang store them, before any repacking for a kernel.
 
     Fused matrices follow one another in one local parameter: ``qkv_proj``, ``gate_up_proj``, ``w13_weight`` and
     ``w2_weight`` of stacked experts, ``fused_qkv_a_proj`` of latent attention.  Key/value heads are copied where there
     are fewer than ranks.  A rank stores its rows of the padded vocabulary; padding is no part of the checkpoint and is
-    not written.  An embedding that is also the LM head is one tensor, as in the checkpoint.
+    not written.  An embedding that is also the LM head is one tensor, as in the checkpoint.  Scales of quantized
+    weights (``weight_scale``, ``weight_scale_inv``, ``weight_scale_2``) lie and are cut as their weights: one number
+    per matrix at the matrix's position, others row by row and block by block.  Parameters have the paths of the
+    checkpoint, where an engine renames modules too.
 
     Args:
-        tensors: the checkpoint's tensors by name; experts one by one.
+        tensors: the checkpoint's tensors by name; experts one by one, or stacked.
         size: heads and ranks.
         engine: whose names and rules.
         rules: other rules, for example ``[EngineRule(...), *engine_rules("vllm")]``; ``None`` for the engine's own.
         replicas: engines of ``tp`` ranks each, one after another, that hold the same.
+        first_rank: the rank of the first, usually the number of the trainer's ranks.
 
     Returns:
-        The layout on ranks 0 to ``replicas * tp - 1``; :meth:`TransferLayout.shifted` moves it behind the trainer's.
+        The layout on ``replicas * tp`` ranks from ``first_rank`` on.
 
     Raises:
         TransferError: a tensor has no rule, or cannot be cut evenly; the message has the numbers.
@@ -110,30 +126,43 @@ def engine_layout(
     """
     if not 1 <= replicas <= MAX_RANKS // size.tp:
         raise TransferError(f"replicas is {replicas}: give 1 or more, at most {MAX_RANKS} ranks with tp={size.tp}")
-    chosen = engine_rules(engine) if rules is None else rules
+    if first_rank < 0:
+        raise TransferError(f"first_rank is {first_rank}: give 0 or more")
+    book = RuleBook(engine_rules(engine) if rules is None else rules, tensors)
     parameters: dict[str, list[_Member]] = defaultdict(list)
-    for name, tensor in tensors.items():
-        rule = rule_for(name, chosen)
-        least = 2 if rule.expert or rule.split == "columns" else 1
-        if len(tensor.shape) < least or (rule.expert and len(tensor.shape) > least):
-            bound = "" if rule.expert else " or more"
-            raise TransferError(
-                f"{name} has shape {tensor.shape}: its rule, split={rule.split!r}, is for {least}{bound} dims"
-            )
-        local, expert = _local_name(name, rule)
-        parameters[local].append(_Member(name, tensor, rule, expert))
+    for name in tensors:
+        scale = scale_of(name, tensors)
+        weight = name if scale is None else scale.weight
+        rule, shape = book.find(weight), tensors[weight].shape
+        _require_dims(weight, shape, rule)
+        local, expert = _local_name(weight, rule)
+        suffix = "" if scale is None else scale.suffix
+        parameters[local + suffix].append(_Member(name, shape, rule, expert, scale))
     blocks: dict[str, list[StoredBlock]] = {name: [] for name in tensors}
     for local, members in parameters.items():
-        for replica in range(replicas):
-            for rank in range(size.tp):
-                for name, box, offset, dims in _on_rank(members, rank, size):
-                    blocks[name].append(StoredBlock(replica * size.tp + rank, box, local, offset, dims))
-    return TransferLayout(tensors, blocks)
+        for rank in range(size.tp):
+            for name, (box, offset, dims) in _on_rank(members, rank, size):
+                blocks[name] += [
+                    StoredBlock(first, box, local, offset, dims)
+                    for first in range(first_rank + rank, first_rank + rank + replicas * size.tp, size.tp)
+                ]
+    return TransferLayout._unchecked(tensors, blocks)
+
+
+def _require_dims(name: str, shape: Sequence[int], rule: EngineRule) -> None:
+    least, most = (2, 2) if rule.expert else (2, 3) if rule.stacked else (1 + (rule.split == "columns"), None)
+    if len(shape) < least or (most is not None and len(shape) > most):
+        bound = " or more" if most is None else "" if least == most else f" or {most}"
+        raise TransferError(
+            f"{name} has shape {tuple(shape)}: its rule, split={rule.split!r}, is for {least}{bound} dims"
+        )
 
 
 def _local_name(name: str, rule: EngineRule) -> tuple[str, int | None]:
     """The engine's parameter of a checkpoint tensor, and the number of its expert."""
     path, _, attribute = name.rpartition(".")
+    if rule.stacked:  # PARENT.experts.gate_up_proj -> PARENT.experts.w13_weight
+        return f"{path}.{rule.fused_into}", None
     if rule.expert:  # PARENT.experts.NUMBER.LINEAR.weight -> PARENT.experts.w13_weight
         parts = path.rsplit(".", 2)
         if len(parts) < 3 or not parts[1].isdecimal():
@@ -144,52 +173,89 @@ def _local_name(name: str, rule: EngineRule) -> tuple[str, int | None]:
     return f"{path.rpartition('.')[0]}.{rule.fused_into}.{attribute}", None
 
 
-def _on_rank(
-    members: Sequence[_Member], rank: int, size: EngineSize
-) -> Iterator[tuple[str, Box, tuple[int, ...], tuple[int | None, ...]]]:
-    """A rank's blocks of one parameter: tensor, box, offset and dims."""
+def _on_rank(members: Sequence[_Member], rank: int, size: EngineSize) -> Iterator[tuple[str, _Part]]:
+    """A rank's parts of the tensors in one parameter."""
+    if members[0].rule.stacked:
+        for member in members:
+            yield from ((member.name, part) for part in _stacked_on_rank(member, rank, size))
+        return
     if members[0].expert is not None:
         yield from _experts_on_rank(members, rank, size)
         return
     start = 0
     for member in sorted(members, key=lambda each: each.rule.position):
+        if member.is_number:
+            yield member.name, ((), (member.rule.position,), ())
+            continue
         dim, (low, high) = _cut(member, rank, size)
-        shape = member.tensor.shape
-        box = (*full_box(shape[:dim]), (low, high), *full_box(shape[dim + 1 :]))
-        offset = (start,) + (0,) * (len(shape) - 1)
-        yield member.name, box, offset, tuple(range(len(shape)))
+        shape = member.shape
+        box = in_cells(member.scale, (*full_box(shape[:dim]), (low, high), *full_box(shape[dim + 1 :])), shape)
+        yield member.name, (box, (start,) + (0,) * (len(shape) - 1), tuple(range(len(shape))))
         start += box[0][1] - box[0][0]
 
 
-def _experts_on_rank(
-    members: Sequence[_Member], rank: int, size: EngineSize
-) -> Iterator[tuple[str, Box, tuple[int, ...], tuple[int | None, ...]]]:
+def _held(count: int, rank: int, size: EngineSize) -> tuple[range, int, int]:
+    """The experts of a rank, its place among the ranks that share them, and how many those are."""
     expert_tp = size.tp // size.ep
     ep_rank, tp_rank = divmod(rank, expert_tp)
-    count = max(member.expert or 0 for member in members) + 1
     local, rest = divmod(count, size.ep)  # vLLM's linear placement: the first ranks have one more
     first = ep_rank * local + min(ep_rank, rest)
-    held = range(first, first + local + (ep_rank < rest))
+    return range(first, first + local + (ep_rank < rest)), tp_rank, expert_tp
+
+
+def _experts_on_rank(members: Sequence[_Member], rank: int, size: EngineSize) -> Iterator[tuple[str, _Part]]:
+    held, tp_rank, expert_tp = _held(max(member.expert or 0 for member in members) + 1, rank, size)
+    several = any(member.rule.position for member in members)
     for member in members:
         if member.expert not in held:
             continue
-        rows, columns = member.tensor.shape
-        expert = (member.expert or 0) - first
+        expert = (member.expert or 0) - held.start
+        if member.is_number:
+            yield member.name, ((), (expert, member.rule.position) if several else (expert,), ())
+            continue
+        (rows, columns), position = member.shape, member.rule.position
         if member.rule.split == "rows":
-            low, high = _even(member.name, rows, tp_rank, expert_tp)
-            box: Box = ((low, high), (0, columns))
+            box: Box = (_even(member.name, rows, tp_rank, expert_tp), (0, columns))
         else:
-            low, high = _even(member.name, columns, tp_rank, expert_tp)
-            box = ((0, rows), (low, high))
-        yield member.name, box, (expert, member.rule.position * (high - low), 0), (1, 2)
+            box = ((0, rows), _even(member.name, columns, tp_rank, expert_tp))
+        box = in_cells(member.scale, box, member.shape)
+        yield member.name, (box, (expert, position * (box[0][1] - box[0][0]), 0), (1, 2))
+
+
+def _stacked_on_rank(member: _Member, rank: int, size: EngineSize) -> Iterator[_Part]:
+    """Parts of a tensor of stacked experts, ``[experts, in, out]`` or ``[experts, out]``, in ``[experts, out, in]``."""
+    experts, *inputs, outputs = member.shape
+    held, tp_rank, expert_tp = _held(experts, rank, size)
+    own = (held.start, held.stop)
+    dims = (0, 2, 1) if inputs else (0, 1)
+    zeros = (0,) * len(inputs)
+    match member.rule.split:
+        case "columns" if inputs:
+            yield (own, _even(member.name, inputs[0], tp_rank, expert_tp), (0, outputs)), (0, 0, 0), dims
+        case "rows" | "row_pairs":
+            width = outputs // member.rule.matrices
+            _even(member.name, outputs, 0, 1, unit=member.rule.matrices)
+            unit = 2 if member.rule.split == "row_pairs" else 1
+            low, high = _even(member.name, width, tp_rank, expert_tp, each=unit)
+            for number in range(member.rule.matrices):
+                columns = (number * width + low, number * width + high)
+                yield (own, *full_box(inputs), columns), (0, number * (high - low), *zeros), dims
+        case "first_rank" if tp_rank:
+            return
+        case _:
+            yield (own, *full_box(inputs), (0, outputs)), (0, 0, *zeros), dims
 
 
 def _cut(member: _Member, rank: int, size: EngineSize) -> tuple[int, tuple[int, int]]:
     """The dim that a tensor is cut on, and the rank's range of it."""
-    shape, split = member.tensor.shape, member.rule.split
+    shape, split = member.shape, member.rule.split
     match split:
         case "replicated":
             return 0, (0, shape[0])
+        case "first_rank":
+            return 0, (0, shape[0] if rank == 0 else 0)
+        case "row_pairs":
+            return 0, _even(member.name, shape[0], rank, size.tp, each=2)
         case "columns":
             return 1, _even(member.name, shape[1], rank, size.tp)
         case "heads":
@@ -206,10 +272,21 @@ def _cut(member: _Member, rank: int, size: EngineSize) -> tuple[int, tuple[int, 
     return 0, _even(member.name, shape[0], rank, size.tp)
 
 
-def _even(name: str, length: int, rank: int, parts: int, unit: int = 1) -> tuple[int, int]:
-    if length % parts or length % unit:
+def _even(name: str, length: int, rank: int, parts: int, unit: int = 1, each: int = 1) -> tuple[int, int]:
+    """A rank's range of features that are split into equal parts.
+
+    Args:
+        name: the tensor, for the error.
+        length: the number of features.
+        rank: which part.
+        parts: how many.
+        unit: the features are this many equal heads or matrices.
+        each: a part has a multiple of this many features.
+    """
+    if length % (parts * each) or length % unit:
+        pairs = f", each of a multiple of {each}" if each > 1 else ""
         raise TransferError(
-            f"{name}: {length} features cannot be split evenly over {parts} ranks in {unit} equal units, as the engine "
-            "does: use a tp that divides them"
+            f"{name}: {length} features cannot be split evenly over {parts} ranks{pairs} in {unit} equal units, as the "
+            "engine does: use a tp that divides them"
         )
     return rank * (length // parts), (rank + 1) * (length // parts)

@@ -7,7 +7,7 @@ and ``models/deepseek_v2.py``; SGLang 0.5, the files of the same names under ``s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
@@ -15,9 +15,10 @@ from typing import Literal, get_args
 from tp_plans._validate import transfer_checked
 from tp_plans.errors import TransferError
 
-#: How a tensor is cut over an engine's ``tp``: not at all; by output features (dim 0), in whole heads; key/value heads,
-#: copied where there are fewer than ranks; by input features (dim 1); by rows of the padded vocabulary.
-EngineSplit = Literal["replicated", "rows", "heads", "kv_heads", "columns", "vocabulary"]
+#: How a tensor is cut over an engine's ``tp``: not at all; by output features (dim 0), in pairs, in heads; key/value
+#: heads, copied where there are fewer than ranks; by input features (dim 1); by rows of the padded vocabulary; not at
+#: all, and stored by the first rank only (the other ranks hold zeros).
+EngineSplit = Literal["replicated", "rows", "row_pairs", "heads", "kv_heads", "columns", "vocabulary", "first_rank"]
 
 #: Engines with built-in rules.
 Engine = Literal["vllm", "sglang"]
@@ -35,6 +36,11 @@ class EngineRule:
             where it keeps its own.
         position: the place among the fused matrices, from 0: they follow one another on dim 0.
         expert: whether the name has the number of an expert, and the engine stacks the experts in one parameter.
+        stacked: whether the checkpoint stacks the experts: ``[experts, in, out]``, a bias ``[experts, out]``.  The
+            engine keeps ``[experts, out, in]``; rows are output features, columns are input features.
+        matrices: how many matrices follow one another in the output features of a stacked tensor; each is cut for
+            itself.
+        only_with: the rule holds only where the tensor's module has a sibling of this name.
     """
 
     pattern: str
@@ -42,14 +48,21 @@ class EngineRule:
     fused_into: str | None = None
     position: int = 0
     expert: bool = False
+    stacked: bool = False
+    matrices: int = 1
+    only_with: str | None = None
 
     def __post_init__(self) -> None:
         if self.split not in get_args(EngineSplit):
             raise TransferError(f"split is {self.split!r}: write one of {', '.join(get_args(EngineSplit))}")
         if self.position < 0:
             raise TransferError(f"position is {self.position}: write 0 or more")
-        if self.expert and not self.fused_into:
+        if (self.expert or self.stacked) and not self.fused_into:
             raise TransferError("fused_into is missing: name the parameter in which the engine stacks the experts")
+        if self.expert and self.stacked:
+            raise TransferError("expert and stacked are both set: experts are numbered in names, or stacked")
+        if self.matrices < 1 or (self.matrices > 1 and not self.stacked):
+            raise TransferError(f"matrices is {self.matrices}: write 1, or more for a stacked tensor")
 
 
 def _experts(parent: str, gate: str, up: str, down: str) -> list[EngineRule]:
@@ -66,11 +79,27 @@ def _experts(parent: str, gate: str, up: str, down: str) -> list[EngineRule]:
     ]
 
 
-def _linear(name: str, split: EngineSplit, into: str | None = None, position: int = 0) -> list[EngineRule]:
+def _stacked(parent: str, split: EngineSplit, matrices: int) -> list[EngineRule]:
+    """Experts that the checkpoint stacks: gpt-oss alternates gate and up, Llama 4 has one after the other."""
+    names: tuple[tuple[str, str, EngineSplit, int], ...] = (
+        ("gate_up_proj", "w13_weight", split, matrices),
+        ("gate_up_proj_bias", "w13_bias", split, matrices),
+        ("down_proj", "w2_weight", "columns", 1),
+        ("down_proj_bias", "w2_bias", "first_rank", 1),
+    )
+    return [
+        EngineRule(pattern=f"*.{parent}.experts.{name}", split=cut, fused_into=into, stacked=True, matrices=count)
+        for name, into, cut, count in names
+    ]
+
+
+def _linear(
+    name: str, split: EngineSplit, into: str | None = None, position: int = 0, only_with: str | None = None
+) -> list[EngineRule]:
     bias: EngineSplit = "replicated" if split == "columns" else split
     return [
-        EngineRule(pattern=f"*.{name}.weight", split=split, fused_into=into, position=position),
-        EngineRule(pattern=f"*.{name}.bias", split=bias, fused_into=into, position=position),
+        EngineRule(pattern=f"*.{name}.{kind}", split=cut, fused_into=into, position=position, only_with=only_with)
+        for kind, cut in (("weight", split), ("bias", bias))
     ]
 
 
@@ -78,12 +107,17 @@ def _common(latent: str) -> list[EngineRule]:
     return [
         *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
         *_experts("block_sparse_moe", "w1", "w3", "w2"),
-        *_linear("self_attn.q_proj", "heads", "qkv_proj", 0),
+        *_stacked("mlp", "row_pairs", 1),
+        *_stacked("feed_forward", "rows", 2),
+        *_linear("self_attn.q_proj", "heads", "qkv_proj", 0, only_with="k_proj"),
+        *_linear("self_attn.q_proj", "heads"),
         *_linear("self_attn.k_proj", "kv_heads", "qkv_proj", 1),
         *_linear("self_attn.v_proj", "kv_heads", "qkv_proj", 2),
         *_linear("self_attn.o_proj", "columns"),
+        EngineRule(pattern="*.self_attn.sinks", split="heads"),
         *_linear("self_attn.q_a_proj", "replicated", latent, 0),
-        *_linear("self_attn.kv_a_proj_with_mqa", "replicated", latent, 1),
+        *_linear("self_attn.kv_a_proj_with_mqa", "replicated", latent, 1, only_with="q_a_proj"),
+        *_linear("self_attn.kv_a_proj_with_mqa", "replicated"),
         *_linear("self_attn.q_b_proj", "heads"),
         *_linear("self_attn.kv_b_proj", "heads"),
         *_linear("gate_proj", "rows", "gate_up_proj", 0),
@@ -95,6 +129,7 @@ def _common(latent: str) -> list[EngineRule]:
         EngineRule(pattern="*layernorm.weight", split="replicated"),
         EngineRule(pattern="*.gate.weight", split="replicated"),
         EngineRule(pattern="*.gate.e_score_correction_bias", split="replicated"),
+        *_linear("router", "replicated"),
         EngineRule(pattern="*.shared_expert_gate.weight", split="replicated"),
     ]
 
@@ -107,7 +142,9 @@ _RULES: dict[str, list[EngineRule]] = {
 
 @transfer_checked
 def engine_rules(engine: Engine) -> list[EngineRule]:
-    """Return an engine's built-in rules, for Llama, Qwen 2 and 3, Gemma 3, Mixtral, Qwen 3 MoE and DeepSeek V2 and V3.
+    """Return an engine's built-in rules.
+
+    For Llama, Qwen 2 and 3, Gemma 3, Mixtral, Qwen 3 MoE, DeepSeek V2 and V3, gpt-oss in bfloat16 and Llama 4's text.
 
     Args:
         engine: ``"vllm"`` or ``"sglang"``.
@@ -129,15 +166,30 @@ def engine_rules(engine: Engine) -> list[EngineRule]:
     return list(_RULES[engine])
 
 
-def rule_for(name: str, rules: Sequence[EngineRule]) -> EngineRule:
-    """Return the first rule whose pattern matches a checkpoint name.
+class RuleBook:
+    """Rules in order of precedence, looked up by the name of a tensor.
 
-    Raises:
-        TransferError: no pattern does.
+    Args:
+        rules: the rules.
+        names: the names of all tensors, for rules that hold only with a sibling.
     """
-    for rule in rules:
-        if fnmatchcase(name, rule.pattern):
-            return rule
-    raise TransferError(
-        f"no rule says how the engine stores {name}: add an EngineRule for it to rules=, before engine_rules(...)"
-    )
+
+    def __init__(self, rules: Sequence[EngineRule], names: Iterable[str]) -> None:
+        self._rules = rules
+        self._modules = {name.rpartition(".")[0] for name in names}
+
+    def find(self, name: str) -> EngineRule:
+        """Return the first rule that holds for a checkpoint name.
+
+        Raises:
+            TransferError: none does.
+        """
+        parent = name.rpartition(".")[0].rpartition(".")[0]
+        for rule in self._rules:
+            if rule.only_with is not None and f"{parent}.{rule.only_with}" not in self._modules:
+                continue
+            if fnmatchcase(name, rule.pattern):
+                return rule
+        raise TransferError(
+            f"no rule says how the engine stores {name}: add an EngineRule for it to rules=, before engine_rules(...)"
+        )

@@ -11,7 +11,7 @@ from typing import Any
 
 from tp_plans._validate import is_integer, transfer_checked
 from tp_plans.errors import TransferError, type_name
-from tp_plans.transfer.boxes import Box, box_shape, full_box, intersection, volume
+from tp_plans.transfer.boxes import Box, box_shape, full_box, intersection, is_empty, volume
 from tp_plans.transfer.mesh_layout import MeshLayout, mesh_boxes
 
 #: Bytes of an element of each dtype that a checkpoint may have, by torch's name of the dtype.
@@ -122,6 +122,17 @@ class TransferLayout:
             for block in self._blocks[name]:
                 _require_fit(name, self._tensors[name], block)
 
+    @classmethod
+    def _unchecked(
+        cls, tensors: Mapping[str, CheckpointTensor], blocks: Mapping[str, Iterable[StoredBlock]]
+    ) -> TransferLayout:
+        """A layout of blocks that fit by construction; checking each takes longer than making it."""
+        layout = cls(tensors, {})
+        layout._blocks.update(
+            {name: tuple(b for b in stored if not is_empty(b.box)) for name, stored in blocks.items()}
+        )
+        return layout
+
     @property
     def tensors(self) -> Mapping[str, CheckpointTensor]:
         """The checkpoint's tensors by name."""
@@ -187,7 +198,9 @@ class TransferLayout:
         Raises:
             TransferError: a rank would be negative.
         """
-        return TransferLayout(
+        if min(self.ranks, default=0) + by < 0:
+            raise TransferError(f"by is {by}: rank {min(self.ranks)} would become negative")
+        return TransferLayout._unchecked(
             self._tensors,
             {
                 name: [
@@ -209,7 +222,7 @@ class TransferLayout:
                 raise TransferError(f"{name} is {self._tensors[name]} in one layout and {other._tensors[name]} in one")
         tensors = {**self._tensors, **other._tensors}
         blocks = {name: [*self._blocks.get(name, ()), *other._blocks.get(name, ())] for name in tensors}
-        return TransferLayout(tensors, blocks)
+        return TransferLayout._unchecked(tensors, blocks)
 
     def to_json(self) -> str:
         """Return the layout as JSON, to be sent to another process; :meth:`from_json` reads it."""
@@ -300,7 +313,7 @@ def mesh_layout(
         zeros, dims = (0,) * len(tensor.shape), tuple(range(len(tensor.shape)))
         numbers = range(len(boxes)) if ranks is None else ranks
         blocks[name] = [StoredBlock(rank, box, name, zeros, dims) for rank, box in zip(numbers, boxes, strict=True)]
-    return TransferLayout(tensors, blocks)
+    return TransferLayout._unchecked(tensors, blocks)
 
 
 def _require_types(name: str, block: Any) -> None:

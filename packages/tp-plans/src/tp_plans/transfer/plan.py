@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -79,6 +80,15 @@ class TransferPlan:
         """Bytes that a rank of both layouts copies from itself."""
         return self._totals[2].get(rank, 0)
 
+    def fingerprint(self) -> int:
+        """Return a number of 62 bits that is the same on every process for the same two layouts."""
+        digest = hashlib.blake2b(digest_size=8)
+        for layout in (self.source, self.destination):
+            for name, tensor in layout.tensors.items():
+                stored = [(each.rank, each.box, each.local, each.offset, each.dims) for each in layout.blocks(name)]
+                digest.update(repr((name, tensor.shape, tensor.dtype, stored)).encode())
+        return int.from_bytes(digest.digest(), "big") >> 2
+
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of either layout, in order."""
@@ -119,18 +129,19 @@ def plan_transfer(source: TransferLayout, destination: TransferLayout) -> Transf
     fixed: list[tuple[int, BlockTransfer]] = []
     shared: list[tuple[int, str, Box, Sequence[int], int, int]] = []
     order = 0
+    remembered = _Providers()
     for name, tensor in destination.tensors.items():
-        owners = _owners(source, name)
+        providers, itemsize = remembered.of_tensor(name, tensor, _owners(source, name)), tensor.itemsize
         for rank, box in _wanted(destination, name):
-            for part, senders in _providers(name, tensor, box, rank, owners):
+            for part, elements, senders in providers(box, rank):
+                nbytes = elements * itemsize
                 if len(senders) == 1:
-                    nbytes = volume(part) * tensor.itemsize
                     fixed.append((order, BlockTransfer(name, part, senders[0], rank, nbytes)))
                     load[senders[0]] += nbytes if senders[0] != rank else 0
                     order += 1
                     continue
-                for small in split_box(part, max(1, _SHARED_BYTES // tensor.itemsize)):
-                    shared.append((order, name, small, senders, rank, volume(small) * tensor.itemsize))
+                for small in [part] if nbytes <= _SHARED_BYTES else split_box(part, _SHARED_BYTES // itemsize):
+                    shared.append((order, name, small, senders, rank, volume(small) * itemsize))
                     order += 1
     for place, name, box, senders, rank, nbytes in sorted(shared, key=lambda item: (-item[5], item[0])):
         sender = min(senders, key=lambda each: (load[each], each))
@@ -162,9 +173,10 @@ def plan_cover(layout: TransferLayout) -> tuple[BlockTransfer, ...]:
     """
     load: dict[int, int] = defaultdict(int)
     found = []
+    remembered = _Providers()
     for name, tensor in layout.tensors.items():
-        owners = _owners(layout, name)
-        for part, senders in _providers(name, tensor, full_box(tensor.shape), None, owners):
+        providers = remembered.of_tensor(name, tensor, _owners(layout, name))
+        for part, _, senders in providers(full_box(tensor.shape), None):
             for small in split_box(part, max(1, _SHARED_BYTES // tensor.itemsize)):
                 owner = min(senders, key=lambda each: (load[each], each))
                 load[owner] += volume(small) * tensor.itemsize
@@ -207,26 +219,65 @@ def _wanted(layout: TransferLayout, name: str) -> Iterator[tuple[int, Box]]:
             yield rank, box
 
 
-def _providers(
-    name: str, tensor: CheckpointTensor, box: Box, rank: int | None, owners: Mapping[Box, Sequence[int]]
-) -> Iterator[tuple[Box, Sequence[int]]]:
-    """Cut a box by the boxes that sources store; yield each part with the ranks that can send it."""
+class _Providers:
+    """Which ranks can send which part of a box; remembers how boxes are cut, as replicas and experts are cut alike."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Box, ...], int] = {}
+        self._cuts: dict[tuple[Box, int], list[tuple[Box, int, Box]]] = {}
+
+    def of_tensor(
+        self, name: str, tensor: CheckpointTensor, owners: Mapping[Box, Sequence[int]]
+    ) -> Callable[[Box, int | None], list[tuple[Box, int, Sequence[int]]]]:
+        """Return a function of a box, and of the rank that wants it, that lists its parts with elements and senders.
+
+        What the rank has itself it sends itself.
+
+        Args:
+            name: the tensor's name.
+            tensor: its shape.
+            owners: the ranks that store each box.
+        """
+        everyone = self._number(tuple(owners))
+        holders = {rank for ranks in owners.values() for rank in ranks}
+
+        def providers(box: Box, rank: int | None) -> list[tuple[Box, int, Sequence[int]]]:
+            number, stored = everyone
+            if rank in holders:
+                number, stored = self._number(tuple(sorted(owners, key=lambda each: rank not in owners[each])))
+            if (box, number) not in self._cuts:
+                self._cuts[box, number] = _cut(name, tensor, box, stored)
+            cuts = self._cuts[box, number]
+            if rank in holders:
+                return [(part, n, [rank] if rank in owners[by] else owners[by]) for part, n, by in cuts]
+            return [(part, n, owners[by]) for part, n, by in cuts]
+
+        return providers
+
+    def _number(self, stored: tuple[Box, ...]) -> tuple[int, tuple[Box, ...]]:
+        """A short name for some boxes, since the hash of a long tuple is computed at each use."""
+        return self._numbers.setdefault(stored, len(self._numbers)), stored
+
+
+def _cut(name: str, tensor: CheckpointTensor, box: Box, stored: Sequence[Box]) -> list[tuple[Box, int, Box]]:
+    """Cut a box by stored boxes; return each part with its elements and the first stored box that has it."""
+    found = []
     left = [box] if volume(box) else []
-    own_first = sorted(owners.items(), key=lambda item: rank not in item[1]) if rank is not None else owners.items()
-    for stored, senders in own_first:
+    for other in stored:
         if not left:
-            return
+            break
         remaining: list[Box] = []
         for piece in left:
-            part = intersection(piece, stored)
+            part = intersection(piece, other)
             if part is None:
                 remaining.append(piece)
                 continue
-            yield part, [rank] if rank in senders and rank is not None else senders
-            remaining += difference(piece, part)
+            found.append((part, volume(part), other))
+            remaining += [] if part == piece else difference(piece, part)
         left = remaining
     if left:
         raise TransferError(
             f"no source rank stores {left[0]} of {name}, which has shape {tensor.shape}: the source layout must hold "
             "every part of the tensors that it sends"
         )
+    return found

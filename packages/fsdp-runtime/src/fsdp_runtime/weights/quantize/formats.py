@@ -17,8 +17,9 @@ from fsdp_runtime.weights.quantize.kernels import (
     FP8,
     MX_GROUP,
     NV_GROUP,
-    fp8_per_block,
-    fp8_per_tensor,
+    cell_amax,
+    fp8,
+    fp8_blocks,
     mxfp8,
     nvfp4,
 )
@@ -123,24 +124,49 @@ class Quantization:
         """Whether a part of a weight needs the largest magnitude of the full weight."""
         return self.format in ("fp8", "nvfp4")
 
-    def quantize(self, weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return the parts of a weight, rounded to bfloat16 first.
+    @property
+    def cell(self) -> tuple[int, int]:
+        """Rows and columns that share a scale; (1, 1) where a scale is for the full weight only."""
+        return {"fp8_block": (BLOCK, BLOCK), "mxfp8": (1, MX_GROUP), "nvfp4": (1, NV_GROUP)}.get(self.format, (1, 1))
+
+    def cell_amax(self, weight: Tensor, start: tuple[int, int]) -> Tensor:
+        """Return the largest magnitude of each cell that a box of a weight touches, over the box's elements.
 
         Args:
-            weight: ``[out, in]``, or whole blocks or groups of it.
-            amax: the largest magnitude of the full weight in bfloat16, 0-d; ``None`` if ``weight`` is all of it.
+            weight: the box's values, rounded to bfloat16 first.
+            start: the box's first row and column.
+
+        Returns:
+            ``[cells, cells]`` in float32; a single number where a scale is for the full weight only.
         """
         weight = weight.to(torch.bfloat16)
-        if amax is None:
-            amax = weight.abs().amax() if weight.numel() else weight.new_zeros(())
+        if self.cell == (1, 1):
+            return weight.abs().amax().float().view(1, 1) if weight.numel() else weight.new_zeros(1, 1).float()
+        return cell_amax(weight, start, self.cell)
+
+    def quantize_box(self, weight: Tensor, start: tuple[int, int], cells: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of a box of a weight, rounded to bfloat16 first: those of the full weight, cut.
+
+        Args:
+            weight: the box's values, ``[rows, columns]``.
+            start: the box's first row and column.
+            cells: the largest magnitude of each cell that the box touches, over all of the cell.
+            amax: the largest magnitude of the full weight, 0-d float32; only where :attr:`needs_amax`.
+        """
+        weight = weight.to(torch.bfloat16)
         match self.format:
             case "fp8":
-                return fp8_per_tensor(weight, amax.float())
+                return fp8(weight, amax)
             case "fp8_block":
-                return fp8_per_block(weight)
+                return fp8_blocks(weight, cells, start)
             case "mxfp8":
-                return mxfp8(weight)
-        return nvfp4(weight, amax.float())
+                return mxfp8(weight, cells, start)
+        return nvfp4(weight, cells, start, amax)
+
+    def quantize(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of a full weight ``[out, in]``, rounded to bfloat16 first."""
+        cells = self.cell_amax(weight, (0, 0))
+        return self.quantize_box(weight, (0, 0), cells, cells.amax() if cells.numel() else cells.new_zeros(()))
 
     def config(self, kept: Sequence[str]) -> dict[str, Any]:
         """Return the ``quantization_config`` of a checkpoint's ``config.json``.

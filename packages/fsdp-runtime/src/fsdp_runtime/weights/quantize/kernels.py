@@ -20,12 +20,36 @@ NV_GROUP = 16
 _LEAST_GROUP_SCALE = 2.0**-6
 
 
-def fp8_per_tensor(weight: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+def cell_amax(weight: Tensor, start: tuple[int, int], cell: tuple[int, int]) -> Tensor:
+    """Return the largest magnitude of each cell of a matrix, over the elements of a box of it.
+
+    Args:
+        weight: the box's values, ``[rows, columns]``.
+        start: the box's first row and column.
+        cell: rows and columns that share a scale.
+
+    Returns:
+        One float32 number per cell that the box touches, ``[cells, cells]``.
+    """
+    by_column = _amax_of_runs(weight.abs(), start[1], cell[1])
+    return _amax_of_runs(by_column.T, start[0], cell[0]).T.float()
+
+
+def _amax_of_runs(values: Tensor, start: int, length: int) -> Tensor:
+    """The largest of each run of ``length`` columns, where the first column has the number ``start``."""
+    if length == 1:
+        return values
+    before = start % length
+    padded = torch.nn.functional.pad(values, (before, -(before + values.shape[1]) % length))
+    return padded.reshape(len(padded), -1, length).amax(2)
+
+
+def fp8(weight: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize with one scale.
 
     Args:
-        weight: ``[out, in]`` or a part of it.
-        amax: largest magnitude of the full weight, 0-d float32.
+        weight: ``[rows, columns]``, any part of the matrix.
+        amax: largest magnitude of the full matrix, 0-d float32.
 
     Returns:
         The values in e4m3, and the scale, 0-d float32.
@@ -34,59 +58,65 @@ def fp8_per_tensor(weight: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     return _to_fp8(weight.float() / scale), scale
 
 
-def fp8_per_block(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize with a scale per 128 x 128 block; blocks at the ends may be smaller.
+def fp8_blocks(weight: Tensor, cells: Tensor, start: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Quantize with a scale per 128 x 128 block.
 
     Args:
-        weight: ``[out, in]``.
+        weight: a box of the matrix, ``[rows, columns]``.
+        cells: largest magnitudes of the blocks that the box touches, float32.
+        start: the box's first row and column.
 
     Returns:
-        The values in e4m3, and scales ``[ceil(out / 128), ceil(in / 128)]`` in float32.
+        The values in e4m3, and the scales of the blocks in float32.
     """
-    rows, columns = weight.shape
-    padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    scales = _nonzero(blocks.abs().amax((1, 3)) / FP8_MAX)
-    values = _to_fp8(blocks / scales[:, None, :, None])
-    return values.view(padded.shape)[:rows, :columns].contiguous(), scales
+    scales = _nonzero(cells / FP8_MAX)
+    return _to_fp8(weight.float() / _per_element(scales, start, (BLOCK, BLOCK), weight)), scales
 
 
-def mxfp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def mxfp8(weight: Tensor, cells: Tensor, start: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Quantize with a power of two per group of 32 elements of a row, rounded down.
 
     Args:
-        weight: ``[out, in]``, ``in`` a multiple of 32.
+        weight: a box of the matrix, ``[rows, columns]``.
+        cells: largest magnitudes of the groups that the box touches, float32.
+        start: the box's first row and column.
 
     Returns:
-        The values in e4m3, and the scales' exponents ``[out, in / 32]``, biased by 127, in uint8.
+        The values in e4m3, and the groups' exponents, biased by 127, in uint8.
     """
-    groups = weight.float().reshape(*weight.shape[:-1], -1, MX_GROUP)
-    amax = groups.abs().amax(-1)
-    exponents = ((amax.view(torch.int32) >> 23) & 255) - 127 - 8  # 448 = 1.75 * 2**8
+    exponents = ((cells.contiguous().view(torch.int32) >> 23) & 255) - 127 - 8  # 448 = 1.75 * 2**8
     biased = exponents.clamp(-127, 128) + 127
-    biased = torch.where(amax.isnan(), biased.new_tensor(255), biased)
+    biased = torch.where(cells.isnan(), biased.new_tensor(255), biased)
     scales = (biased << 23).view(torch.float32).clamp(min=2.0**-126)
-    return _to_fp8(groups / scales.unsqueeze(-1)).flatten(-2), biased.to(torch.uint8)
+    return _to_fp8(weight.float() / _per_element(scales, start, (1, MX_GROUP), weight)), biased.to(torch.uint8)
 
 
-def nvfp4(weight: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def nvfp4(weight: Tensor, cells: Tensor, start: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize with an e4m3 scale per group of 16 elements of a row, and one float32 scale over all.
 
     Args:
-        weight: ``[out, in]`` or rows of it, ``in`` a multiple of 16.
-        amax: largest magnitude of the full weight, 0-d float32.
+        weight: a box of the matrix, ``[rows, columns]``, columns even.
+        cells: largest magnitudes of the groups that the box touches, float32.
+        start: the box's first row and column.
+        amax: largest magnitude of the full matrix, 0-d float32.
 
     Returns:
-        Two values in a byte ``[out, in / 2]`` in uint8, the first in the low half; scales ``[out, in / 16]`` in e4m3;
+        Two values in a byte ``[rows, columns / 2]`` in uint8, the first in the low half; the groups' scales in e4m3;
         the scale over all, 0-d float32.
     """
     total = _nonzero(amax / (FP8_MAX * FP4_MAX))
-    groups = weight.float().reshape(*weight.shape[:-1], -1, NV_GROUP)
-    scales = groups.abs().amax(-1) / FP4_MAX / total
-    scales = scales.clamp(_LEAST_GROUP_SCALE, FP8_MAX).to(FP8)
-    scaled = groups * ((1.0 / total) / scales.float()).unsqueeze(-1)
-    codes = _to_fp4(scaled.clamp(-FP4_MAX, FP4_MAX).flatten(-2))
+    scales = (cells / FP4_MAX / total).clamp(_LEAST_GROUP_SCALE, FP8_MAX).to(FP8)
+    scaled = weight.float() * _per_element((1.0 / total) / scales.float(), start, (1, NV_GROUP), weight)
+    codes = _to_fp4(scaled.clamp(-FP4_MAX, FP4_MAX))
     return codes[..., ::2] | (codes[..., 1::2] << 4), scales, total
+
+
+def _per_element(cells: Tensor, start: tuple[int, int], cell: tuple[int, int], box: Tensor) -> Tensor:
+    """The number of its cell for each element of a box."""
+    for dim in range(2):
+        if cell[dim] > 1:
+            cells = cells.repeat_interleave(cell[dim], dim).narrow(dim, start[dim] % cell[dim], box.shape[dim])
+    return cells
 
 
 def _to_fp8(values: Tensor) -> Tensor:

@@ -1,0 +1,70 @@
+"""Scales of quantized weights at an engine: cut where their weights are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tp_plans.errors import TransferError
+from tp_plans.transfer.boxes import Box
+from tp_plans.transfer.layout import CheckpointTensor
+
+#: What the name of a scale adds to that of its weight.
+_SUFFIXES = ("_scale_inv", "_scale_2", "_scale")
+#: Rows and columns of a block with one ``weight_scale_inv`` (DeepSeek-V3's checkpoints).
+_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleOf:
+    """The weight that a scale belongs to.
+
+    Args:
+        weight: the weight's name in the checkpoint.
+        suffix: what the scale's name adds to it.
+        cell: stored rows and columns of the weight that share a scale; ``None`` for one number for all of them.
+    """
+
+    weight: str
+    suffix: str
+    cell: tuple[int, int] | None
+
+
+def scale_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> ScaleOf | None:
+    """Return the weight that a tensor is a scale of; ``None`` for what is no scale.
+
+    Raises:
+        TransferError: the shapes of scale and weight do not belong together.
+    """
+    suffix = next((each for each in _SUFFIXES if name.endswith(f"weight{each}")), None)
+    weight = name.removesuffix(suffix or "")
+    if suffix is None or weight not in tensors:
+        return None
+    shape, stored = tensors[name].shape, tensors[weight].shape
+    if shape in ((), (1,)):
+        return ScaleOf(weight, suffix, None)
+    if len(shape) == len(stored) == 2:
+        cell = (_BLOCK, _BLOCK) if suffix == "_scale_inv" else (1, stored[1] // max(1, shape[1]))
+        if cell[1] and shape == tuple(-(-size // each) for size, each in zip(stored, cell, strict=True)):
+            return ScaleOf(weight, suffix, cell)
+    raise TransferError(
+        f"{name} has shape {shape} and its weight {stored}: scales are one number, one per 128 x 128 block "
+        "(weight_scale_inv), or one per group of a row"
+    )
+
+
+def in_cells(scale: ScaleOf | None, box: Box, shape: Sequence[int]) -> Box:
+    """Return the box of a scale that belongs to a box of its weight; the box itself where there is no scale.
+
+    Raises:
+        TransferError: the box ends inside of a cell, so that two ranks would share a scale.
+    """
+    if scale is None or scale.cell is None:
+        return box
+    for (start, stop), size, cell in zip(box, shape, scale.cell, strict=True):
+        if start % cell or (stop % cell and stop != size):
+            raise TransferError(
+                f"{scale.weight} is cut at {start} to {stop} of {size}, inside of the {cell} elements of a scale: use "
+                "a tp whose parts are multiples of them, or leave the weight out of the quantization"
+            )
+    return tuple((low // cell, -(-high // cell)) for (low, high), cell in zip(box, scale.cell, strict=True))
