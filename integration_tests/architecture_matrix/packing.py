@@ -140,7 +140,7 @@ def measure_packing_on_ranks(
         mesh = mesh_for(axes)
         candidate = parallelize(copy.deepcopy(model), mesh, packed_sequences=True, **options)
         reference = _Alone.of(model, rows)
-        layout = sequence_layout(mesh, LENGTH)
+        layout = sequence_layout(mesh, LENGTH, load_balancer=options.get("cp_load_balancer", "headtail"))
         inputs = {"input_ids": reference.ids, "position_ids": packed_positions(rows)}
         logits = logits_of(candidate, layout.shard_batch(inputs))
         (logits * layout.shard(reference.weights)).sum().backward()

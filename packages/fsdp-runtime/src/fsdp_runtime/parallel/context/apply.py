@@ -26,6 +26,7 @@ from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.context.attention import ContextAttention, gather_tokens
 from fsdp_runtime.parallel.context.gathered import Gathered, eager_function, gather_for, gathered_mixers
+from fsdp_runtime.parallel.packing.by_functions import mixes_by_functions
 from fsdp_runtime.parallel.packing.documents import find_documents
 from fsdp_runtime.parallel.packing.mixers import makes_own_masks, token_mixers
 from fsdp_runtime.parallel.packing.recompute import take_documents
@@ -129,8 +130,13 @@ def gather_mixers(model: Any, parallelism: Parallelism) -> None:
     mixers = gathered_mixers(parallelism.structure, implementation)
     runtime_state(model).gathered = gather_for(mixers, attention)
     take_documents(map(model.get_submodule, parallelism.recompute), attention.packing)
-    kinds = dict(Counter(mixer.kind for mixer in mixers))
-    logger.info("context parallelism: %d ranks; on full sequences: %s", cp_mesh.size(), kinds or "nothing")
+    spread, full = (
+        dict(Counter(mixer.kind for mixer in mixers if mixes_by_functions(mixer) is by_functions)) or "nothing"
+        for by_functions in (True, False)
+    )
+    logger.info(
+        "context parallelism: %d ranks; by halo and heads: %s; on full sequences: %s", cp_mesh.size(), spread, full
+    )
 
 
 def attention_of(model: nn.Module) -> ContextAttention:
