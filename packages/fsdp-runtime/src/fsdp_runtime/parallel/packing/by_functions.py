@@ -39,6 +39,7 @@ class ByFunctions:
     of_single_tokens: ClassVar[Callable[..., Any]]
     proven: ClassVar[bool | None] = None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def is_proven(self, tokens: Tensor) -> bool:
         """Test once that without convolution and recurrence the module computes each token alone."""
         cls = type(self)

@@ -103,7 +103,8 @@ def with_functions(cls: type, functions: Mapping[str, Callable[..., Any]]) -> Ca
         forward.__closure__,
     )  # fmt: skip
     copied.__kwdefaults__ = forward.__kwdefaults__
-    return copied
+    uncompiled: Callable[..., Any] = torch.compiler.disable(copied)  # lengths of documents differ from batch to batch
+    return uncompiled
 
 
 def original_function(cls: type, name: str) -> Callable[..., Any]:
