@@ -23,6 +23,7 @@ from harness.float64 import compute_in_float64
 from harness.pairwise import alternating_first
 from harness.parity import largest, mesh_for, own_part
 from harness.ranks import RankPool
+from harness.rollouts import sample_completions
 
 BATCH, PROMPT, LENGTH, BUDGET = 4, 4, 12, 28
 SAMPLING = rl_logprobs.SamplingFilter(top_p=0.8, top_k=40)
@@ -55,30 +56,25 @@ class Rollout:
 def _generate(model: nn.Module) -> Rollout:
     """Sample with truncation from a mixture whose experts are not those that the trainer would select."""
     generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(3, VOCAB - 1, (BATCH, PROMPT), generator=generator)
+    prompts = torch.randint(3, VOCAB - 1, (BATCH, PROMPT), generator=generator)
     lengths = [PROMPT + 3, LENGTH, PROMPT + 5, LENGTH - 1]
     routers = find_routers(model).by_path.values()
     chosen = torch.stack(
         [_any_experts(BATCH * LENGTH, router.experts, router.top_k or 2, generator) for router in routers]
     ).view(len(routers), BATCH, LENGTH, -1)
-    logprobs: list[Tensor] = [torch.zeros(BATCH, PROMPT - 1, dtype=torch.float64)]
-    rows: list[list[list[int]]] = [[] for _ in range(BATCH)]
-    for step in range(LENGTH - PROMPT):
-        with replay_routes(model, chosen[:, :, : PROMPT + step].flatten(1, 2)):
-            logits = model(input_ids=tokens, use_cache=False).logits[:, -1]
-        drawn = rl_logprobs.sample_tokens(logits, seed=step, sampling=SAMPLING)
-        logprobs.append(rl_logprobs.token_logprobs(logits, drawn, sampling=SAMPLING)[:, None])
-        kept = rl_logprobs.sampling_support(logits, SAMPLING)
-        for row, (start, end) in zip(rows, kept.offsets.unfold(0, 2, 1).tolist(), strict=True):
-            row.append(kept.ids[start:end].tolist())
-        tokens = torch.cat([tokens, drawn[:, None]], 1)
-    rows = [row[: length - PROMPT] for row, length in zip(rows, lengths, strict=True)]
+
+    def next_logits(tokens: Tensor) -> Tensor:
+        with replay_routes(model, chosen[:, :, : tokens.shape[1]].flatten(1, 2)):
+            logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+        return logits[:, -1]
+
+    found = sample_completions(next_logits, prompts, [length - PROMPT for length in lengths], LENGTH, SAMPLING)
     mask = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
     by_token = chosen.permute(1, 2, 0, 3)  # [tokens, layers, k] for each sample, as vLLM returns them
     return Rollout(
-        samples=[row[:length] for row, length in zip(tokens, lengths, strict=True)],
-        logprobs=torch.cat([*logprobs, torch.zeros(BATCH, 1, dtype=torch.float64)], 1),
-        support=rl_logprobs.Support.from_completions(rows, [PROMPT] * BATCH, LENGTH).next_token(),
+        samples=[row[:length] for row, length in zip(found.tokens, lengths, strict=True)],
+        logprobs=found.logprobs,
+        support=found.support,
         routes=fsdp_runtime.routes_from_generator(
             [routes[: length - 1] for routes, length in zip(by_token, lengths, strict=True)], mask
         ),

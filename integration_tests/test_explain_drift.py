@@ -29,6 +29,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "routes": {"replay": True},
     "temperature": {"temperature": 0.7},
     "padding": {"padding": "masked"},
+    "packing": {"rows": BATCH // 2},
     "vocabulary padding": {"vocabulary": 128},
     "dtype": {"dtype": torch.bfloat16},
     "stale weights": {"stale": True},
@@ -66,14 +67,18 @@ def _score(
     replay: bool = False,
     temperature: float = 1.0,
     padding: str = "attended",
+    rows: int = BATCH,
     vocabulary: int = VOCAB,
     dtype: torch.dtype = torch.float32,
     stale: bool = False,
 ) -> Tensor:
     model = _model(dtype, stale)
-    mask = MASK.long() if padding == "masked" else None
+    inputs = {"input_ids": IDS.view(rows, -1), "attention_mask": MASK.long() if padding == "masked" else None}
+    if rows < BATCH:  # several samples in a row, of which a later one reads those before it
+        inputs |= {"attention_mask": _leaking_mask(rows, MASK if padding == "masked" else torch.ones_like(MASK))}
+        inputs |= {"position_ids": torch.arange(LENGTH).repeat(rows, BATCH // rows)}
     with replay_routes(model, _routes() if replay else {}):
-        logits = model(input_ids=IDS, attention_mask=mask, use_cache=False).logits.float()
+        logits = model(**inputs, use_cache=False).logits.float().view(BATCH, LENGTH, -1)
     logits = pad(logits, (0, vocabulary - VOCAB))  # rows of zeros in the head give logits of zero
     sampling = SamplingFilter(top_p=top_p) if top_p < 1 else None
     unfiltered = token_logprobs(logits, TARGETS, temperature=temperature)
@@ -81,6 +86,13 @@ def _score(
         return unfiltered
     filtered = token_logprobs(logits, TARGETS, temperature=temperature, sampling=sampling)
     return torch.where(filtered.isfinite(), filtered, unfiltered)  # a sampler keeps every token that it returns
+
+
+def _leaking_mask(rows: int, real: Tensor) -> Tensor:
+    """A causal mask ``[rows, 1, seq, seq]`` over all samples of a row, each of which should have been kept apart."""
+    length = BATCH * LENGTH // rows
+    seen = real.view(rows, 1, 1, length) | torch.eye(length, dtype=torch.bool)
+    return seen & torch.ones(length, length, dtype=torch.bool).tril()
 
 
 def _generator(*names: str) -> Tensor:

@@ -15,6 +15,7 @@ import rl_logprobs
 from harness.models import tiny_model
 from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, mesh_for, own_part
 from harness.ranks import RankPool
+from harness.rollouts import Completions, sample_completions
 
 BATCH, PROMPT, LENGTH = 4, 4, 16
 SAMPLING = rl_logprobs.SamplingFilter(top_p=0.8, top_k=40)
@@ -35,12 +36,9 @@ CASES = [
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """Sampled token ids ``[batch, seq]``, the generator's log-probabilities and kept sets of them, and a mask."""
+class Rollout(Completions):
+    """Completions, their log-probabilities zero outside of ``mask`` ``[batch, seq]``."""
 
-    tokens: Tensor
-    logprobs: Tensor
-    support: rl_logprobs.Support
     mask: Tensor
 
 
@@ -48,24 +46,16 @@ class Rollout:
 def _generate(model: nn.Module) -> Rollout:
     """Completions of random lengths, as an engine with truncated sampling returns them."""
     generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(3, 120, (BATCH, PROMPT), generator=generator)
+    prompts = torch.randint(3, 120, (BATCH, PROMPT), generator=generator)
     lengths = torch.randint(3, LENGTH - PROMPT + 1, (BATCH,), generator=generator)
-    logprobs: list[Tensor] = [torch.zeros(BATCH, PROMPT - 1, dtype=torch.float64)]
-    rows: list[list[list[int]]] = [[] for _ in range(BATCH)]
-    for step in range(LENGTH - PROMPT):
-        logits = model(tokens, use_cache=False).logits[:, -1].double()
-        drawn = rl_logprobs.sample_tokens(logits, seed=step, sampling=SAMPLING)
-        logprobs.append(rl_logprobs.token_logprobs(logits, drawn, sampling=SAMPLING)[:, None])
-        kept = rl_logprobs.sampling_support(logits, SAMPLING)
-        for row, (start, end) in zip(rows, kept.offsets.unfold(0, 2, 1).tolist(), strict=True):
-            row.append(kept.ids[start:end].tolist())
-        tokens = torch.cat([tokens, drawn[:, None]], 1)
-    rows = [row[: int(length)] for row, length in zip(rows, lengths, strict=True)]
-    support = rl_logprobs.Support.from_completions(rows, [PROMPT] * BATCH, LENGTH).next_token()
+
+    def next_logits(tokens: Tensor) -> Tensor:
+        return model(tokens, use_cache=False).logits[:, -1].double()
+
+    found = sample_completions(next_logits, prompts, lengths.tolist(), LENGTH, SAMPLING)
     positions = torch.arange(LENGTH)
     mask = (positions >= PROMPT - 1) & (positions < PROMPT - 1 + lengths[:, None])
-    padded = torch.cat([*logprobs, torch.zeros(BATCH, 1, dtype=torch.float64)], 1)
-    return Rollout(tokens, padded * mask, support, mask)
+    return Rollout(found.tokens, found.logprobs * mask, found.support, mask)
 
 
 def _gradients(model: nn.Module, rollout: Rollout, axes: dict[str, int] | None, per: str) -> tuple[float, nn.Module]:

@@ -31,6 +31,7 @@ from fsdp_runtime import (
     sequence_layout,
     submesh,
 )
+from fsdp_runtime.parallel import prefix_attention
 from fsdp_runtime.routing.routers import find_routers
 from harness import models
 from harness.float64 import compute_in_float64
@@ -77,6 +78,12 @@ WITHOUT_LOGPROBS = {"qwen3, classifier", *UNBUILDABLE}
 CHANGES = {name: {"index_n_heads": 32} for name in ("axk2", "deepseek_v32", "glm_moe_dsa")}
 #: In float64 throughout: rounding of sums in another order.
 EXACT = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def _one_run_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let attention compute each of the short responses in a call of its own (on ranks: all in one call)."""
+    monkeypatch.setattr(prefix_attention, "_CALL", 0)
 
 
 class _Float64Throughout(TorchFunctionMode):

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from architecture_matrix.measure import gradient_errors
 from architecture_matrix.shrink import VOCAB
-from architecture_matrix.table import coverage_entries, entries, tiny_model
+from architecture_matrix.table import coverage_entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, MeshSpec, parallelize, sequence_layout
 from harness.parity import largest, logits_of, mesh_for
 
@@ -140,7 +140,7 @@ def measure_packing_on_ranks(
     with all_double():
         mesh = mesh_for(axes)
         candidate = parallelize(copy.deepcopy(model), mesh, packed_sequences=True, **options)
-        layout = sequence_layout(mesh, LENGTH)
+        layout = sequence_layout(mesh, LENGTH, load_balancer=options.get("cp_load_balancer", "headtail"))
         inputs = {"input_ids": reference.ids, "position_ids": packed_positions(rows)}
         logits = logits_of(candidate, layout.shard_batch(inputs))
         (logits * layout.shard(reference.weights)).sum().backward()
@@ -151,7 +151,7 @@ def measure_packing_on_ranks(
 @lru_cache(maxsize=1)
 def _alone(name: str, rows: Rows) -> tuple[nn.Module, _Alone]:
     with all_double():
-        model = _doubled(tiny_model(entries()[name]))
+        model = _doubled(tiny_model(coverage_entries()[name]))
         unused = copy.deepcopy(model)  # some modules keep a state of their last forward
         return unused, _Alone.of(model, rows)
 

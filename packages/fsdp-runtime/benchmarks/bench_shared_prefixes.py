@@ -28,7 +28,7 @@ from harness.memory import LiveBytes
 
 #: Samples of a group, tokens of the prompt, tokens of each response.
 SETTINGS = ((8, 512, 128), (8, 1024, 64))
-ROUNDS = 2
+ROUNDS = 5
 VOCAB = 2048
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime._torch_compat import persistent_buffers
 from fsdp_runtime.errors import BackendError, LayoutError, ModelError
+from fsdp_runtime.parallel.prefix_attention import QueryRun, attend_in_runs, query_runs, remember_runs
 
 #: The first release whose table of weight conversions, and order of applying it, is the one that is followed here.
 OLDEST = (5, 6)
@@ -182,6 +183,11 @@ class PathMask:
     positions: Tensor
     subtree_end: Tensor
 
+    @cached_property
+    def runs(self) -> tuple[QueryRun, ...]:
+        """The runs of a batch of one row; none of a larger batch."""
+        return query_runs(self.subtree_end[0]) if len(self.subtree_end) == 1 else ()
+
     def along_paths(self, mask_function: Any) -> Any:
         """Return a mask function of indices in the row, given a layer's own, which compares positions."""
         from transformers.masking_utils import and_masks
@@ -203,13 +209,16 @@ def build_masks_along_paths(current: ContextVar[PathMask | None], implementation
         current: the trees of the batch that runs.
         implementations: names of implementations of attention.
     """
-    from transformers import AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name in implementations:
         build = ALL_MASK_ATTENTION_FUNCTIONS[name]
         if not isinstance(build, _BuildAlongPaths):
             AttentionMaskInterface.register(name, _BuildAlongPaths(build, current))
+            if name == "sdpa":
+                AttentionInterface.register(name, partial(attend_in_runs, ALL_ATTENTION_FUNCTIONS[name]))
 
 
 @dataclass(frozen=True)
@@ -243,12 +252,15 @@ class _BuildAlongPaths:
                 f"attention from {q_length} to {kv_length} tokens, where the row with shared prefixes has "
                 f"{trees.subtree_end.shape[1]}: only self-attention without a cache can share prefixes"
             )
+        causal = is_causal_mask_function(options["mask_function"])
         options |= {
             "mask_function": trees.along_paths(options["mask_function"]),
             "attention_mask": None,
             "allow_is_causal_skip": False,
         }
-        return self.build(q_length=q_length, kv_length=kv_length, **options)
+        mask = self.build(q_length=q_length, kv_length=kv_length, **options)
+        remember_runs(mask, trees.runs, causal=causal)
+        return mask
 
 
 def is_causal_mask_function(mask_function: Any) -> bool:

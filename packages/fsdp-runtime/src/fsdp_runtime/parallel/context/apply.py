@@ -33,6 +33,7 @@ from fsdp_runtime.parallel.context.gathered import (
     replaced_attention,
 )
 from fsdp_runtime.parallel.context.ways import ContextParallel, check_attention, check_heads
+from fsdp_runtime.parallel.packing.by_functions import mixes_by_functions
 from fsdp_runtime.parallel.packing.documents import find_documents
 from fsdp_runtime.parallel.packing.mixers import makes_own_masks, token_mixers
 from fsdp_runtime.parallel.packing.recompute import take_documents
@@ -149,9 +150,17 @@ def gather_mixers(model: Any, parallelism: Parallelism) -> None:
     mixers = gathered_mixers(parallelism.structure, implementation)
     runtime_state(model).gathered = gather_for(mixers, attention)
     take_documents(map(model.get_submodule, parallelism.recompute), attention.packing)
-    kinds = dict(Counter(mixer.kind for mixer in mixers))
-    way = parallelism.context_parallel
-    logger.info("context parallelism: %d ranks by %s; on full sequences: %s", cp_mesh.size(), way, kinds or "nothing")
+    spread, full = (
+        dict(Counter(mixer.kind for mixer in mixers if mixes_by_functions(mixer) is by_functions)) or "nothing"
+        for by_functions in (True, False)
+    )
+    logger.info(
+        "context parallelism: %d ranks by %s; by halo and heads: %s; on full sequences: %s",
+        cp_mesh.size(),
+        parallelism.context_parallel,
+        spread,
+        full,
+    )
 
 
 def attention_of(model: nn.Module) -> ContextAttention:

@@ -1,13 +1,14 @@
-"""Token mixers that are no plain attention, under context parallelism: on the full sequence, on every rank.
+"""Token mixers that are no plain attention, under context parallelism.
 
-The input of such a mixer is gathered over ``cp``, the mixer runs on all tokens, and each rank keeps the outputs of its
-own.  That is exact for any mixer, and its work and memory are those of one rank without ``cp``.
+Known convolutions and recurrences run as ``OwnTokens`` does it, any other mixer on the full sequence on every rank: its
+input is gathered over ``cp``, the mixer runs on all tokens, and each rank keeps the outputs of its own.  That is exact
+for any mixer, and its work and memory are those of one rank without ``cp``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +19,9 @@ from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.context.attention import ContextAttention, gather_keys_and_values, gather_tokens
 from fsdp_runtime.parallel.context.masks import SequenceMask
+from fsdp_runtime.parallel.context.own_tokens import OwnTokens, forward_on_own_tokens
 from fsdp_runtime.parallel.context.sharding import SequenceLayout
+from fsdp_runtime.parallel.packing.by_functions import mix_in
 from fsdp_runtime.parallel.packing.mixers import TokenMixer, Way, has_inner_mixer, token_mixers
 from fsdp_runtime.parallel.packing.run import BOUNDARIES, map_tensors, mixed_in, run_per_document, uses_interface
 
@@ -69,13 +72,16 @@ class Gathered:
     modules: tuple[nn.Module, ...]
 
 
-def gather_for(mixers: Iterable[TokenMixer], attention: ContextAttention) -> Gathered:
+def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> Gathered:
     """Make token mixers run on the full sequence, in place; before tensor parallelism."""
     by_way: dict[Way, list[nn.Module]] = {}
     for mixer in mixers:
         by_way.setdefault(mixer.way, []).append(mixer.module)
     for way, modules in by_way.items():
         mixed_in(modules, _GatheredMixer, attention=attention, way=way)
+    mix_in(
+        mixers, OwnTokens, lambda cls: {"attention": attention, "of_own_tokens": forward_on_own_tokens(cls, attention)}
+    )
     return Gathered(
         attention, tuple(inner for each in by_way.values() for module in each for inner in module.modules())
     )

@@ -15,6 +15,7 @@ from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.context.apply import gather_mixers
+from fsdp_runtime.parallel.packing.by_functions import compute_rows
 from fsdp_runtime.parallel.packing.documents import find_documents
 from fsdp_runtime.parallel.packing.mixers import Way, makes_own_masks, token_mixers
 from fsdp_runtime.parallel.packing.recompute import take_documents
@@ -80,6 +81,7 @@ def apply_packing(model: Any, parallelism: Parallelism) -> None:
     mixers = token_mixers(parallelism.structure)
     for way in get_args(Way):
         keep_documents_apart([mixer.module for mixer in mixers if mixer.way == way], packing, way)
+    compute_rows(mixers, packing)
     take_documents([model.get_submodule(path) for path in parallelism.recompute], packing)
     implementation = str(attention_in_force(model.config.get_text_config()))
     inputs = _PackedInputs(packing, varlen=implementation.startswith("flash"))

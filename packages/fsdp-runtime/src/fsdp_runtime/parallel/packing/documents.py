@@ -43,6 +43,12 @@ class Documents:
         starts = self.begins.flatten().nonzero().flatten().tolist()
         return [end - start for start, end in zip(starts, [*starts[1:], self.begins.numel()], strict=True)]
 
+    @cached_property
+    def cumulative_lengths(self) -> Tensor:
+        """``[documents + 1]`` int32, the tokens before each document, counted over all rows; as kernels take them."""
+        starts = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return starts.to(self.begins.device, non_blocking=True)
+
     @property
     def packed(self) -> bool:
         """True if some row has several documents; waits for the device, once a forward."""

@@ -39,11 +39,13 @@ class TokenMixer:
         path: its path in the model.
         module: the module.
         way: how it is kept from mixing documents.
+        cls: its class before anything is mixed in.
     """
 
     path: str
     module: nn.Module
     way: Way
+    cls: type
 
     @property
     def kind(self) -> str:
@@ -75,14 +77,14 @@ def makes_own_masks(structure: ModelStructure) -> str | None:
 
 def _below(module: nn.Module, path: str) -> Iterator[TokenMixer]:
     if _has_convolution(module):
-        yield TokenMixer(path, module, "documents")
+        yield TokenMixer(path, module, "documents", type(module))
         return
     for name, child in module.named_children():
         at = f"{path}.{name}"
         if type(child).__name__ in _BATCH_DEPENDENT:
-            yield TokenMixer(at, child, "singles")
+            yield TokenMixer(at, child, "singles", type(child))
         elif _takes(child) & _MARKS:
-            yield TokenMixer(at, child, "mask" if _is_masked_attention(child) else "documents")
+            yield TokenMixer(at, child, "mask" if _is_masked_attention(child) else "documents", type(child))
         else:
             yield from _below(child, at)
 

@@ -1,0 +1,173 @@
+"""Attention of a row of prefix trees, run of queries by run of queries, each against the keys on its path only.
+
+Under one mask of the full row, attention computes the scores of every response with every other one.  A run is a
+stretch of the row that has no branch before it ends, in most cases one response.  Its tokens see its ancestors and
+itself, so ``G`` responses to one prompt need ``P**2 / 2 + G * R * (P + R)`` scores instead of ``(P + G * R)**2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+#: The scores that take as long as one more call of attention.
+_CALL = 128 * 128
+#: Tokens of the longest run with ancestors, whose scores above the diagonal are computed.
+_LONGEST = 512
+#: The attribute of a mask with its runs: recomputation passes the mask again, after the trees are forgotten.
+_RUNS = "_fsdp_runtime_runs"
+#: Options of an attention that does something else than torch's function.
+_FURTHER = ("position_bias", "cache", "softcap", "s_aux")
+
+
+@dataclass(frozen=True)
+class QueryRun:
+    """Neighbouring queries, and the keys that they see some of.
+
+    Args:
+        start: the first query.
+        stop: the index after the last one.
+        keys: ranges of key indices: those of the ancestors of the first query, and the queries' own.
+        chain: each query is the parent of the next one.
+    """
+
+    start: int
+    stop: int
+    keys: tuple[tuple[int, int], ...]
+    chain: bool
+
+    @property
+    def is_root(self) -> bool:
+        """True where a plain causal mask is that of the run."""
+        return self.chain and self.keys == ((self.start, self.stop),)
+
+    def of_queries(self, values: Tensor) -> Tensor:
+        """Return ``[batch, heads, queries, *]`` of ``[batch, heads, seq, *]``."""
+        return values.narrow(2, self.start, self.stop - self.start)
+
+    def of_keys(self, values: Tensor, dim: int = 2) -> Tensor:
+        """Return a tensor with the entries of the keys on a dim."""
+        parts = [values.narrow(dim, start, stop - start) for start, stop in self.keys]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def query_runs(subtree_end: Tensor) -> tuple[QueryRun, ...]:
+    """Divide a row into runs; waits for the device, once a forward.
+
+    Args:
+        subtree_end: ``[seq]``, of ``TreeRow``.
+
+    Example:
+        >>> import torch
+        >>> query_runs(torch.tensor([4, 3, 3, 4]))  # too short for more than one call
+        (QueryRun(start=0, stop=4, keys=((0, 4),), chain=False),)
+    """
+    ends = subtree_end.cpu()
+    length = len(ends)
+    index = torch.arange(length)
+    after_leaf = (index[1:][ends[:-1] == index[1:]]).tolist()
+    merged: list[tuple[int, int, Tensor, bool]] = []
+    for start, stop in zip([0, *after_leaf], [*after_leaf, length], strict=True):
+        ancestors = index[:start][ends[:start] > start]
+        step = _LONGEST if len(ancestors) else stop - start
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            seen = torch.cat([ancestors, index[start:first]])
+            if merged:
+                begin, end, of_begin, _ = merged[-1]
+                apart = (end - begin) * (len(of_begin) + end - begin) + (last - first) * (len(seen) + last - first)
+                # The later run's ancestors before `begin` are ancestors of `begin`, too: the order is a pre-order.
+                if (last - begin) * (len(of_begin) + last - begin) <= apart + _CALL:
+                    merged[-1] = (begin, last, of_begin, False)
+                    continue
+            merged.append((first, last, seen, True))
+    return tuple(
+        QueryRun(start, stop, _ranges(torch.cat([ancestors, index[start:stop]])), chain)
+        for start, stop, ancestors, chain in merged
+    )
+
+
+def _ranges(indices: Tensor) -> tuple[tuple[int, int], ...]:
+    """The ranges of neighbours in sorted indices."""
+    gaps = (indices.diff() != 1).nonzero().flatten() + 1
+    bounds = [0, *gaps.tolist(), len(indices)]
+    return tuple((int(indices[begin]), int(indices[end - 1]) + 1) for begin, end in pairwise(bounds))
+
+
+def remember_runs(mask: Any, runs: tuple[QueryRun, ...], *, causal: bool) -> None:
+    """Keep the runs of a mask with it.
+
+    Args:
+        mask: the mask of a layer, for all heads.
+        runs: of the row.
+        causal: positions on a path are compared causally, and nothing else.
+    """
+    if len(runs) > 1 and isinstance(mask, Tensor):
+        setattr(mask, _RUNS, (runs, causal))
+
+
+def attend_in_runs(
+    attend: Callable[..., tuple[Tensor, Any]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """Compute attention by the runs of its mask, or at once under a mask without any.
+
+    Backward gathers the keys of each run again, so that no copy of them is kept.
+
+    Args:
+        attend: a function of ``transformers.AttentionInterface``.
+        module: the layer.
+        query: ``[batch, heads, seq, head_dim]``; ``key`` and ``value`` may have fewer heads.
+        key: as ``query``.
+        value: as ``query``.
+        attention_mask: the layer's mask.
+        options: passed on.
+    """
+    runs, causal = getattr(attention_mask, _RUNS, ((), False))
+    plain = query.shape[2] == key.shape[2] and not any(options.get(name) is not None for name in _FURTHER)
+    if not runs or not plain or attention_mask.shape[1] != 1 or torch.compiler.is_compiling():
+        return attend(module, query, key, value, attention_mask, **options)
+    recompute = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    outputs = []
+    for run in runs:
+        if causal and run.is_root:
+            inputs = [run.of_queries(each) for each in (query, key, value)]
+            outputs.append(attend(module, *inputs, None, **{**options, "is_causal": True})[0])
+        elif recompute:
+            random = bool(options.get("dropout"))
+            arguments = (query, key, value, attention_mask, options, run)
+            outputs.append(checkpoint(_attend_run, *arguments, use_reentrant=False, preserve_rng_state=random))
+        else:
+            outputs.append(_attend_run(query, key, value, attention_mask, options, run))
+    return torch.cat(outputs, dim=1), None
+
+
+def _attend_run(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any], run: QueryRun
+) -> Tensor:
+    """Attend from the queries of a run under their part of the mask, as ``[batch, queries, heads, head_dim]``."""
+    queries, keys, values = run.of_queries(query), run.of_keys(key), run.of_keys(value)
+    own = run.of_keys(run.of_queries(mask), dim=3)
+    count = queries.shape[2]
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:  # the queries of a group follow one another as those of one head: no key is repeated
+        queries = queries.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
+        own = own.repeat(1, 1, groups, 1)
+    output = scaled_dot_product_attention(
+        queries, keys, values, own, dropout_p=options.get("dropout", 0.0), scale=options.get("scaling")
+    )
+    if groups > 1:
+        output = output.unflatten(2, (groups, count)).flatten(1, 2)
+    return output.transpose(1, 2)
