@@ -133,8 +133,11 @@ def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     fakes = {"vllm": ModuleType("vllm"), "vllm.distributed": ModuleType("vllm.distributed")}
     loader = ModuleType("vllm.model_executor.model_loader.reload")
     loader.__dict__.update(finalize_layerwise_reload=None, initialize_layerwise_reload=None, layerwise=None)
-    fakes |= {name: ModuleType(name) for name in ("vllm.model_executor", "vllm.model_executor.model_loader")}
-    for module in (package, base, factory, loader):
+    vocabulary = ModuleType("vllm.model_executor.layers.vocab_parallel_embedding")
+    vocabulary.__dict__.update(VocabParallelEmbedding=object)
+    folders = ("vllm.model_executor", "vllm.model_executor.model_loader", "vllm.model_executor.layers")
+    fakes |= {name: ModuleType(name) for name in folders}
+    for module in (package, base, factory, loader, vocabulary):
         fakes[module.__name__] = module
     for name, module in fakes.items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -31,7 +31,9 @@ class Engine:
         self.models = [SimpleNamespace(weights={}, loads=0, fails=False) for _ in range(workers)]
         self.workers = []
         for rank, model in enumerate(self.models):
-            parallel = SimpleNamespace(data_parallel_index=0, world_size=workers, rank=rank)
+            parallel = SimpleNamespace(
+                data_parallel_index=0, world_size=workers, rank=rank, tensor_parallel_size=workers
+            )
             config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(quantization=None))
             self.workers.append(worker_class(None, config, torch.device("cpu"), model))
 
@@ -89,7 +91,7 @@ def load_into(model: Any, config: Any, weights: list[tuple[str, Tensor]]) -> Non
         model.weights[name] = tensor.clone()
 
 
-def try_on_meta(model: Any, config: Any, weights: list[Any]) -> None:
+def try_on_meta(model: Any, config: Any, weights: list[Any], tp: int) -> None:
     for weight in weights:
         if weight.name in model.weights and model.weights[weight.name].shape != weight.shape:
             raise WeightSyncError(f"{weight.name} of shape {weight.shape} does not fit the engine's model")
@@ -125,7 +127,7 @@ def held(engine: Engine, model: nn.Module, ours: Any) -> bool:
     )
 
 
-WHOLE = ["start", "check", "receive", "pause", "apply"]
+PARTS = ["start", "check", "receive", "pause", "apply"]
 
 
 def test_an_update_is_announced_received_and_applied_in_this_order(ours: Any, model: nn.Module) -> None:
@@ -133,14 +135,14 @@ def test_an_update_is_announced_received_and_applied_in_this_order(ours: Any, mo
         engine = Engine(ours.worker_class)
         sync = ours.sync.EngineSync(ours.source.WeightSource(model), engine, bucket_bytes=bucket_bytes, timeout_s=20)
         report = sync.update("a")
-        assert engine.calls == ["init", *WHOLE, "finish a", "resume"]
+        assert engine.calls == ["init", *PARTS, "finish a", "resume"]
         assert held(engine, model, ours)
         assert (report.version, engine.version) == ("a", "a")
         assert report.nbytes == sum(tensor.nbytes for tensor in engine.models[0].weights.values())
         change(model)
         engine.calls.clear()
         assert sync.update("b").connect_s < 1
-        assert engine.calls == [*WHOLE, "finish b", "resume"]  # the group of before
+        assert engine.calls == [*PARTS, "finish b", "resume"]  # the group of before
         assert held(engine, model, ours)
 
 

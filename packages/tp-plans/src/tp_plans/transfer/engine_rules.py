@@ -1,8 +1,8 @@
 """How vLLM and SGLang store the tensors of a checkpoint: fused with which, and cut how.
 
 Sources: vLLM 0.32 and 0.33, ``model_executor/layers/linear.py`` (``QKVParallelLinear``,
-``MergedColumnParallelLinear``), ``vocab_parallel_embedding.py``, ``fused_moe/layer.py`` (``determine_expert_map``)
-and ``models/deepseek_v2.py``; SGLang 0.5, the files of the same names under ``sglang/srt``.
+``MergedColumnParallelLinear``), ``vocab_parallel_embedding.py``, ``fused_moe/layer.py`` (``determine_expert_map``),
+``fused_moe/routed_experts.py`` and ``models/deepseek_v2.py``; SGLang 0.5, the files of the same names under ``sglang/srt``.
 """
 
 from __future__ import annotations
@@ -52,8 +52,12 @@ class EngineRule:
             raise TransferError("fused_into is missing: name the parameter in which the engine stacks the experts")
 
 
-def _experts(parent: str, gate: str, up: str, down: str) -> list[EngineRule]:
-    names = ((gate, "w13_weight", 0, "rows"), (up, "w13_weight", 1, "rows"), (down, "w2_weight", 0, "columns"))
+def _experts(parent: str, stack: str, gate: str, up: str, down: str) -> list[EngineRule]:
+    names = (
+        (gate, f"{stack}w13_weight", 0, "rows"),
+        (up, f"{stack}w13_weight", 1, "rows"),
+        (down, f"{stack}w2_weight", 0, "columns"),
+    )
     return [
         EngineRule(
             pattern=f"*.{parent}.experts.*.{name}.weight",
@@ -74,10 +78,10 @@ def _linear(name: str, split: EngineSplit, into: str | None = None, position: in
     ]
 
 
-def _common(latent: str) -> list[EngineRule]:
+def _common(latent: str, stack: str) -> list[EngineRule]:
     return [
-        *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
-        *_experts("block_sparse_moe", "w1", "w3", "w2"),
+        *_experts("mlp", stack, "gate_proj", "up_proj", "down_proj"),
+        *_experts("block_sparse_moe", stack, "w1", "w3", "w2"),
         *_linear("self_attn.q_proj", "heads", "qkv_proj", 0),
         *_linear("self_attn.k_proj", "kv_heads", "qkv_proj", 1),
         *_linear("self_attn.v_proj", "kv_heads", "qkv_proj", 2),
@@ -100,8 +104,8 @@ def _common(latent: str) -> list[EngineRule]:
 
 
 _RULES: dict[str, list[EngineRule]] = {
-    "vllm": _common("fused_qkv_a_proj"),
-    "sglang": _common("fused_qkv_a_proj_with_mqa"),
+    "vllm": _common("fused_qkv_a_proj", "routed_experts."),
+    "sglang": _common("fused_qkv_a_proj_with_mqa", ""),
 }
 
 

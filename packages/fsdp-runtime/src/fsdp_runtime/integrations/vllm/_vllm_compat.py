@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, layerwise
 
 
@@ -27,6 +28,31 @@ def processing_replaced(process: Callable[[nn.Module, Any], None]) -> Iterator[N
         yield
     finally:
         layerwise._layerwise_process = original
+
+
+def vocabulary_parameters(model: nn.Module) -> set[str]:
+    """The names of parameters over the vocabulary, whose loaders refuse any other size and copy unequal parts."""
+    return {
+        f"{path}.{name}"
+        for path, layer in model.named_modules()
+        if isinstance(layer, VocabParallelEmbedding)
+        for name, _ in layer.named_parameters(recurse=False)
+    }
+
+
+def partly_loaded(model: nn.Module) -> list[str]:
+    """The layers that a reload gave some of their values, with the numbers; a vocabulary's padding is not loaded.
+
+    Loaders of fused and of stacked parameters accept a part without an error.
+    """
+    found = []
+    for path, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and not isinstance(layer, VocabParallelEmbedding):
+            total = info.load_numel_total or 0
+            if 0 < info.load_numel < total:
+                found.append(f"{info.load_numel:,} of {path}'s {total:,}")
+    return found
 
 
 def drop_pending(model: nn.Module, model_config: Any) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 
 def repack(model: nn.Module) -> list[str]:
-    """Pack again what the CPU backend should have.
+    """Pack again what the CPU backend should have; once after each loading, for what is packed looks like what is not.
 
     Args:
         model: vLLM's model, after its weights were loaded.

@@ -22,10 +22,11 @@ class GlooGroup:
         rank: this process's rank.
         world_size: processes of the group.
         timeout_s: seconds after which an operation that a rank misses fails.
+        name: what tells it from other groups.
     """
 
-    def __init__(self, store: dist.TCPStore, rank: int, world_size: int, timeout_s: float) -> None:
-        self._store = store
+    def __init__(self, store: dist.TCPStore, rank: int, world_size: int, timeout_s: float, name: str) -> None:
+        self._store, self.name = store, name
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
 
@@ -36,6 +37,15 @@ class GlooGroup:
             RuntimeError: a rank left the group, or the time is over.
         """
         self._group.broadcast(tensor, 0).wait()
+
+    def report(self, number: int, problem: str) -> None:
+        """Tell rank 0 what became of a part of an update; an empty text where all is well."""
+        self._store.set(_report_key(number, self.rank), problem)
+
+    def reports(self, number: int) -> dict[int, str | None]:
+        """Return, on rank 0, what each other rank reported, and ``None`` for those that have not."""
+        keys = {rank: _report_key(number, rank) for rank in range(1, self.world_size)}
+        return {rank: self._store.get(key).decode() if self._store.check([key]) else None for rank, key in keys.items()}
 
     def close(self) -> None:
         """Close the connections; operations in which other ranks wait for this one fail at once."""
@@ -48,13 +58,17 @@ def open_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
-def open_group(store: dist.TCPStore, world_size: int, timeout_s: float, failed: Callable[[], bool]) -> GlooGroup | None:
+def open_group(
+    store: dist.TCPStore, world_size: int, timeout_s: float, name: str, failed: Callable[[], bool]
+) -> GlooGroup | None:
     """Form the group as rank 0, once all others are there.
 
     Args:
         store: from :func:`open_store`.
         world_size: processes of the group.
-        timeout_s: seconds to wait for the others, and the group's timeout.
+        timeout_s: the group's timeout, and half of the seconds to wait for the others, which an operation in an
+            earlier group may keep.
+        name: what tells it from other groups.
         failed: whether there is no use in waiting on.
 
     Returns:
@@ -63,25 +77,29 @@ def open_group(store: dist.TCPStore, world_size: int, timeout_s: float, failed: 
     Raises:
         WeightSyncError: ranks are missing; the message names them.
     """
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + 2 * timeout_s
     keys = {rank: _key(rank) for rank in range(1, world_size)}
     while not store.check(list(keys.values())):
         if failed():
             return None
         if time.monotonic() > end:
             missing = [rank - 1 for rank, key in keys.items() if not store.check([key])]
-            raise WeightSyncError(f"workers {missing} of the engine did not join within {timeout_s:g} s")
+            raise WeightSyncError(f"workers {missing} of the engine did not join within {2 * timeout_s:g} s")
         time.sleep(0.01)
-    return GlooGroup(store, 0, world_size, timeout_s)
+    return GlooGroup(store, 0, world_size, timeout_s, name)
 
 
-def join_group(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> GlooGroup:
+def join_group(host: str, port: int, rank: int, world_size: int, timeout_s: float, name: str) -> GlooGroup:
     """Join a group as one of the ranks after 0."""
     timeout = timedelta(seconds=math.ceil(timeout_s))
     store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
     store.set(_key(rank), "")
-    return GlooGroup(store, rank, world_size, timeout_s)
+    return GlooGroup(store, rank, world_size, timeout_s, name)
 
 
 def _key(rank: int) -> str:
     return f"joined/{rank}"
+
+
+def _report_key(number: int, rank: int) -> str:
+    return f"report/{number}/{rank}"

@@ -26,6 +26,7 @@ class GlooInit:
         world_size: the trainer and all workers.
         rank_offset: the rank of the first worker.
         timeout_s: seconds after which an operation that a rank misses fails.
+        group: what names the group.
     """
 
     master_address: str
@@ -33,6 +34,7 @@ class GlooInit:
     world_size: int
     rank_offset: int = 1
     timeout_s: float = 60.0
+    group: str = ""
 
 
 @dataclass
@@ -45,6 +47,8 @@ class GlooUpdate:
         dtype_names: their dtypes by torch's names.
         shapes: their full shapes.
         bucket_bytes: bytes that are broadcast together.
+        group: the group in which they will be.
+        number: counts the parts of a group's updates; the worker reports under it.
     """
 
     action: Action
@@ -52,6 +56,8 @@ class GlooUpdate:
     dtype_names: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     bucket_bytes: int = 0
+    group: str = ""
+    number: int = 0
 
     @staticmethod
     def check(weights: Sequence[WeightInfo], bucket_bytes: int) -> GlooUpdate:
@@ -63,6 +69,11 @@ class GlooUpdate:
             [list(weight.shape) for weight in weights],
             bucket_bytes,
         )
+
+    @property
+    def tensors(self) -> tuple[list[str], list[str], list[list[int]]]:
+        """Names, dtypes and shapes."""
+        return self.names, self.dtype_names, self.shapes
 
     def weights(self) -> list[WeightInfo]:
         """Return the tensors.

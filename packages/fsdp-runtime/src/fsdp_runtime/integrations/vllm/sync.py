@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -116,6 +118,7 @@ class EngineSync:
         self._workers, self._pause = world_size, pause
         self._link: GlooGroup | None = None
         self._version: str | None = None
+        self._numbers = itertools.count()
 
     @checked
     def update(self, version: str) -> EngineSyncReport:
@@ -155,16 +158,30 @@ class EngineSync:
         workers = self._workers or client.world_size()
         if self._link is not None and (self._link.world_size != workers + 1 or self._restarted()):
             self.close()
+        known = self._link is not None
         if self._link is None:
             self._link = self._connect(workers)
         connected = time.monotonic()
         try:
+            self._check(self._link)
+        except Exception:  # of any client; the workers may have left an earlier group, as for another trainer
+            if not known:
+                raise
+            self.close()
+            self._link = self._connect(workers)
+            connected = time.monotonic()
+            self._check(self._link)
+        return connected - start, time.monotonic() - connected
+
+    def _check(self, link: GlooGroup) -> None:
+        """Begin an update, and let every worker try names, dtypes and shapes."""
+        client = self._client
+        try:
             client.start_weight_update()
-        except Exception:  # noqa: BLE001 (of any client) a session that a trainer left open; finishing writes nothing here
+        except Exception:  # noqa: BLE001 (of any client: a session that a trainer left open; finishing writes nothing)
             _ignore_errors(client.finish_weight_update)
             client.start_weight_update()
-        client.update_weights(asdict(GlooUpdate.check(self._source.weights, self._bucket_bytes)))
-        return connected - start, time.monotonic() - connected
+        self._ask(link, GlooUpdate.check(self._source.weights, self._bucket_bytes))
 
     def _restarted(self) -> bool:
         """Whether the engine names another version than the last that it was given."""
@@ -173,9 +190,10 @@ class EngineSync:
 
     def _connect(self, workers: int) -> GlooGroup:
         store = open_store(self._address, workers + 1, self._timeout_s)
-        info = GlooInit(self._address, store.port, workers + 1, timeout_s=self._timeout_s)
+        name = f"{time.time_ns()}"
+        info = GlooInit(self._address, store.port, workers + 1, timeout_s=self._timeout_s, group=name)
         with _Background(lambda: self._client.init_weight_transfer_engine(asdict(info))) as told:
-            link = open_group(store, workers + 1, self._timeout_s, told.done)
+            link = open_group(store, workers + 1, self._timeout_s, name, told.done)
             told.result()
         if link is None:
             raise WeightSyncError(f"the engine answered before its {workers} workers joined: has it so many?")
@@ -185,27 +203,52 @@ class EngineSync:
         link = self._link
         if link is None:
             raise WeightSyncError("no group with the engine")
-        receive = asdict(GlooUpdate("receive"))
+
+        def send() -> None:
+            for bucket in buckets(self._source.weights, self._bucket_bytes):
+                link.broadcast(flatten_bucket(_take(pairs, bucket)).cpu())
+
         try:
-            with _Background(lambda: self._client.update_weights(receive)) as received:
-                for bucket in buckets(self._source.weights, self._bucket_bytes):
-                    link.broadcast(flatten_bucket(_take(pairs, bucket)).cpu())
-                received.result(self._timeout_s)
-        except BaseException:
+            self._ask(link, GlooUpdate("receive"), send, limit_s=self._timeout_s)
+        except BaseException:  # a group in which an operation failed is of no use any more
             self.close()
             raise
 
+    def _ask(
+        self, link: GlooGroup, part: GlooUpdate, meanwhile: Callable[[], None] = lambda: None, limit_s: float = math.inf
+    ) -> None:
+        """Let every worker do a part of an update, and raise what they report."""
+        part = replace(part, group=link.name, number=next(self._numbers))
+        with _Background(lambda: self._client.update_weights(asdict(part))) as told:
+            meanwhile()
+            reports = link.reports(part.number)
+            end = time.monotonic() + limit_s
+            while None in reports.values() and time.monotonic() < end:
+                if told.done():  # the server has its workers' answers, and reports are sent before them
+                    told.result()
+                    end = min(end, time.monotonic() + _LAST_WORD_S)
+                time.sleep(0.005)
+                reports = link.reports(part.number)
+        silent = [rank - 1 for rank, report in reports.items() if report is None]
+        problems = sorted({report for report in reports.values() if report})
+        if silent:
+            problems.append(f"workers {silent} of the engine reported nothing")
+        if problems:
+            raise WeightSyncError("; ".join(problems))
+
     def _commit(self, version: str) -> float:
         """Let the workers load what they received, and read the version back.  Seconds of it."""
-        start, client = time.monotonic(), self._client
+        start, client, link = time.monotonic(), self._client, self._link
+        if link is None:
+            raise WeightSyncError("no group with the engine")
         paused = self._pause is not None and hasattr(client, "pause")
         try:
             if paused:
                 client.pause(self._pause)
             try:
-                client.update_weights(asdict(GlooUpdate("apply")))
+                self._ask(link, GlooUpdate("apply"))
             except Exception:
-                self._undo()
+                _ignore_errors(lambda: self._ask(link, GlooUpdate("undo")))
                 raise
             client.finish_weight_update(version)
         finally:
@@ -216,18 +259,6 @@ class EngineSync:
             raise WeightSyncError(f"the engine names version {read!r} after it took {version!r}")
         self._version = version
         return time.monotonic() - start
-
-    def _undo(self) -> None:
-        """Take workers that loaded the weights back, where others could not."""
-        client = self._client
-
-        def undo() -> None:
-            _ignore_errors(client.finish_weight_update)
-            client.start_weight_update()
-            client.update_weights(asdict(GlooUpdate("undo")))
-            client.finish_weight_update()
-
-        _ignore_errors(undo)
 
     def _attempt(self, part: Callable[[], Any], version: str) -> str | None:
         """Run a part of an update; the message of its error."""

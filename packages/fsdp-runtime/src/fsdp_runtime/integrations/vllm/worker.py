@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class GlooWeightTransferEngine(base.WeightTransferEngine):
             worker + init_info.rank_offset,
             init_info.world_size,
             init_info.timeout_s,
+            init_info.group,
         )
 
     def start_weight_update(self) -> None:
@@ -67,23 +69,28 @@ class GlooWeightTransferEngine(base.WeightTransferEngine):
         self._expected = self._arrived = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Do one part of an update."""
+        """Do one part of an update; see :meth:`receive_weights`."""
         # The base class synchronizes an accelerator afterwards, which a CPU is not.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: GlooUpdate) -> None:
-        """Do one part of an update; an error in it leaves the model as it was, or as it says."""
-        match update_info.action:
-            case "check":
-                self._check(update_info)
-            case "receive":
-                self._receive()
-            case "apply":
-                self._apply()
-            case "undo":
-                self._undo()
-            case _:
-                raise WeightSyncError(f"unknown part of an update: {update_info.action!r}")
+        """Do one part of an update, and report to the trainer what became of it.
+
+        Nothing is raised where the trainer can be told: of several workers that fail, vLLM's executor takes the first
+        one's answer alone, and hands those of the others out as answers to later calls (0.32 and 0.33).
+        """
+        group = self._group
+        if group is None or group.name != update_info.group:
+            return  # of another trainer; the one that asks hears no report
+        parts = {"check": self._check, "receive": self._receive, "apply": self._apply, "undo": self._undo}
+        problem = ""
+        try:
+            parts[update_info.action](update_info, group)
+        except Exception as error:  # noqa: BLE001 (the trainer raises it)
+            logger.warning("weight update, part %s: %s", update_info.action, error)
+            problem = str(error) or type(error).__name__
+        with suppress(Exception):  # a trainer that died is told nothing
+            group.report(update_info.number, problem)
 
     def finish_weight_update(self) -> None:
         """End an update; vLLM's session cannot end in an error here, so that nothing is left to do."""
@@ -98,7 +105,7 @@ class GlooWeightTransferEngine(base.WeightTransferEngine):
         if group is not None:
             group.close()
 
-    def _check(self, update: GlooUpdate) -> None:
+    def _check(self, update: GlooUpdate, group: GlooGroup) -> None:
         weights, self._before = update.weights(), None
         if getattr(self.model_config, "quantization", None) is None:
             for weight in weights:
@@ -107,23 +114,17 @@ class GlooWeightTransferEngine(base.WeightTransferEngine):
                         f"{weight.name} has dtype {dtype_name(weight.dtype)}, and the engine is not quantized: it "
                         "would read the values without their scales"
                     )
-        if update != self._fitting:
-            try_on_meta(self.model, self.model_config, weights)
+        if self._fitting is None or update.tensors != self._fitting.tensors:
+            try_on_meta(self.model, self.model_config, weights, self.parallel_config.tensor_parallel_size)
             self._fitting = update
         self._expected = update
 
-    def _receive(self) -> None:
-        group = self._group
-        if self._expected is None or group is None:
-            raise WeightSyncError("nothing was announced to this worker, or it has no group: start the update anew")
-        try:
-            self._arrived = list(_incoming(group, self._expected))
-        except BaseException:
-            if self._group is group:  # after a failed operation it cannot be used again
-                self._leave()
-            raise
+    def _receive(self, update: GlooUpdate, group: GlooGroup) -> None:
+        if self._expected is None:
+            raise WeightSyncError("nothing was announced to this worker: start the update anew")
+        self._arrived = list(_incoming(group, self._expected))
 
-    def _apply(self) -> None:
+    def _apply(self, update: GlooUpdate, group: GlooGroup) -> None:
         if self._arrived is None:
             raise WeightSyncError("no weights arrived at this worker: start the update anew")
         self._before, arrived, self._arrived = self._current, self._arrived, None
@@ -137,7 +138,7 @@ class GlooWeightTransferEngine(base.WeightTransferEngine):
             raise
         self._current = arrived
 
-    def _undo(self) -> None:
+    def _undo(self, update: GlooUpdate, group: GlooGroup) -> None:
         if self._before is not None:
             load_into(self.model, self.model_config, self._before)
             self._current, self._before = self._before, None
