@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 from functools import cached_property
 from typing import Any
@@ -99,3 +100,11 @@ def test_placements_of_two_axes_and_none_where_no_mesh_of_ranks_in_order_says_it
     assert placed((2, 2), replicate, replicate) is None
     uneven = {"weight": tp_plans.CheckpointTensor((7, 4))}
     assert mesh_placement(tp_plans.mesh_layout(uneven, (4,), {"weight": [shard(0)]}), "weight", 4) is None
+
+
+def test_examples_print_what_they_say() -> None:
+    for name, module in (("WeightSource", "source"), ("EngineClient", "client"), ("EngineSync", "sync")):
+        found = importlib.import_module(f"fsdp_runtime.integrations.vllm.{module}")
+        (example,) = doctest.DocTestFinder(recurse=False).find(getattr(found, name), module=found)
+        results = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL).run(example)
+        assert (results.failed, results.attempted > 0) == (0, True)

@@ -114,6 +114,14 @@ def test_experts_are_stacked_and_dealt_over_expert_and_tensor_ranks(tp, ep):
         assert equal(local, (rank, f"{LAYER}.mlp.shared_experts.gate_up_proj.weight"), shared)
 
 
+@pytest.mark.parametrize(("engine", "stack"), [("vllm", "experts.routed_experts."), ("sglang", "experts.")])
+def test_stacked_experts_have_the_engines_own_names(engine, stack):
+    _, local = filled(mixture(), EngineSize(num_attention_heads=8, tp=2), engine)
+    assert {name for _, name in local if "experts." in name and "shared" not in name} == {
+        f"{LAYER}.mlp.{stack}{name}_weight" for name in ("w13", "w2")
+    }
+
+
 @pytest.mark.parametrize(("engine", "fused"), [("vllm", "fused_qkv_a_proj"), ("sglang", "fused_qkv_a_proj_with_mqa")])
 def test_latent_attention_keeps_its_compressed_projections_whole_and_cuts_heads(engine, fused):
     full, local = filled(latent(), EngineSize(num_attention_heads=HEADS, tp=4), engine)

@@ -2,7 +2,8 @@
 
 Sources: vLLM 0.32 and 0.33, ``model_executor/layers/linear.py`` (``QKVParallelLinear``,
 ``MergedColumnParallelLinear``), ``vocab_parallel_embedding.py``, ``fused_moe/layer.py`` (``determine_expert_map``),
-``fused_moe/routed_experts.py`` and ``models/deepseek_v2.py``; SGLang 0.5, the files of the same names under ``sglang/srt``.
+``fused_moe/routed_experts.py`` and ``models/deepseek_v2.py``; SGLang 0.5, the files of the same names under
+``sglang/srt``.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class EngineClient:
             text = error.read().decode(errors="replace")[:_LONGEST_ANSWER]
             raise WeightSyncError(f"{self._url}{path} answered {error.code}: {_reason(text)}") from error
         except (OSError, HTTPException, ValueError) as error:
-            raise WeightSyncError(f"{self._url}{path} gave no answer: {error or type(error).__name__}") from error
+            raise WeightSyncError(f"{self._url}{path} gave no answer: {str(error) or type(error).__name__}") from error
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Let every worker join the trainer's group."""

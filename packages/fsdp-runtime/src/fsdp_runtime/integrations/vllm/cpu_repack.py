@@ -11,6 +11,7 @@ Both give old or wrong results without an error.  CUDA has other code, which is 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from torch import nn
 
@@ -33,7 +34,7 @@ def repack(model: nn.Module) -> list[str]:
     vocabularies = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
     uses = Counter(id(module.weight) for module in vocabularies)
     for path, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if isinstance(module, VocabParallelEmbedding) and uses[id(module.weight)] > 1:
             method.process_weights_after_loading(module)
             packed.append(path)

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from fsdp_runtime.errors import WeightSyncError
 
+#: torch documents it and does not export it for type checkers.
+_tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+
 
 class GlooGroup:
     """A group that one process opens and the others join; rank 0 is the one that opens it.
@@ -25,7 +28,7 @@ class GlooGroup:
         name: what tells it from other groups.
     """
 
-    def __init__(self, store: dist.TCPStore, rank: int, world_size: int, timeout_s: float, name: str) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float, name: str) -> None:
         self._store, self.name = store, name
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
@@ -52,14 +55,14 @@ class GlooGroup:
         self._group = None  # gloo closes them when the group is freed; its abort() does not
 
 
-def open_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
+def open_store(host: str, world_size: int, timeout_s: float) -> Any:
     """Open the store of a new group on a free port of this machine."""
     timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+    return _tcp_store(host, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
 def open_group(
-    store: dist.TCPStore, world_size: int, timeout_s: float, name: str, failed: Callable[[], bool]
+    store: Any, world_size: int, timeout_s: float, name: str, failed: Callable[[], bool]
 ) -> GlooGroup | None:
     """Form the group as rank 0, once all others are there.
 
@@ -92,7 +95,7 @@ def open_group(
 def join_group(host: str, port: int, rank: int, world_size: int, timeout_s: float, name: str) -> GlooGroup:
     """Join a group as one of the ranks after 0."""
     timeout = timedelta(seconds=math.ceil(timeout_s))
-    store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+    store = _tcp_store(host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
     store.set(_key(rank), "")
     return GlooGroup(store, rank, world_size, timeout_s, name)
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from fsdp_runtime._torch_compat import TorchDispatchMode
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.integrations.vllm._vllm_compat import (
     drop_pending,
@@ -25,7 +25,7 @@ from fsdp_runtime.integrations.vllm.cpu_repack import repack
 from fsdp_runtime.weights.stream import WeightInfo
 
 
-def load_into(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+def load_into(model: Any, model_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Load full tensors under checkpoint names, and repack what vLLM's CPU backend leaves packed from before.
 
     After an error the model can be loaded again; layers that were complete before it have new weights.
@@ -41,7 +41,7 @@ def load_into(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, 
     repack(model)
 
 
-def try_on_meta(model: nn.Module, model_config: Any, weights: Sequence[WeightInfo], tp: int) -> None:
+def try_on_meta(model: Any, model_config: Any, weights: Sequence[WeightInfo], tp: int) -> None:
     """Run the model's weight loaders on meta tensors, and leave the model as it was.
 
     Loaders of fused and of stacked parameters take their part of a tensor that is too large, and accept one that is too
@@ -96,11 +96,11 @@ def _is_part(copied: int, numel: int, tp: int) -> bool:
     return rest == 0 and tp % parts == 0
 
 
-class _Copied(TorchDispatchMode):
+class _Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the values that ``copy_`` writes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,8 +7,10 @@ vLLM 0.32 calls ``metadata()`` and iterates over the source; 0.33 reads ``metada
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,11 +27,9 @@ from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.quantize.formats import Quantization
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, WeightExport, WeightInfo
 
-_base: Any
-try:
-    from vllm.distributed.weight_transfer import base as _base
-except ImportError:
-    _base = None
+_base: Any = None
+with suppress(ImportError):
+    _base = import_module("vllm.distributed.weight_transfer.base")
 
 _Base: Any = object if _base is None else _base.WeightSource
 

@@ -205,8 +205,12 @@ class EngineSync:
             raise WeightSyncError("no group with the engine")
 
         def send() -> None:
-            for bucket in buckets(self._source.weights, self._bucket_bytes):
-                link.broadcast(flatten_bucket(_take(pairs, bucket)).cpu())
+            try:
+                for bucket in buckets(self._source.weights, self._bucket_bytes):
+                    link.broadcast(flatten_bucket(_take(pairs, bucket)).cpu())
+            except BaseException:
+                self.close()  # so that the workers, too, end at once
+                raise
 
         try:
             self._ask(link, GlooUpdate("receive"), send, limit_s=self._timeout_s)

@@ -77,7 +77,8 @@ class GlooWeightTransferEngine(base.WeightTransferEngine):
         """Do one part of an update, and report to the trainer what became of it.
 
         Nothing is raised where the trainer can be told: of several workers that fail, vLLM's executor takes the first
-        one's answer alone, and hands those of the others out as answers to later calls (0.32 and 0.33).
+        one's answer alone, and hands those of the others out as answers to later calls (0.32, and 0.33 unless it is set
+        to be fault-tolerant).
         """
         group = self._group
         if group is None or group.name != update_info.group:
