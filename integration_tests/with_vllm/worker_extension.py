@@ -43,8 +43,12 @@ class Questions:
         """
         shapes = {name: tuple(shape) for name, shape in json.loads(tensors).items()}
         full = {name: _values(name, shape) for name, shape in shapes.items()}
+        model = self.model_runner.model
+        biases = {name: tensor.clone() for name, tensor in model.named_parameters() if name.endswith("bias")}
         with set_current_vllm_config(self.vllm_config):
-            stored = self._load(full)
+            stored = {name: tensor.clone() for name, tensor in self._load(full).items()}
+        for name, tensor in biases.items():  # a reload leaves them in place
+            model.get_parameter(name).data.copy_(tensor)
         config = self.model_config.hf_text_config
         size = tp_plans.EngineSize(
             num_attention_heads=config.num_attention_heads,

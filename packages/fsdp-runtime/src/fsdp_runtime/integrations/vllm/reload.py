@@ -97,7 +97,7 @@ def _is_part(copied: int, numel: int, tp: int) -> bool:
 
 
 class _Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the values that ``copy_`` writes."""
+    """Counts the values that ``copy_`` writes, and keeps meta tensors out of biases, which a reload leaves in place."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -105,5 +105,10 @@ class _Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
-            self.numel += args[0].numel()
+            target, source = args[:2]
+            self.numel += target.numel()
+            if source.is_meta and not target.is_meta:
+                if target.shape != source.shape:
+                    raise ValueError(f"shape {tuple(source.shape)} for {tuple(target.shape)}")
+                return target
         return func(*args, **(kwargs or {}))

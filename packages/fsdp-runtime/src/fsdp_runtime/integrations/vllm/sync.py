@@ -119,6 +119,7 @@ class EngineSync:
         self._link: GlooGroup | None = None
         self._version: str | None = None
         self._numbers = itertools.count()
+        self._session = False
 
     @checked
     def update(self, version: str) -> EngineSyncReport:
@@ -175,13 +176,24 @@ class EngineSync:
 
     def _check(self, link: GlooGroup) -> None:
         """Begin an update, and let every worker try names, dtypes and shapes."""
-        client = self._client
-        try:
-            client.start_weight_update()
-        except Exception:  # noqa: BLE001 (of any client: a session that a trainer left open; finishing writes nothing)
-            _ignore_errors(client.finish_weight_update)
-            client.start_weight_update()
+        if self._session:
+            self._finish()
+        # A session that another trainer left open makes every worker fail; each later call takes one of their answers.
+        for attempts in range(link.world_size, 0, -1):
+            try:
+                self._client.start_weight_update()
+                break
+            except Exception:  # of any client
+                if attempts == 1:
+                    raise
+                self._finish()
+        self._session = True
         self._ask(link, GlooUpdate.check(self._source.weights, self._bucket_bytes))
+
+    def _finish(self) -> None:
+        """Close the session without a version, which would name new weights; the workers write nothing then."""
+        _ignore_errors(self._client.finish_weight_update)
+        self._session = False
 
     def _restarted(self) -> bool:
         """Whether the engine names another version than the last that it was given."""
@@ -255,6 +267,7 @@ class EngineSync:
                 _ignore_errors(lambda: self._ask(link, GlooUpdate("undo")))
                 raise
             client.finish_weight_update(version)
+            self._session = False
         finally:
             if paused:
                 _ignore_errors(client.resume)
@@ -295,7 +308,8 @@ class EngineSync:
             held = f"it has version {self._client.weight_version(timeout_s=_LAST_WORD_S)!r}"
         except Exception:  # noqa: BLE001 (of any client)
             return f"the engine did not take version {version!r} (it does not answer): {text}"
-        _ignore_errors(self._client.finish_weight_update)  # without a version, which would name new weights
+        if self._session:
+            self._finish()
         return f"the engine did not take version {version!r} ({held}): {text}"
 
 
