@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fsdp_runtime
 import rl_logprobs
 from fsdp_runtime.integrations.vllm import EngineClient, EngineSync, EngineSyncReport
 
@@ -86,23 +87,35 @@ def compare(model: nn.Module, client: EngineClient | None) -> tuple[bool, float]
     return equal, worst
 
 
-def train(model: nn.Module, seed: int) -> None:
-    """Change every parameter by an optimizer's step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Change every parameter by an optimizer's step.
+
+    Raises:
+        RuntimeError: one is as it was, as where the optimizer has parameters that FSDP2 gathered for a forward.
+    """
+    before = fsdp_runtime.digest(model)
     tokens = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(seed))
     model(tokens, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    same = [name for name, number in fsdp_runtime.digest(model).items() if number == before[name]]
+    if same:
+        raise RuntimeError(f"training changed nothing in {len(same)} of {len(before)} weights, first {same[0]}")
 
 
 def updates(
-    model: nn.Module, sync: EngineSync, client: EngineClient | None, names: Sequence[str], versions: Callable[[], str]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sync: EngineSync,
+    client: EngineClient | None,
+    names: Sequence[str],
+    versions: Callable[[], str],
 ) -> list[Row]:
     """Two updates with other weights, each compared."""
     rows = []
     for number in (1, 2):
         if number == 2:
-            train(model, seed=number)
+            train(model, optimizer, seed=number)
         report = sync.update(versions())
         rows.append(Row(*names, number, report, *compare(model, client)))  # type: ignore[misc]
     return rows

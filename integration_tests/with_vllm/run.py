@@ -26,7 +26,7 @@ from fsdp_runtime.integrations.vllm import EngineSync, WeightSource
 from with_vllm import models
 from with_vllm.engine import Engine
 from with_vllm.failures import Failures
-from with_vllm.rows import Row, bounded, compare, updates
+from with_vllm.rows import Row, bounded, compare, train, updates
 
 MESHES = {"tp=2": {"tp": 2}, "dp_shard=2": {"dp_shard": 2}}
 #: Families whose update would be wrong without packing anew, by the modules that need it.
@@ -93,8 +93,9 @@ class Session:
         for mesh, sizes in MESHES.items():
             try:
                 model = self._model(family, sizes)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
                 sync = EngineSync(WeightSource(model), client)
-                rows = updates(model, sync, client, (family, mesh, f"tp={tp}"), self._version)
+                rows = updates(model, optimizer, sync, client, (family, mesh, f"tp={tp}"), self._version)
             except Exception as error:
                 self._problem(f"{family}, {mesh}, engine tp={tp}: {type(error).__name__}: {error}")
                 continue
@@ -106,7 +107,7 @@ class Session:
         if engine is not None:
             self._layouts(family, tp, model, engine)
         if tp == 1:
-            self._stale(family, model, sync, engine)
+            self._stale(family, model, optimizer, sync, engine)
 
     def _model(self, family: str, sizes: dict[str, int]) -> nn.Module:
         mesh = fsdp_runtime.MeshSpec(**sizes).build(device_type="cpu")
@@ -127,14 +128,15 @@ class Session:
             for problem in different:
                 self._problem(f"{family}, engine tp={tp}, worker {worker}: layout: {problem}")
 
-    def _stale(self, family: str, model: nn.Module, sync: EngineSync, engine: Engine | None) -> None:
+    def _stale(
+        self, family: str, model: nn.Module, optimizer: torch.optim.Optimizer, sync: EngineSync, engine: Engine | None
+    ) -> None:
         """State the CPU backend's two defects: without packing anew the engine's answers are wrong, with it right."""
         client, repacked = None, None
         if engine is not None:
             client = engine.client
             engine.ask("repack", "off")
-        for parameter in model.parameters():
-            parameter.data.mul_(1.1)
+        train(model, optimizer, seed=3)
         sync.update(self._version())
         equal, difference = compare(model, client)
         if engine is not None:

@@ -43,7 +43,8 @@ class VLLMGenerator:
             prompts: The texts to continue.
             max_new_tokens: The most tokens to add to a prompt.
             temperature: What to divide the logits by; 0 takes the likeliest token every time.
-            rng: Gives the seed of the request.
+            rng: Not used: the server has a seed of its own. One seed for a request would give all samples of a prompt
+                the same tokens.
             top_p: Sample from the most probable tokens that together reach this probability, at most ``TOP_K``.
 
         Returns:
@@ -51,7 +52,6 @@ class VLLMGenerator:
             them.
         """
         ids = self.tokenizer(list(prompts))["input_ids"]
-        seed = 0 if rng is None else int(torch.randint(2**31, (), generator=rng))
         sampling = {"top_p": top_p, "top_k": TOP_K} if temperature else {}
         answer = self.client.request(
             "/v1/completions",
@@ -63,7 +63,6 @@ class VLLMGenerator:
                 "logprobs": TOP_K if temperature else 1,
                 "return_token_ids": True,
                 "return_tokens_as_token_ids": True,
-                "seed": seed,
                 **sampling,
             },
         )
