@@ -90,7 +90,7 @@ class Failures:
             "a dtype without its scales", lambda tensor: tensor.to(torch.float8_e4m3fn), "float8_e4m3fn"
         )
         yield self._halfway("the trainer fails in the middle", _raise, "the trainer's own error")
-        yield self._halfway("a worker stalls in the middle", self._stall, "")
+        yield self._halfway("the engine's processes stop in the middle", self._stall, "")
         yield self._halfway("the engine dies in the middle", self._die, "does not answer", dies=True)
         yield self._restart("the engine restarts with other workers")
 
