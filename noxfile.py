@@ -179,6 +179,28 @@ def trainers(session: nox.Session) -> None:
 
 
 @nox.session
+def vllm(session: nox.Session) -> None:
+    """Sync sharded trainers to a real vLLM on the CPU, in an environment of its own, and run the GRPO example on it."""
+    install_editable(session, "test")
+    folder = Path("integration_tests/with_vllm")
+    environment = Path(session.create_tmp(), "engine")
+    engine = str((environment / "bin" / "python").absolute())
+    if not (environment / "bin" / "vllm").exists():  # a session that is run again keeps it
+        session.run("python", "-m", "venv", "--clear", str(environment))
+        pip = (engine, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        session.run(*pip, *group("torch"), "--requirement", str(folder / "requirements-engine.txt"), external=True)
+        session.run(*pip, "--editable", "packages/tp-plans", "--editable", "packages/fsdp-runtime", external=True)
+        vllm_alone = ("--no-deps", "--require-hashes", "--requirement", str(folder / "requirements-vllm.txt"))
+        session.run(*pip, *vllm_alone, external=True)  # a community build: pinned by its hash
+    env = {"PYTHONPATH": "integration_tests", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", **ONE_THREAD}
+    torchrun = ("torchrun", "--standalone", "--nproc-per-node=2")
+    session.run(*torchrun, "-m", "with_vllm.run", f"--engine-python={engine}", *session.posargs, env=env)
+    short = ("--warmup-steps=60", "--steps=6", "--prompts=16", "--held-out=128", "--top-p=0.9")
+    output = f"--output={Path(session.create_tmp(), 'grpo').absolute()}"
+    session.run(*torchrun, "docs/examples/vllm/train.py", f"--engine-python={engine}", *short, output, env=env)
+
+
+@nox.session
 def triton(session: nox.Session) -> None:
     """Run the log-probability tests on the Triton kernels, in Triton's interpreter on the CPU."""
     install_editable(session, "test")

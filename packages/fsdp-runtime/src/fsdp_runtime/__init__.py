@@ -27,7 +27,7 @@ else:
     sys.modules[__name__].__class__ = _Package
 
     def __getattr__(name: str) -> Any:
-        if name.startswith("__") and name != "__all__":
+        if name.startswith("_") and name != "__all__":  # private names are submodules, which the import system finds
             raise AttributeError(f"module 'fsdp_runtime' has no attribute {name!r}")
         import fsdp_runtime._api as names
 

@@ -133,7 +133,7 @@ def test_experts_that_the_checkpoint_stacks_are_transposed_dealt_and_cut(parent,
         shapes[f"{LAYER}.mlp.experts.down_proj_bias"] = (EXPERTS, HIDDEN)
         shapes[f"{LAYER}.self_attn.sinks"] = (HEADS,)
         shapes[f"{LAYER}.mlp.router.bias"] = (EXPERTS,)
-    full, local = filled(shapes, EngineSize(num_attention_heads=HEADS, tp=tp, ep=ep))
+    full, local = filled(shapes, EngineSize(num_attention_heads=HEADS, tp=tp, ep=ep), "sglang")
     cut = tp // ep
     for rank in range(tp):
         own, part = slice(rank // cut * EXPERTS // ep, (rank // cut + 1) * EXPERTS // ep), rank % cut
@@ -192,7 +192,7 @@ GROUPS = ("_scale", lambda shape: (shape[0], shape[1] // 32))
 @pytest.mark.parametrize(("suffix", "shape_of"), [BLOCKS, GROUPS], ids=["blocks", "groups"])
 def test_scales_are_cut_and_fused_as_their_weights(suffix, shape_of):
     shapes = scaled((suffix, shape_of))
-    full, local = filled(shapes, EngineSize(num_attention_heads=HEADS, tp=2))
+    full, local = filled(shapes, EngineSize(num_attention_heads=HEADS, tp=2), "sglang")
     for rank in range(2):
         for kind in ("", suffix):
             qkv = [full[f"{LAYER}.self_attn.{n}_proj.weight{kind}"].chunk(2)[rank] for n in "qkv"]
@@ -228,6 +228,14 @@ def test_a_cut_inside_of_a_block_with_one_scale_is_refused_with_numbers():
     tensors[f"{LAYER}.mlp.up_proj.weight_scale_inv"] = CheckpointTensor((2, 1), "float32")
     with pytest.raises(TransferError, match=r"weight_scale_inv has shape \(2, 1\) and its weight \(384, 128\)"):
         tp_plans.engine_layout(tensors, EngineSize(num_attention_heads=8))
+
+
+@pytest.mark.parametrize(("engine", "stack"), [("vllm", "experts.routed_experts."), ("sglang", "experts.")])
+def test_stacked_experts_have_the_engines_own_names(engine, stack):
+    _, local = filled(mixture(), EngineSize(num_attention_heads=8, tp=2), engine)
+    assert {name for _, name in local if "experts." in name and "shared" not in name} == {
+        f"{LAYER}.mlp.{stack}{name}_weight" for name in ("w13", "w2")
+    }
 
 
 @pytest.mark.parametrize(("engine", "fused"), [("vllm", "fused_qkv_a_proj"), ("sglang", "fused_qkv_a_proj_with_mqa")])

@@ -23,7 +23,7 @@ Bucket = list[tuple[str, Tensor]]
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 
-_T = TypeVar("_T", ExportGroup, ExportedTensor)
+_T = TypeVar("_T", ExportGroup, ExportedTensor, "WeightInfo")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class WeightExport:
 
     def _stream(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         for groups in self._batches(bucket_bytes):
-            for item, tensor in self._gather(groups):
+            for item, tensor in self.gather(groups):
                 yield item.name, tensor
                 del tensor
 
@@ -125,7 +125,7 @@ class WeightExport:
         for groups in self._batches(bucket_bytes):  # no bucket waits here while the next groups are gathered
             open_buckets: dict[torch.dtype, Bucket] = {}  # quantized weights and their scales alternate
             sizes: dict[torch.dtype, int] = {}
-            for item, tensor in self._gather(groups):
+            for item, tensor in self.gather(groups):
                 size = sizes.get(tensor.dtype, 0) + tensor.nbytes
                 if size > bucket_bytes and tensor.dtype in open_buckets:
                     yield open_buckets.pop(tensor.dtype)
@@ -142,7 +142,8 @@ class WeightExport:
             raise OptionError(f"bucket_bytes={bucket_bytes}: give a positive number of bytes")
         yield from split_by_bytes(self._groups, bucket_bytes)
 
-    def _gather(self, groups: Sequence[ExportGroup]) -> Iterator[tuple[ExportedTensor, Tensor]]:
+    def gather(self, groups: Sequence[ExportGroup]) -> Iterator[tuple[ExportedTensor, Tensor]]:
+        """Yield the weights of some of the groups, gathered together.  Collective."""
         full = full_tensors([tensor for group in groups for tensor in group.sources.values()], dtype=self._dtype)
         for group in groups:
             for item, tensor in group.produce({name: next(full) for name in group.sources}):

@@ -1,8 +1,9 @@
 """How vLLM and SGLang store the tensors of a checkpoint: fused with which, and cut how.
 
 Sources: vLLM 0.32 and 0.33, ``model_executor/layers/linear.py`` (``QKVParallelLinear``,
-``MergedColumnParallelLinear``), ``vocab_parallel_embedding.py``, ``fused_moe/layer.py`` (``determine_expert_map``)
-and ``models/deepseek_v2.py``; SGLang 0.5, the files of the same names under ``sglang/srt``.
+``MergedColumnParallelLinear``), ``vocab_parallel_embedding.py``, ``fused_moe/layer.py`` (``determine_expert_map``),
+``fused_moe/routed_experts.py`` and ``models/deepseek_v2.py``; SGLang 0.5, the files of the same names under
+``sglang/srt``.
 """
 
 from __future__ import annotations
@@ -65,8 +66,12 @@ class EngineRule:
             raise TransferError(f"matrices is {self.matrices}: write 1, or more for a stacked tensor")
 
 
-def _experts(parent: str, gate: str, up: str, down: str) -> list[EngineRule]:
-    names = ((gate, "w13_weight", 0, "rows"), (up, "w13_weight", 1, "rows"), (down, "w2_weight", 0, "columns"))
+def _experts(parent: str, stack: str, gate: str, up: str, down: str) -> list[EngineRule]:
+    names = (
+        (gate, f"{stack}w13_weight", 0, "rows"),
+        (up, f"{stack}w13_weight", 1, "rows"),
+        (down, f"{stack}w2_weight", 0, "columns"),
+    )
     return [
         EngineRule(
             pattern=f"*.{parent}.experts.*.{name}.weight",
@@ -79,13 +84,13 @@ def _experts(parent: str, gate: str, up: str, down: str) -> list[EngineRule]:
     ]
 
 
-def _stacked(parent: str, split: EngineSplit, matrices: int) -> list[EngineRule]:
+def _stacked(parent: str, stack: str, split: EngineSplit, matrices: int) -> list[EngineRule]:
     """Experts that the checkpoint stacks: gpt-oss alternates gate and up, Llama 4 has one after the other."""
     names: tuple[tuple[str, str, EngineSplit, int], ...] = (
-        ("gate_up_proj", "w13_weight", split, matrices),
-        ("gate_up_proj_bias", "w13_bias", split, matrices),
-        ("down_proj", "w2_weight", "columns", 1),
-        ("down_proj_bias", "w2_bias", "first_rank", 1),
+        ("gate_up_proj", f"{stack}w13_weight", split, matrices),
+        ("gate_up_proj_bias", f"{stack}w13_bias", split, matrices),
+        ("down_proj", f"{stack}w2_weight", "columns", 1),
+        ("down_proj_bias", f"{stack}w2_bias", "first_rank", 1),
     )
     return [
         EngineRule(pattern=f"*.{parent}.experts.{name}", split=cut, fused_into=into, stacked=True, matrices=count)
@@ -103,12 +108,12 @@ def _linear(
     ]
 
 
-def _common(latent: str) -> list[EngineRule]:
+def _common(latent: str, stack: str) -> list[EngineRule]:
     return [
-        *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
-        *_experts("block_sparse_moe", "w1", "w3", "w2"),
-        *_stacked("mlp", "row_pairs", 1),
-        *_stacked("feed_forward", "rows", 2),
+        *_experts("mlp", stack, "gate_proj", "up_proj", "down_proj"),
+        *_experts("block_sparse_moe", stack, "w1", "w3", "w2"),
+        *_stacked("mlp", stack, "row_pairs", 1),
+        *_stacked("feed_forward", stack, "rows", 2),
         *_linear("self_attn.q_proj", "heads", "qkv_proj", 0, only_with="k_proj"),
         *_linear("self_attn.q_proj", "heads"),
         *_linear("self_attn.k_proj", "kv_heads", "qkv_proj", 1),
@@ -135,8 +140,8 @@ def _common(latent: str) -> list[EngineRule]:
 
 
 _RULES: dict[str, list[EngineRule]] = {
-    "vllm": _common("fused_qkv_a_proj"),
-    "sglang": _common("fused_qkv_a_proj_with_mqa"),
+    "vllm": _common("fused_qkv_a_proj", "routed_experts."),
+    "sglang": _common("fused_qkv_a_proj_with_mqa", ""),
 }
 
 
