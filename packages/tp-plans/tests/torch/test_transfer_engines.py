@@ -208,7 +208,7 @@ def test_scales_are_cut_and_fused_as_their_weights(suffix, shape_of):
 
 
 def test_one_scale_per_matrix_lies_at_the_place_of_its_matrix():
-    full, local = filled(scaled(("_scale", lambda _: ())), EngineSize(num_attention_heads=HEADS, tp=2, ep=2))
+    full, local = filled(scaled(("_scale", lambda _: ())), EngineSize(num_attention_heads=HEADS, tp=2, ep=2), "sglang")
     for rank in range(2):
         qkv = torch.stack([full[f"{LAYER}.self_attn.{n}_proj.weight_scale"] for n in "qkv"])
         assert equal(local, (rank, f"{LAYER}.self_attn.qkv_proj.weight_scale"), qkv)
