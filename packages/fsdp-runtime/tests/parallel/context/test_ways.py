@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fsdp_runtime.parallel.context.masks as masks
 from architecture_matrix.table import entries
 from architecture_matrix.table import tiny_model as tiny_row
-from fsdp_runtime import ContextAttention, MeshSpec, ModelError, OptionError, SequenceLayout, inspect_model
+from fsdp_runtime import ContextAttention, LayoutError, MeshSpec, ModelError, OptionError, SequenceLayout, inspect_model
 from fsdp_runtime.estimate.trace.fake_world import fake_world
 from fsdp_runtime.parallel.context.apply import check_context_parallel, check_heads_over_cp
 from fsdp_runtime.parallel.context.masks import SequenceMask
@@ -82,6 +82,13 @@ def test_a_ring_computes_only_tiles_that_some_query_sees(monkeypatch: pytest.Mon
                 pairs += int(seen.sum())
     places = torch.arange(length)
     assert pairs == int(_window(window, places, places).sum())
+
+
+def test_a_mask_is_cut_to_all_its_queries_only() -> None:
+    mask = SequenceMask(partial(_window, 2), SequenceLayout(8, 2, 0), torch.device("cpu"))
+    assert mask[:, :, -0:, :] is mask
+    with pytest.raises(LayoutError, match="leave logits_to_keep out, or pass 0"):
+        mask[:, :, -1:, :]
 
 
 @pytest.mark.parametrize("fused", [True, False])

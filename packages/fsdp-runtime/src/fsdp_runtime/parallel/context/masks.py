@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.parallel.context.sharding import SequenceLayout
 
 #: Queries, and keys, of a tile of attention: the unit in which masks are built and skipped.
@@ -41,6 +43,16 @@ class SequenceMask:
         """``[batch, 1, seq, seq]``."""
         places = torch.arange(self.layout.length, device=self.device)
         return as_additive(self.between(places, places), self.additive)
+
+    def __getitem__(self, index: Any) -> SequenceMask:
+        """Return itself for an index of everything, with which Gemma 4 cuts masks to the last ``logits_to_keep``.
+
+        Raises:
+            LayoutError: the index leaves something out.
+        """
+        if any(slice(part.start or None, part.stop, part.step) != slice(None) for part in index):
+            raise LayoutError("attention over cp computes all tokens of a rank: leave logits_to_keep out, or pass 0")
+        return self
 
     def tile(self, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
         """Return ``[batch, 1, queries, keys]`` for two ranges of places."""
