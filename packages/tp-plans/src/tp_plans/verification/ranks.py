@@ -58,7 +58,8 @@ def why_no_new_ranks() -> str | None:
     """Return why this process cannot start ranks, with the fix; ``None`` where it can."""
     if dist.is_initialized():
         return "this process is a rank already: give the mesh whose ranks are to split the model, as mesh=mesh['tp']"
-    if torch.cuda.is_initialized() or "fork" not in multiprocessing.get_all_start_methods():
+    used_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if used_cuda or "fork" not in multiprocessing.get_all_start_methods():
         return (
             "new ranks are forked, which a process that has used CUDA cannot be: verify the plan before, with tp-plans "
             "verify on the command line, or give a mesh"
@@ -81,7 +82,7 @@ def _serve(work: Work, rank: int, tp: int, store: str, connection: Connection) -
         os.environ.pop(name, None)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, tp),
+        init_method=f"file://{store}",
         rank=rank,
         world_size=tp,
         timeout=timedelta(seconds=_TIMEOUT),

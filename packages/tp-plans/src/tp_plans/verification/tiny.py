@@ -100,7 +100,7 @@ def _with_fewer_blocks(model: nn.Module, tree: ModelTree, tp: int) -> nn.Module:
         for block in blocks:
             kinds.setdefault(_kind(block, kept_tree), kept_tree.modules[block])
         del container[:]
-        container.extend(kinds.values())  # type: ignore[arg-type]
+        container.extend(kinds.values())
     if _numel(ModelTree.of(small)) > MAX_PARAMETERS:
         return small
     _fill(ModelTree.of(small))
