@@ -13,6 +13,8 @@ SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
 #: Documented as public, whatever they are called: a named tuple's, and the one that ends a process at once.
 DOCUMENTED = {"_replace", "_exit"}
 OTHERS = ("torch", "transformers", "peft", "megatron_fsdp", "safetensors")
+#: Files ``_torch_compat.py``, and those of folders ``_transformers_compat``.
+COMPAT = [path for path in SOURCES if path.stem.endswith("_compat") or path.parent.name.endswith("_compat")]
 
 
 def _private(name: str) -> bool:
@@ -82,11 +84,11 @@ def _found(path: Path, uses: Iterator[tuple[int, str]]) -> list[str]:
 
 
 def test_private_parts_of_other_projects_are_used_in_the_compat_files_only() -> None:
-    elsewhere = [path for path in SOURCES if not path.name.endswith("_compat.py")]
+    elsewhere = [path for path in SOURCES if path not in COMPAT]
     assert [use for path in elsewhere for use in _found(path, private_uses(ast.parse(path.read_text())))] == []
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.name.endswith("_compat.py")], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", COMPAT, ids=lambda path: str(path.relative_to(PACKAGES)))
 def test_every_function_of_a_compat_file_gives_its_reason(path: Path) -> None:
     tree = ast.parse(path.read_text())
     without = [

@@ -266,7 +266,7 @@ def test_blocks_that_recompute_give_the_same_gradients(name: str) -> None:
 
 
 def test_a_mask_by_indices_in_the_row_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdp_runtime._transformers_compat import PathMask
+    from fsdp_runtime._transformers_compat.masks import PathMask
 
     original = PathMask.along_paths
 

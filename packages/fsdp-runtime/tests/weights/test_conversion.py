@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from architecture_matrix.table import entries, tiny_model
 from fsdp_runtime import ConversionError, MismatchError
-from fsdp_runtime._transformers_compat import Conversion
+from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime.weights import load_weights, save_weights, stream_weights
 from fsdp_runtime.weights.conversion.convert import TensorSpec, trace_conversion
 from fsdp_runtime.weights.conversion.trace import traced_input

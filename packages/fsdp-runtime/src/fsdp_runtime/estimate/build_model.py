@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fsdp_runtime._transformers_compat import disable_cache, has_model_for
+from fsdp_runtime._transformers_compat.models import disable_cache, has_model_for
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.estimate.parse_args import require_model_source
 from fsdp_runtime.model.buffers import meta_device

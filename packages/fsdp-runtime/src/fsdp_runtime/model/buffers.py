@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime._torch_compat import persistent_buffers
+from fsdp_runtime._transformers_compat.initialization import initialize_module
+from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import MetaBufferError
 
 logger = logging.getLogger(__name__)
@@ -88,9 +89,7 @@ def compute_meta_buffers(model: nn.Module) -> None:
 
 
 def _buffer_owners(model: nn.Module) -> Iterator[_BufferOwner]:
-    pretrained = {
-        path: module for path, module in model.named_modules() if transformers_compat.is_transformers_model(module)
-    }
+    pretrained = {path: module for path, module in model.named_modules() if is_transformers_model(module)}
     for path, module in model.named_modules():
         persistent = persistent_buffers(module)
         buffers = {
@@ -110,7 +109,7 @@ def _compute_buffers(found: list[_BufferOwner], before: int) -> dict[str, Tensor
     for each in found:
         _set_buffers(each, {name: torch.full_like(b, before, device="cpu") for name, b in each.buffers.items()})
         if each.pretrained is not None:
-            transformers_compat.initialize_module(each.pretrained, each.module)
+            initialize_module(each.pretrained, each.module)
         elif callable(reset := getattr(each.module, "reset_parameters", None)):
             reset()
         prefix = f"{each.path}." if each.path else ""

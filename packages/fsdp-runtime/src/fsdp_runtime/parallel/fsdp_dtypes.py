@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._transformers_compat import kept_in_float32
+from fsdp_runtime._transformers_compat.models import kept_in_float32
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions

@@ -14,13 +14,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fsdp_runtime._torch_compat import forward_pre_hooks
-from fsdp_runtime._transformers_compat import (
-    PathMask,
-    attention_in_force,
-    build_masks_along_paths,
-    is_stateful,
-    is_transformers_model,
-)
+from fsdp_runtime._transformers_compat.attention import attention_in_force
+from fsdp_runtime._transformers_compat.masks import PathMask, build_masks_along_paths
+from fsdp_runtime._transformers_compat.models import is_stateful, is_transformers_model
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.parallel.context.gathered import gathered_mixers

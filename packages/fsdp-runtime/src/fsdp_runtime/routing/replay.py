@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import is_compiled
-from fsdp_runtime._transformers_compat import checkpointing_through
+from fsdp_runtime._transformers_compat.recomputation import checkpointing_through
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, RoutesError
 from fsdp_runtime.parallel.context.apply import attention_of, under_context_parallelism

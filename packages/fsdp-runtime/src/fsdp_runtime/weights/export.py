@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_model
-from fsdp_runtime._transformers_compat import Conversion
+from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_unquantized
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime._peft_compat import base_model
-from fsdp_runtime._transformers_compat import Conversion
+from fsdp_runtime._transformers_compat.conversions import Conversion, remember_rules
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import MismatchError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
@@ -114,7 +113,7 @@ def load_weights(
                     name = next(name for name in entry.names if name in weights.by_model_name)
                     chunks, read = _source(name, weights, checkpoint, converter)
                     fill_local(entry.tensor, chunks, read)
-    transformers_compat.remember_rules(base_model(model), weights.rules)
+    remember_rules(base_model(model), weights.rules)
     if training is not None:
         model.train(training)
     return LoadReport(len(base_entries), checkpoint.bytes_read, tuple(weights.unexpected))

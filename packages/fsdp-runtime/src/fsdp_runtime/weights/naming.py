@@ -9,8 +9,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from fsdp_runtime import _transformers_compat as transformers_compat
-from fsdp_runtime._transformers_compat import Conversion, Translation
+from fsdp_runtime._transformers_compat.checkpoints import declared_aliases, ignored_on_save, is_ignored_on_load
+from fsdp_runtime._transformers_compat.conversions import (
+    Conversion,
+    Translation,
+    checkpoint_to_model,
+    model_to_checkpoint,
+)
+from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
@@ -59,7 +65,7 @@ def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping
         ConversionError: tensors to be fused, merged or split do not fit together.
     """
     known = {name for entry in entries for name in entry.names}
-    mapping = transformers_compat.into_model(model, stored, known)
+    mapping = checkpoint_to_model(model, stored, known)
     origins = {
         target: TensorOrigin(stored[name].shape, (name,), [identity_chunk(name, stored[name].shape)])
         for name, target in mapping.renamed.items()
@@ -73,9 +79,7 @@ def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping
             origins[target] = TensorOrigin(result.shape, used, result.chunks, conversion)
     return WeightMap(
         by_model_name=origins,
-        unexpected=[
-            name for name, target in unexpected.items() if not transformers_compat.is_ignored_on_load(model, target)
-        ],
+        unexpected=[name for name, target in unexpected.items() if not is_ignored_on_load(model, target)],
         rules=mapping.rules,
     )
 
@@ -90,8 +94,8 @@ def canonical_names(model: nn.Module, entries: Sequence[StateEntry]) -> list[tup
     A tied tensor is saved once.  transformers ties again only what a model's class declares: a tensor that is shared
     without a declaration is saved under each of its names.
     """
-    aliases, ignored = transformers_compat.declared_aliases(model), transformers_compat.ignored_on_save(model)
-    several = transformers_compat.is_transformers_model(model)
+    aliases, ignored = declared_aliases(model), ignored_on_save(model)
+    several = is_transformers_model(model)
     saved = []
     for entry in entries:
         names = tuple(name for name in entry.names if name not in aliases) or entry.names[:1]
@@ -109,4 +113,4 @@ def export_mapping(model: nn.Module, canonical: Sequence[str], names: Names) -> 
         raise OptionError(f"names={names!r}: write 'checkpoint' or 'model'")
     if names == "model":
         return Translation({name: name for name in canonical}, ())
-    return transformers_compat.out_of_model(model, canonical)
+    return model_to_checkpoint(model, canonical)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime import _transformers_compat as transformers_compat
 from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime._transformers_compat.checkpoints import save_config
+from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
@@ -101,8 +102,8 @@ def save_weights(
         _write_shards(shards, export.stream(bucket_bytes), work, ranks)
         with raise_on_all(ranks):
             if work is not None:
-                if transformers_compat.is_transformers_model(base_model(model)):
-                    transformers_compat.save_config(base_model(model), work, config_dtype)
+                if is_transformers_model(base_model(model)):
+                    save_config(base_model(model), work, config_dtype)
                     if quantize is not None:
                         _add_to_config(work / "config.json", quantize.config(export.kept_modules))
                 _commit(work, target, shards)

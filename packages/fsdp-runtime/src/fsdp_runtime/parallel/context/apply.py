@@ -15,12 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import forward_pre_hooks
-from fsdp_runtime._transformers_compat import (
-    attention_in_force,
-    is_transformers_model,
-    rope_types,
-    use_attention,
-)
+from fsdp_runtime._transformers_compat.attention import attention_in_force, use_attention
+from fsdp_runtime._transformers_compat.models import is_transformers_model, rope_types
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure

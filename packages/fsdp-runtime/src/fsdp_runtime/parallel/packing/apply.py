@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import forward_pre_hooks
-from fsdp_runtime._transformers_compat import attention_in_force, is_transformers_model
+from fsdp_runtime._transformers_compat.attention import attention_in_force
+from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.model.structure import ModelStructure

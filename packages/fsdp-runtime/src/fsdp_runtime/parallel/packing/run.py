@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_runtime._transformers_compat import attention_in_force
+from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.parallel.packing.documents import DocumentBatch, Documents
 from fsdp_runtime.parallel.packing.mixers import MASK, Way

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._transformers_compat import is_transformers_model
+from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.packing.documents import Documents, find_documents
 from fsdp_runtime.parallel.packing.mixers import TokenMixer, token_mixers

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_runtime._transformers_compat import Conversion
+from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime.errors import ConversionError
 from fsdp_runtime.sharded.chunks import Chunk
 from fsdp_runtime.weights.conversion.trace import NotAChunkError, TracedTensor, traced_input

@@ -1,0 +1,44 @@
+"""The attention of a model: which is in force, and its replacement."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+
+def attention_in_force(config: Any) -> str | None:
+    """Return the attention implementation of a config; only its setter is public (``set_attn_implementation``)."""
+    found: str | None = config._attn_implementation
+    return found
+
+
+def use_attention(
+    model: Any, name: str, attend: Callable[..., Any], mask: Callable[..., Any], *, keep: Iterable[nn.Module] = ()
+) -> None:
+    """Replace attention and its masks in the text part of a model, through transformers' public interfaces.
+
+    The model gets a copy of its config first: another model built from the same config keeps its attention.
+
+    Args:
+        model: a ``PreTrainedModel``.
+        name: the name to register the functions under.
+        attend: a function for ``AttentionInterface``.
+        mask: a function for ``AttentionMaskInterface``.
+        keep: modules that keep their config, and with it their attention; they get the new masks.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    kept = set(keep)
+    for module in model.modules():
+        if module not in kept and id(config := getattr(module, "config", None)) in copies:
+            module.config = copies[id(config)]
+    text = model.config.get_text_config()
+    key = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is text), None)
+    model.set_attn_implementation(name if key is None else {key: name})

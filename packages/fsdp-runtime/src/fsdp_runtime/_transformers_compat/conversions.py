@@ -1,0 +1,163 @@
+"""How names and tensors of a checkpoint become those of a model, and the other way round."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fsdp_runtime._transformers_compat.models import is_transformers_model, original_classes
+from fsdp_runtime._transformers_compat.release import require_known_release
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One use of a ``WeightConverter``: tensors that are fused, merged or cut into others.
+
+    Args:
+        sources: names of the tensors that go in, in transformers' order.
+        run: does it, given them by name; the results by their final names.
+    """
+
+    sources: tuple[str, ...]
+    run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Translation:
+    """How the tensors on one side become those of the other.
+
+    Args:
+        renamed: names on the other side, for tensors that stay as they are.
+        conversions: of the other names.
+        rules: the rules that applied, for :func:`remember_rules`.
+    """
+
+    renamed: Mapping[str, str]
+    conversions: Sequence[Conversion]
+    rules: list[Any] = field(default_factory=list)
+
+
+def checkpoint_to_model(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> Translation:
+    """How a checkpoint's tensors become the model's.
+
+    ``from_pretrained`` renames (and for some architectures merges) what it reads by a table that has no public
+    reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.
+
+    Args:
+        model: the model.
+        checkpoint_names: names as the files have them.
+        known: the model's own names.
+    """
+    if not is_transformers_model(model):
+        return Translation({name: name for name in checkpoint_names}, ())
+    require_known_release()
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    rules = _conversion_rules(model)
+    renamings, converters = _by_kind(rules)
+    own: dict[str, Any] = dict.fromkeys(known, True)
+    renamed: dict[str, str] = {}
+    groups = _GroupsByTarget(model, converters)
+    for name in sorted(checkpoint_names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if target not in known and name in known:  # a rule meant for another layout of the same architecture
+            target, pattern = name, None
+        if pattern is None or target not in known:
+            renamed[name] = target
+        else:
+            groups.add(target, pattern, name)
+    used = [rule for rule in rules if rule.was_used()]
+    return Translation(renamed, groups.conversions(lambda name: name), used)
+
+
+def remember_rules(model: Any, rules: list[Any]) -> None:
+    """Keep the rules of a load where ``from_pretrained`` does, so that saving writes the names that were read."""
+    if is_transformers_model(model):
+        model._weight_conversions = rules
+
+
+def model_to_checkpoint(model: Any, names: Iterable[str]) -> Translation:
+    """How the model's tensors become those that ``save_pretrained`` writes."""
+    if not is_transformers_model(model):
+        return Translation({name: name for name in names}, ())
+    require_known_release()
+    from transformers.core_model_loading import PrefixChange, dot_natural_key
+
+    rules = getattr(model, "_weight_conversions", None)
+    if rules is None:  # as in save_pretrained of a model that was not loaded: nothing tells whether a prefix was there
+        rules = [rule for rule in _conversion_rules(model, add_legacy=False) if not isinstance(rule, PrefixChange)]
+    renamings, converters = _by_kind([rule.reverse_transform() for rule in reversed(rules)])
+    renamed: dict[str, str] = {}
+    groups = _GroupsByTarget(model, converters)
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = _converted(name, converters)
+        if pattern is None:
+            renamed[name] = _renamed(name, renamings)
+        else:
+            groups.add(target, pattern, name)
+    return Translation(renamed, groups.conversions(lambda name: _renamed(name, renamings)))
+
+
+def _renamed(name: str, renamings: Iterable[Any]) -> str:
+    """A name after all renamings in turn; transformers has a function for it only since 5.22."""
+    for rule in renamings:
+        name, _ = rule.rename_source_key(name)
+    return name
+
+
+def _converted(name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
+    """The target of the first converter that takes a name, and the pattern by which it does."""
+    for rule in converters:
+        target, pattern = rule.rename_source_key(name)
+        if pattern is not None:
+            return target, pattern
+    return name, None
+
+
+class _GroupsByTarget:
+    """Tensors collected by the first target of the converter that takes them, as transformers does."""
+
+    def __init__(self, model: Any, converters: list[Any]) -> None:
+        self._model = model
+        self._converters = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        self._groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+
+    def add(self, target: str, pattern: str, name: str) -> None:
+        """Give a tensor to the group of a target."""
+        _, members = self._groups.setdefault(target, (self._converters[pattern], []))
+        members.append((pattern, name))
+
+    def conversions(self, final_name: Callable[[str], str]) -> list[Conversion]:
+        """One conversion a group; ``final_name`` maps the names that converters give."""
+
+        def conversion(target: str, converter: Any, members: list[tuple[str, str]]) -> Conversion:
+            def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+                once = copy.deepcopy(converter)
+                for pattern, name in members:
+                    once.add_tensor(target, name, pattern, tensors[name])
+                made = once.convert(target, model=self._model, config=self._model.config)
+                return {
+                    final_name(name): value[0] if isinstance(value, list) else value for name, value in made.items()
+                }
+
+            return Conversion(tuple(name for _, name in members), run)
+
+        return [conversion(target, converter, members) for target, (converter, members) in self._groups.items()]
+
+
+def _conversion_rules(model: Any, **options: Any) -> list[Any]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    with original_classes(model):
+        return list(get_model_conversion_mapping(model, **options))
+
+
+def _by_kind(rules: list[Any]) -> tuple[list[Any], list[Any]]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]

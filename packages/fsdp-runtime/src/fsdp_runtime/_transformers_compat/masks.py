@@ -1,0 +1,177 @@
+"""Attention masks of packed documents, parts of sequences and prefix trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.errors import LayoutError, ModelError
+from fsdp_runtime.parallel.prefix_attention import QueryRun, attend_in_runs, query_runs, remember_runs
+
+
+def sdpa_mask_between(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    mask_function: Any,
+    documents: Tensor | None,
+    positions: Tensor | None,
+    subtree_end: Tensor | None,
+    padding: Tensor | None,
+    batch_size: int,
+    use_vmap: bool,
+) -> Tensor:
+    """Build the boolean mask of ``scaled_dot_product_attention`` with transformers' own function.
+
+    ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.6 to
+    5.23).
+
+    Args:
+        queries: places of the queries in the row.
+        keys: places of the keys.
+        mask_function: of batch, head, query and key index.
+        documents: ``[batch, seq]``, the number of each token's document in a packed batch, or ``None``.
+        positions: ``[batch, seq]``, each token's position in its document, or on its path in a prefix tree.
+        subtree_end: ``[batch, seq]``, of prefix trees, or ``None``; see :class:`PathMask`.
+        padding: ``[batch, seq]``, false where a token is padding, or ``None``.
+        batch_size: number of rows.
+        use_vmap: the mask function takes single indices.
+
+    Returns:
+        ``[batch, 1, queries, keys]``.
+    """
+    from transformers.masking_utils import and_masks, padding_mask_function, sdpa_mask
+
+    if subtree_end is not None and positions is not None:
+        mask_function = PathMask(positions, subtree_end).along_paths(mask_function)
+    elif documents is not None and positions is not None:
+        of_positions, at = mask_function, positions  # chunks of attention start anew in each document
+        mask_function = and_masks(
+            lambda b, h, q, k: of_positions(b, h, at[b, q], at[b, k]),
+            lambda b, h, q, k: documents[b, q] == documents[b, k],
+        )
+    if padding is not None:
+        mask_function = and_masks(mask_function, padding_mask_function(padding))
+    device = queries.device
+    # The function adds offsets to indices: vectors of them make places out of indices.
+    offsets = {
+        "q_offset": queries - torch.arange(len(queries), device=device),
+        "kv_offset": keys - torch.arange(len(keys), device=device),
+    }
+    mask: Tensor = sdpa_mask(
+        batch_size=batch_size,
+        q_length=len(queries),
+        kv_length=len(keys),
+        mask_function=mask_function,
+        attention_mask=None,
+        allow_is_causal_skip=False,
+        use_vmap=use_vmap,
+        device=device,
+        **offsets,  # type: ignore[arg-type]
+    )
+    return mask
+
+
+@dataclass(frozen=True, eq=False)
+class PathMask:
+    """The prefix trees in a batch, over which masks are built.
+
+    Args:
+        positions: ``[batch, seq]``, the position of each token on its path.
+        subtree_end: ``[batch, seq]``, the index after the last descendant of each token in pre-order.
+    """
+
+    positions: Tensor
+    subtree_end: Tensor
+
+    @cached_property
+    def runs(self) -> tuple[QueryRun, ...]:
+        """The runs of a batch of one row; none of a larger batch."""
+        return query_runs(self.subtree_end[0]) if len(self.subtree_end) == 1 else ()
+
+    def along_paths(self, mask_function: Any) -> Any:
+        """Return a mask function of indices in the row, given a layer's own, which compares positions."""
+        from transformers.masking_utils import and_masks
+
+        positions, subtree_end = self.positions, self.subtree_end
+        return and_masks(
+            lambda b, h, q, k: mask_function(b, h, positions[b, q], positions[b, k]),
+            lambda b, h, q, k: (k <= q) & (q < subtree_end[b, k]),
+        )
+
+
+def build_masks_along_paths(current: ContextVar[PathMask | None], implementations: Iterable[str]) -> None:
+    """Let transformers' own mask functions build masks along the paths of prefix trees, while there are any.
+
+    The registered functions are replaced by ones that call them, once a process; without trees nothing changes.  The
+    model's implementation of attention keeps its name, which some models compare with the names that they know.
+
+    Args:
+        current: the trees of the batch that runs.
+        implementations: names of implementations of attention.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name in implementations:
+        build = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        if not isinstance(build, _BuildAlongPaths):
+            AttentionMaskInterface.register(name, _BuildAlongPaths(build, current))
+            if name == "sdpa":
+                AttentionInterface.register(name, partial(attend_in_runs, ALL_ATTENTION_FUNCTIONS[name]))
+
+
+@dataclass(frozen=True)
+class _BuildAlongPaths:
+    """A function of ``AttentionMaskInterface`` over another one.
+
+    Args:
+        build: the other one.
+        current: the trees of the batch that runs.
+    """
+
+    build: Callable[..., Any]
+    current: ContextVar[PathMask | None]
+
+    def __call__(self, *, q_length: int, kv_length: int, **options: Any) -> Any:
+        """Build a mask.
+
+        Raises:
+            ModelError: a mask is bidirectional.
+            LayoutError: a mask has another length than the trees.
+        """
+        trees = self.current.get()
+        # A vision tower's masks are bidirectional, over its own patches.
+        bidirectional = "allow_is_bidirectional_skip" in options
+        if trees is None or (bidirectional and q_length != trees.subtree_end.shape[1]):
+            return self.build(q_length=q_length, kv_length=kv_length, **options)
+        if bidirectional:
+            raise ModelError("bidirectional attention cannot share prefixes: a prefix depends on what follows it")
+        if not q_length == kv_length == trees.subtree_end.shape[1]:
+            raise LayoutError(
+                f"attention from {q_length} to {kv_length} tokens, where the row with shared prefixes has "
+                f"{trees.subtree_end.shape[1]}: only self-attention without a cache can share prefixes"
+            )
+        causal = is_causal_mask_function(options["mask_function"])
+        options |= {
+            "mask_function": trees.along_paths(options["mask_function"]),
+            "attention_mask": None,
+            "allow_is_causal_skip": False,
+        }
+        mask = self.build(q_length=q_length, kv_length=kv_length, **options)
+        remember_runs(mask, trees.runs, causal=causal)
+        return mask
+
+
+def is_causal_mask_function(mask_function: Any) -> bool:
+    """Return True for transformers' plain causal mask function, which is not exported either."""
+    from transformers.masking_utils import causal_mask_function
+
+    return mask_function is causal_mask_function

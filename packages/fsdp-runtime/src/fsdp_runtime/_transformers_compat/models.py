@@ -1,0 +1,78 @@
+"""The kind of a model, what its class and config say of it, and its class before ``fully_shard``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Return True for a ``PreTrainedModel``; transformers is not imported for that."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def has_model_for(auto: Any, config: Any) -> bool:
+    """Return True if an auto class has a model for a config; the public way is to build one and catch its error."""
+    return type(config) in auto._model_mapping
+
+
+def is_stateful(model: Any) -> bool:
+    """Return True if the model's class says that it carries a state from token to token, as ``generate`` asks."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def kept_in_float32(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that transformers loads in float32 where the model is in bfloat16.
+
+    ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.23).
+    """
+    found = getattr(model, "_keep_in_fp32_modules_strict", None) if is_transformers_model(model) else None
+    patterns = [re.compile(each.replace("*", ".*")) for each in found or ()]
+    names = (name for name, _ in model.named_parameters())
+    return frozenset(name for name in names if any(pattern.search(name) for pattern in patterns))
+
+
+def rope_types(config: Any) -> set[str]:
+    """Return the types of rotary embeddings of a text config: one for all layers, or one per kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return {str(each.get("rope_type", "default")) for each in nested or [rope]}
+
+
+def disable_cache(model: nn.Module) -> None:
+    """Set ``use_cache`` to ``False`` in every config of a model's modules."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a ``PreTrainedModel`` without those that were mixed in at run time; of other modules, its own."""
+    if not is_transformers_model(module):
+        return type(module)
+    return next(c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule))
+
+
+@contextmanager
+def original_classes(model: nn.Module) -> Iterator[None]:
+    """The model with its classes as they were before ``fully_shard``.
+
+    FSDP2 gives a module a class of another name and Python module; transformers' table goes by the name, and
+    takes such a class for code from elsewhere, to which no renaming applies.
+    """
+    changed = [(module, type(module)) for module in model.modules() if type(module) is not original_class(module)]
+    try:
+        for module, _ in changed:
+            module.__class__ = original_class(module)
+        yield
+    finally:
+        for module, cls in changed:
+            module.__class__ = cls

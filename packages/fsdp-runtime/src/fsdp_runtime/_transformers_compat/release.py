@@ -1,0 +1,34 @@
+"""The installed release."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import metadata
+
+from fsdp_runtime.errors import BackendError
+
+#: The first release whose table of weight conversions, and order of applying it, is the one that is followed here.
+OLDEST = (5, 6)
+
+
+@cache
+def installed_release() -> str:
+    """The installed transformers, read from disk once: buffers ask module by module."""
+    return metadata.version("transformers")
+
+
+def require_known_release() -> None:
+    """Refuse a transformers that renames, fuses or initialises otherwise than this package knows of.
+
+    Raises:
+        BackendError: it is older.
+    """
+    release = installed_release()
+    if tuple(map(int, re.findall(r"\d+", release)[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise BackendError(
+            f"transformers {release} is installed, whose checkpoints' names and fused weights this package does not "
+            f"know; it reads, writes and streams weights of models of transformers {oldest} and later: "
+            f"pip install 'transformers>={oldest}'"
+        )
