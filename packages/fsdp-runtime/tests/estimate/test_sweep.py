@@ -162,7 +162,7 @@ def test_a_process_that_dies_does_not_affect_other_candidates() -> None:
 
 def test_ways_of_attention_are_tried_on_meshes_with_cp_only() -> None:
     found = make_candidates(
-        candidate_meshes(2, max_tp=1, cp=(1, 2)),
+        candidate_meshes(2, max_tp=1, cp=(1, 2), dp_replicate=(1,)),
         sequence_parallel=(False,),
         activation_checkpointing=("none",),
         context_parallel=("ring", "ulysses"),
