@@ -62,7 +62,7 @@ def reference_run(model: nn.Module, inputs: Inputs) -> Reference:
         output = _run(model, inputs)
         generator = torch.Generator().manual_seed(2)
         weights = torch.randn(output.shape, dtype=torch.float64, generator=generator).to(output)
-        (output * weights).sum().backward()
+        (output * weights).sum().backward()  # type: ignore[no-untyped-call]
     except ModelError:
         raise
     except Exception as error:
@@ -84,12 +84,12 @@ def compare(reference: Reference, plan: Plan, mesh: DeviceMesh) -> Differences:
         output = _full(_run(candidate, reference.inputs))
         if output.shape != reference.output.shape:
             return Differences(error=f"its output is {list(output.shape)}, not {list(reference.output.shape)}")
-        (output * reference.weights).sum().backward()
+        (output * reference.weights).sum().backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # noqa: BLE001 (the code of a model may raise anything)
         return Differences(error=f"{type(error).__name__}: {error}")
     wanted = reference.output
-    error = _largest(output.detach() - wanted) / max(_largest(wanted), 1e-30)
-    return Differences(error, dict(_gradient_errors(reference, ModelTree.of(candidate))))
+    off = _largest(output.detach() - wanted) / max(_largest(wanted), 1e-30)
+    return Differences(off, dict(_gradient_errors(reference, ModelTree.of(candidate))))
 
 
 def _run(model: nn.Module, inputs: Inputs) -> Tensor:

@@ -141,6 +141,8 @@ def _fill(tree: ModelTree) -> None:
 def _prepared(model: nn.Module) -> nn.Module:
     """The model in float64 without dropout, every parameter moved a little and trained."""
     model.to(device="cpu", dtype=torch.float64).eval()
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        model.config.use_cache = False  # type: ignore[union-attr]  # states that decoding keeps may not be trained
     tree, single = ModelTree.of(model), kept_in_float32(model)
     for path, parameter in tree.parameters.items():
         if any(name in path for name in single):  # its code casts what it reads to match
