@@ -76,7 +76,9 @@ def resolve_fsdp_dtypes(
     for name, parameter in model.named_parameters():
         if name in dtypes:
             units[max((path for path in paths if name.startswith(f"{path}.")), key=len, default="")][name] = parameter
-    modules, replicated, own_dtype = [], [], set()
+    modules: list[str] = []
+    replicated: list[str] = []
+    own_dtype: set[str] = set()
     policy = options.mp_policy
     for path, parameters in units.items():
         main = _main(path, parameters, dtypes, structure)
@@ -202,4 +204,4 @@ def reduce_gradients(parameter: nn.Parameter, mesh: DeviceMesh, divisor: float) 
         )
 
     if parameter.requires_grad:
-        parameter.register_hook(reduce)
+        parameter.register_hook(reduce)  # type: ignore[no-untyped-call]

@@ -163,11 +163,11 @@ def _attend_run(
     count = queries.shape[2]
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # the queries of a group follow one another as those of one head: no key is repeated
-        queries = queries.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
+        queries = torch.unflatten(queries, 1, (key.shape[1], groups)).flatten(2, 3)
         own = own.repeat(1, 1, groups, 1)
     output = scaled_dot_product_attention(
         queries, keys, values, own, dropout_p=options.get("dropout", 0.0), scale=options.get("scaling")
     )
     if groups > 1:
-        output = output.unflatten(2, (groups, count)).flatten(1, 2)
+        output = torch.unflatten(output, 2, (groups, count)).flatten(1, 2)
     return output.transpose(1, 2)

@@ -95,21 +95,21 @@ def attend_backward(
         return flash_attention_backward(grad_output, query, key, value, output, lse, causal=block.causal, scale=scale)
     groups = (key.shape[1], query.shape[1] // key.shape[1])
     scores = _scores(query, key, block, scale)
-    weights = (scores - _finite(lse).unflatten(1, groups).unsqueeze(-1)).exp()
-    gradient = grad_output.unflatten(1, groups)
+    weights = (scores - torch.unflatten(_finite(lse), 1, groups).unsqueeze(-1)).exp()
+    gradient = torch.unflatten(grad_output, 1, groups)
     grad_value = (weights.to(value.dtype).transpose(-1, -2) @ gradient).sum(2)
     grad_weights = (gradient @ value.unsqueeze(2).transpose(-1, -2)).to(weights.dtype)
-    inner = (gradient * output.unflatten(1, groups)).sum(-1, keepdim=True, dtype=weights.dtype)
+    inner = (gradient * torch.unflatten(output, 1, groups)).sum(-1, keepdim=True, dtype=weights.dtype)
     grad_scores = (weights * (grad_weights - inner) * scale).to(query.dtype)
     grad_query = (grad_scores @ key.unsqueeze(2)).flatten(1, 2)
-    grad_key = (grad_scores.transpose(-1, -2) @ query.unflatten(1, groups)).sum(2)
+    grad_key = (grad_scores.transpose(-1, -2) @ torch.unflatten(query, 1, groups)).sum(2)
     return grad_query, grad_key, grad_value
 
 
 def _scores(query: Tensor, key: Tensor, block: Block, scale: float) -> Tensor:
     """Return ``[batch, kv_heads, queries per key, queries, keys]``, ``-inf`` where a key is not seen."""
-    grouped = query.unflatten(1, (key.shape[1], query.shape[1] // key.shape[1]))
-    scores = (grouped @ key.unsqueeze(2).transpose(-1, -2)).to(statistics_dtype(query.dtype)) * scale
+    grouped = torch.unflatten(query, 1, (key.shape[1], query.shape[1] // key.shape[1]))
+    scores: Tensor = (grouped @ key.unsqueeze(2).transpose(-1, -2)).to(statistics_dtype(query.dtype)) * scale
     if block.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, float("-inf"))

@@ -71,7 +71,7 @@ class SequenceMask:
             for at in range(0, len(columns), _TILES_AT_ONCE):
                 together = columns[at : at + _TILES_AT_ONCE]
                 mask = self.tile(row, (together[0][0], together[-1][1]))
-                for part in mask.split([end - start for start, end in together], dim=-1):
+                for part in torch.split(mask, [end - start for start, end in together], dim=-1):
                     found.append((~part.any()).long() * NOTHING + part.all().long() * EVERYTHING)
         counts = iter(torch.stack(found).tolist())
         return {row: {column: next(counts) for column in columns} for row in rows}

@@ -118,7 +118,7 @@ class _ToTokens(torch.autograd.Function):
 
 def _to_heads(parts: tuple[Tensor, ...], layout: SequenceLayout, group: ProcessGroup) -> tuple[Tensor, ...]:
     """From ``[batch, heads, seq / cp, dim]`` to ``[batch, heads / cp, seq, dim]`` in sequence order."""
-    by_rank = [part.unflatten(1, (layout.ranks, -1)).movedim(1, 0) for part in parts]
+    by_rank = [torch.unflatten(part, 1, (layout.ranks, -1)).movedim(1, 0) for part in parts]
     order = layout.permutation.argsort().to(parts[0].device)
     exchanged = _exchanged(by_rank, group)
     return tuple(part.movedim(0, 2).flatten(2, 3).index_select(2, order) for part in exchanged)
@@ -127,7 +127,7 @@ def _to_heads(parts: tuple[Tensor, ...], layout: SequenceLayout, group: ProcessG
 def _to_tokens(parts: tuple[Tensor, ...], layout: SequenceLayout, group: ProcessGroup) -> tuple[Tensor, ...]:
     """From ``[batch, heads / cp, seq, dim]`` in sequence order to ``[batch, heads, seq / cp, dim]``."""
     order = layout.permutation.to(parts[0].device)
-    by_rank = [part.index_select(2, order).unflatten(2, (layout.ranks, -1)).movedim(2, 0) for part in parts]
+    by_rank = [torch.unflatten(part.index_select(2, order), 2, (layout.ranks, -1)).movedim(2, 0) for part in parts]
     return tuple(part.movedim(0, 1).flatten(1, 2) for part in _exchanged(by_rank, group))
 
 
@@ -137,4 +137,4 @@ def _exchanged(parts: list[Tensor], group: ProcessGroup) -> list[Tensor]:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     sizes = [part[0].numel() for part in parts]
-    return [got.reshape(part.shape) for got, part in zip(received.split(sizes, dim=1), parts, strict=True)]
+    return [got.reshape(part.shape) for got, part in zip(torch.split(received, sizes, dim=1), parts, strict=True)]
