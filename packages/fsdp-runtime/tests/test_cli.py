@@ -68,6 +68,7 @@ def test_options_are_passed_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> N
         "micro_batch": 2,
         "plan": "auto",
         "sequence_parallel": True,
+        "context_parallel": "allgather",
         "activation_checkpointing": "block",
         "dtype": "fp16",
         "master_dtype": "fp32",

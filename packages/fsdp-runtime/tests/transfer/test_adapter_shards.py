@@ -117,7 +117,7 @@ def _mixture() -> Any:
     return wrapped
 
 
-def test_adapters_of_experts_are_sent_alone_and_not_merged_silently() -> None:
+def test_adapters_of_experts_are_sent_alone_and_merged() -> None:
     model = _mixture()
     shards = ModelShards(model, adapter="default")
     expected = peft.get_peft_model_state_dict(model)
@@ -128,8 +128,13 @@ def test_adapters_of_experts_are_sent_alone_and_not_merged_silently() -> None:
     sync = WeightSync(plan, source=shards, destination=target)
     sync.update(0)
     assert all(torch.equal(target[name], tensor) for name, tensor in expected.items())
-    with pytest.raises(OptionError, match=r"the adapters of model\.layers\.0\.mlp\.experts.* cannot be merged"):
-        ModelShards(model)
+    expected = dict(stream_weights(model))
+    shards = ModelShards(model)
+    everything = tp_plans.mesh_layout(shards.layout.tensors, (1,), {name: [Replicate()] for name in expected})
+    merged = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    plan = tp_plans.plan_transfer(shards.layout, everything)
+    WeightSync(plan, source=shards, destination=merged).update(0)
+    assert all(_same(merged[name], tensor) for name, tensor in expected.items())
 
 
 def test_an_unknown_adapter_is_refused() -> None:

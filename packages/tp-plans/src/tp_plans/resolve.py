@@ -17,6 +17,7 @@ from tp_plans.errors import (
     type_name,
 )
 from tp_plans.hugging_face import from_hugging_face, style_from_name
+from tp_plans.hugging_face.translate import ships_plan_of_blocks
 from tp_plans.infer.suggest import suggest
 from tp_plans.plan import Plan
 from tp_plans.registry import plan_for
@@ -77,6 +78,8 @@ def _automatic(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None) 
         plan = plan_for(model, sequence_parallel=sequence_parallel)
     except UnknownArchitectureError as unknown:
         try:
+            if not ships_plan_of_blocks(model):
+                raise PlanError(f"it has no rules for the blocks of {type_name(model)}.")
             plan = from_hugging_face(model, sequence_parallel=sequence_parallel)
         except CapabilityError:
             raise

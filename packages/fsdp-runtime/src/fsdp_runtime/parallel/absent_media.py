@@ -43,11 +43,13 @@ class AbsentMedia:
         model: the model, whose media are the arguments of its ``get_image_features`` and the like.
         groups: the process groups of the FSDP mesh.
         projectors: the parameters of projectors, which some models call after the method.
+        is_dry_run: there are no other ranks, and tensors have no values.
     """
 
     model: nn.Module
     groups: Sequence[ProcessGroup]
     projectors: Sequence[str]
+    is_dry_run: bool = False
     absent: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def agree(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -59,6 +61,8 @@ class AbsentMedia:
         found = torch.tensor([*flags, *(not flag for flag in flags)], dtype=torch.int32, device=device)
         for group in self.groups:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        if self.is_dry_run:
+            return
         (embedded, *some), (_, *lacking) = found.view(2, -1).bool().tolist()
         mixed = [medium for medium, has, lacks in zip(own, some, lacking, strict=True) if has and lacks]
         self.absent = {}
@@ -123,9 +127,8 @@ def apply_absent_media(model: nn.Module, structure: ModelStructure, mesh: Device
         return
     projectors = [name for name in tree.parameters if "projector" in name and not is_at_or_below(name, tree.root)]
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    if any(dist.get_backend(group) == "fake" for group in groups):  # a dry run has no other ranks
-        return
-    hooks = AbsentMedia(model, groups, projectors)
+    is_dry_run = any(dist.get_backend(group) == "fake" for group in groups)
+    hooks = AbsentMedia(model, groups, projectors, is_dry_run)
     model.register_forward_pre_hook(hooks.agree, with_kwargs=True, prepend=True)
     model.get_submodule(tree.embedding).register_forward_hook(hooks.run)
 

@@ -11,7 +11,7 @@ from tp_plans.hugging_face.style_names import IGNORED_STYLES, STYLE_BY_NAME, par
 from tp_plans.hugging_face.tp_plan import shipped_plan
 from tp_plans.infer.complete import complete_plan
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
-from tp_plans.model_tree import ModelTree, parent
+from tp_plans.model_tree import ModelTree, is_at_or_below, parent
 from tp_plans.plan import Plan
 from tp_plans.styles import ColwiseParallel, ExpertsParallel, RowwiseParallel, Style, VocabParallelEmbedding
 
@@ -79,6 +79,17 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
     if embedding is None:
         raise PlanError(f"{name} has no get_input_embeddings(): sequence parallelism cannot be derived for it")
     return with_sequence_parallelism(plan, tree)
+
+
+def ships_plan_of_blocks(model: Any) -> bool:
+    """Return whether the plan that transformers ships has rules for the decoder's blocks, or the model has no blocks.
+
+    Many classes declare a rule for the head alone, which says nothing of the layers.
+    """
+    tree = ModelTree.of(model)
+    matched = [paths for by_pattern in tree.match(shipped_plan(tree)) for paths in by_pattern.values()]
+    inside = (is_at_or_below(path, block) for paths in matched for path in paths for block in tree.decoder_blocks[:1])
+    return not tree.decoder_blocks or any(inside)
 
 
 def _translated(words: Mapping[str, str], tree: ModelTree) -> Iterator[tuple[str, Style]]:

@@ -104,9 +104,20 @@ def _outside(tree: ModelTree) -> Iterator[str]:
         return
     for path in tree.modules:
         holds_root = is_at_or_below(tree.root, path)
-        inside = is_at_or_below(path, tree.root) or path == tree.lm_head
-        if path and not holds_root and not inside and not _in_language_model(path, tree):
+        inside = is_at_or_below(path, tree.root) or (tree.lm_head is not None and is_at_or_below(path, tree.lm_head))
+        if (
+            path
+            and not holds_root
+            and not inside
+            and not _in_language_model(path, tree)
+            and not _is_adapter(path, tree)
+        ):
             yield path
+
+
+def _is_adapter(path: str, tree: ModelTree) -> bool:
+    """Return whether a module is below a layer with low-rank adapters, whose rules follow from the layer's own."""
+    return any(f"{above}.base_layer" in tree.modules for above in ancestors(path))
 
 
 def _in_language_model(path: str, tree: ModelTree) -> bool:

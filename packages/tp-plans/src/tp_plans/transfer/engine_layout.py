@@ -146,7 +146,7 @@ def engine_layout(
                     StoredBlock(first, box, local, offset, dims)
                     for first in range(first_rank + rank, first_rank + rank + replicas * size.tp, size.tp)
                 ]
-    return TransferLayout._unchecked(tensors, blocks)
+    return TransferLayout.unchecked(tensors, blocks)
 
 
 def _require_dims(name: str, shape: Sequence[int], rule: EngineRule) -> None:

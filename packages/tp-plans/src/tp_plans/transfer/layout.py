@@ -123,10 +123,10 @@ class TransferLayout:
                 _require_fit(name, self._tensors[name], block)
 
     @classmethod
-    def _unchecked(
+    def unchecked(
         cls, tensors: Mapping[str, CheckpointTensor], blocks: Mapping[str, Iterable[StoredBlock]]
     ) -> TransferLayout:
-        """A layout of blocks that fit by construction; checking each takes longer than making it."""
+        """Return a layout of blocks that fit by construction; checking each takes longer than making it."""
         layout = cls(tensors, {})
         layout._blocks.update(
             {name: tuple(b for b in stored if not is_empty(b.box)) for name, stored in blocks.items()}
@@ -200,7 +200,7 @@ class TransferLayout:
         """
         if min(self.ranks, default=0) + by < 0:
             raise TransferError(f"by is {by}: rank {min(self.ranks)} would become negative")
-        return TransferLayout._unchecked(
+        return TransferLayout.unchecked(
             self._tensors,
             {
                 name: [
@@ -222,7 +222,7 @@ class TransferLayout:
                 raise TransferError(f"{name} is {self._tensors[name]} in one layout and {other._tensors[name]} in one")
         tensors = {**self._tensors, **other._tensors}
         blocks = {name: [*self._blocks.get(name, ()), *other._blocks.get(name, ())] for name in tensors}
-        return TransferLayout._unchecked(tensors, blocks)
+        return TransferLayout.unchecked(tensors, blocks)
 
     def to_json(self) -> str:
         """Return the layout as JSON, to be sent to another process; :meth:`from_json` reads it."""
@@ -313,7 +313,7 @@ def mesh_layout(
         zeros, dims = (0,) * len(tensor.shape), tuple(range(len(tensor.shape)))
         numbers = range(len(boxes)) if ranks is None else ranks
         blocks[name] = [StoredBlock(rank, box, name, zeros, dims) for rank, box in zip(numbers, boxes, strict=True)]
-    return TransferLayout._unchecked(tensors, blocks)
+    return TransferLayout.unchecked(tensors, blocks)
 
 
 def _require_types(name: str, block: Any) -> None:

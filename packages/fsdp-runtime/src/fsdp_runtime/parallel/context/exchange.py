@@ -71,11 +71,11 @@ def preceding_tokens(local: Tensor, count: int, layout: SequenceLayout, group: P
 
 def _all_to_all(by_rank: Tensor, group: ProcessGroup) -> Tensor:
     """Exchange ``[ranks, *]``; the gradient travels back the same way."""
-    exchanged: Tensor = _AllToAll.apply(by_rank, group)  # type: ignore[no-untyped-call]
+    exchanged: Tensor = _Exchange.apply(by_rank, group)  # type: ignore[no-untyped-call]
     return exchanged
 
 
-class _AllToAll(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, by_rank: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group

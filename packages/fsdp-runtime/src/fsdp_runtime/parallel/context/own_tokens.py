@@ -37,7 +37,7 @@ def forward_on_own_tokens(cls: type, attention: ContextAttention) -> Callable[..
     functions: dict[str, Callable[..., Any]] = {}
     for name in functions_called(cls):
         if name == CONVOLUTION:
-            functions[name] = _Convolution(cls, attention)
+            functions[name] = _HaloConvolution(cls, attention)
         else:
             functions[name] = _ByHeads(cls, name, attention) if name in RECURRENCES else unavailable
     return with_functions(cls, functions)
@@ -64,7 +64,7 @@ class OwnTokens(ByFunctions):
         return type(self).of_own_tokens(self, *args, **given)
 
 
-class _Convolution:
+class _HaloConvolution:
     """``causal_conv1d_fn`` of this rank's tokens."""
 
     def __init__(self, cls: type, attention: ContextAttention) -> None:
