@@ -102,7 +102,8 @@ def measure_packing(model: nn.Module, prepare: Callable[[nn.Module], nn.Module])
         prepare: changes a copy of it.
     """
     with all_double():
-        packed = prepare(copy.deepcopy(_doubled(model)))  # first: some modules keep a state of their last forward
+        model = _doubled(copy.deepcopy(model))  # some modules keep a state of their last forward
+        packed = prepare(copy.deepcopy(model))
         reference = _Alone.of(model)
         logits = _logits(packed, reference.ids)
         (logits * reference.weights).sum().backward()

@@ -17,10 +17,10 @@ from architecture_matrix.bfloat16 import bfloat16_outcome
 from architecture_matrix.expert_page import PREFIXES, mesh_mode
 from architecture_matrix.expert_parallel import MESHES, mixtures
 from architecture_matrix.measure import KINDS, warm_up
-from architecture_matrix.outcome import Outcome, evaluate, evaluate_experts
+from architecture_matrix.outcome import Outcome, evaluate, evaluate_experts, failure
 from architecture_matrix.packing import POOLED, packed_outcome
 from architecture_matrix.table import UNBUILDABLE, Entry, coverage_entries
-from harness.ranks import RankPool
+from harness.ranks import RankPool, RanksFailed
 
 RESULTS = Path("docs/coverage.json")
 #: Ranks of the meshes that mixtures are measured on.
@@ -61,12 +61,20 @@ def _measure_tensor_parallelism(
                     rows[name][mode] = page.kept(found)
                     _say(f"[{done}/{len(chosen)}] {_line(name, mode, found)}")
             if "packed" not in rows[name] and name not in POOLED:
-                rows[name]["packed"] = alone.run(packed_outcome, name, timeout=options.timeout)[0]
+                rows[name]["packed"] = _packed(alone, name, options.timeout)
                 _say(f"[{done}/{len(chosen)}] {name}, packed: {rows[name]['packed']['status']}")
             page.write(working, {"rows": rows})
     finally:
         pool.close()
         alone.close()
+
+
+def _packed(pool: RankPool, name: str, timeout: float) -> dict[str, Any]:
+    try:
+        (found,) = pool.run(packed_outcome, name, timeout=timeout)
+    except RanksFailed as failed:
+        return page.kept(failure(failed, 0.0))
+    return dict(found)
 
 
 def _measure_experts(
