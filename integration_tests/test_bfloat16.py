@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from architecture_matrix.bfloat16 import measure_bfloat16
+from architecture_matrix.bfloat16 import Differences, bfloat16_outcome, measure_bfloat16
 from architecture_matrix.table import UNBUILDABLE, coverage_entries
 from harness.ranks import RankPool
 
@@ -15,11 +15,11 @@ DEFAULT = ("ernie4_5_moe", "olmo_hybrid", "flint")
 @pytest.mark.parametrize("name", DEFAULT)
 def test_fsdp2_computes_what_one_process_does_bit_for_bit(two_ranks: RankPool, name: str) -> None:
     for found in two_ranks.run(measure_bfloat16, name):
-        assert found == {"FSDP2": [], "FSDP2, policy": []}
+        assert found == {"FSDP2": Differences(), "FSDP2 with a policy": Differences()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*coverage_entries()} - {*UNBUILDABLE} - {*DEFAULT}))
+@pytest.mark.parametrize("name", sorted({*coverage_entries()} - {*UNBUILDABLE} - {*DEFAULT} - {"xlstm"}))
 def test_fsdp2_computes_what_one_process_does_in_every_architecture(two_ranks: RankPool, name: str) -> None:
-    for found in two_ranks.run(measure_bfloat16, name):
-        assert found == {"FSDP2": [], "FSDP2, policy": []}
+    found = bfloat16_outcome(two_ranks, name, timeout=300)
+    assert found.status == "right", found.note

@@ -115,8 +115,8 @@ def _head(results: Mapping[str, Any], rows: Mapping[str, Row], entries: Mapping[
     if low:
         yield (
             f"- [bfloat16](guides/offload.md): {low.count('right')} of {len(low)} right under FSDP2 on two ranks, with "
-            "the parameters that the class keeps in float32: logits and all gradients equal those of one process bit "
-            "for bit, with and without a mixed-precision policy."
+            "the parameters that the class keeps in float32, with and without a mixed-precision policy: logits and all "
+            "gradients equal those of one process bit for bit, or where notes say so to one rounding of bfloat16."
         )
     yield from expert_page.summary(rows)
     yield ""
