@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fsdp_runtime._torch_compat import all_gather_flat, causal_bias, has_flash_attention, reduce_scatter_flat
 from fsdp_runtime._transformers_compat.masks import is_causal_mask_function, sdpa_mask_between
 from fsdp_runtime.errors import ModelError
-from fsdp_runtime.parallel.context.masks import SequenceMask, as_additive
+from fsdp_runtime.parallel.context.masks import SequenceMask
 from fsdp_runtime.parallel.context.ring import attend_around, attend_to_prefixes
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, SequenceLayout
 from fsdp_runtime.parallel.context.ulysses import OwnHeads, attend_over_heads
@@ -159,6 +159,8 @@ class ContextAttention:
                 )
             output = attend_around(query, key, value, mask, layout, self.group, causal=causal, scale=scaling)
             return output.transpose(1, 2).contiguous(), None
+        if isinstance(attention_mask, SequenceMask):
+            attention_mask = attention_mask.rows
         key, value = gather_keys_and_values([key, value], layout, self.group)
         if eager is not None:
             options |= {"dropout": dropout, "scaling": scaling}
@@ -237,7 +239,7 @@ class ContextAttention:
         if skip and is_causal_mask_function(mask_function) and whole_rows:
             return None
         device, dtype = torch.device(options.pop("device")), options["dtype"]
-        of_rows = partial(
+        between = partial(
             sdpa_mask_between,
             mask_function=mask_function,
             documents=self.documents,
@@ -248,10 +250,8 @@ class ContextAttention:
             use_vmap=options.get("use_vmap", False),
         )
         layout, additive = self.layout(q_length), None if self.eager is None else dtype
-        if self.context_parallel != "allgather":
-            return SequenceMask(of_rows, layout, device, additive)
-        places = torch.arange(layout.length, device=device)
-        return as_additive(of_rows(layout.positions.to(device), places), additive)
+        mask = SequenceMask(between, layout, device, additive)
+        return mask.rows if self.context_parallel == "allgather" else mask
 
 
 def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:

@@ -32,10 +32,10 @@ def tokens_to_heads(parts: Sequence[Tensor], layout: SequenceLayout, group: Proc
     for dtype in dict.fromkeys(part.dtype for part in parts):
         chosen = {index: part for index, part in enumerate(parts) if part.dtype == dtype}
         flat = [part.flatten(3) if part.dim() > 3 else part.unsqueeze(3) for part in chosen.values()]
-        by_rank = torch.cat(flat, dim=3).unflatten(2, (layout.ranks, -1)).movedim(2, 0)
+        by_rank = torch.unflatten(torch.cat(flat, dim=3), 2, (layout.ranks, -1)).movedim(2, 0)
         received = _all_to_all(by_rank, group).movedim(2, 1).flatten(0, 1)  # tokens in order of ranks
         tokens = received.index_select(0, layout.permutation.to(received.device).argsort()).transpose(0, 1)
-        split = tokens.split([part.shape[3] for part in flat], dim=3)
+        split = torch.split(tokens, [part.shape[3] for part in flat], dim=3)
         for (index, part), each in zip(chosen.items(), split, strict=True):
             found[index] = each.reshape(*each.shape[:3], *part.shape[3:])
     return [found[index] for index in range(len(parts))]
@@ -44,7 +44,7 @@ def tokens_to_heads(parts: Sequence[Tensor], layout: SequenceLayout, group: Proc
 def heads_to_tokens(heads: Tensor, layout: SequenceLayout, group: ProcessGroup) -> Tensor:
     """Return all heads of this rank's tokens ``[batch, seq / cp, heads, *]`` of ``[batch, seq, heads / cp, *]``."""
     by_rank = heads.transpose(0, 1).index_select(0, layout.permutation.to(heads.device))
-    received = _all_to_all(by_rank.unflatten(0, (layout.ranks, -1)), group)
+    received = _all_to_all(torch.unflatten(by_rank, 0, (layout.ranks, -1)), group)
     return received.movedim(0, 2).transpose(0, 1).flatten(2, 3)
 
 
@@ -60,7 +60,7 @@ def preceding_tokens(local: Tensor, count: int, layout: SequenceLayout, group: P
     Returns:
         ``[batch, chunks, count, features]``.
     """
-    chunks = local.unflatten(1, (layout.chunks_per_rank, -1))
+    chunks = torch.unflatten(local, 1, (layout.chunks_per_rank, -1))
     kept = min(count, chunks.shape[2])  # of shorter chunks the ends are the full sequence
     ends = chunks[:, :, chunks.shape[2] - kept :].flatten(1, 2)
     of_ends = SequenceLayout(ends.shape[1] * layout.ranks, layout.ranks, layout.rank, layout.load_balancer)
