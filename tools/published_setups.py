@@ -403,9 +403,9 @@ def _long(found: Found) -> list[str]:
         numbers = [format_bytes(each) for each in (done["peak"], inputs, done["peak"] - inputs)]
         _, *described = _described(setup)
         # FSDP2 sends the same in every way, and heads for sequence are the only all-to-alls.
-        ulysses = found[setup.name.replace(setup.context_parallel, "ulysses")]
-        sent = done["sent"] - (ulysses["sent"] - ulysses["dispatched"])
-        rows.append([setup.context_parallel, *described, *numbers, published, format_bytes(sent)])
+        ulysses = found.get(setup.name.replace(setup.context_parallel, "ulysses"))
+        sent = "-" if ulysses is None else format_bytes(done["sent"] - ulysses["sent"] + ulysses["dispatched"])
+        rows.append([setup.context_parallel, *described, *numbers, published, sent])
     return _markdown(header, rows)
 
 

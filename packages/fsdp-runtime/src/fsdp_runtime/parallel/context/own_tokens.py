@@ -15,8 +15,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from fsdp_runtime.parallel.context.attention import ContextAttention, gather_keys_and_values
-from fsdp_runtime.parallel.context.exchange import heads_to_tokens, preceding_tokens, tokens_to_heads
+from fsdp_runtime.parallel.context.attention import ContextAttention
+from fsdp_runtime.parallel.context.exchange import (
+    gather_keys_and_values,
+    heads_to_tokens,
+    preceding_tokens,
+    tokens_to_heads,
+)
 from fsdp_runtime.parallel.context.sharding import SequenceLayout
 from fsdp_runtime.parallel.packing.by_functions import ByFunctions, unavailable
 from fsdp_runtime.parallel.packing.run import BOUNDARIES
@@ -125,16 +130,15 @@ class _ByHeads:
             if further.get(name) is not None:
                 further[name] = _padded(further[name], 0, share * layout.ranks).narrow(0, first, share)
         output = recur(function, recurrence, Call(exchanged, further, call.places), attention.packing.documents)
-        own_tokens = heads_to_tokens(output, layout, attention.group).narrow(2, 0, heads)
+        own_tokens = heads_to_tokens(output, layout, attention.group, heads_dim=2, tokens_dim=1).narrow(2, 0, heads)
         if recurrence.tokens_last:
             return own_tokens.transpose(1, 2)
         return (own_tokens, None) if recurrence.returns_state else own_tokens
 
     def _exchange(self, tokens: Mapping[str, Tensor], layout: SequenceLayout) -> dict[str, Tensor]:
         """Exchange tokens for heads; a group goes to the rank that gets its heads."""
-        by_rank = [torch.unflatten(value, 2, (layout.ranks, -1)) for value in tokens.values()]
-        found = tokens_to_heads(by_rank, layout, self.attention.group)
-        return {name: each.flatten(2, 3) for name, each in zip(tokens, found, strict=True)}
+        found = tokens_to_heads([*tokens.values()], layout, self.attention.group, heads_dim=2, tokens_dim=1)
+        return dict(zip(tokens, found, strict=True))
 
     def _gather(self, tokens: Mapping[str, Tensor], layout: SequenceLayout) -> dict[str, Tensor]:
         if not tokens:
