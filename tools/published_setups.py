@@ -322,6 +322,7 @@ def _keep(setup: Setup, done: Estimate) -> None:
     found[setup.name] = {
         "peak": done.memory.peak.total,
         "phase": done.memory.peak.phase,
+        "activations": done.memory.peak.nbytes.activations,
         "resident": done.memory.resident.total,
         "dispatched": sum(item.bytes_sent for item in done.traffic if item.kind == "all_to_all"),
         "sent": sum(item.bytes_sent for item in done.traffic),
@@ -392,20 +393,21 @@ def _experts(found: Found) -> list[str]:
 
 
 def _long(found: Found) -> list[str]:
-    header = ["way", "mesh", "tokens", "recomputed", "peak", "inputs of blocks", "without them", "published"]
+    header = ["way", "mesh", "tokens", "recomputed", "peak", "inputs of blocks in it", "without them", "published"]
     header += ["attention sends"]
     rows = []
     for setup in _those(found, LONG):
         done = found[setup.name]
         fields = MIXTURES[setup.size][1]
         inputs = fields["num_hidden_layers"] * fields["hidden_size"] * 2 * setup.seq_len // setup.mesh.cp
+        inputs = min(inputs, done["activations"])  # they are freed block by block in backward
         published = "-" if setup.published is None else f"{setup.published:.1f} GiB"
         numbers = [format_bytes(each) for each in (done["peak"], inputs, done["peak"] - inputs)]
         _, *described = _described(setup)
         # FSDP2 sends the same in every way, and heads for sequence are the only all-to-alls.
-        ulysses = found[setup.name.replace(setup.context_parallel, "ulysses")]
-        sent = done["sent"] - (ulysses["sent"] - ulysses["dispatched"])
-        rows.append([setup.context_parallel, *described, *numbers, published, format_bytes(sent)])
+        ulysses = found.get(setup.name.replace(setup.context_parallel, "ulysses"))
+        sent = "-" if ulysses is None else format_bytes(done["sent"] - ulysses["sent"] + ulysses["dispatched"])
+        rows.append([setup.context_parallel, *described, *numbers, published, sent])
     return _markdown(header, rows)
 
 

@@ -6,12 +6,13 @@ import weakref
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """The bytes of tensors that are made under it and still alive, and their peak."""
+    """The bytes of tensors that are made under it, with or without data, and still alive, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and type(leaf) is Tensor:
+            if type(leaf) in (Tensor, FakeTensor):
                 self._count(leaf, given)
         return result
 

@@ -1,7 +1,7 @@
 """Bytes, collectives and live memory of attention over cp in each way, one layer, forward and backward.
 
-One rank of a fake world of ``--ranks`` runs on CPU tensors of ``--tokens`` tokens; collectives are counted and return
-at once, so that the numbers of bytes are exact and no time is measured.
+One rank of a fake world of ``--ranks`` runs on tensors without data; collectives are counted and return at once, so
+that the numbers of bytes are exact and no time is measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_runtime import ContextAttention, MeshSpec
 from fsdp_runtime.estimate.trace.collectives import min_bytes_sent
-from fsdp_runtime.estimate.trace.fake_world import fake_world
+from fsdp_runtime.estimate.trace.fake_world import fake_tensors_without_data, fake_world
 from fsdp_runtime.parallel.context.ways import ContextParallel
 from harness.collectives import RecordCollectives
 from harness.memory import LiveBytes
@@ -23,7 +23,7 @@ from harness.memory import LiveBytes
 
 def measure(way: ContextParallel, options: argparse.Namespace) -> tuple[int, str, int]:
     """Return the bytes that leave the rank, its collectives, and the peak of all tensors but the inputs."""
-    with fake_world(MeshSpec(cp=options.ranks), rank=0) as mesh:
+    with fake_world(MeshSpec(cp=options.ranks), rank=0) as mesh, fake_tensors_without_data():
         heads = (options.heads, options.kv_heads, options.kv_heads)
         size = options.tokens // options.ranks
         query, key, value = (

@@ -163,8 +163,9 @@ def _require_root_forward(model: nn.Module, structure: ModelStructure, replicate
     blocks = {module for path in structure.blocks for module in model.get_submodule(path).modules()}
     for path, module in model.named_modules():
         parameter = next(module.parameters(recurse=False), None)
-        sharded = isinstance(parameter, DTensor) and parameter not in replicated
-        if module is not model and module not in blocks and sharded:
+        if module is model or module in blocks or parameter in replicated:
+            continue
+        if isinstance(parameter, DTensor):
             check = partial(_check_gathered, path=path, mesh_ndim=parameter.device_mesh.ndim)
             module.register_forward_pre_hook(check, prepend=True)
 

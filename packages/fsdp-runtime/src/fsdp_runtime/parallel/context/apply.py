@@ -20,7 +20,8 @@ from fsdp_runtime._transformers_compat.models import is_transformers_model, rope
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
-from fsdp_runtime.parallel.context.attention import ContextAttention, gather_tokens
+from fsdp_runtime.parallel.context.attention import ContextAttention
+from fsdp_runtime.parallel.context.exchange import gather_tokens
 from fsdp_runtime.parallel.context.gathered import (
     Gathered,
     eager_function,

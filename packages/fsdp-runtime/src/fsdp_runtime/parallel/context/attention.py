@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
-from fsdp_runtime._torch_compat import all_gather_flat, causal_bias, has_flash_attention, reduce_scatter_flat
+from fsdp_runtime._torch_compat import causal_bias, has_flash_attention
 from fsdp_runtime._transformers_compat.masks import is_causal_mask_function, sdpa_mask_between
 from fsdp_runtime.errors import ModelError
-from fsdp_runtime.parallel.context.masks import SequenceMask, as_additive
+from fsdp_runtime.parallel.context.exchange import gather_keys_and_values, gather_tokens
+from fsdp_runtime.parallel.context.masks import SequenceMask
 from fsdp_runtime.parallel.context.ring import attend_around, attend_to_prefixes
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, SequenceLayout
 from fsdp_runtime.parallel.context.ulysses import OwnHeads, attend_over_heads
@@ -159,6 +160,8 @@ class ContextAttention:
                 )
             output = attend_around(query, key, value, mask, layout, self.group, causal=causal, scale=scaling)
             return output.transpose(1, 2).contiguous(), None
+        if isinstance(attention_mask, SequenceMask):
+            attention_mask = attention_mask.rows
         key, value = gather_keys_and_values([key, value], layout, self.group)
         if eager is not None:
             options |= {"dropout": dropout, "scaling": scaling}
@@ -237,7 +240,7 @@ class ContextAttention:
         if skip and is_causal_mask_function(mask_function) and whole_rows:
             return None
         device, dtype = torch.device(options.pop("device")), options["dtype"]
-        of_rows = partial(
+        between = partial(
             sdpa_mask_between,
             mask_function=mask_function,
             documents=self.documents,
@@ -248,49 +251,8 @@ class ContextAttention:
             use_vmap=options.get("use_vmap", False),
         )
         layout, additive = self.layout(q_length), None if self.eager is None else dtype
-        if self.context_parallel != "allgather":
-            return SequenceMask(of_rows, layout, device, additive)
-        places = torch.arange(layout.length, device=device)
-        return as_additive(of_rows(layout.positions.to(device), places), additive)
-
-
-def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
-    """All-gather several tensors over ``cp`` in sequence order, by one collective.
-
-    Backward sums the gradients of all ranks and returns each rank's own tokens, by one reduce-scatter.
-
-    Args:
-        parts: tensors ``[batch, heads, seq / cp, *]`` that differ in the last dim only.
-        layout: the position of each token.
-        group: the ranks of ``cp``.
-
-    Returns:
-        The same tensors as ``[batch, heads, seq, *]``.
-    """
-    gathered: Tensor = _Gather.apply(torch.cat(parts, dim=-1), layout, group)  # type: ignore[no-untyped-call]
-    return list(torch.split(gathered, [part.shape[-1] for part in parts], dim=-1))
-
-
-def gather_tokens(local: Tensor, layout: SequenceLayout, group: ProcessGroup, *, dim: int) -> Tensor:
-    """All-gather the tokens on ``dim`` of a tensor in sequence order, without gradient."""
-    first = local.movedim(dim, 0).contiguous()
-    by_rank = first.new_empty(layout.length, *first.shape[1:])
-    all_gather_flat(by_rank.view(-1), first.view(-1), group).wait()
-    return by_rank.index_select(0, layout.permutation.to(local.device).argsort()).movedim(0, dim)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: SequenceLayout, group: ProcessGroup) -> Tensor:
-        ctx.group, ctx.permutation = group, layout.permutation.to(local.device)
-        return gather_tokens(local, layout, group, dim=2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        by_rank = gradients[0].movedim(2, 0).index_select(0, ctx.permutation)
-        local = by_rank.new_empty(len(by_rank) // dist.get_world_size(ctx.group), *by_rank.shape[1:])
-        reduce_scatter_flat(local.view(-1), by_rank.view(-1), ctx.group).wait()
-        return local.movedim(0, 2), None, None
+        mask = SequenceMask(between, layout, device, additive)
+        return mask.rows if self.context_parallel == "allgather" else mask
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, shared: dict[str, Any]) -> Tensor:

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.model.structure import ModelStructure
-from fsdp_runtime.parallel.context.attention import ContextAttention, gather_keys_and_values, gather_tokens
+from fsdp_runtime.parallel.context.attention import ContextAttention
+from fsdp_runtime.parallel.context.exchange import gather_keys_and_values, gather_tokens
 from fsdp_runtime.parallel.context.masks import SequenceMask
 from fsdp_runtime.parallel.context.own_tokens import OwnTokens, forward_on_own_tokens
 from fsdp_runtime.parallel.context.sharding import SequenceLayout

@@ -44,6 +44,12 @@ class SequenceMask:
         places = torch.arange(self.layout.length, device=self.device)
         return as_additive(self.between(places, places), self.additive)
 
+    @property
+    def rows(self) -> Tensor:
+        """``[batch, 1, seq / cp, seq]``, of this rank's queries."""
+        places = torch.arange(self.layout.length, device=self.device)
+        return as_additive(self.between(self.layout.positions.to(self.device), places), self.additive)
+
     def __getitem__(self, index: Any) -> SequenceMask:
         """Return itself for an index of everything, with which Gemma 4 cuts masks to the last ``logits_to_keep``.
 

@@ -15,8 +15,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from fsdp_runtime.parallel.context.attention import ContextAttention, gather_keys_and_values
-from fsdp_runtime.parallel.context.exchange import heads_to_tokens, preceding_tokens, tokens_to_heads
+from fsdp_runtime.parallel.context.attention import ContextAttention
+from fsdp_runtime.parallel.context.exchange import (
+    gather_keys_and_values,
+    heads_to_tokens,
+    preceding_tokens,
+    tokens_to_heads,
+)
 from fsdp_runtime.parallel.context.sharding import SequenceLayout
 from fsdp_runtime.parallel.packing.by_functions import ByFunctions, unavailable
 from fsdp_runtime.parallel.packing.run import BOUNDARIES
@@ -53,8 +58,9 @@ class OwnTokens(ByFunctions):
         """Compute this rank's tokens, or on the full sequence where that is not known to be right."""
         tokens = args[0] if args else kwargs.get("hidden_states")
         # A row of one token does not look like one of several; a DTensor has tokens that are no tensor of this rank.
-        plain = isinstance(tokens, Tensor) and not isinstance(tokens, DTensor) and tokens.shape[1] > 1
-        if not plain or not self.is_proven(tokens):
+        if not isinstance(tokens, Tensor) or isinstance(tokens, DTensor) or tokens.shape[1] < 2:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not self.is_proven(tokens):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         if given.get("attention_mask") is not None:  # a model has cut it to this rank's length, as if from the left
@@ -83,17 +89,17 @@ class _HaloConvolution:
         batch, before = hidden_states.shape[0], weight.shape[1] - 1
         tokens = hidden_states.transpose(1, 2)
         halo = preceding_tokens(tokens, before, layout, attention.group)
-        chunks = torch.cat([halo, tokens.unflatten(1, (*halo.shape[1:2], -1))], dim=2)
+        chunks = torch.cat([halo, torch.unflatten(tokens, 1, (*halo.shape[1:2], -1))], dim=2)
         rows = chunks.flatten(0, 1).transpose(1, 2)
         documents = attention.packing.documents
         if documents is None:
-            output = function(rows, weight, bias, activation=activation)
+            output: Tensor = function(rows, weight, bias, activation=activation)
         else:
             numbers, length = pad(documents.numbers, (before, 0)), chunks.shape[2] - before
             own = [numbers.narrow(1, chunk * length, before + length) for chunk in layout.chunks]
             numbers = torch.stack(own, dim=1).flatten(0, 1)
             output = convolve_documents(function, rows, weight, bias, activation, numbers)
-        return output[:, :, before:].unflatten(0, (batch, -1)).transpose(1, 2).flatten(2)
+        return torch.unflatten(output[:, :, before:], 0, (batch, -1)).transpose(1, 2).flatten(2)
 
 
 class _ByHeads:
@@ -124,16 +130,15 @@ class _ByHeads:
             if further.get(name) is not None:
                 further[name] = _padded(further[name], 0, share * layout.ranks).narrow(0, first, share)
         output = recur(function, recurrence, Call(exchanged, further, call.places), attention.packing.documents)
-        own_tokens = heads_to_tokens(output, layout, attention.group).narrow(2, 0, heads)
+        own_tokens = heads_to_tokens(output, layout, attention.group, heads_dim=2, tokens_dim=1).narrow(2, 0, heads)
         if recurrence.tokens_last:
             return own_tokens.transpose(1, 2)
         return (own_tokens, None) if recurrence.returns_state else own_tokens
 
     def _exchange(self, tokens: Mapping[str, Tensor], layout: SequenceLayout) -> dict[str, Tensor]:
         """Exchange tokens for heads; a group goes to the rank that gets its heads."""
-        by_rank = [value.unflatten(2, (layout.ranks, -1)) for value in tokens.values()]
-        found = tokens_to_heads(by_rank, layout, self.attention.group)
-        return {name: each.flatten(2, 3) for name, each in zip(tokens, found, strict=True)}
+        found = tokens_to_heads([*tokens.values()], layout, self.attention.group, heads_dim=2, tokens_dim=1)
+        return dict(zip(tokens, found, strict=True))
 
     def _gather(self, tokens: Mapping[str, Tensor], layout: SequenceLayout) -> dict[str, Tensor]:
         if not tokens:
@@ -141,7 +146,7 @@ class _ByHeads:
         flat = [value.flatten(2).unsqueeze(1) for value in tokens.values()]
         gathered = gather_keys_and_values(flat, layout, self.attention.group)
         return {
-            name: each.squeeze(1).unflatten(2, value.shape[2:])
+            name: torch.unflatten(each.squeeze(1), 2, value.shape[2:])
             for (name, value), each in zip(tokens.items(), gathered, strict=True)
         }
 

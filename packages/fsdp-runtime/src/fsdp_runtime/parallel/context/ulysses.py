@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping
 from math import lcm
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import ModelError
+from fsdp_runtime.parallel.context.exchange import heads_to_tokens, tokens_to_heads
 from fsdp_runtime.parallel.context.sharding import SequenceLayout
 from tp_plans.naming import KV_GROUPS
 
@@ -54,10 +53,8 @@ def attend_over_heads(
     copies = kv_copies(key.shape[1], layout.ranks)
     if copies > 1:
         key, value = (each.repeat_interleave(copies, dim=1) for each in (key, value))
-    full = _ToHeads.apply(layout, group, query, key, value)  # type: ignore[no-untyped-call]
-    (output,) = _ToTokens.apply(layout, group, attend(*full))  # type: ignore[no-untyped-call]
-    result: Tensor = output
-    return result
+    full = tokens_to_heads([query, key, value], layout, group, heads_dim=1, tokens_dim=2)
+    return heads_to_tokens(attend(*full), layout, group, heads_dim=1, tokens_dim=2)
 
 
 def kv_copies(heads: int, ranks: int) -> int:
@@ -92,49 +89,3 @@ class OwnHeads:
     def options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keywords of an attention function with this rank's heads."""
         return {name: self.of(value) for name, value in options.items()}
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, layout: SequenceLayout, group: ProcessGroup, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.layout, ctx.group = layout, group
-        return _to_heads(parts, layout, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_to_tokens(gradients, ctx.layout, ctx.group)
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, layout: SequenceLayout, group: ProcessGroup, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.layout, ctx.group = layout, group
-        return _to_tokens(parts, layout, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_to_heads(gradients, ctx.layout, ctx.group)
-
-
-def _to_heads(parts: tuple[Tensor, ...], layout: SequenceLayout, group: ProcessGroup) -> tuple[Tensor, ...]:
-    """From ``[batch, heads, seq / cp, dim]`` to ``[batch, heads / cp, seq, dim]`` in sequence order."""
-    by_rank = [torch.unflatten(part, 1, (layout.ranks, -1)).movedim(1, 0) for part in parts]
-    order = layout.permutation.argsort().to(parts[0].device)
-    exchanged = _exchanged(by_rank, group)
-    return tuple(part.movedim(0, 2).flatten(2, 3).index_select(2, order) for part in exchanged)
-
-
-def _to_tokens(parts: tuple[Tensor, ...], layout: SequenceLayout, group: ProcessGroup) -> tuple[Tensor, ...]:
-    """From ``[batch, heads / cp, seq, dim]`` in sequence order to ``[batch, heads, seq / cp, dim]``."""
-    order = layout.permutation.to(parts[0].device)
-    by_rank = [torch.unflatten(part.index_select(2, order), 2, (layout.ranks, -1)).movedim(2, 0) for part in parts]
-    return tuple(part.movedim(0, 1).flatten(1, 2) for part in _exchanged(by_rank, group))
-
-
-def _exchanged(parts: list[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Exchange tensors ``[cp, ...]``, one part for each rank, by one all-to-all."""
-    sent = torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    sizes = [part[0].numel() for part in parts]
-    return [got.reshape(part.shape) for got, part in zip(torch.split(received, sizes, dim=1), parts, strict=True)]

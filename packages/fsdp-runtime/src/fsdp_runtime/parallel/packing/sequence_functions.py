@@ -103,7 +103,8 @@ def with_functions(cls: type, functions: Mapping[str, Callable[..., Any]]) -> Ca
         forward.__closure__,
     )  # fmt: skip
     copied.__kwdefaults__ = forward.__kwdefaults__
-    uncompiled: Callable[..., Any] = torch.compiler.disable(copied)  # lengths of documents differ from batch to batch
+    # Lengths of documents differ from batch to batch.
+    uncompiled: Callable[..., Any] = torch.compiler.disable(copied)  # type: ignore[no-untyped-call]
     return uncompiled
 
 
@@ -226,4 +227,4 @@ def recur(function: Callable[..., Any], recurrence: Recurrence, call: Call, docu
         return run(**call.tokens)
     boundaries["cu_seqlens"] = documents.cumulative_lengths
     one_row = {name: value.flatten(0, 1).unsqueeze(0) for name, value in call.tokens.items()}
-    return run(**one_row).squeeze(0).unflatten(0, documents.begins.shape)
+    return torch.unflatten(run(**one_row).squeeze(0), 0, documents.begins.shape)
