@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_runtime._torch_compat import all_gather_flat, causal_bias, has_flash_attention, reduce_scatter_flat
 from fsdp_runtime._transformers_compat.masks import is_causal_mask_function, sdpa_mask_between
-from fsdp_runtime.errors import ModelError
+from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.parallel.context.masks import SequenceMask, as_additive
 from fsdp_runtime.parallel.context.ring import attend_around, attend_to_prefixes
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, SequenceLayout

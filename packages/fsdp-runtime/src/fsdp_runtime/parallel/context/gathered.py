@@ -89,7 +89,9 @@ def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> G
     for way, modules in by_way.items():
         mixed_in(modules, _GatheredMixer, cp_attention=attention, way=way)
     mix_in(
-        mixers, OwnTokens, lambda cls: {"cp_attention": attention, "of_own_tokens": forward_on_own_tokens(cls, attention)}
+        mixers,
+        OwnTokens,
+        lambda cls: {"cp_attention": attention, "of_own_tokens": forward_on_own_tokens(cls, attention)},
     )
     return Gathered(
         attention, tuple(inner for each in by_way.values() for module in each for inner in module.modules())
@@ -141,6 +143,10 @@ class _Full:
         return map_tensors(value, self._of_tensor)
 
     def _of_tensor(self, value: Tensor) -> Tensor:
+        if isinstance(value, DTensor):  # over tp
+            replicated = [Replicate()] * value.device_mesh.ndim
+            local = self._of_tensor(value.redistribute(placements=replicated).to_local())
+            return DTensor.from_local(local, value.device_mesh, replicated, run_check=False)
         if value.dim() == 4 and value.shape[2:] == (self.local, self.layout.length):  # rows of a mask
             return self.attention.full_mask(value, self.layout)
         dim = next((dim for dim in (1, 2) if value.dim() > dim and value.shape[dim] == self.local), None)
