@@ -15,7 +15,7 @@ import fsdp_runtime.parallel.context.masks as masks
 import rl_logprobs
 from architecture_matrix.packing import LENGTH as LENGTH_OF_ROWS
 from architecture_matrix.packing import PACKED_BOUND, ROWS, measure_packing_on_ranks
-from architecture_matrix.table import entries
+from architecture_matrix.table import coverage_entries
 from architecture_matrix.table import tiny_model as tiny_row
 from fsdp_runtime import SequenceLayout, parallelize, sequence_layout, submesh
 from fsdp_runtime.parallel.context.masks import SequenceMask
@@ -298,6 +298,35 @@ def test_every_kind_of_token_mixer_spans_the_full_sequence(two_ranks: RankPool, 
     assert two_ranks.run(_mixer_errors, MIXERS[kind], kind) == [{}, {}]
 
 
+#: Rows whose attention does not use ``transformers.AttentionInterface``: by its mask, a bias, a mask of keys only.
+OWN_ATTENTION = ["falcon", "gpt_neo", "gpt_neox_japanese", "mpt", "openai-gpt"]
+ALL_OWN_ATTENTION = [*OWN_ATTENTION, "bloom", "codegen", "gptj", "xglm"]
+#: Every way where a mask could be of another kind, as options.
+WAYS_OF_OWN_ATTENTION: list[dict[str, Any]] = [
+    {"cp_load_balancer": "headtail", "rows": ROWS},
+    {"cp_load_balancer": None, "rows": ((LENGTH_OF_ROWS,),) * 2},
+    {"cp_load_balancer": "headtail", "rows": ((LENGTH_OF_ROWS,),) * 2},
+    {"cp_load_balancer": None, "rows": ROWS},
+    {"context_parallel": "ulysses"},
+    {"context_parallel": "ring"},
+]
+
+
+def _own_attention_errors(names: list[str], ways: list[dict[str, Any]]) -> dict[str, float]:
+    """The errors beyond the bound of each row and way, on this rank."""
+    errors = {f"{n}, {way}": measure_packing_on_ranks(n, {"cp": 2}, plan=None, **way) for n in names for way in ways}
+    return {case: max(each.values()) for case, each in errors.items() if not max(each.values()) <= PACKED_BOUND}
+
+
+def test_attention_of_the_models_own_code_gets_masks_of_the_full_sequence(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_own_attention_errors, OWN_ATTENTION, WAYS_OF_OWN_ATTENTION[:2]) == [{}, {}]
+
+
+@pytest.mark.slow
+def test_all_attention_of_models_own_code_gets_masks_in_every_way(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_own_attention_errors, ALL_OWN_ATTENTION, WAYS_OF_OWN_ATTENTION, timeout=600) == [{}, {}]
+
+
 def _padded_errors(names: list[str]) -> list[float]:
     """The largest error of the logits of tokens that are no padding, on this rank."""
     mesh, found = mesh_for({"cp": 2}), []
@@ -306,7 +335,7 @@ def _padded_errors(names: list[str]) -> list[float]:
     mask[1] = mask[1].flip(0)
     layout = sequence_layout(mesh, LENGTH)
     for name in names:
-        model = tiny_row(entries()[name])
+        model = tiny_row(coverage_entries()[name])
         with torch.no_grad():
             expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
             parallelize(model, mesh, plan=None)
@@ -317,5 +346,5 @@ def _padded_errors(names: list[str]) -> list[float]:
 
 
 def test_padding_reaches_mixers_on_full_sequences(two_ranks: RankPool) -> None:
-    for errors in two_ranks.run(_padded_errors, ["jamba", "lfm2_moe", "qwen3_next"]):
+    for errors in two_ranks.run(_padded_errors, ["jamba", "lfm2_moe", "qwen3_next", "bloom", "openai-gpt"]):
         assert max(errors) < OUTPUT_BOUND

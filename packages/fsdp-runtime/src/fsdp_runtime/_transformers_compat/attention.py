@@ -41,4 +41,9 @@ def use_attention(
             module.config = copies[id(config)]
     text = model.config.get_text_config()
     key = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is text), None)
-    model.set_attn_implementation(name if key is None else {key: name})
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(name if key is None else {key: name})
+    if attention_in_force(text) != name:
+        # A model whose attention does not use AttentionInterface builds its masks through AttentionMaskInterface, by
+        # the name in its config, but set_attn_implementation leaves that name as it is and only logs a warning.
+        text._attn_implementation = name

@@ -27,7 +27,7 @@ from fsdp_runtime.parallel.context.apply import (
     replace_attention,
     under_context_parallelism,
 )
-from fsdp_runtime.parallel.context.gathered import gathered_mixers
+from fsdp_runtime.parallel.context.gathered import eager_function, gather_for, gathered_mixers
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 
@@ -151,6 +151,40 @@ def test_another_model_of_the_same_config_keeps_its_attention() -> None:
     assert twin.config._attn_implementation == "sdpa"
     assert model.config._attn_implementation != "sdpa"
     assert model.model.layers[0].self_attn.config is model.config
+
+
+def _gptj() -> Any:
+    """A model whose attention does not use ``transformers.AttentionInterface``."""
+    import transformers
+
+    config = transformers.GPTJConfig(vocab_size=16, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=16)
+    model = transformers.GPTJForCausalLM(config).eval()
+    attention = _attention()
+    attention.eager = eager_function
+    gathered = gather_for(gathered_mixers(inspect_model(model), "eager"), attention)
+    replace_attention(model, attention, keep=gathered.modules)
+    return model
+
+
+def test_attention_of_the_models_own_code_gets_the_masks_of_context_parallelism() -> None:
+    model = _gptj()
+    assert model.config._attn_implementation.startswith("context_parallel_")
+    assert model.transformer.h[0].attn.config._attn_implementation == "eager"
+    model(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+
+def test_a_mask_that_context_parallelism_has_not_made_is_refused() -> None:
+    model = _gptj()
+    model.config._attn_implementation = "eager"  # planted: transformers masks the first tokens on every rank
+    with pytest.raises(
+        LayoutError, match=r"a mask \(1, 1, 4, 4\) that does not come from transformers' mask functions"
+    ):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(LayoutError, match=r"GPTJAttention has a mask \(1, 1, 3, 3\), and the full sequence 4 tokens"):
+        model.transformer.h[0].attn(
+            torch.ones(1, 4, 16), attention_mask=torch.zeros(1, 1, 3, 3), position_ids=ids.cumsum(1) - 1
+        )
 
 
 def test_one_rank_computes_what_the_plain_model_does() -> None:

@@ -141,7 +141,10 @@ def gather_mixers(model: Any, parallelism: Parallelism) -> None:
     if cp_mesh is None:
         raise OptionError("no cp axis was resolved")
     implementation = str(attention_in_force(model.config.get_text_config()))
-    attention = ContextAttention(cp_mesh.get_group(), parallelism.cp_load_balancer, parallelism.context_parallel)
+    # Without attention that it computes, a way would only build masks that no model code can change.
+    replaced = replaced_attention(parallelism.structure, implementation)
+    way = parallelism.context_parallel if replaced else "allgather"
+    attention = ContextAttention(cp_mesh.get_group(), parallelism.cp_load_balancer, way)
     attention.eager = eager_function if implementation == "eager" else None
     attention.packed_sequences = parallelism.packed_sequences
     mixers = gathered_mixers(parallelism.structure, implementation)

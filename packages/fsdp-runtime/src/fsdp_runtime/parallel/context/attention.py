@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_runtime._torch_compat import causal_bias, has_flash_attention
 from fsdp_runtime._transformers_compat.masks import is_causal_mask_function, sdpa_mask_between
-from fsdp_runtime.errors import ModelError
+from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.parallel.context.exchange import gather_keys_and_values, gather_tokens
 from fsdp_runtime.parallel.context.masks import SequenceMask
 from fsdp_runtime.parallel.context.ring import attend_around, attend_to_prefixes
@@ -77,6 +77,7 @@ class ContextAttention:
     packed_sequences: bool = False
     packing: CurrentDocuments = field(default_factory=CurrentDocuments)
     _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _made_masks: bool = False  # in this forward
 
     def __post_init__(self) -> None:
         """Raise :class:`OptionError` for an unknown way."""
@@ -87,7 +88,17 @@ class ContextAttention:
         return self
 
     def full_mask(self, rows: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return the mask ``[batch, heads, seq, seq]`` of which each rank has the rows of its tokens; once a mask."""
+        """Return the mask ``[batch, heads, seq, seq]`` of which each rank has the rows of its tokens; once a mask.
+
+        Raises:
+            LayoutError: :meth:`mask` has made no mask in this forward, so that the rows are not known to be those of
+                this rank's tokens.
+        """
+        if not self._made_masks:
+            raise LayoutError(
+                f"a mask {tuple(rows.shape)} that does not come from transformers' mask functions: its rows may be "
+                "those of the first tokens on every rank; use cp=1"
+            )
         if id(rows) not in self._masks:
             plain = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
             self._masks[id(rows)] = rows, gather_tokens(plain, layout, self.group, dim=2).to(rows.dtype)
@@ -99,6 +110,7 @@ class ContextAttention:
         self.documents = None if documents is None else documents.numbers
         self.positions = None if documents is None else documents.positions
         self._masks.clear()
+        self._made_masks = False
 
     def layout(self, local_length: int) -> SequenceLayout:
         """Return the layout of sequences of which each rank holds ``local_length`` tokens."""
@@ -235,6 +247,7 @@ class ContextAttention:
             ``[batch, 1, seq / cp, seq]`` bool, or ``None`` for a plain causal mask; for another way than
             ``"allgather"`` a mask of which any block can be built.
         """
+        self._made_masks = True
         skip = options.pop("allow_is_causal_skip", True) and self.eager is None
         whole_rows = not self.masked and self.documents is None and self.subtree_end is None
         if skip and is_causal_mask_function(mask_function) and whole_rows:

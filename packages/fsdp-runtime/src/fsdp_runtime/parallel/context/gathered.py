@@ -23,8 +23,17 @@ from fsdp_runtime.parallel.context.masks import SequenceMask
 from fsdp_runtime.parallel.context.own_tokens import OwnTokens, forward_on_own_tokens
 from fsdp_runtime.parallel.context.sharding import SequenceLayout
 from fsdp_runtime.parallel.packing.by_functions import mix_in
+from fsdp_runtime.parallel.packing.documents import Documents
 from fsdp_runtime.parallel.packing.mixers import TokenMixer, Way, has_inner_mixer, token_mixers
-from fsdp_runtime.parallel.packing.run import BOUNDARIES, map_tensors, mixed_in, run_per_document, uses_interface
+from fsdp_runtime.parallel.packing.run import (
+    BOUNDARIES,
+    map_tensors,
+    mask_argument,
+    mixed_in,
+    restricted,
+    run_per_document,
+    uses_interface,
+)
 
 
 def gathered_mixers(structure: ModelStructure, implementation: str) -> tuple[TokenMixer, ...]:
@@ -79,9 +88,11 @@ def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> G
     for mixer in mixers:
         by_way.setdefault(mixer.way, []).append(mixer.module)
     for way, modules in by_way.items():
-        mixed_in(modules, _GatheredMixer, attention=attention, way=way)
+        mixed_in(modules, _GatheredMixer, cp_attention=attention, way=way)
     mix_in(
-        mixers, OwnTokens, lambda cls: {"attention": attention, "of_own_tokens": forward_on_own_tokens(cls, attention)}
+        mixers,
+        OwnTokens,
+        lambda cls: {"cp_attention": attention, "of_own_tokens": forward_on_own_tokens(cls, attention)},
     )
     return Gathered(
         attention, tuple(inner for each in by_way.values() for module in each for inner in module.modules())
@@ -91,11 +102,11 @@ def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> G
 class _GatheredMixer:
     """Mixed in before a module's class, as tensor parallelism does, whose rules then see this rank's tokens."""
 
-    attention: ClassVar[ContextAttention]
+    cp_attention: ClassVar[ContextAttention]
     way: ClassVar[Way]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        attention, forward = self.attention, super().forward  # type: ignore[misc]
+        attention, forward = self.cp_attention, super().forward  # type: ignore[misc]
         tokens = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() > 1), None)
         if tokens is None:
             raise LayoutError(f"{type(self).__name__} takes no tensor [batch, seq / cp, ...]")
@@ -104,7 +115,10 @@ class _GatheredMixer:
         given = {name: full.of_keyword(name, value) for name, value in kwargs.items() if name not in BOUNDARIES}
         args = tuple(full.of(each) for each in args)
         documents = attention.packing.documents
-        if documents is None or self.way == "mask":
+        if self.way == "mask":
+            args, given = _masked(self, args, given, documents, layout.length)
+            output = forward(*args, **given)
+        elif documents is None:
             output = forward(*args, **given)
         else:
             output = run_per_document(forward, args, given, documents, alone=self.way == "singles")
@@ -130,6 +144,10 @@ class _Full:
         return map_tensors(value, self._of_tensor)
 
     def _of_tensor(self, value: Tensor) -> Tensor:
+        if isinstance(value, DTensor):  # over tp
+            replicated = [Replicate()] * value.device_mesh.ndim
+            local = self._of_tensor(value.redistribute(placements=replicated).to_local())
+            return DTensor.from_local(local, value.device_mesh, replicated, run_check=False)
         if value.dim() == 4 and value.shape[2:] == (self.local, self.layout.length):  # rows of a mask
             return self.attention.full_mask(value, self.layout)
         dim = next((dim for dim in (1, 2) if value.dim() > dim and value.shape[dim] == self.local), None)
@@ -141,11 +159,33 @@ class _Full:
         flat = features.flatten(2) if features.dim() > 2 else features.unsqueeze(2)
         (gathered,) = gather_keys_and_values([flat.unsqueeze(1)], self.layout, self.attention.group)
         shape = (features.shape[0], self.layout.length, *features.shape[2:])
-        return gathered.squeeze(1).reshape(shape).movedim(1, dim)
+        return gathered.squeeze(1).reshape(shape).movedim(1, dim).contiguous()
+
+
+def _masked(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], documents: Documents | None, length: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an attention, whose mask is of the full sequence and keeps documents apart.
+
+    Raises:
+        LayoutError: the model has made a mask of this rank's tokens.
+    """
+    mask, _ = mask_argument(module, args, kwargs)
+    of_pairs = isinstance(mask, Tensor) and mask.dim() == 4
+    if of_pairs and mask.shape[2:] not in ((length, length), (1, length)):
+        raise LayoutError(
+            f"{type(module).__name__} has a mask {tuple(mask.shape)}, and the full sequence {length} tokens: the model "
+            "makes its masks itself, from the tokens of one rank; use cp=1"
+        )
+    if documents is None or (of_pairs and mask.shape[2] == length):  # from ContextAttention.mask
+        return args, kwargs
+    return restricted(module, args, kwargs, documents)
 
 
 def _own(output: Any, layout: SequenceLayout) -> Any:
-    """Return the outputs of this rank's tokens; ``None`` in place of attention weights."""
+    """Return the outputs of this rank's tokens; ``None`` in place of attention weights, parameters as they are."""
+    if isinstance(output, nn.Parameter):  # a bias that the block adds
+        return output
     if isinstance(output, DTensor):
         replicated = output.redistribute(placements=[Replicate()] * output.device_mesh.ndim)
         local = _own(replicated.to_local(grad_placements=replicated.placements), layout)

@@ -51,7 +51,7 @@ def forward_on_own_tokens(cls: type, attention: ContextAttention) -> Callable[..
 class OwnTokens(ByFunctions):
     """Mixed in before the class of a token mixer, and before the mixin that runs it on the full sequence."""
 
-    attention: ClassVar[ContextAttention]
+    cp_attention: ClassVar[ContextAttention]
     of_own_tokens: ClassVar[Callable[..., Any]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,8 +64,8 @@ class OwnTokens(ByFunctions):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         if given.get("attention_mask") is not None:  # a model has cut it to this rank's length, as if from the left
-            padding = self.attention.padding
-            layout = self.attention.layout(tokens.shape[1])
+            padding = self.cp_attention.padding
+            layout = self.cp_attention.layout(tokens.shape[1])
             given["attention_mask"] = None if padding is None else layout.shard(padding.to(tokens.device))
         return type(self).of_own_tokens(self, *args, **given)
 

@@ -95,7 +95,7 @@ class Documents:
         """Return an attention mask under which no token attends to another document; computed once a mask.
 
         Args:
-            mask: ``[batch or 1, heads or 1, seq, seq]``: bool, or added to the scores.
+            mask: ``[batch or 1, heads or 1, seq or 1, seq]``: bool, or added to the scores.
             true_allows: what true means in a bool mask.
         """
         if id(mask) not in self._masks:

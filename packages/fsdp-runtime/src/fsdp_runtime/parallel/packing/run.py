@@ -49,7 +49,7 @@ class _PackedMixer:
         if documents is None:
             return forward(*args, **kwargs)
         if self.way == "mask":
-            args, kwargs = _restricted(self, args, kwargs, documents)
+            args, kwargs = restricted(self, args, kwargs, documents)
             return forward(*args, **kwargs)
         if not documents.packed:
             return forward(*args, **{name: value for name, value in kwargs.items() if name not in BOUNDARIES})
@@ -159,10 +159,14 @@ def mask_argument(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     return mask, str(attention_in_force(module.config)) if hasattr(module, "config") else "eager"
 
 
-def _restricted(
+def restricted(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], documents: Documents
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an attention's arguments with a mask that keeps documents apart."""
+    """Return an attention's arguments with a mask that keeps documents apart.
+
+    Raises:
+        LayoutError: its mask has another shape than one of all pairs of tokens, or of all keys.
+    """
     mask, implementation = mask_argument(module, args, kwargs)
     tokens = documents.begins.shape[1]
     if implementation.startswith(("flash", "flex")):  # transformers finds the documents in the position ids
@@ -174,7 +178,7 @@ def _restricted(
         if implementation != "sdpa":
             hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
             mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
-    elif isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2:] == (tokens, tokens):
+    elif isinstance(mask, Tensor) and mask.dim() == 4 and _of_keys(mask, tokens):
         by_interface = uses_interface(type(module))  # type: ignore[arg-type]  # as below
         mask = documents.restrict(mask, true_allows=by_interface or _true_allows(mask))
     else:
@@ -187,6 +191,11 @@ def _restricted(
     if place < len(args):
         return (*args[:place], mask, *args[place + 1 :]), kwargs
     return args, {**kwargs, name: mask}
+
+
+def _of_keys(mask: Tensor, tokens: int) -> bool:
+    """Return True for a mask of all pairs of tokens, and for one of all keys that is added to scores."""
+    return mask.shape[2:] == (tokens, tokens) or (mask.shape[2:] == (1, tokens) and mask.is_floating_point())
 
 
 def _true_allows(mask: Tensor) -> bool:
