@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 
@@ -15,11 +16,16 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
     """
     packet = function.overloadpacket
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))  # type: ignore[no-untyped-call]
+        return int(sdpa_flop_count(*_of_query_heads(*args[:3])))  # type: ignore[no-untyped-call]
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]
+        return int(sdpa_backward_flop_count(args[0].shape, *_of_query_heads(*args[1:4])))  # type: ignore[no-untyped-call]
     if "grouped_mm" in str(packet) and getattr(args[0], "ndim", 0) == 2:
         products = 2 if "backward" in str(packet) else 1  # transformers' operator computes both gradients
         return 2 * products * int(args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _of_query_heads(query: Tensor, key: Tensor, value: Tensor) -> list[torch.Size]:
+    """Return the shapes with as many key/value heads as query heads: torch 2.10's formulas need them alike."""
+    return [torch.Size((each.shape[0], query.shape[1], *each.shape[2:])) for each in (query, key, value)]
