@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,17 @@ def _measure_tensor_parallelism(
         alone.close()
 
 
+@contextmanager
+def _ranks(count: int) -> Iterator[RankPool]:
+    """Start ranks that have imported what every row needs."""
+    pool = RankPool(count)
+    try:
+        pool.run(warm_up, timeout=600)
+        yield pool
+    finally:
+        pool.close()
+
+
 def _packed(pool: RankPool, name: str, timeout: float) -> dict[str, Any]:
     try:
         (found,) = pool.run(packed_outcome, name, timeout=timeout)
@@ -83,9 +95,7 @@ def _measure_experts(
     """Measure the chosen mixtures under expert parallelism, on four ranks."""
     names = [name for name in mixtures() if name in chosen]
     cases = [(way, axes) for way in PREFIXES if way == "parallelize" or options.peers for axes in MESHES]
-    pool = RankPool(EXPERT_RANKS)
-    try:
-        pool.run(warm_up, timeout=600)
+    with _ranks(EXPERT_RANKS) as pool:
         for done, name in enumerate(names, 1):
             row = rows.setdefault(name, {})
             for way, axes in cases:
@@ -96,17 +106,13 @@ def _measure_experts(
                     row[mode] = page.kept(found)
                     _say(f"[{done}/{len(names)}] {_line(name, mode, found)}")
             page.write(working, {"rows": rows})
-    finally:
-        pool.close()
 
 
 def _measure_context(
     options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any], working: Path
 ) -> None:
     """Measure the chosen rows under context parallelism, on two ranks."""
-    pool = RankPool(2)
-    try:
-        pool.run(warm_up, timeout=600)
+    with _ranks(2) as pool:
         for done, name in enumerate(chosen, 1):
             if name in POOLED or set(context_parallel.MODES) <= set(rows.setdefault(name, {})):
                 continue
@@ -116,25 +122,19 @@ def _measure_context(
             for mode in context_parallel.MODES:
                 kept = rows[name][mode]
                 _say(f"[{done}/{len(chosen)}] {name}, {mode}: {kept['status']} {kept.get('note', '')}")
-    finally:
-        pool.close()
 
 
 def _measure_bfloat16(
     options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any], working: Path
 ) -> None:
     """Measure the chosen rows in bfloat16 under FSDP2, on two ranks."""
-    pool = RankPool(2)
-    try:
-        pool.run(warm_up, timeout=600)
+    with _ranks(2) as pool:
         for done, name in enumerate(chosen, 1):
             if "bfloat16" not in rows.setdefault(name, {}):
                 found = bfloat16_outcome(pool, name, timeout=options.timeout)
                 rows[name]["bfloat16"] = page.kept(found)
                 page.write(working, {"rows": rows})
                 _say(f"[{done}/{len(chosen)}] {_line(name, 'bfloat16', found)}")
-    finally:
-        pool.close()
 
 
 #: What can be measured, in this order.

@@ -27,8 +27,7 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.parallel.lora import adapted_plan, save_adapter
 from fsdp_runtime.training_state import load_training_state, save_training_state
-from fsdp_runtime.weights.adapters import LoraFactors
-from fsdp_runtime.weights.stacked_adapters import merge_stacked_lora
+from fsdp_runtime.weights.adapters import LoraFactors, merge_lora
 from harness.models import tiny_inputs, tiny_model
 from harness.pairwise import alternating_first
 from harness.parity import mesh_for, own_part
@@ -196,10 +195,10 @@ def test_a_part_of_a_merged_stack_has_the_bits_of_the_full_one() -> None:
     a, b, weight = torch.randn(6, 5), torch.randn(4, 6), torch.randn(3, 4, 5)
     factors, full = [LoraFactors("a", "b", a, b, 0.3, False, 3)], {"a": a, "b": b}
     box = (slice(1, 3), slice(0, 3), slice(2, 5))
-    merged = merge_stacked_lora(weight, factors, full)
-    assert torch.equal(merge_stacked_lora(weight[box], factors, full, box), merged[box])
+    merged = merge_lora(weight, factors, full)
+    assert torch.equal(merge_lora(weight[box], factors, full, box), merged[box])
     transposed = [LoraFactors("a", "b", a, b, 0.3, True, 3)]
-    assert torch.equal(merge_stacked_lora(weight.transpose(1, 2), transposed, full), merged.transpose(1, 2))
+    assert torch.equal(merge_lora(weight.transpose(1, 2), transposed, full), merged.transpose(1, 2))
 
 
 def test_factors_of_experts_start_as_peft_draws_them() -> None:

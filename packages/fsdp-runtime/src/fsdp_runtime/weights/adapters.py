@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers, unwrapped
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.state import StateEntry, state_entries
-from fsdp_runtime.weights.stacked_adapters import merge_stacked_lora
+from fsdp_runtime.weights.stacked_adapters import by_expert
 
 _BASE_LAYER = "base_layer."
 
@@ -120,18 +120,19 @@ def merge_lora(
         full: the full factors by name.
         box: the rows and columns of the part, for stacked experts the experts first; ``None`` for the full weight.
     """
-    if any(each.experts is not None for each in factors):
-        return merge_stacked_lora(weight, factors, full, box)
     exact = torch.promote_types(weight.dtype, torch.float32)
-    rows, columns = (slice(None), slice(None)) if box is None else box
     merged = weight.to(exact, copy=True)
     product, term = torch.empty_like(merged), torch.empty_like(merged)
     for each in factors:
         a, b = full[each.a_name].to(exact), full[each.b_name].to(exact)
-        left, right = (a.T[rows], b.T[:, columns]) if each.transposed else (b[rows], a[:, columns])
+        if each.experts is not None:
+            a, b = by_expert(a, b, each.experts)
+        left, right = (a.mT, b.mT) if each.transposed else (b, a)  # [..., out, rank] and [..., rank, in] of the weight
+        if box is not None:
+            left, right = left[tuple(box[:-1])], right[(*box[:-2], slice(None), box[-1])]
         product.zero_()
-        for rank in range(right.shape[0]):
-            product.add_(torch.mul(left[:, rank, None], right[rank], out=term))
+        for rank in range(right.shape[-2]):
+            product.add_(torch.mul(left[..., rank, None], right[..., rank, None, :], out=term))
         merged.add_(product.mul_(each.scaling))
     return merged.to(weight.dtype)
 
