@@ -144,13 +144,13 @@ def predicted(name: str, axes: dict[str, int], options: dict[str, Any], logprobs
 
 SP, BLOCKS = {"sequence_parallel": True}, {"activation_checkpointing": "block"}
 ON_TWO = [
-    ("dense", {"tp": 2}, {}, "logits"),
+    pytest.param(("dense", {"tp": 2}, {}, "logits"), marks=pytest.mark.slow),
     ("dense", {"tp": 2}, SP, "linear"),
     ("moe", {"tp": 2}, {"activation_checkpointing": "mlp"}, "logits"),
 ]
 ON_FOUR = [
     ("tied", {"dp_shard": 2, "tp": 2}, SP | BLOCKS, "logits"),
-    ("moe", {"dp_shard": 2, "tp": 2}, {}, "logits"),
+    pytest.param(("moe", {"dp_shard": 2, "tp": 2}, {}, "logits"), marks=pytest.mark.slow),
     ("moe, all experts", {"dp_shard": 2, "tp": 2, "ep": 2}, BLOCKS, "logits"),  # the only routes known without data
     ("vlm", {"dp_shard": 2, "tp": 2}, SP, "logits"),
     ("dense", {"dp_replicate": 2, "dp_shard": 2}, {"activation_checkpointing": "selective", "master": True}, "logits"),

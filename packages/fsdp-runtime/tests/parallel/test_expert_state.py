@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -143,18 +144,21 @@ def _clipped(axes: dict[str, int]) -> tuple[float, list[float], int, list[str]]:
     return expected.item(), [norm.item(), *by_hand], len(record.calls), problems
 
 
-def _all_clipped() -> list[tuple[float, list[float], int, list[str]]]:
-    return [_clipped(axes) for axes in (TWO, ALL, REPLICAS, SMALLER)]
+def _all_clipped(meshes: Meshes) -> list[tuple[float, list[float], int, list[str]]]:
+    return [_clipped(axes) for axes in meshes]
 
 
-def test_the_norm_counts_every_expert_once_in_one_collective_and_replicas_stay_equal(four_ranks: RankPool) -> None:
-    for found in four_ranks.run(_all_clipped):
+@pytest.mark.parametrize("meshes", MESHES)
+def test_the_norm_counts_every_expert_once_in_one_collective_and_replicas_stay_equal(
+    four_ranks: RankPool, meshes: Meshes
+) -> None:
+    for found in four_ranks.run(_all_clipped, meshes):
         for expected, (norm, by_hand, _), collectives, problems in found:
             assert norm == pytest.approx(expected, rel=1e-6)
             assert by_hand == pytest.approx(expected, rel=1e-6)
             assert collectives == 1
             assert problems == []
-        expected, (_, _, once_per_replica), *_ = found[2]  # replicas
+        expected, (_, _, once_per_replica), *_ = found[meshes.index(REPLICAS)]
         assert once_per_replica > (1 + 1e-4) * expected  # a hundred times the bound: the comparison finds it
 
 
@@ -243,7 +247,9 @@ def _all_same_gradients(meshes: Meshes) -> list[dict[str, float]]:
 
 def _compiled() -> float:
     axes = {"dp_shard": 2, "ep": 2}
-    eager, compiled = _parallel(axes), _parallel(axes, compile={"backend": "aot_eager"})
+    model = tiny_model(MOE, dtype=torch.float32, num_hidden_layers=1)
+    eager = parallelize(copy.deepcopy(model), mesh_for(axes))
+    compiled = parallelize(model, mesh_for(axes), compile={"backend": "aot_eager"})
     _loss(eager, axes).backward()
     _loss(compiled, axes).backward()
     return _off(compiled, {name: each.grad.to_local() for name, each in eager.named_parameters()})

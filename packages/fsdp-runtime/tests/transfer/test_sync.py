@@ -150,7 +150,7 @@ def _stall(*_: Any) -> tuple[int, dict[int, torch.Tensor]]:
     raise WeightSyncError("stalled")
 
 
-@pytest.mark.parametrize("stalled", [0, 2], ids=["trainer", "engine"])
+@pytest.mark.parametrize("stalled", [pytest.param(0, marks=pytest.mark.slow), 2], ids=["trainer", "engine"])
 def test_a_stall_leaves_every_engine_rank_with_its_old_weights_and_the_next_update_is_full(
     four_ranks: RankPool, stalled: int
 ) -> None:
@@ -205,7 +205,7 @@ def _stalled_receive(*_: Any) -> None:
     raise WeightSyncError("stalled")
 
 
-@pytest.mark.parametrize("kind", ["stall", "memory", "trainer", "late"])
+@pytest.mark.parametrize("kind", [pytest.param("stall", marks=pytest.mark.slow), "memory", "trainer", "late"])
 def test_a_full_update_that_fails_leaves_the_old_version_served_and_the_next_succeeds(
     four_ranks: RankPool, kind: str
 ) -> None:

@@ -33,6 +33,6 @@ def compiled_faults(blocks, sequence_parallel):
 
 # Under sequence parallelism a second block would compile once more, and none after it: the stream that the eager
 # embedding gives and the one that a compiled block gives differ in a flag that torch guards on.
-@pytest.mark.parametrize(("blocks", "sequence_parallel"), [(3, False), (1, True)], ids=["TP", "SP"])
+@pytest.mark.parametrize(("blocks", "sequence_parallel"), [(2, False), (1, True)], ids=["TP", "SP"])
 def test_compiled_blocks_share_one_graph_and_are_right(two_ranks, blocks, sequence_parallel):
     assert two_ranks.run(compiled_faults, blocks, sequence_parallel) == [(True, [], [], 1)] * 2
