@@ -57,7 +57,7 @@ def config_of(name: str) -> Any:
             vocab_size=VOCAB,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=4,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
             num_local_experts=4,
@@ -65,7 +65,7 @@ def config_of(name: str) -> Any:
         )
     if name == "vlm":
         return tiny_config("Gemma3ForConditionalGeneration")
-    return tiny_config("Qwen3ForCausalLM", tied=name == "tied", num_hidden_layers=4)
+    return tiny_config("Qwen3ForCausalLM", tied=name == "tied", num_hidden_layers=2 if name == "tied" else 4)
 
 
 def real_step(name: str, axes: dict[str, int], options: dict[str, Any], logprobs: str, rank: int) -> Any:

@@ -93,6 +93,7 @@ def test_a_mixture_replays_its_routes_and_explains_its_drift(tmp_path: Path) -> 
     assert figures["drift"]["after"]["mean_absolute"] < FLOAT32_ROUNDING < figures["drift"]["before"]["mean_absolute"]
 
 
+@pytest.mark.slow
 def test_a_users_checkpoint_in_bfloat16_without_warmup(finished: tuple[Path, str], tmp_path: Path) -> None:
     job = launch(
         TRAIN,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,12 @@ MESHES = [
 ]
 
 
+def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return tiny_model(MOE, dtype=dtype, num_hidden_layers=1)
+
+
 def _parallel(axes: dict[str, int], **options: Any) -> nn.Module:
-    return parallelize(tiny_model(MOE, dtype=torch.float32), mesh_for(axes), **options)
+    return parallelize(_model(), mesh_for(axes), **options)
 
 
 Meshes = tuple[dict[str, int], ...]
@@ -68,11 +71,11 @@ def _weights_moved(path: Path, meshes: Meshes) -> list[str]:
     """What differs between a checkpoint and a model that loaded, streamed and saved it, for every mesh."""
     wrong = []
     expected = load_file(path / "model.safetensors")
-    reference = dict(tiny_model(MOE, dtype=torch.float32).named_parameters())
+    reference = dict(_model().named_parameters())
     whole = sum(value.nbytes for value in expected.values())
     for number, axes in enumerate(meshes):
         with torch.device("meta"):
-            empty = tiny_model(MOE, dtype=torch.float32)
+            empty = _model()
         model = parallelize(empty, mesh_for(axes))
         report = load_weights(model, path)
         wrong += [f"{axes}: reads {report.bytes_read} of {whole} bytes"] if report.bytes_read > 0.6 * whole else []
@@ -101,7 +104,7 @@ def _gathered_stream(model: nn.Module) -> dict[str, Tensor]:
 def test_weights_are_loaded_streamed_and_saved_by_the_ranks_that_hold_them(
     four_ranks: RankPool, tmp_path: Path, meshes: Meshes
 ) -> None:
-    tiny_model(MOE, dtype=torch.float32).save_pretrained(tmp_path)
+    _model().save_pretrained(tmp_path)
     assert four_ranks.run(_weights_moved, tmp_path, meshes) == [[]] * 4
 
 
@@ -124,11 +127,11 @@ def _clipped(axes: dict[str, int]) -> tuple[float, list[float], int, list[str]]:
 
     Those of the ranks: the clip's, one by hand, and one that counts experts once per replica.
     """
-    reference = tiny_model(MOE)
+    reference = _model(torch.float64)
     inputs = tiny_inputs(reference, batch=4, length=5)
     reference(**inputs, use_cache=False).logits.float().square().mean().backward()
     expected = torch.nn.utils.get_total_norm([each.grad for each in reference.parameters()])
-    model = parallelize(tiny_model(MOE), mesh_for(axes))
+    model = parallelize(_model(torch.float64), mesh_for(axes))
     _loss(model, axes).backward()
     rl_logprobs.grad_norm(model.parameters())  # makes the groups
     by_hand = [_norm_by_copies(model, experts_have_copies=correct) for correct in (True, False)]
@@ -247,9 +250,7 @@ def _all_same_gradients(meshes: Meshes) -> list[dict[str, float]]:
 
 def _compiled() -> float:
     axes = {"dp_shard": 2, "ep": 2}
-    model = tiny_model(MOE, dtype=torch.float32, num_hidden_layers=1)
-    eager = parallelize(copy.deepcopy(model), mesh_for(axes))
-    compiled = parallelize(model, mesh_for(axes), compile={"backend": "aot_eager"})
+    eager, compiled = _parallel(axes), _parallel(axes, compile={"backend": "aot_eager"})
     _loss(eager, axes).backward()
     _loss(compiled, axes).backward()
     return _off(compiled, {name: each.grad.to_local() for name, each in eager.named_parameters()})

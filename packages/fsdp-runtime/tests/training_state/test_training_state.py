@@ -30,6 +30,7 @@ from fsdp_runtime.training_state import load_training_state, save, save_training
 from fsdp_runtime.training_state.snapshot import NamedTensor, chunks_to_write
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for, own_part
+from harness.processes import preloaded_context
 from harness.ranks import RankPool, RanksFailed
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -193,13 +194,13 @@ def _shard_of_seven_rows(rank: int) -> list[tuple[list[int], list[float]]]:
     module.weight = nn.Parameter(distribute_tensor(torch.arange(7.0), mesh["tp"], [Shard(0)], src_data_rank=None))
     fully_shard(module, mesh=mesh["dp_shard"])
     own = chunks_to_write([NamedTensor("weight", module.weight)], ModelRanks(index=rank, count=6))
-    dist.destroy_process_group()
     return [([part.slices[0].start, part.slices[0].stop], part.local.tolist()) for part in own]
 
 
 def test_uneven_shards_over_tp_are_written_at_fsdps_offsets() -> None:
     """DTensor's own offsets would write the last row twice or not at all."""
-    written = [part for rank in range(6) for part in _shard_of_seven_rows(rank)]
+    with preloaded_context().Pool(2, maxtasksperchild=1) as processes:
+        written = [part for parts in processes.map(_shard_of_seven_rows, range(6), chunksize=1) for part in parts]
     assert sorted(value for _, values in written for value in values) == [0, 1, 2, 3, 4, 5, 6]
     for (start, stop), values in written:
         assert values == list(range(start, stop))

@@ -146,7 +146,7 @@ def _failed_update(stalled: int) -> str:
 
 
 def _stall(*_: Any) -> tuple[int, dict[int, torch.Tensor]]:
-    time.sleep(6)
+    time.sleep(4)
     raise WeightSyncError("stalled")
 
 
@@ -179,7 +179,7 @@ def _failures(kind: str) -> dict[str, Any]:
     begun = time.monotonic()
     try:
         if kind == "late" and pair.rank == lost:
-            time.sleep(7)
+            time.sleep(5)
         sync.update(2)
     except (WeightSyncError, MemoryError) as error:
         found["told"] = str(error)
@@ -201,7 +201,7 @@ def _no_memory(*_: Any) -> None:
 
 
 def _stalled_receive(*_: Any) -> None:
-    time.sleep(7)
+    time.sleep(5)
     raise WeightSyncError("stalled")
 
 
