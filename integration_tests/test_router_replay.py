@@ -156,7 +156,8 @@ RANKS = {
     "doge, mixture": ["SP, recomputed"],  # product keys
     "granitemoe": ["TP", "cp, recomputed"],  # a softmax after top-k
 }
-REDUCED = {("mixtral", mode) for mode in MODES} | {("deepseek_v3", "SP, recomputed"), ("phimoe", "TP")}
+REDUCED = {("mixtral", "TP"), ("mixtral", "cp, recomputed"), ("mixtral", "cp, contiguous")}
+REDUCED |= {("deepseek_v3", "SP, recomputed"), ("phimoe", "dp_shard, recomputed")}
 REDUCED |= {("gemma4_text", "SP, recomputed"), ("doge, mixture", "SP, recomputed"), ("granitemoe", "cp, recomputed")}
 
 

@@ -208,7 +208,7 @@ def test_a_quantized_checkpoint_is_told_with_the_refusal_of_its_weights() -> Non
     assert "load_weights refuses" in item.assumption
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_progress_counts_every_step_once_and_ends_at_all_of_them(exact: bool) -> None:
     seen: list[tuple[int, int]] = []
     run(exact=exact, progress=lambda _name, done, steps: seen.append((done, steps)))
@@ -245,7 +245,7 @@ def test_json_has_the_totals() -> None:
     assert told["settings"]["traced"] == [3, 4]
 
 
-@pytest.mark.parametrize(("exact", "copies"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize(("exact", "copies"), [(False, 2), pytest.param(True, 1, marks=pytest.mark.slow)])
 def test_a_model_is_inspected_once_and_its_plan_resolved_and_checked_once(
     monkeypatch: pytest.MonkeyPatch, exact: bool, copies: int
 ) -> None:

@@ -128,6 +128,7 @@ def test_it_does_under_fsdp_too(
     assert all(found == {} for found in pool.run(_parity, axes, architecture, options, {}))
 
 
+@pytest.mark.slow
 def test_adapters_beside_experts_over_ep_do_too(four_ranks: RankPool) -> None:
     axes, config = {"dp_shard": 2, "tp": 2, "ep": 4}, {"target_modules": ["q_proj", "v_proj", "o_proj"]}
     options = {"sequence_parallel": True, "activation_checkpointing": "block"}
@@ -150,7 +151,7 @@ def _to_few_experts(model: Any) -> Any:
 
 @pytest.mark.slow
 def test_adapters_on_stacked_experts_do_on_other_meshes(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_more_expert_parities) == [[{}] * 3] * 4
+    assert four_ranks.run(_more_expert_parities) == [[{}] * 5] * 4
 
 
 def _more_expert_parities() -> list[Any]:
@@ -159,6 +160,8 @@ def _more_expert_parities() -> list[Any]:
         exact({"dp_shard": 4, "ep": 4}, options={}),
         exact(EP, options={"sequence_parallel": True, "activation_checkpointing": "block"}),
         exact({"dp_shard": 2, "tp": 2}, options={}, change=_to_few_experts),
+        exact({"dp_shard": 2, "tp": 2}, options={"sequence_parallel": True}),
+        exact({"dp_shard": 4}, options={}),
     ]
 
 
@@ -168,13 +171,11 @@ def _expert_parities() -> list[Any]:
     return [
         exact(EP, options=options, change=_to_few_experts),
         exact({"dp_replicate": 2, "tp": 2, "ep": 2}, options={}),
-        exact({"dp_shard": 2, "tp": 2}, options=options),
-        exact({"dp_shard": 4}, options={}),
     ]
 
 
 def test_adapters_on_stacked_experts_do_too(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_expert_parities) == [[{}] * 4] * 4
+    assert four_ranks.run(_expert_parities) == [[{}] * 2] * 4
 
 
 def _leave_experts(directory: Path) -> list[str]:
