@@ -108,7 +108,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Run all combinations of the test matrices of which ``tests`` runs every pair of values."""
+    """Run the combinations of the test matrices, and the long examples, that ``tests`` leaves out."""
     install_editable(session, "test")
     session.run("pytest", *PARALLEL, "--slow", "-m", "slow", *session.posargs, env=ONE_THREAD)
 

@@ -48,7 +48,14 @@ def _assert_equal(four_ranks: RankPool, name: str, meshes: Sequence[Mapping[str,
             raise AssertionError(f"{dict(axes)}: {error}") from None
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(ROWS)))
+#: Rows whose code the others have too, or that other tests of experts run.
+SLOW = ("deepseek_v3", "mixtral, batched", "qwen3_5_moe_text")
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each[1] in SLOW else []) for each in enumerate(ROWS)],
+)
 def test_every_form_of_mixture_equals_one_process_on_one_of_the_meshes(
     four_ranks: RankPool, number: int, name: str
 ) -> None:

@@ -24,7 +24,7 @@ FLOAT32_ROUNDING = 5e-5
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The output folder and the printed text of one run on two data-parallel times two tensor-parallel ranks."""
     output = tmp_path_factory.mktemp("grpo")
-    steps = ("--warmup-steps=3", "--steps=2", "--score-every=1", "--top-p=0.9")
+    steps = ("--warmup-steps=2", "--steps=2", "--score-every=1", "--top-p=0.9")
     job = torchrun(TRAIN, "--device=cpu", *SMALL, f"--output={output}", *steps, ranks=4, cwd=output)
     assert job.returncode == 0, job.stderr
     return output, job.stdout
@@ -93,6 +93,7 @@ def test_a_mixture_replays_its_routes_and_explains_its_drift(tmp_path: Path) -> 
     assert figures["drift"]["after"]["mean_absolute"] < FLOAT32_ROUNDING < figures["drift"]["before"]["mean_absolute"]
 
 
+@pytest.mark.slow
 def test_a_users_checkpoint_in_bfloat16_without_warmup(finished: tuple[Path, str], tmp_path: Path) -> None:
     job = launch(
         TRAIN,

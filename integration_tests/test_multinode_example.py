@@ -73,6 +73,7 @@ def test_two_nodes_under_torchrun_train_as_one_process(alone: list[float]) -> No
     assert losses(second) == []
 
 
+@pytest.mark.slow
 def test_two_nodes_under_slurm_train_as_one_process(alone: list[float], tmp_path: Path) -> None:
     (tmp_path / "srun").write_text(textwrap.dedent(SRUN.format(python=sys.executable)).lstrip())
     (tmp_path / "srun").chmod(0o755)

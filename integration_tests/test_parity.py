@@ -40,7 +40,7 @@ def ranks(request: pytest.FixtureRequest, mesh: dict[str, int]) -> RankPool:
 
 @pytest.mark.parametrize(
     ("architecture", "mesh", "options", "tied"),
-    pairwise_first(ARCHITECTURES, [TP, TP_FSDP, HSDP_TP], [{}, SP], [False, True]),
+    pairwise_first(ARCHITECTURES, [TP, TP_FSDP, HSDP_TP], [{}, SP], [False, True], limit=9),
     ids=identifier,
 )
 def test_tensor_parallel_model_equals_single_process(
@@ -60,15 +60,16 @@ def test_data_parallel_model_equals_single_process(
     assert_parity(ranks.run(compare, Case(architecture, mesh, parallelize, {}, {"tied": tied})))
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 8])
+@pytest.mark.parametrize("length", [1, pytest.param(2, marks=pytest.mark.slow), 3, 8])
 @pytest.mark.parametrize("mesh", [{"tp": 4}], ids=identifier)
 def test_sequence_parallel_takes_any_length(ranks: RankPool, mesh: dict[str, int], length: int) -> None:
     assert_parity(ranks.run(compare, Case("Qwen3ForCausalLM", mesh, parallelize, SP, {"tied": True}, length=length)))
 
 
-@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize(
+    ("architecture", "padding"), alternating_first(["Qwen3ForCausalLM", "Gemma3ForCausalLM"], ["left", "right"])
+)
 @pytest.mark.parametrize("mesh", [TP_FSDP], ids=identifier)
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])
 def test_padding_masks_reach_sequence_parallel_attention(
     ranks: RankPool, architecture: str, mesh: dict[str, int], padding: str
 ) -> None:

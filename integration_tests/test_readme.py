@@ -17,7 +17,7 @@ TRAINER, PLAN = pages.blocks(README, "python")
 
 
 def test_the_trainer_takes_a_step_and_saves_a_checkpoint(tmp_path: Path) -> None:
-    tiny_model("Qwen3ForCausalLM").float().save_pretrained(tmp_path / "checkpoint")
+    tiny_model("Qwen3ForCausalLM", num_hidden_layers=1).float().save_pretrained(tmp_path / "checkpoint")
     (tmp_path / "train.py").write_text(TRAINER.text)
     job = torchrun("train.py", "checkpoint", ranks=4, cwd=tmp_path)
     assert job.returncode == 0, job.stderr

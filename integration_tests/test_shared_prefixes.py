@@ -422,7 +422,6 @@ def _routed_on_ranks() -> dict[str, float]:
 
 ROUTED: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp_shard": 2, "ep": 2}, {"activation_checkpointing": "block"}),
-    ({"tp": 2, "ep": 2}, {"sequence_parallel": True}),
     ({"cp": 2}, {}),
 ]
 
@@ -497,9 +496,18 @@ FOUR_RANKS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-def test_two_ranks_give_the_values_and_gradients_of_separate_rows(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_on_ranks, TWO_RANKS) == [{}, {}]
+def _some_and_others(cases: list[Any], *some: int) -> Any:
+    """The cases of some numbers, and all others, which are slow."""
+    others = [case for number, case in enumerate(cases) if number not in some]
+    some_first = [[cases[number] for number in some], pytest.param(others, marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("cases", some_first, ids=["some", "others"])
 
 
-def test_four_ranks_give_the_values_and_gradients_of_separate_rows(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_on_ranks, FOUR_RANKS) == [{}] * 4
+@_some_and_others(TWO_RANKS, 1, 2, 4, 5)
+def test_two_ranks_give_the_values_and_gradients_of_separate_rows(two_ranks: RankPool, cases: list[Any]) -> None:
+    assert two_ranks.run(_on_ranks, cases) == [{}, {}]
+
+
+@_some_and_others(FOUR_RANKS, 0, 1)
+def test_four_ranks_give_the_values_and_gradients_of_separate_rows(four_ranks: RankPool, cases: list[Any]) -> None:
+    assert four_ranks.run(_on_ranks, cases) == [{}] * 4

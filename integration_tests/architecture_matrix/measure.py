@@ -105,7 +105,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, Run]) -> RankResult:
     """Run the candidate on every kind of input and compare."""
-    problems = [*_wrong_weights(reference, candidate)]
+    places = _all_places(reference, candidate)
+    problems = [*_wrong_weights(reference, candidate, places)]
     output_errors: dict[str, float] = {}
     largest_errors: dict[str, float] = defaultdict(float)
     for kind, run in runs.items():
@@ -113,7 +114,7 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, Run]) -
         logits = logits_of(candidate, run.inputs)
         (logits * run.weights).sum().backward()
         output_errors[kind] = largest((logits - run.expected)[run.weights != 0])
-        for path, error in gradient_errors(reference, candidate, run.gradients):
+        for path, error in gradient_errors(reference, candidate, run.gradients, places=places):
             largest_errors[path] = max(largest_errors[path], error)
     gradients = [run.gradients for run in runs.values()]
     reached = {path for each in gradients for path, gradient in each.items() if gradient is not None}
@@ -159,6 +160,13 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def _all_places(reference: nn.Module, candidate: nn.Module) -> dict[str, Tensor | None]:
+    """Where the elements of each parameter's part on this rank sit in the flattened whole."""
+    weights = dict(reference.named_parameters())
+    own = candidate.named_parameters()
+    return {path: _places(weights[path], _local(parameter)) for path, parameter in own if path in weights}
+
+
 def _places(whole: Tensor, part: Tensor) -> Tensor | None:
     """Where each element of a part sits in the flattened whole; ``None`` where one is not in it."""
     values, order = whole.detach().flatten().sort()
@@ -168,7 +176,12 @@ def _places(whole: Tensor, part: Tensor) -> Tensor | None:
 
 
 def gradient_errors(
-    reference: nn.Module, candidate: nn.Module, gradients: Mapping[str, Tensor | None], *, floor: float | None = None
+    reference: nn.Module,
+    candidate: nn.Module,
+    gradients: Mapping[str, Tensor | None],
+    *,
+    floor: float | None = None,
+    places: Mapping[str, Tensor | None] | None = None,
 ) -> Iterator[tuple[str, float]]:
     """Yield each parameter's largest error on this rank, relative to its gradient's largest element.
 
@@ -178,25 +191,26 @@ def gradient_errors(
         gradients: the reference's.
         floor: the least number that an error is relative to.  Some gradients vanish mathematically (a key bias shifts
             every score of a query alike), and what is left of them is rounding: by default 1e-9 of the largest.
+        places: of each parameter's part in the whole, for a caller that has them already.
     """
     if floor is None:
         floor = 1e-9 * max(largest(gradient) for gradient in gradients.values() if gradient is not None)
-    weights = dict(reference.named_parameters())
+    found = _all_places(reference, candidate) if places is None else places
     for path, parameter in candidate.named_parameters():
-        if path not in weights:
+        if path not in found:
             continue  # reported as a problem
         wanted, actual = gradients[path], parameter.grad
         if wanted is None and (actual is None or largest(_local(actual)) <= floor):
             continue
-        places = _places(weights[path], _local(parameter))
-        if wanted is None or actual is None or places is None or places.numel() != _local(actual).numel():
+        own = found[path]
+        if wanted is None or actual is None or own is None or own.numel() != _local(actual).numel():
             yield path, float("inf")
             continue
-        difference = _local(actual).flatten() - wanted.flatten()[places]
+        difference = _local(actual).flatten() - wanted.flatten()[own]
         yield path, largest(difference) / max(largest(wanted), floor)
 
 
-def _wrong_weights(reference: nn.Module, candidate: nn.Module) -> Iterator[str]:
+def _wrong_weights(reference: nn.Module, candidate: nn.Module, places: Mapping[str, Tensor | None]) -> Iterator[str]:
     """Ties that were broken, and weights that would be saved wrongly."""
     if ties(reference) != ties(candidate):
         yield f"ties: the reference shares {ties(reference)}, the parallelized model {ties(candidate)}"
@@ -208,7 +222,7 @@ def _wrong_weights(reference: nn.Module, candidate: nn.Module) -> Iterator[str]:
         if path not in weights:
             continue
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        if _places(weights[path], _local(parameter)) is None:
+        if places[path] is None:
             yield f"{path} holds numbers that the model does not have"
         elif not torch.equal(whole, weights[path]):
             yield f"{path} gathers to another order than the model's"

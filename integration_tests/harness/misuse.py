@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -148,6 +149,17 @@ def complaint(call: Call, changes: tuple[Change, ...], package: ModuleType, *err
             problem = f"{changed[0]} is changed after {type(error).__name__}: {error}"
         return problem
     return None
+
+
+def try_wrong_arguments(call: Call, package: ModuleType, *errors: type[Exception], examples: int) -> None:
+    """Call with generated wrong arguments, the same ones in every run, and fail at the first :func:`complaint`."""
+
+    @settings(max_examples=examples, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(changes=wrong_arguments(call))
+    def returns_or_refuses(changes: tuple[Change, ...]) -> None:
+        assert complaint(call, changes, package, *errors) is None
+
+    returns_or_refuses()
 
 
 def use(result: Any) -> None:

@@ -204,8 +204,8 @@ def test_exit_codes_of_a_sweep_show_whether_a_candidate_fits(monkeypatch: pytest
 
 
 def test_a_tiny_model_is_swept_from_its_config(tmp_path: Path) -> None:
-    tiny_config("LlamaForCausalLM", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    fixed = ["--activation-checkpointing", "none", "--max-tp", "2", "--dp-replicate", "1", "--workers", "1"]
+    tiny_config("LlamaForCausalLM", architectures=["LlamaForCausalLM"], num_hidden_layers=1).save_pretrained(tmp_path)
+    fixed = ["--activation-checkpointing", "none", "--max-tp", "2", "--dp-replicate", "1", "--workers", "0"]
     command = ["estimate", str(tmp_path), "--seq-len", "16", "--sweep", "--world-size", "2", *fixed, "--json", "-"]
     done = subprocess.run(
         ["python", "-m", "fsdp_runtime.cli", *command, "--bandwidth", "1GB/s", "--device-memory", "1GiB"],

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from harness import pages
 from harness.models import tiny_model
 from harness.ranks import RankPool
@@ -12,9 +15,10 @@ from harness.ranks import RankPool
 README = Path(__file__).parents[1] / "README.md"
 
 
-def _run(checkpoint: str) -> dict[str, Any]:
+def _run(checkpoint: str, compiler: bool) -> dict[str, Any]:
     names: dict[str, Any] = {"path": checkpoint}
-    faults = pages.run(pages.blocks(README, "python"), names)
+    with torch._dynamo.config.patch(disable=not compiler):
+        faults = pages.run(pages.blocks(README, "python"), names)
     gradients = [parameter.grad for parameter in names["model"].parameters()]
     return {
         "faults": faults,
@@ -29,9 +33,11 @@ def _run(checkpoint: str) -> dict[str, Any]:
     }
 
 
-def test_the_sections_run_one_after_another(four_ranks: RankPool, tmp_path: Path) -> None:
-    tiny_model("Qwen3ForCausalLM").float().save_pretrained(tmp_path)
-    for found in four_ranks.run(_run, str(tmp_path)):
+# Most of the time goes to compiling the blocks anew for each section; test_parallelize compiles them once.
+@pytest.mark.parametrize("compiler", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def test_the_sections_run_one_after_another(four_ranks: RankPool, tmp_path: Path, compiler: bool) -> None:
+    tiny_model("Qwen3ForCausalLM", num_hidden_layers=1).float().save_pretrained(tmp_path)
+    for found in four_ranks.run(_run, str(tmp_path), compiler):
         assert found == {
             "faults": [],
             "gradients": True,

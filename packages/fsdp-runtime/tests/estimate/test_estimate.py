@@ -70,7 +70,7 @@ def twelve() -> nn.Module:
 
 
 def alternating() -> nn.Module:
-    return Decoder([Block(8), *(Block(width) for _ in range(10) for width in (16, 32))])
+    return Decoder([Block(8), *(Block(width) for _ in range(6) for width in (16, 32))])
 
 
 def with_lookup() -> nn.Module:
@@ -104,8 +104,15 @@ def plain() -> Estimate:
     return run()
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "block"])
-@pytest.mark.parametrize(("model", "traced"), [(twelve, (3, 4)), (alternating, (5, 7))])
+@pytest.mark.parametrize(
+    ("model", "traced", "checkpointing"),
+    [
+        (twelve, (3, 4), "none"),
+        (alternating, (5, 7), "block"),
+        pytest.param(twelve, (3, 4), "block", marks=pytest.mark.slow),
+        pytest.param(alternating, (5, 7), "none", marks=pytest.mark.slow),
+    ],
+)
 def test_scaled_traces_equal_exact_traces(model: Any, traced: Any, checkpointing: str) -> None:
     mesh = {"dp_shard": 8}  # of 4, a block's gradients are as large as its activations, and all blocks peak alike
     few = run(model, mesh, activation_checkpointing=checkpointing)
@@ -167,7 +174,7 @@ def test_a_part_that_the_step_does_not_reach_is_listed_with_the_bytes_that_it_wo
     assert "assume_gradients=True" in item.assumption
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_and_state_of_a_part_that_the_step_does_not_reach_are_counted_on_request(exact: bool) -> None:
     without, assumed = run(WithTower, exact=exact).memory, run(WithTower, exact=exact, assume_gradients=True).memory
     steps = 4 * 4  # a step number per parameter
@@ -201,7 +208,7 @@ def test_a_quantized_checkpoint_is_told_with_the_refusal_of_its_weights() -> Non
     assert "load_weights refuses" in item.assumption
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_progress_counts_every_step_once_and_ends_at_all_of_them(exact: bool) -> None:
     seen: list[tuple[int, int]] = []
     run(exact=exact, progress=lambda _name, done, steps: seen.append((done, steps)))
@@ -238,7 +245,7 @@ def test_json_has_the_totals() -> None:
     assert told["settings"]["traced"] == [3, 4]
 
 
-@pytest.mark.parametrize(("exact", "copies"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize(("exact", "copies"), [(False, 2), pytest.param(True, 1, marks=pytest.mark.slow)])
 def test_a_model_is_inspected_once_and_its_plan_resolved_and_checked_once(
     monkeypatch: pytest.MonkeyPatch, exact: bool, copies: int
 ) -> None:
@@ -323,8 +330,9 @@ def _untrained_by_images() -> int:
 
 def test_a_step_with_images_counts_what_it_trains_of_the_vision_tower() -> None:
     config = tiny_config("Gemma3ForConditionalGeneration")
-    text = estimate(config, {"dp_shard": 2}, seq_len=16)
-    images = estimate(config, {"dp_shard": 2}, seq_len=16, logprobs=_loss_of_images)
+    options: dict[str, Any] = {"seq_len": 16, "clip": False, "plan": None}
+    text = estimate(config, {"dp_shard": 2}, **options)
+    images = estimate(config, {"dp_shard": 2}, logprobs=_loss_of_images, **options)
     without = {each.module: each.assumption for each in text.assumptions if "no images" in each.assumption}
     assert set(without) == {"model.vision_tower", "model.multi_modal_projector"}
     (item,) = [each for each in images.assumptions if "no gradient" in each.assumption]

@@ -62,8 +62,8 @@ def all_tiles() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("model", "logprobs", "shape"),
     [
-        (Model, "linear", {"seq_len": 60}),
         (Model, "linear", {"seq_len": 17, "micro_batch": 3}),
+        pytest.param(Model, "linear", {"seq_len": 60}, marks=pytest.mark.slow),
         (Frozen, "linear", {"seq_len": 60}),
         (Model, "logits", {"seq_len": 17, "micro_batch": 3}),
     ],

@@ -71,12 +71,18 @@ def test_no_gradient_is_communicated_before_the_last_micro_batch(four_ranks: Ran
     gather, reduce = {"all_gather": 4}, {"reduce_scatter": 3, "all_reduce": 3}
     assert _communication_over_replicas(four_ranks) == [gather, gather | reduce]
 
-    found = _communication_over_replicas(four_ranks, reduce_scatter=True)
-    assert found == [gather | {"reduce_scatter": 3}, gather | reduce]
-
     found = _communication_over_replicas(four_ranks, reshard_after_backward=False)
     # Each unit once; then only the first block, which the last forward frees as always.
     assert found == [{"all_gather": 3}, {"all_gather": 1} | reduce]
+
+
+@pytest.mark.slow
+def test_gradients_are_scattered_before_the_last_micro_batch_on_request(four_ranks: RankPool) -> None:
+    found = _communication_over_replicas(four_ranks, reduce_scatter=True)
+    assert found == [
+        {"all_gather": 4, "reduce_scatter": 3},
+        {"all_gather": 4, "reduce_scatter": 3, "all_reduce": 3},
+    ]
 
 
 def _after_an_error() -> list[int]:

@@ -69,7 +69,7 @@ def _journey(mesh: dict[str, int], architecture: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"tp": 4}], ids=str)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, pytest.param({"tp": 4}, marks=pytest.mark.slow)], ids=str)
 def test_the_journey_frees_every_byte_and_changes_nothing(four_ranks: RankPool, mesh: dict[str, int]) -> None:
     for found in four_ranks.run(_journey, mesh, "Qwen3ForCausalLM"):
         assert found.pop("total") > 100_000

@@ -54,7 +54,7 @@ def _within(blocks: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("blocks", "held"), [(1, 0), (3, 2), (4, 4), (9, 4)])
+@pytest.mark.parametrize(("blocks", "held"), [(1, 0), (3, 2), pytest.param(4, 4, marks=pytest.mark.slow), (9, 4)])
 def test_as_many_blocks_as_fit_are_held_and_no_more_at_once(two_ranks: RankPool, blocks: int, held: int) -> None:
     for found in two_ranks.run(_within, blocks):
         rest = 4 - held
@@ -111,7 +111,8 @@ def _with_gradients(compile_options: Any) -> list[str]:
     plain = tiny_model("Qwen3ForCausalLM", num_hidden_layers=1 if compile_options else 2)
     batches = [tiny_inputs(plain, batch=1, length=7, seed=seed) for seed in (1, 2)]
     wrong = []
-    for case in ("inside", "after", "below the root", "twice"):
+    # What the compiler sees does not depend on when backward runs.
+    for case in ("twice",) if compile_options else ("inside", "after", "below the root", "twice"):
         reference, model = copy.deepcopy(plain), copy.deepcopy(plain)
         parallelize(model, MeshSpec(dp_shard=2).build(device_type="cpu"), compile=compile_options)
         used = batches if case == "twice" else batches[:1]

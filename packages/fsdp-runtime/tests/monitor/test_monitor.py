@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fsdp_runtime import LostRankError, OptionError, monitor_ranks
 from fsdp_runtime.monitor.failure_detector import FailureDetector
 from fsdp_runtime.monitor.heartbeat import Heartbeat
+from harness.pairwise import alternating_first
 from harness.ranks import RankError, RankPool, RanksFailed
 
 # What signs of life tell.
@@ -61,9 +62,10 @@ def _one_raises(guilty: int, error: Exception) -> None:
                     time.sleep(0.02)
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
 @pytest.mark.parametrize(
-    "error", [ValueError("broken data"), RuntimeError("shapes do not match")], ids=["own error", "perhaps an echo"]
+    ("error", "guilty"),
+    alternating_first([ValueError("broken data"), RuntimeError("shapes do not match")], [0, 1]),
+    ids=str,
 )
 def test_the_rank_that_raises_keeps_its_error_and_the_other_names_it(
     two_ranks: RankPool, guilty: int, error: Exception
@@ -79,11 +81,11 @@ def test_the_rank_that_raises_keeps_its_error_and_the_other_names_it(
 
 
 def _quiet_work(seconds: float) -> str:
-    """One rank waits for the other for longer than the time-out, and nothing is wrong; then once more."""
-    for _ in range(2):
+    """One rank waits for the other for longer than the time-out, and nothing is wrong; then monitors again."""
+    for wait in (seconds, 0.0):
         with monitor_ranks(timeout=2.0) as monitor, monitor.phase("backward"):
             if dist.get_rank() == 1:
-                time.sleep(seconds)
+                time.sleep(wait)
             dist.barrier()
     return "done"
 

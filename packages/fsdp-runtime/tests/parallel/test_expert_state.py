@@ -45,8 +45,12 @@ MESHES = [
 ]
 
 
+def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return tiny_model(MOE, dtype=dtype, num_hidden_layers=1)
+
+
 def _parallel(axes: dict[str, int], **options: Any) -> nn.Module:
-    return parallelize(tiny_model(MOE, dtype=torch.float32), mesh_for(axes), **options)
+    return parallelize(_model(), mesh_for(axes), **options)
 
 
 Meshes = tuple[dict[str, int], ...]
@@ -67,11 +71,11 @@ def _weights_moved(path: Path, meshes: Meshes) -> list[str]:
     """What differs between a checkpoint and a model that loaded, streamed and saved it, for every mesh."""
     wrong = []
     expected = load_file(path / "model.safetensors")
-    reference = dict(tiny_model(MOE, dtype=torch.float32).named_parameters())
+    reference = dict(_model().named_parameters())
     whole = sum(value.nbytes for value in expected.values())
     for number, axes in enumerate(meshes):
         with torch.device("meta"):
-            empty = tiny_model(MOE, dtype=torch.float32)
+            empty = _model()
         model = parallelize(empty, mesh_for(axes))
         report = load_weights(model, path)
         wrong += [f"{axes}: reads {report.bytes_read} of {whole} bytes"] if report.bytes_read > 0.6 * whole else []
@@ -100,7 +104,7 @@ def _gathered_stream(model: nn.Module) -> dict[str, Tensor]:
 def test_weights_are_loaded_streamed_and_saved_by_the_ranks_that_hold_them(
     four_ranks: RankPool, tmp_path: Path, meshes: Meshes
 ) -> None:
-    tiny_model(MOE, dtype=torch.float32).save_pretrained(tmp_path)
+    _model().save_pretrained(tmp_path)
     assert four_ranks.run(_weights_moved, tmp_path, meshes) == [[]] * 4
 
 
@@ -123,11 +127,11 @@ def _clipped(axes: dict[str, int]) -> tuple[float, list[float], int, list[str]]:
 
     Those of the ranks: the clip's, one by hand, and one that counts experts once per replica.
     """
-    reference = tiny_model(MOE)
+    reference = _model(torch.float64)
     inputs = tiny_inputs(reference, batch=4, length=5)
     reference(**inputs, use_cache=False).logits.float().square().mean().backward()
     expected = torch.nn.utils.get_total_norm([each.grad for each in reference.parameters()])
-    model = parallelize(tiny_model(MOE), mesh_for(axes))
+    model = parallelize(_model(torch.float64), mesh_for(axes))
     _loss(model, axes).backward()
     rl_logprobs.grad_norm(model.parameters())  # makes the groups
     by_hand = [_norm_by_copies(model, experts_have_copies=correct) for correct in (True, False)]
@@ -143,18 +147,21 @@ def _clipped(axes: dict[str, int]) -> tuple[float, list[float], int, list[str]]:
     return expected.item(), [norm.item(), *by_hand], len(record.calls), problems
 
 
-def _all_clipped() -> list[tuple[float, list[float], int, list[str]]]:
-    return [_clipped(axes) for axes in (TWO, ALL, REPLICAS, SMALLER)]
+def _all_clipped(meshes: Meshes) -> list[tuple[float, list[float], int, list[str]]]:
+    return [_clipped(axes) for axes in meshes]
 
 
-def test_the_norm_counts_every_expert_once_in_one_collective_and_replicas_stay_equal(four_ranks: RankPool) -> None:
-    for found in four_ranks.run(_all_clipped):
+@pytest.mark.parametrize("meshes", MESHES)
+def test_the_norm_counts_every_expert_once_in_one_collective_and_replicas_stay_equal(
+    four_ranks: RankPool, meshes: Meshes
+) -> None:
+    for found in four_ranks.run(_all_clipped, meshes):
         for expected, (norm, by_hand, _), collectives, problems in found:
             assert norm == pytest.approx(expected, rel=1e-6)
             assert by_hand == pytest.approx(expected, rel=1e-6)
             assert collectives == 1
             assert problems == []
-        expected, (_, _, once_per_replica), *_ = found[2]  # replicas
+        expected, (_, _, once_per_replica), *_ = found[meshes.index(REPLICAS)]
         assert once_per_replica > (1 + 1e-4) * expected  # a hundred times the bound: the comparison finds it
 
 

@@ -79,7 +79,9 @@ def _errors(axes: dict[str, int], folder: Path) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "axes", [MESHES[0], *(pytest.param(axes, marks=pytest.mark.slow) for axes in MESHES[1:])], ids=str
+)
 def test_they_compute_load_stream_save_and_resume_like_all_others(
     four_ranks: RankPool, tmp_path: Path, axes: dict[str, int]
 ) -> None:

@@ -24,6 +24,7 @@ from fsdp_runtime.routing import selections
 from fsdp_runtime.routing.routers import find_routers
 from harness.float64 import compute_in_float64
 from harness.models import jitter
+from harness.pairwise import pairwise_first
 
 VOCAB, BATCH, LENGTH, LAYERS, EXPERTS, TOP_K = 32, 2, 5, 2, 8, 2
 TOKENS = BATCH * LENGTH
@@ -210,9 +211,14 @@ def _checkpointed(model: nn.Module, way: str) -> nn.Module:
     return parallelize(model, mesh, plan=None, activation_checkpointing=way)
 
 
-@pytest.mark.parametrize("way", ["block", "mlp", "selective", "transformers", "transformers, reentrant"])
-@pytest.mark.parametrize("after", [False, True], ids=["inside", "after"])
-@pytest.mark.parametrize("kind", ["recorded", "replayed", "with holes"])
+@pytest.mark.parametrize(
+    ("way", "after", "kind"),
+    pairwise_first(
+        ["block", "mlp", "selective", "transformers", "transformers, reentrant"],
+        [False, True],
+        ["recorded", "replayed", "with holes"],
+    ),
+)
 def test_a_recomputation_under_noise_selects_what_its_forward_selected(way: str, after: bool, kind: str) -> None:
     model = _checkpointed(_mixtral(), way)
     seen = _noisy(model)

@@ -110,7 +110,7 @@ def _resumed(axes: Mapping[str, int], directory: Path, options: Mapping[str, Any
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
-        ({"dp_shard": 2, "tp": 2}, {}),
+        pytest.param({"dp_shard": 2, "tp": 2}, {}, marks=pytest.mark.slow),
         ({"dp_shard": 2, "tp": 2}, {"fsdp": FSDPOptions(offload_policy=CPUOffloadPolicy())}),
         ({"dp_shard": 2}, {"tied": False}),
         ({"tp": 2}, {"optimizer": "sgd"}),
@@ -169,16 +169,19 @@ def _continue_and_save(run: Run, directory: Path, step: int) -> None:
         torch.save(expected, directory / "expected.pt")
 
 
-def test_a_state_resumes_on_other_meshes(four_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chain", [CHAIN[::3], pytest.param(CHAIN, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_state_resumes_on_other_meshes(
+    four_ranks: RankPool, tmp_path: Path, chain: tuple[dict[str, int], ...]
+) -> None:
     reference = Run({})
-    expected = reference.steps(len(CHAIN) + 2, noise=0)
+    expected = reference.steps(len(chain) + 2, noise=0)
     _continue_and_save(Run({}), tmp_path, step=0)
     before: Mapping[str, int] = {}
-    for step, axes in enumerate(CHAIN):
+    for step, axes in enumerate(chain):
         assert four_ranks.run(_from_mesh_to_mesh, before, axes, tmp_path, step) == [[]] * 4
         before = axes
     final = Run({}, seed=7)
-    assert final.load(tmp_path).step == len(CHAIN)
+    assert final.load(tmp_path).step == len(chain)
     (loss,) = final.steps(1, noise=0)
     assert loss == pytest.approx(expected[-1], rel=1e-5)
 
@@ -212,7 +215,9 @@ def _bytes_written(axes: dict[str, int], directory: Path) -> tuple[int, int]:
     return max(sizes), sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
-@pytest.mark.parametrize("axes", CHAIN, ids=str)
+@pytest.mark.parametrize(
+    "axes", [axes if n % 2 else pytest.param(axes, marks=pytest.mark.slow) for n, axes in enumerate(CHAIN)], ids=str
+)
 def test_replicated_tensors_are_written_once_and_the_bytes_are_balanced(
     four_ranks: RankPool, tmp_path: Path, axes: dict[str, int]
 ) -> None:
@@ -299,7 +304,13 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize(
-    ("rank", "moment"), [*((0, moment) for moment in MOMENTS), (1, "first tensor"), (1, "after the tensors")]
+    ("rank", "moment"),
+    [
+        *((0, moment) for moment in [*MOMENTS][1:]),
+        (1, "first tensor"),
+        pytest.param(0, "first tensor", marks=pytest.mark.slow),
+        pytest.param(1, "after the tensors", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_rank_leaves_the_old_or_the_new_state_complete_and_the_other_rank_raises(
     two_ranks: RankPool, tmp_path: Path, rank: int, moment: str

@@ -51,7 +51,13 @@ def _mesh_to_mesh(architecture: str, one: dict[str, int], other: dict[str, int],
 FOUR = ({"dp_shard": 2, "tp": 2}, {"tp": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 4})
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+#: The slow ones differ in names alone.
+SLOW = ("Qwen2ForCausalLM", "Gemma3ForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ARCHITECTURES]
+)
 def test_a_model_reaches_another_mesh_bit_for_bit(four_ranks: RankPool, architecture: str) -> None:
     place = ARCHITECTURES.index(architecture)
     one, other = FOUR[place % 4], FOUR[(place + 1) % 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -98,13 +99,13 @@ def test_every_block_has_the_bits_of_the_quantized_full_weight(
                 assert torch.equal(_bits(view), _bits(wanted)), (name, rank, part)
 
 
-def _sent(architecture: str, axes: dict[str, int]) -> list[str]:
+def _sent(architecture: str, axes: dict[str, int], formats: tuple[str, ...]) -> list[str]:
     """What a receiver of four ranks has otherwise than one process quantizes: after a full update and a delta."""
     wrong = []
-    for kind in FORMATS:
+    for kind in formats:
         quantization = Quantization(format=kind)
-        plain = tiny_model(architecture, dtype=torch.float32)
-        model = parallelize(tiny_model(architecture, dtype=torch.float32), mesh_for(axes))
+        plain = tiny_model(architecture, dtype=torch.float32, num_hidden_layers=1)
+        model = parallelize(copy.deepcopy(plain), mesh_for(axes))
         shards = ModelShards(model, quantize=quantization)
         tensors = shards.layout.tensors
         target = tp_plans.engine_layout(tensors, EngineSize(num_attention_heads=4), replicas=4)
@@ -135,16 +136,19 @@ def _sent(architecture: str, axes: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "axes"),
+    ("architecture", "axes", "formats"),
     [
-        ("Qwen3ForCausalLM", {"dp_shard": 2, "tp": 2}),
-        ("Qwen3MoeForCausalLM", {"dp_shard": 2, "tp": 2, "ep": 2}),
+        ("Qwen3ForCausalLM", {"dp_shard": 2, "tp": 2}, FORMATS[::2]),
+        ("Qwen3MoeForCausalLM", {"dp_shard": 2, "tp": 2, "ep": 2}, FORMATS[3:]),
+        pytest.param("Qwen3ForCausalLM", {"dp_shard": 2, "tp": 2}, FORMATS, marks=pytest.mark.slow),
+        pytest.param("Qwen3MoeForCausalLM", {"dp_shard": 2, "tp": 2, "ep": 2}, FORMATS, marks=pytest.mark.slow),
     ],
+    ids=str,
 )
 def test_an_engine_gets_quantized_weights_and_differences_bit_for_bit(
-    four_ranks: RankPool, architecture: str, axes: dict[str, int]
+    four_ranks: RankPool, architecture: str, axes: dict[str, int], formats: tuple[str, ...]
 ) -> None:
-    assert four_ranks.run(_sent, architecture, axes) == [[]] * 4
+    assert four_ranks.run(_sent, architecture, axes, formats) == [[]] * 4
 
 
 def test_values_before_the_first_refresh_are_refused_and_later_ones_are_the_last_refreshed() -> None:

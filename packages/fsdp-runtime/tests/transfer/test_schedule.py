@@ -80,7 +80,7 @@ def _layouts(draw: Any, mesh: tuple[int, ...], tensor: CheckpointTensor) -> tupl
     return tuple(draw(st.tuples(*[kind] * len(mesh))))
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(plans(), st.sampled_from([8, 40, 1000, 10**6]))
 def test_every_destination_equals_its_slices_of_the_full_tensors_and_no_rank_exceeds_a_bucket(
     plan: TransferPlan, bucket: int

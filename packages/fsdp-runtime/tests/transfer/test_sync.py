@@ -146,11 +146,11 @@ def _failed_update(stalled: int) -> str:
 
 
 def _stall(*_: Any) -> tuple[int, dict[int, torch.Tensor]]:
-    time.sleep(6)
+    time.sleep(4)
     raise WeightSyncError("stalled")
 
 
-@pytest.mark.parametrize("stalled", [0, 2], ids=["trainer", "engine"])
+@pytest.mark.parametrize("stalled", [pytest.param(0, marks=pytest.mark.slow), 2], ids=["trainer", "engine"])
 def test_a_stall_leaves_every_engine_rank_with_its_old_weights_and_the_next_update_is_full(
     four_ranks: RankPool, stalled: int
 ) -> None:
@@ -179,7 +179,7 @@ def _failures(kind: str) -> dict[str, Any]:
     begun = time.monotonic()
     try:
         if kind == "late" and pair.rank == lost:
-            time.sleep(7)
+            time.sleep(5)
         sync.update(2)
     except (WeightSyncError, MemoryError) as error:
         found["told"] = str(error)
@@ -201,11 +201,11 @@ def _no_memory(*_: Any) -> None:
 
 
 def _stalled_receive(*_: Any) -> None:
-    time.sleep(7)
+    time.sleep(5)
     raise WeightSyncError("stalled")
 
 
-@pytest.mark.parametrize("kind", ["stall", "memory", "trainer", "late"])
+@pytest.mark.parametrize("kind", [pytest.param("stall", marks=pytest.mark.slow), "memory", "trainer", "late"])
 def test_a_full_update_that_fails_leaves_the_old_version_served_and_the_next_succeeds(
     four_ranks: RankPool, kind: str
 ) -> None:

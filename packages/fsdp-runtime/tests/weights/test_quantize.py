@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -136,10 +137,10 @@ def test_what_cannot_be_cut_into_groups_and_unknown_formats_are_refused() -> Non
 def _streamed(kind: Any, path: Path) -> list[str]:
     """Parts that a sharded model streams or saves otherwise than one process quantizes its full weights."""
     quantization, wrong = Quantization(format=kind), []
-    plain = tiny_model("Qwen3ForCausalLM", dtype=torch.float32)
+    plain = tiny_model("Qwen3ForCausalLM", dtype=torch.float32, num_hidden_layers=1)
     expected = dict(stream_weights(plain, quantize=quantization))
     full = dict(stream_weights(plain, dtype=torch.bfloat16))
-    model = parallelize(tiny_model("Qwen3ForCausalLM", dtype=torch.float32), mesh_for({"dp_shard": 2, "tp": 2}))
+    model = parallelize(copy.deepcopy(plain), mesh_for({"dp_shard": 2, "tp": 2}))
     described = describe_weights(model, quantize=quantization)
     for name, tensor in stream_weights(model, quantize=quantization, bucket_bytes=20_000):
         info = described.pop(0)

@@ -170,11 +170,11 @@ def _peak(bucket_bytes: int) -> tuple[int, int, int]:
 
 
 def test_sending_holds_a_few_buckets_and_never_the_full_model(two_ranks: RankPool) -> None:
-    for bucket in (30_000, 60_000):
-        for peak, total, largest in two_ranks.run(_peak, bucket):
-            # Gathered (and the bucket before, while gloo holds on to it), the shards that went in, and flatten_bucket.
-            assert peak <= 4 * 1.02 * max(bucket, largest) + largest
-            assert peak < total / 3
+    bucket = 50_000
+    for peak, total, largest in two_ranks.run(_peak, bucket):
+        # Gathered (and the bucket before, while gloo holds on to it), the shards that went in, and flatten_bucket.
+        assert peak <= 4 * 1.02 * max(bucket, largest) + largest
+        assert peak < total / 3
 
 
 class _Packed(nn.Parameter):

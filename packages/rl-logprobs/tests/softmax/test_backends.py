@@ -1,6 +1,5 @@
 """The backends: torch everywhere, Triton only where it is asked for and can run."""
 
-import os
 import subprocess
 import sys
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 import rl_logprobs
+from harness.interpreter import environment
 from rl_logprobs.softmax.backends import TORCH, VARIABLE, kernels
 
 CPU = torch.device("cpu")
@@ -42,10 +42,10 @@ def test_triton_that_is_not_installed_is_named_with_the_fix(monkeypatch):
 
 
 def test_the_package_never_imports_triton_unasked():
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    unasked = {name: value for name, value in environment().items() if name != VARIABLE}
     code = (
         "import sys, torch, rl_logprobs;"
         "rl_logprobs.token_logprobs(torch.zeros(2, 3), torch.tensor([0, 1]));"
         "assert 'rl_logprobs.softmax.triton_backend' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    subprocess.run(["python", "-c", code], check=True, env=unasked)

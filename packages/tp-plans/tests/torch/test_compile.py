@@ -33,6 +33,9 @@ def compiled_faults(blocks, sequence_parallel):
 
 # Under sequence parallelism a second block would compile once more, and none after it: the stream that the eager
 # embedding gives and the one that a compiled block gives differ in a flag that torch guards on.
-@pytest.mark.parametrize(("blocks", "sequence_parallel"), [(3, False), (1, True)], ids=["TP", "SP"])
+# That several blocks share one graph under tensor parallelism is also tested in test_together.
+@pytest.mark.parametrize(
+    ("blocks", "sequence_parallel"), [pytest.param(3, False, marks=pytest.mark.slow), (1, True)], ids=["TP", "SP"]
+)
 def test_compiled_blocks_share_one_graph_and_are_right(two_ranks, blocks, sequence_parallel):
     assert two_ranks.run(compiled_faults, blocks, sequence_parallel) == [(True, [], [], 1)] * 2

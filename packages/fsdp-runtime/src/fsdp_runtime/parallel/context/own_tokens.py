@@ -29,6 +29,7 @@ from fsdp_runtime.parallel.packing.sequence_functions import (
     CONVOLUTION,
     RECURRENCES,
     Call,
+    CausalConvolution,
     convolve_documents,
     functions_called,
     original_function,
@@ -70,24 +71,17 @@ class OwnTokens(ByFunctions):
         return type(self).of_own_tokens(self, *args, **given)
 
 
-class _HaloConvolution:
+class _HaloConvolution(CausalConvolution):
     """``causal_conv1d_fn`` of this rank's tokens."""
 
     def __init__(self, cls: type, attention: ContextAttention) -> None:
         self.cls, self.attention = cls, attention
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def convolve(self, tokens: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
         attention, function = self.attention, original_function(self.cls, CONVOLUTION)
-        layout = attention.layout(hidden_states.shape[2])
-        batch, before = hidden_states.shape[0], weight.shape[1] - 1
-        tokens = hidden_states.transpose(1, 2)
+        layout = attention.layout(tokens.shape[2])
+        batch, before = tokens.shape[0], weight.shape[1] - 1
+        tokens = tokens.transpose(1, 2)
         halo = preceding_tokens(tokens, before, layout, attention.group)
         chunks = torch.cat([halo, torch.unflatten(tokens, 1, (*halo.shape[1:2], -1))], dim=2)
         rows = chunks.flatten(0, 1).transpose(1, 2)
@@ -131,9 +125,7 @@ class _ByHeads:
                 further[name] = _padded(further[name], 0, share * layout.ranks).narrow(0, first, share)
         output = recur(function, recurrence, Call(exchanged, further, call.places), attention.packing.documents)
         own_tokens = heads_to_tokens(output, layout, attention.group, heads_dim=2, tokens_dim=1).narrow(2, 0, heads)
-        if recurrence.tokens_last:
-            return own_tokens.transpose(1, 2)
-        return (own_tokens, None) if recurrence.returns_state else own_tokens
+        return recurrence.result(own_tokens)
 
     def _exchange(self, tokens: Mapping[str, Tensor], layout: SequenceLayout) -> dict[str, Tensor]:
         """Exchange tokens for heads; a group goes to the rank that gets its heads."""

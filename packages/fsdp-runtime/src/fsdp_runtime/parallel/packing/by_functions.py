@@ -17,6 +17,7 @@ from fsdp_runtime.parallel.packing.sequence_functions import (
     CONVOLUTION,
     RECURRENCES,
     Call,
+    CausalConvolution,
     convolve_documents,
     functions_called,
     original_function,
@@ -164,26 +165,16 @@ class _OfDocuments:
         return self.packing.documents
 
 
-class _Convolution(_OfDocuments):
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        return convolve_documents(self.function, hidden_states, weight, bias, activation, self.documents.numbers)
+class _Convolution(_OfDocuments, CausalConvolution):
+    def convolve(self, tokens: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        return convolve_documents(self.function, tokens, weight, bias, activation, self.documents.numbers)
 
 
 class _Recurrence(_OfDocuments):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recurrence = RECURRENCES[self.name]
         call = Call.of(self.function, recurrence, args, kwargs)
-        output = recur(self.function, recurrence, call, self.documents)
-        if recurrence.tokens_last:
-            return output.transpose(1, 2)
-        return (output, None) if recurrence.returns_state else output
+        return recurrence.result(recur(self.function, recurrence, call, self.documents))
 
 
 class _Fused(_OfDocuments):
@@ -206,9 +197,7 @@ class _TokenByToken:
         for value in tokens.values():
             mean = value.flatten(2).mean(2)
             output = output + mean.view(*mean.shape, *(1,) * (output.dim() - 2)).to(output.dtype)
-        if recurrence.tokens_last:
-            return output.transpose(1, 2)
-        return (output, None) if recurrence.returns_state else output
+        return recurrence.result(output)
 
 
 def _first_argument(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -60,6 +60,12 @@ class Recurrence:
         """The names of all tensors of tokens."""
         return (*self.heads, *self.groups, *self.common)
 
+    def result(self, output: Tensor) -> Any:
+        """Return an output ``[batch, seq, heads, *]`` as transformers' function returns it."""
+        if self.tokens_last:
+            return output.transpose(1, 2)
+        return (output, None) if self.returns_state else output
+
 
 #: By name: a chunked delta rule, Kimi's, the scan of Mamba 2, and that of Mamba 1, whose channels are heads.
 RECURRENCES: Mapping[str, Recurrence] = {
@@ -159,6 +165,25 @@ class Call:
             tokens = {name: value.transpose(1, 2) for name, value in tokens.items()}
         further = {name: value for name, value in named.items() if name not in (*BOUNDARIES, "cu_seqlens")}
         return cls(tokens, further, places)
+
+
+class CausalConvolution:
+    """In place of transformers' ``causal_conv1d_fn``: takes its arguments; those that it ignores are boundaries."""
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Convolve ``[batch, features, seq]`` with ``[features, taps]``."""
+        return self.convolve(hidden_states, weight, bias, activation)
+
+    def convolve(self, tokens: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        """Do what the class is for; arguments as of :func:`convolve_documents`."""
+        raise NotImplementedError
 
 
 def convolve_documents(
