@@ -13,15 +13,13 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import WeightSyncError
+from fsdp_runtime.transfer.groups import DEFAULT_TIMEOUT, rank_in
 from fsdp_runtime.transfer.model_layout import ModelShards, present_tensors
 from fsdp_runtime.transfer.schedule import Message, Round, aligned, schedule_rounds, split_transfers
 from fsdp_runtime.transfer.views import box_views, inside, torch_dtype
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
 from tp_plans import BlockTransfer, TransferPlan
 from tp_plans.transfer.boxes import box_shape
-
-#: How long a round may take before its ranks give up.
-DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
 @torch.no_grad()
@@ -69,7 +67,7 @@ def execute_transfer(
         >>> torch.equal(trained.weight, engine.weight)
         True
     """
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    rank = rank_in(group)
     sides = Sides(plan, rank, present_tensors(source), destination or {})
     sides.require_tensors()
     for each in split_transfers(plan, bucket_bytes):

@@ -9,14 +9,14 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.transfer.codec import HEADER_BYTES, apply_changes, encode_changes
-from fsdp_runtime.transfer.execute import DEFAULT_TIMEOUT, Sides, exchange, execute_transfer
+from fsdp_runtime.transfer.execute import Sides, exchange, execute_transfer
+from fsdp_runtime.transfer.groups import DEFAULT_TIMEOUT, rank_in
 from fsdp_runtime.transfer.handshake import Handshake
 from fsdp_runtime.transfer.model_layout import ModelShards
 from fsdp_runtime.transfer.schedule import split_transfers
@@ -117,7 +117,7 @@ class WeightSync:
         self._plan, self._group = plan, group
         self._bucket_bytes, self._timeout = bucket_bytes, timeout
         self._delta, self._staged = delta, staged
-        self._rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self._rank = rank_in(group)
         self._shards = source if isinstance(source, ModelShards) else None
         tensors = source.storage if isinstance(source, ModelShards) else source or {}
         self._sides = Sides(plan, self._rank, tensors, destination or {})
@@ -282,8 +282,6 @@ class WeightSync:
         is_source = any(each.source == self._rank for each in self._plan.transfers)
         proposal = secrets.randbits(62) + 1
         own = _State(self._fingerprint, chain, self._version, version, is_source, nbytes, proposal)
-        if not dist.is_initialized():
-            return {self._rank: own}
         states = {rank: _State(*numbers) for rank, numbers in self._handshake.gather(own).items()}
         others = [rank for rank, state in states.items() if state.plan != states[self._plan.ranks[0]].plan]
         if others:
