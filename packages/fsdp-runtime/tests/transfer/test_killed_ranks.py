@@ -80,7 +80,7 @@ class _Member:
                 sync._chain = 0
                 _kill_at_exchange(3)
             else:
-                sync._exchange_changes = _kill  # type: ignore[method-assign]
+                sync._changes.exchange = _kill  # type: ignore[method-assign]
         elif phase == "full":
             sync._chain = 0
         begun, told = time.monotonic(), ""

@@ -130,7 +130,7 @@ def verify_transfer(
     sent: dict[tuple[int, str], int] = {}
     arrived: dict[tuple[int, str], int] = {}
     totals = torch.zeros(2, len(position), dtype=torch.int64)
-    for each in plan.transfers:
+    for each in (transfer.direct for transfer in plan.transfers):
         # A copy that the destination stores in several places counts once for each of its elements there.
         for part, _ in plan.destination.within(each.destination, each.tensor, each.box):
             if each.source == rank:

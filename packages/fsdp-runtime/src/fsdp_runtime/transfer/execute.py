@@ -102,11 +102,14 @@ class Sides:
     def require_tensors(self) -> None:
         """Look every local tensor up, so that what is missing is known before anything is sent."""
         for each in self.plan.transfers:
-            if each.source == self.rank:
+            if each.source == self.rank and not each.is_relay:
                 list(box_views(self.plan.source, self.rank, self.source, each.tensor, each.box))
-            if each.destination == self.rank:
+            if each.destination == self.rank or (each.is_relay and each.source == self.rank):
+                sent = torch_dtype(self.plan.destination, each.tensor)
                 for _, view in box_views(self.plan.destination, self.rank, self.destination, each.tensor, each.box):
-                    _require_dtype(each.tensor, view.dtype, torch_dtype(self.plan.destination, each.tensor), self.rank)
+                    _require_dtype(each.tensor, view.dtype, sent, self.rank)
+                    if each.is_relay and each.source == self.rank:
+                        _require_exact(each.tensor, view.dtype, sent, self.rank)
 
     def copy(self, each: BlockTransfer) -> None:
         """Copy a box that stays on this rank, in the dtype in which it would be sent."""
@@ -117,7 +120,10 @@ class Sides:
         self.write(each, values)
 
     def read(self, each: BlockTransfer, values: Tensor) -> None:
-        """Fill a tensor of a box's shape from the source."""
+        """Fill a tensor of a box's shape from the source, or from what this rank has received and passes on."""
+        if each.is_relay:
+            self.read_back(each, values)
+            return
         for part, view in box_views(self.plan.source, self.rank, self.source, each.tensor, each.box):
             values[inside(each.box, part)].copy_(view)
 
@@ -139,6 +145,15 @@ def _require_dtype(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: in
         raise WeightSyncError(
             f"rank {rank} stores {tensor} in {stored} and is sent {sent}, which cannot be converted: give a tensor of "
             "the dtype that is sent, or send another (dtype=, quantize=)"
+        )
+
+
+def _require_exact(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: int) -> None:
+    """Refuse a rank that would pass on fewer bits than it is sent."""
+    if torch.promote_types(stored, sent) != stored:
+        raise WeightSyncError(
+            f"rank {rank} stores {tensor} in {stored} and passes it on in {sent}, with fewer bits than it was sent: "
+            "send the dtype that the engines store (dtype=), or plan without relay"
         )
 
 
