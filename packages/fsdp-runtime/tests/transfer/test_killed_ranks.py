@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tp_plans
 from fsdp_runtime import ModelShards, WeightSync, WeightSyncError, parallelize, transfer_group, verify_transfer
-from fsdp_runtime.transfer import execute
+from fsdp_runtime.transfer import rank_rounds
 from harness.models import tiny_model
 from harness.processes import preloaded_context
 from tp_plans import EngineSize, TransferLayout, TransferPlan
@@ -60,17 +60,17 @@ class _Member:
             self.tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
         return tp_plans.plan_transfer(source, engine)
 
-    def join(self, name: str, tp: int) -> tuple[WeightSync, dict[str, Any]]:
+    def join(self, name: str, tp: int, shared: bool = False) -> tuple[WeightSync, dict[str, Any]]:
         """This rank's end of updates in a new group."""
         store = dist.FileStore(str(self.folder / name), 2 + tp)
         group = transfer_group(store, self.rank, 2 + tp, name=name, timeout=timedelta(seconds=60))
         source = None if self.trainer is None else self.trainer.shards
         sides = {"plan": self.plan(tp), "source": source, "destination": self.tensors, "group": group}
-        return WeightSync(**sides, bucket_bytes=20_000, timeout=TIMEOUT), sides
+        return WeightSync(**sides, bucket_bytes=20_000, timeout=TIMEOUT, shared_memory=shared), sides
 
-    def break_off(self, victim: int, phase: str) -> dict[str, Any]:
+    def break_off(self, victim: int, phase: str, shared: bool) -> dict[str, Any]:
         """Take part in an update in which a rank is killed; what this rank is told, and what it holds then."""
-        sync, sides = self.join("first", 2)
+        sync, sides = self.join("first", 2, shared)
         sync.update(1)
         before = {name: tensor.clone() for name, tensor in self.tensors.items()}
         if self.trainer is not None:
@@ -112,12 +112,12 @@ def _kill(*_: Any) -> Any:
 
 def _kill_at_exchange(number: int) -> None:
     """Die in one of the rounds of full weights."""
-    count, run = iter(range(number)), execute._run_round
+    count, run = iter(range(number)), rank_rounds.RankRounds.run
 
     def run_or_die(*arguments: Any) -> None:
         run(*arguments) if next(count, None) is not None else _kill()
 
-    execute._run_round = run_or_die  # this process ends here
+    rank_rounds.RankRounds.run = run_or_die  # this process ends here
 
 
 def _live(rank: int, folder: Path, life: int, connection: Connection) -> None:
@@ -171,23 +171,24 @@ class _Processes:
 
 
 @pytest.mark.parametrize(
-    ("victim", "phase", "then"),
+    ("victim", "phase", "shared", "then"),
     [
-        (1, "full", 2),  # a trainer rank, and the engine is as it was
-        (3, "full", 1),  # an engine rank, and the engine comes back with another tp
-        pytest.param(0, "changes", 2, marks=pytest.mark.slow),
-        pytest.param(2, "changes", 2, marks=pytest.mark.slow),
-        pytest.param(2, "full", 4, marks=pytest.mark.slow),
+        (1, "full", True, 2),  # a trainer rank, and the engine is as it was
+        (3, "full", False, 1),  # an engine rank, and the engine comes back with another tp
+        pytest.param(0, "changes", False, 2, marks=pytest.mark.slow),
+        pytest.param(2, "changes", False, 2, marks=pytest.mark.slow),
+        pytest.param(2, "full", True, 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_killed_in_mid_update_ends_the_others_in_time_and_the_next_update_succeeds(
-    tmp_path: Path, victim: int, phase: str, then: int
+    tmp_path: Path, victim: int, phase: str, shared: bool, then: int
 ) -> None:
     processes = _Processes(tmp_path)
     try:
         processes.start(0, 1, 2, 3)
-        answers = processes.run("break_off", victim, phase)
+        answers = processes.run("break_off", victim, phase, shared)
         assert answers.pop(victim) is None
+        assert not list(Path("/dev/shm").glob("fsdp-runtime-*"))
         for rank, answer in answers.items():
             assert answer["told"], rank
             assert answer["seconds"] < 4 * TIMEOUT.total_seconds() + 2

@@ -13,9 +13,9 @@ from torch import Tensor
 import tp_plans
 from fsdp_runtime import OptionError
 from fsdp_runtime.sharded.chunks import Chunk
-from fsdp_runtime.transfer.execute import Sides, message_values
 from fsdp_runtime.transfer.model_layout import stored_part
 from fsdp_runtime.transfer.schedule import aligned, schedule_rounds, split_transfers
+from fsdp_runtime.transfer.sides import Sides, message_values
 from fsdp_runtime.transfer.views import box_views, inside
 from tp_plans import CheckpointTensor, EngineSize, Replicate, Shard, StridedShard, TransferLayout, TransferPlan
 

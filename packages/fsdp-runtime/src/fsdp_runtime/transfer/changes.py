@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.transfer.codec import HEADER_BYTES, apply_changes, encode_changes, end_of_record
-from fsdp_runtime.transfer.execute import Sides, exchange
+from fsdp_runtime.transfer.exchange import CHANGES, SIZES, exchange
+from fsdp_runtime.transfer.sides import Sides
 from fsdp_runtime.transfer.views import torch_dtype
 from tp_plans import BlockTransfer, TransferPlan
 from tp_plans.transfer.boxes import Box, box_shape
@@ -114,14 +115,14 @@ class Changes:
         rank, device = self._sides.rank, self._sides.device
         sizes = {peer: torch.tensor([len(message)], device=device) for peer, message in messages.items()}
         announced = {peer: torch.zeros(1, dtype=torch.int64, device=device) for peer in incoming}
-        exchange(sizes, announced, rank, self._group, self._timeout)
+        exchange(sizes, announced, rank, self._group, self._timeout, SIZES)
         runs = {}
         for peer, size in announced.items():
             most = sum(each.nbytes + HEADER_BYTES for each in incoming[peer])
             if not 0 <= int(size) <= most:
                 raise WeightSyncError(f"rank {peer} announced {int(size)} bytes for blocks of {most}")
             runs[peer] = torch.empty(int(size), dtype=torch.uint8, device=device)
-        exchange(messages, runs, rank, self._group, self._timeout)
+        exchange(messages, runs, rank, self._group, self._timeout, CHANGES)
         return runs
 
     def _records_of(self, run: Tensor, transfers: Sequence[BlockTransfer]) -> Iterator[tuple[tuple[str, Box], Tensor]]:

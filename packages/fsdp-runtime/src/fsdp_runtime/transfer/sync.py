@@ -15,11 +15,12 @@ from torch.distributed import ProcessGroup
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.transfer.changes import Changes, Differences
-from fsdp_runtime.transfer.execute import Sides, execute_transfer
+from fsdp_runtime.transfer.execute import execute_transfer
 from fsdp_runtime.transfer.groups import DEFAULT_TIMEOUT, rank_in
 from fsdp_runtime.transfer.handshake import Handshake
 from fsdp_runtime.transfer.model_layout import ModelShards
 from fsdp_runtime.transfer.schedule import split_transfers
+from fsdp_runtime.transfer.sides import Sides
 from fsdp_runtime.transfer.views import box_views
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
 from tp_plans import TransferPlan
@@ -84,6 +85,7 @@ class WeightSync:
         delta: send differences; ``False`` sends full weights always and keeps no copy.
         staged: keep full weights on the host until all have arrived, which takes as much memory there as a destination
             rank stores; ``False`` takes one bucket, and the engine must not serve during a full update.
+        shared_memory: hand full weights over in memory that ranks of one host share; see :func:`execute_transfer`.
 
     Raises:
         WeightSyncError: a local tensor is missing, too small, or of a dtype that cannot hold what is sent.
@@ -113,10 +115,11 @@ class WeightSync:
         timeout: timedelta = DEFAULT_TIMEOUT,
         delta: bool = True,
         staged: bool = True,
+        shared_memory: bool = False,
     ) -> None:
         self._plan, self._group = plan, group
         self._bucket_bytes, self._timeout = bucket_bytes, timeout
-        self._delta, self._staged = delta, staged
+        self._delta, self._staged, self._shared_memory = delta, staged, shared_memory
         self._rank = rank_in(group)
         self._shards = source if isinstance(source, ModelShards) else None
         tensors = source.storage if isinstance(source, ModelShards) else source or {}
@@ -223,6 +226,7 @@ class WeightSync:
             bucket_bytes=self._bucket_bytes,
             timeout=self._timeout,
             device=self._sides.device,
+            shared_memory=self._shared_memory,
         )
 
     def _apply(
