@@ -13,6 +13,7 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload,
 import tp_plans
 from fsdp_runtime.integrations.vllm import cpu_repack, gpt_oss, reload
 from fsdp_runtime.integrations.vllm._vllm_compat import drop_pending, processing_replaced
+from fsdp_runtime.transfer.views import block_view
 
 
 class Questions:
@@ -68,10 +69,8 @@ class Questions:
                     problems.append(f"{name} belongs into {block.local}, which vLLM does not have")
                     continue
                 target = expected.setdefault(local, torch.full_like(stored[local], _UNTOUCHED))
-                for dim, (start, stop) in enumerate(block.local_box(block.box)):
-                    target = target.narrow(dim, start, stop - start)
                 part = values[tuple(slice(start, stop) for start, stop in block.box)]
-                target.copy_(part.reshape(target.shape))
+                block_view({block.local: target}, name, block, block.box).copy_(part)
         # vLLM fills the rows of a padded vocabulary with zeros; they are no part of the checkpoint.
         for name, tensor in stored.items():
             if name not in expected:

@@ -37,7 +37,7 @@ class RankRounds:
         shared: SharedBuckets | None,
     ) -> None:
         self._sides, self._group, self._timeout, self._shared = sides, group, timeout, shared
-        self._signal = torch.zeros(1, dtype=torch.uint8, device=device)
+        self._device = device
         sizes = (sum(aligned(each.nbytes) for each in self._over_group(messages)) for messages in rounds)
         self._buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
 
@@ -58,7 +58,7 @@ class RankRounds:
             offset += aligned(message.nbytes)
         local = [] if shared is None else [each for each in self._own(messages) if shared.shares(each)]
         if shared is not None:
-            runs += [(each, shared.run(messages, each), self._signal.clone()) for each in local]
+            runs += [(each, shared.run(messages, each), self._signal()) for each in local]
         for message, run, _ in runs:
             if message.source == rank:
                 for each, values in message_values(self._sides.plan, message, run):
@@ -71,9 +71,13 @@ class RankRounds:
                 for each, values in message_values(self._sides.plan, message, run):
                     self._sides.write(each, values)
         # A bucket is written again only when what it held has been taken.
-        taken = {each.source: self._signal.clone() for each in local if each.destination == rank}
-        freed = {each.destination: self._signal.clone() for each in local if each.source == rank}
+        taken = {each.source: self._signal() for each in local if each.destination == rank}
+        freed = {each.destination: self._signal() for each in local if each.source == rank}
         exchange(taken, freed, rank, self._group, self._timeout, TAKEN)
+
+    def _signal(self) -> Tensor:
+        """What the group carries for a message in shared memory."""
+        return torch.zeros(1, dtype=torch.uint8, device=self._device)
 
     def _own(self, messages: Round) -> list[Message]:
         return [each for each in messages if self._sides.rank in (each.source, each.destination)]

@@ -50,9 +50,9 @@ def relayed_transfers(source: TransferLayout, destination: TransferLayout) -> li
             found += [(len(chains), BlockTransfer(name, cell, r, r, nbytes)) for r in ranks if r in holders]
             for part in split_box(cell, max(1, SHARED_BYTES // tensor.itemsize)) if others else ():
                 chains.append((len(chains), name, part, holders, others, volume(part) * tensor.itemsize))
-    for place, name, part, holders, others, nbytes in sorted(chains, key=lambda item: (-item[-1], item[0])):
-        origin = min(holders, key=lambda each: (load[each], each))
-        chain = [origin, *sorted(others, key=lambda each: (load[each], each))]
+    for place, name, part, senders, receivers, nbytes in sorted(chains, key=lambda item: (-item[-1], item[0])):
+        origin = min(senders, key=lambda each: (load[each], each))
+        chain = [origin, *sorted(receivers, key=lambda each: (load[each], each))]
         for sender, receiver in pairwise(chain):
             load[sender] += nbytes
             passed_on = None if sender == origin else origin
