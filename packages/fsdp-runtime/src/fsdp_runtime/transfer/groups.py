@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Store
 
 from fsdp_runtime._torch_compat import separate_group
 from fsdp_runtime.argument_types import checked
