@@ -82,7 +82,7 @@ def execute_transfer(
     where = torch.device(device) if device is not None else sides.device
     with ExitStack() as stack:
         shared = None
-        if shared_memory:
+        if shared_memory and rounds:
             handshake = Handshake(plan.ranks or (rank,), rank, group, where, timeout, SHARED_BUCKETS)
             shared = stack.enter_context(SharedBuckets(rounds, rank, handshake))
         rank_rounds = RankRounds(rounds, sides, group, timeout, where, shared)
