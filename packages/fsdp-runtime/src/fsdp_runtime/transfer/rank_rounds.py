@@ -48,10 +48,8 @@ class RankRounds:
             WeightSyncError: a rank did not send or take its message in time.
         """
         rank, shared = self._sides.rank, self._shared
-        runs, offset = (
-            list[tuple[Message, Tensor, Tensor]](),
-            0,
-        )  # of each message its bytes, and what the group carries
+        runs: list[tuple[Message, Tensor, Tensor]] = []  # messages, their bytes, and what the group carries
+        offset = 0
         for message in self._over_group(messages):
             run = self._buffer[offset : offset + message.nbytes]
             runs.append((message, run, run))
