@@ -22,7 +22,7 @@ from tp_plans.transfer.boxes import Box, box_shape
 Records = Mapping[tuple[str, Box], Tensor]
 
 
-class Differences(NamedTuple):
+class ArrivedChanges(NamedTuple):
     """The records that a rank received, and the bytes that it moved for them."""
 
     records: Records
@@ -70,7 +70,7 @@ class Changes:
                 self._sent[key] = self._empty(each)
                 self._sides.read(each, self._sent[key])
 
-    def exchange(self, records: Records, transfers: Sequence[BlockTransfer]) -> Differences:
+    def exchange(self, records: Records, transfers: Sequence[BlockTransfer]) -> ArrivedChanges:
         """Send this rank's records and pass on those of others, one step of all chains at a time.
 
         Args:
@@ -96,7 +96,7 @@ class Changes:
             known.update(arrived)
             sent += sum(len(record) for parts in outgoing.values() for record in parts)
             received += sum(map(len, runs.values()))
-        return Differences(arrived, sent, received)
+        return ArrivedChanges(arrived, sent, received)
 
     def apply(self, records: Records) -> None:
         """Write what arrived to this rank's destination."""

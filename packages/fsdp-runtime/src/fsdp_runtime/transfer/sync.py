@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError, WeightSyncError
-from fsdp_runtime.transfer.changes import Changes, Differences
+from fsdp_runtime.transfer.changes import ArrivedChanges, Changes
 from fsdp_runtime.transfer.execute import execute_transfer
 from fsdp_runtime.transfer.groups import DEFAULT_TIMEOUT, rank_in
 from fsdp_runtime.transfer.handshake import Handshake
@@ -233,7 +233,7 @@ class WeightSync:
         self,
         full: TransferPlan,
         arrived: Mapping[str, Tensor],
-        differences: Differences,
+        differences: ArrivedChanges,
     ) -> None:
         """Write what has arrived, and what this rank keeps from itself, to the destination."""
         for each in split_transfers(self._plan, self._bucket_bytes):
