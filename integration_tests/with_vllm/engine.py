@@ -83,7 +83,7 @@ class Engine:
             )
         return self
 
-    def wait(self, limit_s: float = 400.0) -> None:
+    def wait(self, limit_s: float = 900.0) -> None:
         """Wait until it answers.
 
         Raises:

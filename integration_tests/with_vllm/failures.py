@@ -91,8 +91,8 @@ class Failures:
         )
         yield self._halfway("the trainer fails in the middle", _raise, "the trainer's own error")
         yield self._halfway("the engine's processes stop in the middle", self._stall, "")
-        yield self._halfway("the engine dies in the middle", self._die, "does not answer", dies=True)
-        yield self._restart("the engine restarts with other workers")
+        dies = "the engine dies in the middle, and one with another tp comes back"
+        yield self._halfway(dies, self._die, "does not answer", dies=True)
 
     def _syncing(self, source: WeightSource) -> EngineSync:
         return EngineSync(source, self._client, timeout_s=TIMEOUT_S, bucket_bytes=2**14)
@@ -114,20 +114,13 @@ class Failures:
         problems = self._agreed(message, seconds, expected)
         if self._engine is not None:
             self._engine.go_on()
-            if dies:
-                self._engine.start().wait()
+            if dies and self._smaller is not None:
+                self._engine = self._smaller.at(self._engine).start()
+                self._engine.wait()
         dist.barrier()
         if before is not None and generate(self._client) != before:
             problems.append("the engine's answers changed")
         return Outcome(fault, seconds, message or "", problems + self._next())
-
-    def _restart(self, fault: str) -> Outcome:
-        if self._engine is not None and self._smaller is not None:
-            self._engine.kill()
-            self._engine = self._smaller.at(self._engine).start()
-            self._engine.wait()
-        dist.barrier()
-        return Outcome(fault, 0.0, "noticed by its version and its number of workers", self._next())
 
     def _agreed(self, message: str | None, seconds: float, expected: str) -> list[str]:
         """What is wrong with the errors of the ranks."""

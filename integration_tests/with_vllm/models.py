@@ -24,6 +24,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3, tied": ("Qwen3ForCausalLM", {**_SIZES, "tied": True}),
     "Gemma 3": ("Gemma3ForCausalLM", {**_SIZES, "tied": True}),
     "Qwen3-MoE": ("Qwen3MoeForCausalLM", {**_SIZES, **_MIXTURE}),
+    "gpt-oss": ("GptOssForCausalLM", {**_SIZES, "intermediate_size": 64}),
 }
 
 

@@ -11,8 +11,9 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, layerwise
 
 import tp_plans
-from fsdp_runtime.integrations.vllm import cpu_repack, reload
+from fsdp_runtime.integrations.vllm import cpu_repack, gpt_oss, reload
 from fsdp_runtime.integrations.vllm._vllm_compat import drop_pending, processing_replaced
+from fsdp_runtime.transfer.views import block_view
 
 
 class Questions:
@@ -61,14 +62,15 @@ class Questions:
         problems = []
         for name, values in full.items():
             for block in layout.stored(self.rank, name):
-                if block.local not in stored:
+                local = block.local if block.local in stored else _renamed(block.local)
+                if gpt_oss.sinks_parameter(model, name) is not None:
+                    continue  # no loader stores them
+                if local not in stored:
                     problems.append(f"{name} belongs into {block.local}, which vLLM does not have")
                     continue
-                target = expected.setdefault(block.local, torch.full_like(stored[block.local], _UNTOUCHED))
-                for dim, (start, stop) in enumerate(block.local_box(block.box)):
-                    target = target.narrow(dim, start, stop - start)
+                target = expected.setdefault(local, torch.full_like(stored[local], _UNTOUCHED))
                 part = values[tuple(slice(start, stop) for start, stop in block.box)]
-                target.copy_(part.reshape(target.shape))
+                block_view({block.local: target}, name, block, block.box).copy_(part)
         # vLLM fills the rows of a padded vocabulary with zeros; they are no part of the checkpoint.
         for name, tensor in stored.items():
             if name not in expected:
@@ -99,8 +101,9 @@ class Questions:
         initialize_layerwise_reload(model)
         try:
             with processing_replaced(keep):
-                for pair in full.items():
-                    model.load_weights([pair])
+                for name, tensor in full.items():
+                    for part in gpt_oss.loadable_parts(model, name, tensor):
+                        model.load_weights([part])
             for layer in model.modules():
                 info = layerwise.get_layerwise_info(layer)
                 if info.can_load() and info.loaded_weights:  # a padded layer is never complete
@@ -111,6 +114,11 @@ class Questions:
 
 
 _UNTOUCHED = -777.0
+
+
+def _renamed(path: str) -> str:
+    """A parameter's path where vLLM names modules otherwise than transformers, as in gpt-oss."""
+    return path.replace(".self_attn.", ".attn.").replace(".embed_tokens.", ".embedding.")
 
 
 def _padding(tensor: Tensor) -> Tensor:

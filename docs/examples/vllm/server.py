@@ -54,7 +54,7 @@ def start_server(python: str, checkpoint: Path, log: Path, tp: int) -> subproces
         return subprocess.Popen(command, env={**environment, **SETTINGS}, stdout=output, stderr=subprocess.STDOUT)
 
 
-def wait_for(client: EngineClient, process: subprocess.Popen | None, limit_s: float = 600) -> None:
+def wait_for(client: EngineClient, process: subprocess.Popen | None, limit_s: float = 900) -> None:
     """Wait until a server answers.
 
     Raises:

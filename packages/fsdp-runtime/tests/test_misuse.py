@@ -1,5 +1,7 @@
 """Wrong arguments, generated, to every public function: a typed error before anything changes, or a right result."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -156,6 +158,7 @@ def layout():
     return {"layout": shards.layout, "local": shards.local}
 
 
+COUNT = itertools.count()
 SAMPLES = [[1, 2, 3], [1, 2, 4]]
 PACKING = fsdp_runtime.pack(SAMPLES, budget=8)
 ROW = PACKING.rows()[0]
@@ -254,6 +257,10 @@ CALLS = {
     "stream_buckets": Call(fsdp_runtime.stream_buckets, lambda: {"model": Model()}),
     "stream_weights": Call(fsdp_runtime.stream_weights, lambda: {"model": Model()}),
     "submesh": Call(fsdp_runtime.submesh, lambda: {"mesh": mesh(), "axis": "dp"}),
+    "transfer_group": Call(
+        fsdp_runtime.transfer_group,
+        lambda: {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1, "name": str(next(COUNT))},
+    ),
     "unflatten_bucket": Call(fsdp_runtime.unflatten_bucket, flat_bucket),
     "unsharded": Call(fsdp_runtime.unsharded, lambda: {"model": sharded()}),
     "verify_transfer": Call(fsdp_runtime.verify_transfer, arrived),

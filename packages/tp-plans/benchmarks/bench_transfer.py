@@ -4,7 +4,7 @@
 
 Nothing is sent: plans are made from shapes alone, a layer of each kind and pipeline stage at a time, and counted.  The
 line-rate floor is the time that the busiest rank needs for its bytes at ``--line-rate`` GB/s, 400 Gbit/s a GPU by
-default.  Every engine is sent its own copy; a transport that copies between the GPUs of a node is faster than that.
+default.  Every engine is sent its own copy; with ``--relay`` engines pass on what they receive.
 Published seconds: NVIDIA-NeMo/RL pull request 2808 (NCCL, H100) and ``docs/guides/checkpoint-engine-refit.md`` there,
 whose 69.95 GiB on a rank are 45,395 tensors with experts cut over TP32 and all else in full: the last columns.
 Assumed, as neither source says: one tensor-parallel rank per expert at the trainer; Qwen3-235B on 128 policy GPUs and
@@ -166,7 +166,7 @@ def parts(mapping: Refit) -> Iterator[tuple[Shapes, dict[int, int]]]:
     yield {"lm_head.weight": (model.vocab, model.hidden), "model.norm.weight": (model.hidden,)}, {mapping.pp - 1: 1}
 
 
-def counted(mapping: Refit) -> tuple[dict[int, int], dict[int, int], int, int, int]:
+def counted(mapping: Refit, *, relay: bool = False) -> tuple[dict[int, int], dict[int, int], int, int, int]:
     """Bytes sent and received by rank, bytes of the checkpoint, of experts cut with all else in full, and tensors."""
     size = EngineSize(
         num_attention_heads=mapping.model.heads, num_key_value_heads=mapping.model.kv_heads, tp=mapping.engine_tp
@@ -178,10 +178,13 @@ def counted(mapping: Refit) -> tuple[dict[int, int], dict[int, int], int, int, i
     for shapes, counts in parts(mapping):
         source = trainer_layout(shapes, mapping)
         engine = tp_plans.engine_layout(source.tensors, size, replicas=mapping.engines, first_rank=mapping.ranks)
-        plan = tp_plans.plan_transfer(source, engine)
+        plan = tp_plans.plan_transfer(source, engine, relay=relay)
         layers = sum(counts.values())
         for rank in plan.ranks:
             received[rank] += layers * plan.bytes_received(rank)
+            if rank >= mapping.ranks:
+                sent[rank] += layers * plan.bytes_sent(rank)
+                continue
             for stage, count in counts.items():
                 sent[rank + stage * per_stage] += count * plan.bytes_sent(rank)
         tensors += layers * len(shapes)
@@ -196,14 +199,16 @@ def main() -> None:
     """Print one row per mapping."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--line-rate", type=float, default=50.0, help="GB/s of a rank, each way")
-    rate = parser.parse_args().line_rate * 1e9
+    parser.add_argument("--relay", action="store_true", help="engines pass on what they receive")
+    options = parser.parse_args()
+    rate = options.line_rate * 1e9
     columns = ["model", "trainer", "engine", "checkpoint GiB", "most received", "most sent", "floor s", "published s"]
     columns += ["experts cut", "tensors"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for mapping in MAPPINGS:
         begun = time.perf_counter()
-        sent, received, total, experts_cut, tensors = counted(mapping)
-        most_in, most_out = max(received.values()), max(sent.values())
+        sent, received, total, experts_cut, tensors = counted(mapping, relay=options.relay)
+        most_in, most_out = max(received.values()), max(nbytes for rank, nbytes in sent.items() if rank < mapping.ranks)
         row = [
             mapping.model.name,
             mapping.trainer,
@@ -211,7 +216,7 @@ def main() -> None:
             f"{total / GIB:.2f}",
             f"{most_in / GIB:.2f}",
             f"{most_out / GIB:.2f}",
-            f"{max(most_in, most_out) / rate:.2f}",
+            f"{max(most_in, *sent.values()) / rate:.2f}",
             mapping.seconds,
             f"{experts_cut / GIB:.2f}",
             str(tensors),

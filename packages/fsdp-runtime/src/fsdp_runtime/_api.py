@@ -61,6 +61,7 @@ from fsdp_runtime.routing.routes import Routes, routes_from_generator
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.transfer.digest import digest, digest_layout, verify_transfer
 from fsdp_runtime.transfer.execute import execute_transfer
+from fsdp_runtime.transfer.groups import transfer_group
 from fsdp_runtime.transfer.model_layout import ModelShards
 from fsdp_runtime.transfer.sync import SyncReport, WeightSync
 from fsdp_runtime.weights import (
@@ -181,6 +182,7 @@ __all__ = [
     "stream_weights",
     "submesh",
     "sweep",
+    "transfer_group",
     "unflatten_bucket",
     "unsharded",
     "verify_transfer",

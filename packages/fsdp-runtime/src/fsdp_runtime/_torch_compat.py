@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import wraps
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
@@ -264,6 +265,28 @@ def clone_default_store() -> Store:
     store: Any = distributed_c10d._get_default_store()
     copy: Store = store.clone()
     return copy
+
+
+def separate_group(
+    store: Store, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
+) -> ProcessGroup:
+    """Form a process group apart from the world, which may be absent.
+
+    torch 2.10 to 2.15 form groups of the world's ranks alone (pytorch/pytorch#151960); SGLang and OpenRLHF call the
+    same function.  Point-to-point operations look up the ranks that are registered here.
+
+    Raises:
+        ValueError: this process has a group of that name.
+        RuntimeError: not all ranks came in time.
+    """
+    helper: Any = distributed_c10d._new_process_group_helper
+    world: Any = distributed_c10d._world
+    own_part = PrefixStore(name, store)
+    own_part.set_timeout(timeout)
+    group: ProcessGroup
+    group, _ = helper(world_size, rank, [], backend, own_part, group_name=f"separate/{name}", timeout=timeout)
+    world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    return group
 
 
 def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -133,11 +133,14 @@ def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     fakes = {"vllm": ModuleType("vllm"), "vllm.distributed": ModuleType("vllm.distributed")}
     loader = ModuleType("vllm.model_executor.model_loader.reload")
     loader.__dict__.update(finalize_layerwise_reload=None, initialize_layerwise_reload=None, layerwise=None)
+    parallel = ModuleType("vllm.distributed.parallel_state")
+    parallel.__dict__.update(get_tensor_model_parallel_rank=lambda: 0)
+    fakes["vllm.distributed"].__dict__.update(parallel_state=parallel)
     vocabulary = ModuleType("vllm.model_executor.layers.vocab_parallel_embedding")
     vocabulary.__dict__.update(VocabParallelEmbedding=object)
     folders = ("vllm.model_executor", "vllm.model_executor.model_loader", "vllm.model_executor.layers")
     fakes |= {name: ModuleType(name) for name in folders}
-    for module in (package, base, factory, loader, vocabulary):
+    for module in (package, base, factory, loader, parallel, vocabulary):
         fakes[module.__name__] = module
     for name, module in fakes.items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import tp_plans
 from fsdp_runtime import (
@@ -28,7 +29,7 @@ from fsdp_runtime.sharded.hashing import hash_bits
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
-from tp_plans import Replicate
+from tp_plans import EngineSize, Replicate, Shard
 
 
 def _adapted() -> Any:
@@ -139,6 +140,55 @@ def test_adapters_of_experts_are_sent_alone_and_merged() -> None:
     plan = tp_plans.plan_transfer(shards.layout, everything)
     WeightSync(plan, source=shards, destination=merged).update(0)
     assert all(_same(merged[name], tensor) for name, tensor in expected.items())
+
+
+_MESHES: list[tuple[dict[str, int], dict[str, int]]] = [
+    ({"dp_shard": 4, "ep": 2}, {"tp": 2}),  # experts over ep and efsdp
+    ({"dp_shard": 2, "tp": 2}, {"tp": 4, "ep": 4}),
+]
+
+
+def _experts_received() -> list[str]:
+    """What receivers of sharded experts hold otherwise than one process: factors alone, and merged weights."""
+    wrong, rank = [], dist.get_rank()
+    for axes, size in _MESHES:
+        case, plain = f"{axes} {size}", _mixture()
+        model = parallelize(_mixture(), mesh_for(axes))
+        shards = ModelShards(model, adapter="default")
+        tensors = shards.layout.tensors
+        cut: Any = {name: [Replicate(), Shard(len(tensor.shape) - 1)] for name, tensor in tensors.items()}
+        apart = tp_plans.mesh_layout(tensors, (2, 2), cut)
+        engine = EngineSize(num_attention_heads=4, num_key_value_heads=4, **size)
+        merged = ModelShards(model, dtype=torch.bfloat16)
+        together = tp_plans.engine_layout(merged.layout.tensors, engine, replicas=4 // engine.tp)
+        for kind, source, target in (("factors", shards, apart), ("merged", merged, together)):
+            dtype = torch.float32 if kind == "factors" else torch.bfloat16
+            local = {key: torch.zeros(shape, dtype=dtype) for key, shape in target.local_shapes(rank).items()}
+            sync = WeightSync(tp_plans.plan_transfer(source.layout, target), source=source, destination=local)
+            for version in range(2):
+                sync.update(version)
+                expected = _adapter_of(plain) if kind == "factors" else dict(stream_weights(plain, dtype=dtype))
+                hashes = {name: int(hash_bits(tensor)) for name, tensor in expected.items()}
+                wrong += [f"{case}: {kind} {version}"] if digest_layout(target, local) != hashes else []
+                for each in (plain, model):
+                    _scale(each, 1.5)
+    return wrong
+
+
+def _adapter_of(model: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in peft.get_peft_model_state_dict(model).items()}
+
+
+@torch.no_grad()
+def _scale(model: Any, factor: float) -> None:
+    """Multiply some factors of adapters, wherever their shards are."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(factor)
+
+
+def test_adapters_of_sharded_experts_reach_receivers_bit_for_bit_alone_and_merged(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_experts_received) == [[]] * 4
 
 
 def test_an_unknown_adapter_is_refused() -> None:

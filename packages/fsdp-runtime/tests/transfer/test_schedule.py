@@ -13,9 +13,9 @@ from torch import Tensor
 import tp_plans
 from fsdp_runtime import OptionError
 from fsdp_runtime.sharded.chunks import Chunk
-from fsdp_runtime.transfer.execute import Sides, message_values
 from fsdp_runtime.transfer.model_layout import stored_part
 from fsdp_runtime.transfer.schedule import aligned, schedule_rounds, split_transfers
+from fsdp_runtime.transfer.sides import Sides, message_values
 from fsdp_runtime.transfer.views import box_views, inside
 from tp_plans import CheckpointTensor, EngineSize, Replicate, Shard, StridedShard, TransferLayout, TransferPlan
 
@@ -48,14 +48,14 @@ def plans(draw: Any) -> TransferPlan:
     plain = {name: tensor for name, tensor in tensors.items() if not (stacked and ".experts." in name)}
     source = tp_plans.mesh_layout(plain, mesh, {name: _layouts(draw, mesh, t) for name, t in plain.items()})
     source = source.union(_stacked(draw, tensors, mesh)) if stacked else source
-    first = draw(st.sampled_from([0, 2, len(source.ranks)]))
+    first, relay = draw(st.sampled_from([0, 2, len(source.ranks)])), draw(st.booleans())
     if draw(st.booleans()):
         tp, ep = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4)]))
         size = EngineSize(num_attention_heads=8, num_key_value_heads=2, tp=tp, ep=ep)
-        return tp_plans.plan_transfer(source, tp_plans.engine_layout(tensors, size).shifted(first))
+        return tp_plans.plan_transfer(source, tp_plans.engine_layout(tensors, size).shifted(first), relay=relay)
     mesh = draw(st.sampled_from(MESHES))
     layouts = {name: _layouts(draw, mesh, t) for name, t in tensors.items()}
-    return tp_plans.plan_transfer(source, tp_plans.mesh_layout(tensors, mesh, layouts).shifted(first))
+    return tp_plans.plan_transfer(source, tp_plans.mesh_layout(tensors, mesh, layouts).shifted(first), relay=relay)
 
 
 def _stacked(draw: Any, tensors: dict[str, CheckpointTensor], mesh: tuple[int, ...]) -> TransferLayout:

@@ -37,9 +37,9 @@ def _train(model: nn.Module, share: float, step: int) -> None:
 
 
 class _Pair:
-    """Ranks 0 and 1 train with tp=2, ranks 2 and 3 are an engine with tp=2."""
+    """Ranks 0 and 1 train with tp=2, ranks 2 and 3 are an engine with tp=2, or two with tp=1."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, replicas: int = 1, relay: bool = False) -> None:
         self.rank = dist.get_rank()
         told: list[Any] = [None]
         mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp_shard", "tp"))
@@ -49,9 +49,9 @@ class _Pair:
             told = [self.shards.layout.to_json()]
         dist.broadcast_object_list(told, src=0)
         source = TransferLayout.from_json(told[0])
-        size = EngineSize(num_attention_heads=4, num_key_value_heads=4, tp=2)
-        engine = tp_plans.engine_layout(source.tensors, size).shifted(2)
-        self.plan = tp_plans.plan_transfer(source, engine)
+        size = EngineSize(num_attention_heads=4, num_key_value_heads=4, tp=2 // replicas)
+        engine = tp_plans.engine_layout(source.tensors, size, replicas=replicas, first_rank=2)
+        self.plan = tp_plans.plan_transfer(source, engine, relay=relay)
         self.engine = {n: torch.zeros(s, dtype=torch.bfloat16) for n, s in engine.local_shapes(self.rank).items()}
 
     @property
@@ -119,6 +119,38 @@ def test_updates_are_exact_and_send_full_weights_only_to_ranks_that_missed_one(f
     assert 0.4 < share[10] < 0.6  # the vocabulary is padded: rank 3 has fewer of its rows
 
 
+def _relayed() -> list[tuple[tuple[int, ...], int, int, int]]:
+    """Full ranks of updates of two replicas that pass weights on, with the bytes that trainers and replicas send."""
+    pair, found = _Pair(replicas=2, relay=True), []
+    sync = pair.sync()
+    for version in range(1, 6):
+        if pair.rank == 3 and version == 3:  # restarts
+            sync = pair.sync()
+            for tensor in pair.engine.values():
+                tensor.zero_()
+        report = sync.update(version)
+        verify_transfer(pair.plan, **pair.sides)
+        moved = torch.zeros(2, dtype=torch.int64)
+        moved[int(pair.rank > 1)] = report.bytes_sent
+        dist.all_reduce(moved)
+        found.append((report.full_ranks, int(moved[0]), int(moved[1]), pair.plan.destination.bytes_stored(2)))
+        if pair.rank < 2:
+            _train(pair.model, 0.01, version)
+    return found
+
+
+def test_replicas_pass_on_full_weights_and_differences_so_that_each_byte_leaves_the_trainer_once(
+    four_ranks: RankPool,
+) -> None:
+    first, *others = four_ranks.run(_relayed)
+    assert all(found == first for found in others)
+    (full, sent, passed_on, size), *later = first
+    assert (full, sent, passed_on) == ((2, 3), size, size)
+    assert [ranks for ranks, *_ in later] == [(), (3,), (), ()]
+    for ranks, sent, passed_on, _ in later:
+        assert (passed_on == 0 and size < sent < 1.1 * size) if ranks else 0 < sent == passed_on < 0.1 * size
+
+
 def _failed_update(stalled: int) -> str:
     """After a rank stalls in mid-update, what each rank is told; no engine rank changes, and a new group works."""
     pair = _Pair()
@@ -129,7 +161,7 @@ def _failed_update(stalled: int) -> str:
     if pair.rank < 2:
         _train(pair.model, 0.01, 1)
     if pair.rank == stalled:
-        sync._exchange_changes = _stall  # type: ignore[method-assign]
+        sync._changes.exchange = _stall  # type: ignore[method-assign]
     begun, told = time.monotonic(), ""
     try:
         sync.update(2)

@@ -51,11 +51,12 @@ from tp_plans.styles import (
     Style,
     VocabParallelEmbedding,
 )
+from tp_plans.transfer.block_transfer import BlockTransfer
 from tp_plans.transfer.engine_layout import EngineSize, engine_layout
 from tp_plans.transfer.engine_rules import EngineRule, engine_rules
 from tp_plans.transfer.layout import CheckpointTensor, StoredBlock, TransferLayout, mesh_layout
 from tp_plans.transfer.mesh_layout import StridedShard, mesh_boxes
-from tp_plans.transfer.plan import BlockTransfer, TransferPlan, plan_cover, plan_transfer
+from tp_plans.transfer.plan import TransferPlan, plan_cover, plan_transfer
 from tp_plans.verification import VerificationReport, WrongPart, verify_plan
 from tp_plans.without_rowwise import rowwise_free
 

@@ -81,6 +81,43 @@ def test_bytes_received_are_the_bytes_stored_minus_those_the_rank_has(pair):
 
 @on_any_machine
 @given(pairs())
+def test_with_relays_each_element_leaves_the_source_once_and_reaches_each_rank_once(pair):
+    plan = tp_plans.plan_transfer(*pair, relay=True)
+    direct = tp_plans.TransferPlan(plan.source, plan.destination, tuple(each.direct for each in plan.transfers))
+    assert arrived(direct) == arrived(tp_plans.plan_transfer(*pair))
+    left, has = Counter(), set()
+    for each in plan.transfers:
+        for index in indices(each.box):
+            if each.is_relay:  # what a rank passes on has reached it before, in the plan's order
+                assert (each.source, each.tensor, index) in has
+            elif not each.is_local:
+                left[each.tensor, index] += 1
+            if not each.is_local:
+                has.add((each.destination, each.tensor, index))
+    assert set(left.values()) <= {1}
+    for rank in plan.ranks:
+        assert sum(each.nbytes for each in plan.transfers if each.is_relay and each.source == rank) <= (
+            plan.bytes_received(rank)
+        )
+
+
+def test_relays_spare_the_trainer_and_share_the_work_among_replicas():
+    tensors = {f"w{i}": CheckpointTensor((64, 48)) for i in range(24)}
+    source = tp_plans.mesh_layout(tensors, (4, 2), {name: [Replicate(), Shard(0)] for name in tensors})
+    engines = tp_plans.mesh_layout(tensors, (6, 2), {name: [Replicate(), Shard(1)] for name in tensors}).shifted(8)
+    plan, direct = (tp_plans.plan_transfer(source, engines, relay=relay) for relay in (True, False))
+    size = 24 * 64 * 48 * 2
+    assert sum(map(plan.bytes_sent, range(8))) == size
+    assert sum(map(direct.bytes_sent, range(8))) == 6 * size
+    passed_on = [plan.bytes_sent(rank) for rank in range(8, 20)]
+    assert sum(passed_on) == 5 * size
+    assert max(passed_on) <= size // 2  # no more than a rank receives
+    assert min(passed_on) >= 0.7 * max(passed_on)
+    assert plan.fingerprint() != direct.fingerprint()
+
+
+@on_any_machine
+@given(pairs())
 def test_a_cover_gives_each_element_to_one_rank_that_stores_it(pair):
     cover = tp_plans.plan_cover(pair[0])
     counts = Counter((each.tensor, index) for each in cover for index in indices(each.box))

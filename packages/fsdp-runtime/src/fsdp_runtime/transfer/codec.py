@@ -66,16 +66,9 @@ def apply_changes(records: Tensor, offset: int, target: Tensor) -> int:
     Raises:
         WeightSyncError: the record does not fit the target.
     """
-    header = records[offset : offset + HEADER_BYTES].clone()
-    if len(header) != HEADER_BYTES:
-        raise WeightSyncError(f"an update ends at byte {len(records)}, in the middle of a record: ask for a full one")
-    first, count = (int(number) for number in header.view(torch.int64))
-    form, position_bytes = first % 8, first // 8
     flat = _bits(target)
-    start = offset + HEADER_BYTES
-    end = start + position_bytes + count * flat.itemsize
-    fits = form <= _GAPS_2 and 0 <= count <= len(flat) and position_bytes >= 0 and end <= len(records)
-    if not fits or (form == _ALL and count != len(flat)):
+    form, start, position_bytes, count, end = _parsed(records, offset, flat.itemsize)
+    if not 0 <= count <= len(flat) or (form == _ALL and count != len(flat)):
         raise WeightSyncError(
             f"a record of form {form} with {count} values in {end - start} bytes does not fit {len(flat)} elements of "
             f"{flat.itemsize} bytes: ask for a full update"
@@ -92,6 +85,36 @@ def apply_changes(records: Tensor, offset: int, target: Tensor) -> int:
         raise WeightSyncError(f"a record's {count} positions do not fit {len(flat)} elements: ask for a full update")
     flat[where] = values
     return end
+
+
+def end_of_record(records: Tensor, offset: int, itemsize: int) -> int:
+    """Return the offset after the record that begins at an offset.
+
+    Args:
+        records: ``[bytes]``, uint8.
+        offset: where the record begins.
+        itemsize: bytes of a value.
+
+    Raises:
+        WeightSyncError: no record lies there.
+    """
+    return _parsed(records, offset, itemsize)[-1]
+
+
+def _parsed(records: Tensor, offset: int, itemsize: int) -> tuple[int, int, int, int, int]:
+    """A record's form, the offset and the bytes of its positions, the number of its values, and the offset after it."""
+    header = records[offset : offset + HEADER_BYTES].clone()
+    if len(header) != HEADER_BYTES:
+        raise WeightSyncError(f"an update ends at byte {len(records)}, in the middle of a record: ask for a full one")
+    first, count = (int(number) for number in header.view(torch.int64))
+    form, position_bytes, start = first % 8, first // 8, offset + HEADER_BYTES
+    end = start + position_bytes + count * itemsize
+    if form > _GAPS_2 or count < 0 or position_bytes < 0 or end > len(records):
+        raise WeightSyncError(
+            f"a record of form {form} with {count} values in {end - start} bytes does not fit an update of "
+            f"{len(records)} bytes: ask for a full update"
+        )
+    return form, start, position_bytes, count, end
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import all_reduce_over, mesh_ranks
 from fsdp_runtime.sharded.hashing import hash_box
+from fsdp_runtime.transfer.groups import rank_in
 from fsdp_runtime.transfer.model_layout import ModelShards, present_tensors
 from fsdp_runtime.transfer.views import block_view, box_views, inside, torch_dtype
 from fsdp_runtime.weights.naming import Names
@@ -90,7 +91,7 @@ def digest_layout(
         >>> digest_layout(shards.layout, shards.local) == digest(model)
         True
     """
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    rank = rank_in(group)
     return _summed(layout, _of_cover(layout, local, rank), _groups(group))
 
 
@@ -123,13 +124,13 @@ def verify_transfer(
         >>> execute_transfer(plan, source=shards.local, destination=target.local)
         >>> verify_transfer(plan, source=shards.local, destination=target.local)
     """
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    rank = rank_in(group)
     values = present_tensors(source)
     position = {name: index for index, name in enumerate(plan.destination.tensors)}
     sent: dict[tuple[int, str], int] = {}
     arrived: dict[tuple[int, str], int] = {}
     totals = torch.zeros(2, len(position), dtype=torch.int64)
-    for each in plan.transfers:
+    for each in (transfer.direct for transfer in plan.transfers):
         # A copy that the destination stores in several places counts once for each of its elements there.
         for part, _ in plan.destination.within(each.destination, each.tensor, each.box):
             if each.source == rank:
@@ -159,7 +160,7 @@ def _describe(
     names = set(differing)
     own = [{key: value for key, value in side.items() if key[1] in names} for side in (sent, arrived)]
     gathered = [own]
-    if dist.is_initialized():
+    if _groups(group):
         gathered = [own] * dist.get_world_size(group)
         dist.all_gather_object(gathered, own, group=group)
     expected: dict[tuple[int, str], int] = {}
@@ -207,10 +208,8 @@ def _summed(layout: TransferLayout, partial_sums: Tensor, groups: Sequence[Proce
 
 
 def _groups(group: ProcessGroup | None) -> Sequence[ProcessGroup]:
-    if not dist.is_initialized():
-        return ()
-    world = dist.group.WORLD
-    return [group] if group is not None else [] if world is None else [world]
+    chosen = dist.group.WORLD if group is None else group
+    return [] if chosen is None else [chosen]
 
 
 def _wrap(value: int) -> int:

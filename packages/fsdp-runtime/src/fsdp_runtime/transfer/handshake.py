@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.transfer.execute import exchange, unfinished_exchange
+from fsdp_runtime.transfer.exchange import HANDSHAKE, exchange, unfinished_exchange
 
 
 class Handshake:
@@ -23,11 +23,19 @@ class Handshake:
         group: the process group.
         device: where its backend takes tensors from.
         timeout: how long the first rank waits for the others; they wait twice as long for its answer.
+        tag: the kind of its messages, apart from those of another handshake of the group.
     """
 
     def __init__(
-        self, ranks: Sequence[int], rank: int, group: ProcessGroup | None, device: torch.device, timeout: timedelta
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        group: ProcessGroup | None,
+        device: torch.device,
+        timeout: timedelta,
+        tag: int = HANDSHAKE,
     ) -> None:
+        self._tag = tag
         self._first, self._others = ranks[0], list(ranks[1:])
         self._rank, self._group, self._device, self._timeout = rank, group, device, timeout
 
@@ -41,15 +49,15 @@ class Handshake:
             WeightSyncError: a rank did not take part in time.  The first rank's message names it; with gloo, whose
                 connections all close at a timeout, those of others refer to the first rank's.
         """
-        own = torch.tensor(numbers, device=self._device)
+        own, tag = torch.tensor(numbers, device=self._device), self._tag + len(numbers)
         ranks = [self._first, *self._others]
         if self._rank == self._first:
-            table = self._collected(own)
+            table = self._collected(own, tag)
         else:
             table = own.new_zeros(len(ranks), len(own))
             try:
-                exchange({self._first: own}, {}, self._rank, self._group, self._timeout)
-                exchange({}, {self._first: table}, self._rank, self._group, 2 * self._timeout)
+                exchange({self._first: own}, {}, self._rank, self._group, self._timeout, tag)
+                exchange({}, {self._first: table}, self._rank, self._group, 2 * self._timeout, tag)
             except WeightSyncError as error:
                 raise WeightSyncError(
                     f"rank {self._rank} had no answer from rank {self._first}, which asks all ranks about an update, "
@@ -59,10 +67,10 @@ class Handshake:
                 ) from error
         return dict(zip(ranks, table.tolist(), strict=True))
 
-    def _collected(self, own: Tensor) -> Tensor:
+    def _collected(self, own: Tensor, tag: int) -> Tensor:
         """The numbers of every rank, on the first rank, sent to all others."""
         incoming = {rank: torch.zeros_like(own) for rank in self._others}
-        missing = unfinished_exchange({}, incoming, self._rank, self._group, self._timeout)
+        missing = unfinished_exchange({}, incoming, self._rank, self._group, self._timeout, tag)
         if missing:
             raise WeightSyncError(
                 f"ranks {', '.join(map(str, sorted(missing)))} did not take part in an update of weights within "
@@ -70,7 +78,7 @@ class Handshake:
                 "group and build WeightSync anew"
             )
         table = torch.stack([own, *incoming.values()])
-        exchange(dict.fromkeys(self._others, table), {}, self._rank, self._group, self._timeout)
+        exchange(dict.fromkeys(self._others, table), {}, self._rank, self._group, self._timeout, tag)
         return table
 
     @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_runtime.errors import OptionError
 from tp_plans import BlockTransfer, TransferPlan
-from tp_plans.transfer.boxes import split_box, volume
+from tp_plans.transfer.boxes import Box, split_box, volume
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ def schedule_rounds(plan: TransferPlan, bucket_bytes: int) -> list[Round]:
     """Return the rounds of a plan, the same on every process.
 
     In a round a rank has at most ``bucket_bytes`` of messages, sent and received together, and one message for another
-    rank.  A transfer goes into the first round in which both of its ranks have room.
+    rank.  A transfer goes into the first round in which both of its ranks have room, what a rank passes on into a later
+    one than that in which it arrives.
 
     Args:
         plan: the plan; transfers that stay on their rank are left out.
@@ -55,10 +56,13 @@ def schedule_rounds(plan: TransferPlan, bucket_bytes: int) -> list[Round]:
     used: list[dict[int, int]] = []
     messages: list[dict[tuple[int, int], list[BlockTransfer]]] = []
     first_open: dict[int, int] = defaultdict(int)
+    arrives: dict[tuple[int, str, Box], int] = {}
     for each in split_transfers(plan, bucket_bytes):
         if each.is_local:
             continue
         place = max(first_open[each.source], first_open[each.destination])
+        if each.is_relay:
+            place = max(place, arrives[each.source, each.tensor, each.box] + 1)
         while True:
             if place == len(used):
                 used.append(defaultdict(int))
@@ -72,6 +76,7 @@ def schedule_rounds(plan: TransferPlan, bucket_bytes: int) -> list[Round]:
             while first_open[rank] < len(used) and used[first_open[rank]][rank] >= limit:
                 first_open[rank] += 1
         messages[place][each.source, each.destination].append(each)
+        arrives[each.destination, each.tensor, each.box] = place
     itemsize = {name: tensor.itemsize for name, tensor in plan.destination.tensors.items()}
     return [
         [

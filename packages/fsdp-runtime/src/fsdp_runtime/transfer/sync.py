@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError, WeightSyncError
-from fsdp_runtime.transfer.codec import HEADER_BYTES, apply_changes, encode_changes
-from fsdp_runtime.transfer.execute import DEFAULT_TIMEOUT, Sides, exchange, execute_transfer
+from fsdp_runtime.transfer.changes import ArrivedChanges, Changes
+from fsdp_runtime.transfer.execute import execute_transfer
+from fsdp_runtime.transfer.groups import DEFAULT_TIMEOUT, rank_in
 from fsdp_runtime.transfer.handshake import Handshake
 from fsdp_runtime.transfer.model_layout import ModelShards
 from fsdp_runtime.transfer.schedule import split_transfers
-from fsdp_runtime.transfer.views import box_views, torch_dtype
+from fsdp_runtime.transfer.sides import Sides
+from fsdp_runtime.transfer.views import box_views
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
-from tp_plans import BlockTransfer, TransferPlan
-from tp_plans.transfer.boxes import Box, box_shape
+from tp_plans import TransferPlan
+from tp_plans.transfer.boxes import Box
 
 #: The version of a rank that has none: it takes a full update only.
 NO_VERSION = -1
@@ -84,6 +85,7 @@ class WeightSync:
         delta: send differences; ``False`` sends full weights always and keeps no copy.
         staged: keep full weights on the host until all have arrived, which takes as much memory there as a destination
             rank stores; ``False`` takes one bucket, and the engine must not serve during a full update.
+        shared_memory: hand full weights over in memory that ranks of one host share; see :func:`execute_transfer`.
 
     Raises:
         WeightSyncError: a local tensor is missing, too small, or of a dtype that cannot hold what is sent.
@@ -113,11 +115,12 @@ class WeightSync:
         timeout: timedelta = DEFAULT_TIMEOUT,
         delta: bool = True,
         staged: bool = True,
+        shared_memory: bool = False,
     ) -> None:
         self._plan, self._group = plan, group
         self._bucket_bytes, self._timeout = bucket_bytes, timeout
-        self._delta, self._staged = delta, staged
-        self._rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self._delta, self._staged, self._shared_memory = delta, staged, shared_memory
+        self._rank = rank_in(group)
         self._shards = source if isinstance(source, ModelShards) else None
         tensors = source.storage if isinstance(source, ModelShards) else source or {}
         self._sides = Sides(plan, self._rank, tensors, destination or {})
@@ -125,7 +128,7 @@ class WeightSync:
         self._handshake = Handshake(plan.ranks or (self._rank,), self._rank, group, self._sides.device, timeout)
         self._fingerprint = plan.fingerprint()
         self._chain, self._version, self._is_broken = 0, NO_VERSION, False
-        self._sent: dict[tuple[str, Box], Tensor] = {}
+        self._changes = Changes(plan, self._sides, group, timeout)
 
     @property
     def version(self) -> int:
@@ -165,40 +168,46 @@ class WeightSync:
         if self._shards is not None:
             self._shards.refresh()
         held = 0 if self._is_broken else self._chain
-        records = self._encode() if self._delta and held else {}
+        records = self._changes.encode() if self._delta and held else {}
         states = self._states(version, records, held)
         _require_versions(states, version)
         full_ranks = self._full_ranks(states)
         first = min(states)
         chain = max((s.chain for s in states.values() if s.is_source), default=0) or states[first].proposal
         self._is_broken = True  # unless it completes: the next update is full
-        full = self._part(lambda each: each.destination in full_ranks)
-        changes = self._part(lambda each: each.destination not in full_ranks).transfers
+        full, changes = self._parts(full_ranks)
         with self._handshake.agreement():  # a rank that cannot says so before anything is sent
             target = self._stage(full) if self._staged else self._sides.destination
         if not self._staged and self._rank in full_ranks:
             self._version = NO_VERSION  # until the update is complete
         with self._handshake.agreement():
             self._receive(full, target)
-            differences = self._exchange_changes(records, changes)
+            differences = self._changes.exchange(records, changes.transfers)
         self._version = NO_VERSION
-        self._apply(full, target, changes, differences)
+        self._apply(full, target, differences)
         if self._delta:
-            self._remember(records)
+            self._changes.remember(records)
         self._chain, self._version, self._is_broken = chain, version, False
-        sent = sum(len(records[t.tensor, t.box]) for t in changes if t.source == self._rank)
         return SyncReport(
             version,
             full_ranks,
-            sent + full.bytes_sent(self._rank),
-            sum(map(len, differences.values())) + full.bytes_received(self._rank),
+            differences.bytes_sent + full.bytes_sent(self._rank),
+            differences.bytes_received + full.bytes_received(self._rank),
             self._plan.bytes_sent(self._rank) + self._plan.bytes_received(self._rank),
         )
 
-    def _part(self, chosen: Callable[[BlockTransfer], bool]) -> TransferPlan:
-        """Some of the plan's transfers between ranks."""
-        transfers = tuple(each for each in self._plan.transfers if not each.is_local and chosen(each))
-        return replace(self._plan, transfers=transfers)
+    def _parts(self, full_ranks: Sequence[int]) -> tuple[TransferPlan, TransferPlan]:
+        """The plan's transfers between ranks: those of full weights, and those of differences.
+
+        Ranks pass on what they receive themselves: where some receive full weights and others differences, all have
+        theirs from the ranks of the source.
+        """
+        remote = [each for each in self._plan.transfers if not each.is_local]
+        if {each.destination in full_ranks for each in remote} == {True, False}:
+            remote = [each.direct for each in remote]
+        full = tuple(each for each in remote if each.destination in full_ranks)
+        changes = tuple(each for each in remote if each.destination not in full_ranks)
+        return replace(self._plan, transfers=full), replace(self._plan, transfers=changes)
 
     def _stage(self, full: TransferPlan) -> dict[str, Tensor]:
         """Tensors on the host for what this rank receives in full."""
@@ -217,14 +226,14 @@ class WeightSync:
             bucket_bytes=self._bucket_bytes,
             timeout=self._timeout,
             device=self._sides.device,
+            shared_memory=self._shared_memory,
         )
 
     def _apply(
         self,
         full: TransferPlan,
         arrived: Mapping[str, Tensor],
-        changes: Sequence[BlockTransfer],
-        differences: Mapping[int, Tensor],
+        differences: ArrivedChanges,
     ) -> None:
         """Write what has arrived, and what this rank keeps from itself, to the destination."""
         for each in split_transfers(self._plan, self._bucket_bytes):
@@ -236,41 +245,7 @@ class WeightSync:
                 final = box_views(self._plan.destination, self._rank, self._sides.destination, each.tensor, each.box)
                 for (_, values), (_, view) in zip(staged, final, strict=True):
                     view.copy_(values)
-        for rank, run in differences.items():
-            offset = 0
-            for each in changes:
-                if (each.source, each.destination) == (rank, self._rank):
-                    values = self._held(each)
-                    offset = apply_changes(run, offset, values)
-                    self._sides.write(each, values)
-
-    def _own(self) -> list[BlockTransfer]:
-        """The transfers that this rank sends to others."""
-        return [each for each in self._plan.transfers if each.source == self._rank and not each.is_local]
-
-    def _values(self, each: BlockTransfer) -> Tensor:
-        dtype = torch_dtype(self._plan.destination, each.tensor)
-        values = torch.empty(box_shape(each.box), dtype=dtype, device=self._sides.device)
-        self._sides.read(each, values)
-        return values
-
-    def _encode(self) -> dict[tuple[str, Box], Tensor]:
-        """The record of each box that this rank sends, once for all destinations."""
-        records: dict[tuple[str, Box], Tensor] = {}
-        for each in self._own():
-            key = (each.tensor, each.box)
-            if key not in records:
-                records[key] = encode_changes(self._sent.get(key), self._values(each))
-        return records
-
-    def _remember(self, records: Mapping[tuple[str, Box], Tensor]) -> None:
-        """Keep the values that the destinations have now."""
-        for each in self._own():
-            key = (each.tensor, each.box)
-            if key in records and key in self._sent:
-                apply_changes(records[key], 0, self._sent[key])
-            else:
-                self._sent[key] = self._values(each)
+        self._changes.apply(differences.records)
 
     def _states(self, version: int, records: Mapping[tuple[str, Box], Tensor], chain: int) -> dict[int, _State]:
         """What every rank says of itself.
@@ -278,12 +253,10 @@ class WeightSync:
         Raises:
             WeightSyncError: a rank did not take part in time, or ranks have different plans.
         """
-        nbytes = sum(len(records[each.tensor, each.box]) for each in self._own()) if records else 0
-        is_source = any(each.source == self._rank for each in self._plan.transfers)
+        nbytes = sum(len(records[each.tensor, each.box]) for each in self._changes.own()) if records else 0
+        is_source = any(each.source == self._rank and not each.is_relay for each in self._plan.transfers)
         proposal = secrets.randbits(62) + 1
         own = _State(self._fingerprint, chain, self._version, version, is_source, nbytes, proposal)
-        if not dist.is_initialized():
-            return {self._rank: own}
         states = {rank: _State(*numbers) for rank, numbers in self._handshake.gather(own).items()}
         others = [rank for rank, state in states.items() if state.plan != states[self._plan.ranks[0]].plan]
         if others:
@@ -304,44 +277,10 @@ class WeightSync:
         sources = [state for state in states.values() if state.is_source]
         known = {(state.chain, state.version) for state in sources}
         wire_bytes = sum(state.record_bytes for state in sources)
-        everything = sum(each.nbytes for each in self._plan.transfers if not each.is_local)
+        everything = sum(each.nbytes for each in self._plan.transfers if not (each.is_local or each.is_relay))
         if not self._delta or len(known) != 1 or any(not chain for chain, _ in known) or wire_bytes >= everything:
             return tuple(sorted(destinations))
         return tuple(sorted(r for r in destinations if (states[r].chain, states[r].version) not in known))
-
-    def _exchange_changes(
-        self, records: Mapping[tuple[str, Box], Tensor], changes: Sequence[BlockTransfer]
-    ) -> dict[int, Tensor]:
-        """Send this rank's records; return those that arrived, by the rank that sent them."""
-        outgoing: dict[int, list[Tensor]] = {}
-        most: dict[int, int] = {}
-        for each in changes:
-            if each.source == self._rank:
-                outgoing.setdefault(each.destination, []).append(records[each.tensor, each.box])
-            if each.destination == self._rank:
-                most[each.source] = most.get(each.source, 0) + each.nbytes + HEADER_BYTES
-        device = self._sides.device
-        messages = {rank: torch.cat(parts) for rank, parts in outgoing.items()}
-        sizes = {rank: torch.tensor([len(message)], device=device) for rank, message in messages.items()}
-        announced = {rank: torch.zeros(1, dtype=torch.int64, device=device) for rank in most}
-        self._exchange(sizes, announced)
-        arrived = {}
-        for rank, size in announced.items():
-            if not 0 <= int(size) <= most[rank]:
-                raise WeightSyncError(f"rank {rank} announced {int(size)} bytes for blocks of {most[rank]}")
-            arrived[rank] = torch.empty(int(size), dtype=torch.uint8, device=device)
-        self._exchange(messages, arrived)
-        return arrived
-
-    def _exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-        exchange(outgoing, incoming, self._rank, self._group, self._timeout)
-
-    def _held(self, each: BlockTransfer) -> Tensor:
-        """The old values of a box at this destination, in the dtype that is sent."""
-        dtype = torch_dtype(self._plan.destination, each.tensor)
-        values = torch.empty(box_shape(each.box), dtype=dtype, device=self._sides.device)
-        self._sides.read_back(each, values)
-        return values
 
 
 def _require_versions(states: Mapping[int, _State], version: int) -> None:

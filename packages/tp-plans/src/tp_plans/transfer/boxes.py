@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 #: Start and stop of each dim.
 Box = tuple[tuple[int, int], ...]
 
+#: Boxes that several ranks can send are shared out in parts of at most this many bytes.
+SHARED_BYTES = 4 * 2**20
+
 
 def full_box(shape: Sequence[int]) -> Box:
     """The box of a full tensor."""
@@ -69,6 +72,18 @@ def uncovered(box: Box, covering: Iterable[Box]) -> list[Box]:
     for other in covering:
         left = [part for piece in left for part in difference(piece, other)]
     return left
+
+
+def cells(boxes: Iterable[Box]) -> list[Box]:
+    """Boxes that do not overlap and cover what some boxes cover, each of them in full inside or outside of each."""
+    found: list[Box] = []
+    for box in boxes:
+        cut: list[Box] = []
+        for cell in found:
+            common = intersection(cell, box)
+            cut += [cell] if common is None else [common, *difference(cell, common)]
+        found = cut + uncovered(box, cut)
+    return found
 
 
 def split_box(box: Box, limit: int) -> list[Box]:

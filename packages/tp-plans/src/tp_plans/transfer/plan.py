@@ -10,35 +10,10 @@ from functools import cached_property
 
 from tp_plans._validate import transfer_checked
 from tp_plans.errors import TransferError
-from tp_plans.transfer.boxes import Box, difference, disjoint, full_box, intersection, split_box, volume
+from tp_plans.transfer.block_transfer import BlockTransfer
+from tp_plans.transfer.boxes import SHARED_BYTES, Box, difference, disjoint, full_box, intersection, split_box, volume
 from tp_plans.transfer.layout import CheckpointTensor, TransferLayout
-
-#: Boxes that several ranks can send are shared out in parts of at most this many bytes.
-_SHARED_BYTES = 4 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class BlockTransfer:
-    """A box of a checkpoint tensor that one rank sends to another.
-
-    Args:
-        tensor: the checkpoint tensor.
-        box: the part of it.
-        source: the rank that sends.
-        destination: the rank that receives; the source itself where it stores the box already.
-        nbytes: bytes of the box in the dtype that is sent.
-    """
-
-    tensor: str
-    box: Box
-    source: int
-    destination: int
-    nbytes: int
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the box stays on its rank, as a copy."""
-        return self.source == self.destination
+from tp_plans.transfer.relays import owners_of, relayed_transfers
 
 
 @dataclass(frozen=True)
@@ -81,12 +56,14 @@ class TransferPlan:
         return self._totals[2].get(rank, 0)
 
     def fingerprint(self) -> int:
-        """Return a number of 62 bits that is the same on every process for the same two layouts."""
+        """Return a number of 62 bits that is the same on every process for the same plan."""
         digest = hashlib.blake2b(digest_size=8)
         for layout in (self.source, self.destination):
             for name, tensor in layout.tensors.items():
                 stored = [(each.rank, each.box, each.local, each.offset, each.dims) for each in layout.blocks(name)]
                 digest.update(repr((name, tensor.shape, tensor.dtype, stored)).encode())
+        if any(each.is_relay for each in self.transfers):
+            digest.update(b"relays")
         return int.from_bytes(digest.digest(), "big") >> 2
 
     @cached_property
@@ -96,7 +73,7 @@ class TransferPlan:
 
 
 @transfer_checked
-def plan_transfer(source: TransferLayout, destination: TransferLayout) -> TransferPlan:
+def plan_transfer(source: TransferLayout, destination: TransferLayout, *, relay: bool = False) -> TransferPlan:
     """Decide which rank sends which block of each checkpoint tensor to which rank.
 
     Each element that a destination rank stores reaches it once, also where it stores copies; what the rank has itself
@@ -104,9 +81,13 @@ def plan_transfer(source: TransferLayout, destination: TransferLayout) -> Transf
     in parts: first what has one sender is counted, then the rest from large to small.  The same plan comes out on
     every process, without communication.
 
+    With ``relay``, each element leaves the source ranks once, however many replicas of an engine want it: the replicas
+    pass it on, one to the next, the one that has sent least first.  No rank sends more than it receives for that.
+
     Args:
         source: the layout that has the values; every tensor of the destination must be in it.
         destination: the layout to fill; it may lack tensors of the source.
+        relay: let destination ranks pass on what they received.
 
     Returns:
         The plan.
@@ -123,15 +104,21 @@ def plan_transfer(source: TransferLayout, destination: TransferLayout) -> Transf
         ...     print(each.tensor, each.box, f"{each.source} -> {each.destination}", each.nbytes)
         weight ((0, 2), (0, 2)) 0 -> 2 8
         weight ((2, 4), (0, 2)) 1 -> 2 8
+        >>> replicas = tp_plans.mesh_layout(tensors, (2,), {"weight": [tp_plans.Replicate()]}).shifted(2)
+        >>> plan = tp_plans.plan_transfer(trainer, replicas, relay=True)
+        >>> plan.bytes_sent(0), plan.bytes_sent(1), plan.bytes_sent(2), plan.bytes_sent(3)
+        (8, 8, 8, 8)
     """
     _require_same_tensors(source, destination)
+    if relay:
+        return TransferPlan(source, destination, tuple(relayed_transfers(source, destination)))
     load: dict[int, int] = defaultdict(int)
     fixed: list[tuple[int, BlockTransfer]] = []
     shared: list[tuple[int, str, Box, Sequence[int], int, int]] = []
     order = 0
     remembered = _Providers()
     for name, tensor in destination.tensors.items():
-        providers, itemsize = remembered.of_tensor(name, tensor, _owners(source, name)), tensor.itemsize
+        providers, itemsize = remembered.of_tensor(name, tensor, owners_of(source, name)), tensor.itemsize
         for rank, box in _wanted(destination, name):
             for part, elements, senders in providers(box, rank):
                 nbytes = elements * itemsize
@@ -140,7 +127,7 @@ def plan_transfer(source: TransferLayout, destination: TransferLayout) -> Transf
                     load[senders[0]] += nbytes if senders[0] != rank else 0
                     order += 1
                     continue
-                for small in [part] if nbytes <= _SHARED_BYTES else split_box(part, _SHARED_BYTES // itemsize):
+                for small in [part] if nbytes <= SHARED_BYTES else split_box(part, SHARED_BYTES // itemsize):
                     shared.append((order, name, small, senders, rank, volume(small) * itemsize))
                     order += 1
     for place, name, box, senders, rank, nbytes in sorted(shared, key=lambda item: (-item[5], item[0])):
@@ -175,9 +162,9 @@ def plan_cover(layout: TransferLayout) -> tuple[BlockTransfer, ...]:
     found = []
     remembered = _Providers()
     for name, tensor in layout.tensors.items():
-        providers = remembered.of_tensor(name, tensor, _owners(layout, name))
+        providers = remembered.of_tensor(name, tensor, owners_of(layout, name))
         for part, _, senders in providers(full_box(tensor.shape), None):
-            for small in split_box(part, max(1, _SHARED_BYTES // tensor.itemsize)):
+            for small in split_box(part, max(1, SHARED_BYTES // tensor.itemsize)):
                 owner = min(senders, key=lambda each: (load[each], each))
                 load[owner] += volume(small) * tensor.itemsize
                 found.append(BlockTransfer(name, small, owner, owner, volume(small) * tensor.itemsize))
@@ -197,16 +184,6 @@ def _require_same_tensors(source: TransferLayout, destination: TransferLayout) -
                 f"{name} is {source.tensors[name].shape} in {source.tensors[name].dtype} at the source and "
                 f"{tensor.shape} in {tensor.dtype} at the destination: both layouts name the values as they are sent"
             )
-
-
-def _owners(layout: TransferLayout, name: str) -> dict[Box, list[int]]:
-    """The ranks that store each box of a tensor."""
-    owners: dict[Box, list[int]] = {}
-    for block in layout.blocks(name):
-        held = owners.setdefault(block.box, [])
-        if block.rank not in held:
-            held.append(block.rank)
-    return owners
 
 
 def _wanted(layout: TransferLayout, name: str) -> Iterator[tuple[int, Box]]:

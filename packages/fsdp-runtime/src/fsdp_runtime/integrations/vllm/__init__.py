@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_runtime.integrations.vllm.client import EngineClient
+    from fsdp_runtime.integrations.vllm.report import EngineSyncReport
     from fsdp_runtime.integrations.vllm.source import WeightSource
-    from fsdp_runtime.integrations.vllm.sync import EngineSync, EngineSyncReport
+    from fsdp_runtime.integrations.vllm.sync import EngineSync
 
 __all__ = ["EngineClient", "EngineSync", "EngineSyncReport", "WeightSource"]
 
 _MODULES = {
     "EngineClient": "client",
     "EngineSync": "sync",
-    "EngineSyncReport": "sync",
+    "EngineSyncReport": "report",
     "WeightSource": "source",
 }
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from vllm.distributed import parallel_state
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, layerwise
 
@@ -53,6 +55,25 @@ def partly_loaded(model: nn.Module) -> list[str]:
             if 0 < info.load_numel < total:
                 found.append(f"{info.load_numel:,} of {path}'s {total:,}")
     return found
+
+
+def lost_parameters(model: nn.Module, loaded: AbstractSet[str]) -> list[str]:
+    """The parameters that a loader named as loaded in layers for which the reload counted no value.
+
+    Such a loader copies into the parameter itself, which is on the meta device during a reload.
+    """
+    found = []
+    for path, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and not info.load_numel and info.load_numel_total:
+            own = (f"{path}.{name}" for name, _ in layer.named_parameters(recurse=False))
+            found += [name for name in own if name in loaded]
+    return found
+
+
+def tensor_parallel_rank() -> int:
+    """This worker's rank in its tensor-parallel group."""
+    return int(parallel_state.get_tensor_model_parallel_rank())
 
 
 def drop_pending(model: nn.Module, model_config: Any) -> None:

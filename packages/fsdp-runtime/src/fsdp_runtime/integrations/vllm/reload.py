@@ -17,11 +17,14 @@ from fsdp_runtime._torch_compat import TorchDispatchMode
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.integrations.vllm._vllm_compat import (
     drop_pending,
+    lost_parameters,
     partly_loaded,
     processing_replaced,
+    tensor_parallel_rank,
     vocabulary_parameters,
 )
 from fsdp_runtime.integrations.vllm.cpu_repack import repack
+from fsdp_runtime.integrations.vllm.gpt_oss import loadable_parts, sinks_parameter
 from fsdp_runtime.weights.stream import WeightInfo
 
 
@@ -30,14 +33,23 @@ def load_into(model: Any, model_config: Any, weights: Iterable[tuple[str, Tensor
 
     After an error the model can be loaded again; layers that were complete before it have new weights.
     """
+    sinks: dict[str, Tensor] = {}
     initialize_layerwise_reload(model)
     try:
-        for pair in weights:
-            model.load_weights([pair])
+        for name, tensor in weights:
+            if (path := sinks_parameter(model, name)) is not None:
+                sinks[path] = tensor
+                continue
+            for part in loadable_parts(model, name, tensor):
+                model.load_weights([part])
     except BaseException:
         drop_pending(model, model_config)
         raise
     finalize_layerwise_reload(model, model_config)
+    for path, tensor in sinks.items():
+        parameter = model.get_parameter(path)
+        own = tensor.narrow(0, tensor_parallel_rank() * parameter.numel(), parameter.numel())
+        parameter.data.copy_(own)
     repack(model)
 
 
@@ -57,29 +69,43 @@ def try_on_meta(model: Any, model_config: Any, weights: Sequence[WeightInfo], tp
         WeightSyncError: a loader refuses a tensor, or parameters would get nothing or a part; the message names them.
     """
     parameters = {name for name, _ in model.named_parameters()}  # before the reload parts tied ones
-    vocabulary, loaded = vocabulary_parameters(model), set[str]()
+    vocabulary, loaded, written = vocabulary_parameters(model), set[str](), set[str]()
     counts = not getattr(model_config, "quantization", None)
     initialize_layerwise_reload(model)
     try:
         with processing_replaced(lambda layer, info: None):
             for weight in weights:
                 tensor = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                if (path := sinks_parameter(model, weight.name)) is not None:
+                    if path not in parameters or weight.shape != (model.get_parameter(path).numel() * tp,):
+                        raise WeightSyncError(f"{_does_not_fit(weight)}: sinks are one number for each head")
+                    loaded.add(path)
+                    written.add(path)
+                    continue
                 try:
                     with _Copied() as copied:
-                        into = set(model.load_weights([(weight.name, tensor)]) or ())
+                        parts = loadable_parts(model, weight.name, tensor)
+                        into = {name for part in parts for name in model.load_weights([part]) or ()}
                 except Exception as error:
                     reason = f"{type(error).__name__}: {error}"
                     raise WeightSyncError(f"{_does_not_fit(weight)}: {reason}") from error
-                if counts and not into & vocabulary and not _is_part(copied.numel, tensor.numel(), tp):
+                lost_all = bool(into) and not copied.numel
+                if counts and (lost_all or not (into & vocabulary or _is_part(copied.numel, tensor.numel(), tp))):
                     raise WeightSyncError(
                         f"{_does_not_fit(weight)}: {copied.numel:,} of its {tensor.numel():,} values would be loaded"
                     )
                 loaded |= into
+        lost = lost_parameters(model, loaded - written)
         partial = partly_loaded(model) if counts else []
     finally:
         drop_pending(model, model_config)
     if missing := sorted(parameters - loaded):
         raise WeightSyncError(f"nothing would be loaded into {len(missing)} parameters, first {missing[0]}")
+    if lost:
+        raise WeightSyncError(
+            f"vLLM's loader names {len(lost)} parameters as loaded and a reload would keep none of their values, first "
+            f"{lost[0]}: it copies them past its weight loaders, and this model cannot be updated while it runs"
+        )
     if partial:
         raise WeightSyncError(f"weights are missing or too small: {partial[0]} values would be loaded")
 

@@ -6,9 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -17,42 +15,15 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError, WeightSyncError
+from fsdp_runtime.integrations.vllm.background import LAST_WORD_S, Background, ignore_errors
 from fsdp_runtime.integrations.vllm.gloo_group import GlooGroup, open_group, open_store
 from fsdp_runtime.integrations.vllm.messages import GlooInit, GlooUpdate, buckets
+from fsdp_runtime.integrations.vllm.report import EngineSyncReport
 from fsdp_runtime.integrations.vllm.source import WeightSource
 from fsdp_runtime.weights.send import flatten_bucket
 from fsdp_runtime.weights.stream import WeightInfo
 
 _T = TypeVar("_T")
-
-#: The longest that the trainer waits for an engine to say which version it has after an update failed.
-_LAST_WORD_S = 5.0
-
-
-@dataclass(frozen=True)
-class EngineSyncReport:
-    """What an update took.
-
-    Args:
-        version: the version that the engine names now, read back.
-        nbytes: bytes of the full weights.
-        connect_s: seconds to form a group with the engine's workers; 0 where an earlier one served.
-        check_s: seconds in which the engine tried names, dtypes and shapes.
-        send_s: seconds to gather and broadcast the weights.
-        apply_s: seconds in which the engine loaded them.
-    """
-
-    version: str
-    nbytes: int
-    connect_s: float
-    check_s: float
-    send_s: float
-    apply_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the update."""
-        return self.connect_s + self.check_s + self.send_s + self.apply_s
 
 
 class EngineSync:
@@ -192,7 +163,7 @@ class EngineSync:
 
     def _finish(self) -> None:
         """Close the session without a version, which would name new weights; the workers write nothing then."""
-        _ignore_errors(self._client.finish_weight_update)
+        ignore_errors(self._client.finish_weight_update)
         self._session = False
 
     def _restarted(self) -> bool:
@@ -204,9 +175,9 @@ class EngineSync:
         store = open_store(self._address, workers + 1, self._timeout_s)
         name = f"{time.time_ns()}"
         info = GlooInit(self._address, store.port, workers + 1, timeout_s=self._timeout_s, group=name)
-        with _Background(lambda: self._client.init_weight_transfer_engine(asdict(info))) as told:
-            link = open_group(store, workers + 1, self._timeout_s, name, told.done)
-            told.result()
+        with Background(lambda: self._client.init_weight_transfer_engine(asdict(info))) as answer:
+            link = open_group(store, workers + 1, self._timeout_s, name, answer.done)
+            answer.result()
         if link is None:
             raise WeightSyncError(f"the engine answered before its {workers} workers joined: has it so many?")
         return link
@@ -235,14 +206,14 @@ class EngineSync:
     ) -> None:
         """Let every worker do a part of an update, and raise what they report."""
         part = replace(part, group=link.name, number=next(self._numbers))
-        with _Background(lambda: self._client.update_weights(asdict(part))) as told:
+        with Background(lambda: self._client.update_weights(asdict(part))) as answer:
             meanwhile()
             reports = link.reports(part.number)
             end = time.monotonic() + limit_s
             while None in reports.values() and time.monotonic() < end:
-                if told.done():  # the server has its workers' answers, and reports are sent before them
-                    told.result()
-                    end = min(end, time.monotonic() + _LAST_WORD_S)
+                if answer.done():  # the server has its workers' answers, and reports are sent before them
+                    answer.result()
+                    end = min(end, time.monotonic() + LAST_WORD_S)
                 time.sleep(0.005)
                 reports = link.reports(part.number)
         silent = [rank - 1 for rank, report in reports.items() if report is None]
@@ -264,13 +235,13 @@ class EngineSync:
             try:
                 self._ask(link, GlooUpdate("apply"))
             except Exception:
-                _ignore_errors(lambda: self._ask(link, GlooUpdate("undo")))
+                ignore_errors(lambda: self._ask(link, GlooUpdate("undo")))
                 raise
             client.finish_weight_update(version)
             self._session = False
         finally:
             if paused:
-                _ignore_errors(client.resume)
+                ignore_errors(client.resume)
         read = client.weight_version() if hasattr(client, "weight_version") else version
         if read != version:
             raise WeightSyncError(f"the engine names version {read!r} after it took {version!r}")
@@ -305,7 +276,7 @@ class EngineSync:
             self.close()
         text = str(error) or f"no answer within {self._timeout_s:g} s"
         try:
-            held = f"it has version {self._client.weight_version(timeout_s=_LAST_WORD_S)!r}"
+            held = f"it has version {self._client.weight_version(timeout_s=LAST_WORD_S)!r}"
         except Exception:  # noqa: BLE001 (of any client)
             return f"the engine did not take version {version!r} (it does not answer): {text}"
         if self._session:
@@ -325,29 +296,3 @@ def _take(pairs: Any, bucket: Sequence[WeightInfo]) -> list[tuple[str, torch.Ten
             )
         taken.append((name, tensor))
     return taken
-
-
-class _Background:
-    """Run a call in a thread while the body runs; an error of the call comes first, since it has the reason."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._pool = ThreadPoolExecutor(1)
-        self._future: Future[Any] = self._pool.submit(call)
-
-    def __enter__(self) -> Future[Any]:
-        return self._future
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._pool.shutdown(wait=False)
-        if error is None:
-            return
-        with suppress(TimeoutError):
-            reason = self._future.exception(timeout=_LAST_WORD_S)
-            if reason is not None and reason is not error:
-                raise WeightSyncError(str(reason)) from error
-
-
-def _ignore_errors(call: Callable[[], Any]) -> None:
-    """Call where another error is the one to report."""
-    with suppress(Exception):
-        call()

@@ -13,8 +13,9 @@ from vllm.distributed.weight_transfer import base
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.integrations.vllm.plugin import BACKEND
+from fsdp_runtime.integrations.vllm.report import EngineSyncReport
 from fsdp_runtime.integrations.vllm.source import WeightSource
-from fsdp_runtime.integrations.vllm.sync import EngineSync, EngineSyncReport
+from fsdp_runtime.integrations.vllm.sync import EngineSync
 
 
 @dataclass
