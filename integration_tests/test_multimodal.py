@@ -12,8 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from architecture_matrix.multimodal import multimodal_model
-from architecture_matrix.multimodal_inputs import IMAGES_PER_ROW, multimodal_inputs
+from architecture_matrix.multimodal_inputs import multimodal_inputs
 from architecture_matrix.multimodal_measure import measure_multimodal
+from architecture_matrix.multimodal_media import IMAGES_PER_ROW
 from architecture_matrix.outcome import summarize
 from fsdp_runtime import parallelize, stream_weights
 from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, gradient_errors, largest, logits_of, mesh_for

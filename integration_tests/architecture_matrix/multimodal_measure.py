@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from architecture_matrix.measure import MODES, RankResult, Refused, Run, compared
-from architecture_matrix.multimodal import multimodal_model
+from architecture_matrix.measure import MODES, RankResult, Refused, Run, compared, default_dtype
+from architecture_matrix.multimodal import DEFAULT_FLOAT64, multimodal_model
 from architecture_matrix.multimodal_inputs import multimodal_inputs
 from architecture_matrix.outcome import Outcome, failure, summarize
 from architecture_matrix.peers import NoPlanError
@@ -33,6 +33,11 @@ def evaluate_multimodal(pool: RankPool, model_type: str, mode: str, *, media: st
 
 def measure_multimodal(model_type: str, mode: str, *, tp: int, media: str = "image", **options: Any) -> RankResult:
     """Measure one model type in one of the modes on this rank; every rank of the world must call it."""
+    with default_dtype(torch.float64 if model_type in DEFAULT_FLOAT64 else torch.float32):
+        return _measure(model_type, mode, tp, media, options)
+
+
+def _measure(model_type: str, mode: str, tp: int, media: str, options: dict[str, Any]) -> RankResult:
     reference, runs = _reference(model_type, media)
     candidate = copy.deepcopy(reference)
     try:
