@@ -59,12 +59,12 @@ def multimodal_config(model_type: str) -> Any:
     fields = text_fields(model_type, {})
     for name, value in default.items():
         if name in _PARTS and isinstance(value, dict) and value.get("model_type"):
-            fields[name] = {**_part(value), **changes.get(name, {})}
+            fields[name] = _part(value) | changes.get(name, {})
         elif name.endswith("_config") and name != "text_config" and isinstance(value, dict):
             fields[name] = _tower(value, {**fields.get(name, {}), **changes.get(name, {})})
         elif name in TOWER and name not in fields and value is not None:
             fields[name] = TOWER[name]
-    fields |= {name: value for name, value in changes.items() if not name.endswith("_config")}
+    fields |= {name: value for name, value in changes.items() if not isinstance(default.get(name), dict)}
     if isinstance(fields.get("text_config"), dict):
         fields["text_config"] |= changes.get("text_config", {})
         _shrink_rotary(fields["text_config"], default["text_config"])

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from architecture_matrix.multimodal_media import COUNT, IMAGES_PER_ROW, media_tensors
-from architecture_matrix.multimodal_rows import FEATURES, WITHOUT_PLACEHOLDERS
+from architecture_matrix.multimodal_media import COUNT, FRAMES, IMAGES_PER_ROW, media_tensors
+from architecture_matrix.multimodal_rows import FEATURES, FRAMES_APART, FRAMES_ARE_IMAGES, WITHOUT_PLACEHOLDERS
 
 #: Text tokens before, between and after the media of a row.
 _TEXT = 2
@@ -39,7 +39,8 @@ def multimodal_inputs(model: nn.Module, *, media: str = "image", seed: int = 1) 
         return {name: _cast(value, dtype) for name, value in build(config, generator).items()}
     tensors = {name: _cast(value, dtype) for name, value in media_tensors(model, media, generator).items()}
     counts = _features(model, media, tensors)
-    ids, kinds = _rows(counts, placeholder(config, media), generator)
+    parts = FRAMES if media == "video" and config.model_type in FRAMES_APART else 1
+    ids, kinds = _rows(counts, placeholder(config, media), generator, parts=parts)
     inputs = {"input_ids": ids, **tensors}
     takes = signature(type(model).forward).parameters
     if "mm_token_type_ids" in takes:
@@ -69,14 +70,17 @@ def _features(model: nn.Module, media: str, tensors: Mapping[str, Any]) -> list[
     return [part.numel() // part.shape[-1] for part in features]
 
 
-def _rows(counts: list[int], token: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return token ids with placeholders, and 1 where they are; the shorter rows are filled with text."""
+def _rows(counts: list[int], token: int, generator: torch.Generator, *, parts: int) -> tuple[Tensor, Tensor]:
+    """Return token ids with placeholders, and 1 where they are; the shorter rows are filled with text.
+
+    Text stands between the ``parts`` of a medium, too: the frames of a video, each after its time.
+    """
     rows: list[list[int]] = []
     left = iter(counts)
     for images in IMAGES_PER_ROW:
         row = [0] * _TEXT
         for _ in range(images):
-            row += [1] * next(left) + [0] * _TEXT
+            row += ([1] * (next(left) // parts) + [0] * _TEXT) * parts
         rows.append(row)
     length = max(map(len, rows)) + 1
     kinds = torch.tensor([row + [0] * (length - len(row)) for row in rows])
@@ -86,6 +90,7 @@ def _rows(counts: list[int], token: int, generator: torch.Generator) -> tuple[Te
 
 def placeholder(config: Any, media: str) -> int:
     """Return the id of the token that stands for media of a kind."""
+    media = "image" if config.model_type in FRAMES_ARE_IMAGES else media
     names = (f"{media}_token_id", f"{media}_token_index", f"{media}_patch_id")
     tower = getattr(config, {"image": "vision_config", "audio": "audio_config"}.get(media, ""), None)
     owners = [config, *([tower] if tower is not None else [])]

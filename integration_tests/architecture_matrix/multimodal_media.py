@@ -1,4 +1,4 @@
-"""Media of tiny multimodal models: images, videos and audio with the shapes that the classes' own processors produce."""
+"""Media of tiny multimodal models, with the shapes that the classes' own processors produce."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ IMAGES_PER_ROW = (2, 0, 1)
 COUNT = sum(IMAGES_PER_ROW)
 #: Frames of a video.
 FRAMES = 2
+#: Frames of a mel spectrogram where its number is fixed.
+FRAMES_OF_AUDIO = {"qwen3_asr": 100}
 #: Height and width of each image in patches.
 GRIDS = ((4, 4), (4, 8), (8, 4))
 
@@ -52,7 +54,8 @@ def _pixels(model: Any, media: str, generator: torch.Generator) -> Media:
 
 def image_size(config: Any) -> int:
     """Return the height of an image in pixels."""
-    size = getattr(config.vision_config, "image_size", None) or 8
+    owner = config.encoder if config.model_type == "t5gemma2" else config
+    size = getattr(owner.vision_config, "image_size", None) or 8
     return size if isinstance(size, int) else size[0]
 
 
@@ -236,7 +239,7 @@ def _mel_frames(model: nn.Module, generator: torch.Generator) -> Media:
     """Return mel spectrograms ``[clips, bins, frames]``, all of whose frames are valid."""
     config: Any = model.config
     audio = config.audio_config
-    frames = 2 * getattr(audio, "max_source_positions", 16)
+    frames = FRAMES_OF_AUDIO.get(config.model_type) or 2 * getattr(audio, "max_source_positions", 16)
     features = torch.randn(COUNT, getattr(audio, "num_mel_bins", 16), frames, generator=generator)
     takes = signature(type(model).forward).parameters
     masks = [name for name in ("feature_attention_mask", "input_features_mask") if name in takes]
@@ -275,9 +278,9 @@ def _discrete_frames(config: Any, generator: torch.Generator) -> Media:
     }
 
 
-def _waves(samples: Callable[[Any], int], **more: Any) -> _Builder:
+def _waves(samples: Callable[[Any], tuple[int, ...]], **more: Any) -> _Builder:
     def build(config: Any, generator: torch.Generator) -> Media:
-        return {"input_values": torch.randn(COUNT, samples(config), generator=generator), **more}
+        return {"input_values": torch.randn(COUNT, *samples(config), generator=generator), **more}
 
     return build
 
@@ -326,6 +329,7 @@ BUILDERS: dict[str, dict[str, _Builder]] = {
         "gemma4": _with_positions("video"),
         "gemma4_unified": _with_positions("video"),
         "kimi_k25": _square_patches("video"),
+        "minicpm_ocr": _packed_strips("video"),
         "minicpmv4_6": _packed_strips("video"),
         "minicpmv4_7": _packed_strips("video"),
         "molmo2": _crops_with_pooling("video"),
@@ -333,17 +337,20 @@ BUILDERS: dict[str, dict[str, _Builder]] = {
     },
     "audio": {
         "fun_asr_nano": _frames_first(lambda config: config.audio_config.num_mel_bins * 7, mask=True),
-        "gemma4": _frames_first(lambda _config: 128, mask=True, frames=32),
+        "gemma4": _frames_first(lambda config: config.audio_config.subsampling_conv_channels[0], mask=True),
         "gemma4_unified": _frames_first(lambda config: config.audio_config.audio_embed_dim, mask=True, frames=8),
         "granite_speech": _frames_first(lambda config: config.encoder_config.input_dim, mask=False, frames=30),
         "granite_speech_plus": _frames_first(lambda config: config.encoder_config.input_dim, mask=False, frames=30),
         "inkling_mm_model": _discrete_frames,
         "moss_transcribe_diarize": _chunks_of_clips,
-        "muse_spark": _waves(lambda config: 4 * config.audio_config.samples_per_token),
+        "muse_spark": _waves(lambda config: (4 * config.audio_config.samples_per_token,)),
+        "nemotron_h_omni": _frames_first(lambda config: config.audio_config.num_mel_bins, mask=True, frames=64),
         "nemo_speechlm": _frames_first(
             lambda config: config.audio_config.asr_config.num_mel_bins, mask=True, frames=64
         ),
         "phi4_multimodal": _phi_audio,
-        "vibevoice_asr": _waves(lambda config: 4 * config.acoustic_tokenizer_encoder_config.hop_length, sample=False),
+        "vibevoice_asr": _waves(
+            lambda config: (1, 4 * config.acoustic_tokenizer_encoder_config.hop_length), sample=False
+        ),
     },
 }

@@ -15,9 +15,17 @@ _IMAGES = max(IMAGES_PER_ROW)
 #: Features of a medium where no method of the model returns them.
 FEATURES = {
     ("granite4_vision", "image"): 10,
+    ("qwen2_audio", "audio"): 8,
     ("phi4_multimodal", "image"): 13,
     ("phi4_multimodal", "audio"): 4,
 }
+#: Model types that number the positions of each frame of a video for itself, with text between frames.
+FRAMES_APART = {
+    *("cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"),
+}
+#: Model types whose frames have the placeholder of images.
+FRAMES_ARE_IMAGES = {"glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"}
 
 
 def _ids(generator: torch.Generator, length: int = _LENGTH) -> torch.Tensor:
@@ -88,7 +96,7 @@ def _pix2struct(config: Any, generator: torch.Generator) -> dict[str, Any]:
 
 
 def _image_to_text(config: Any, generator: torch.Generator) -> dict[str, Any]:
-    size = config.vision_config.image_size
+    size = getattr(config, "vision_config", getattr(config, "encoder", None)).image_size
     return {
         "pixel_values": torch.randn(_ROWS, 3, size, size, generator=generator),
         "decoder_input_ids": _ids(generator),
@@ -113,6 +121,13 @@ def _evolla(_config: Any, generator: torch.Generator) -> dict[str, Any]:
     }
 
 
+def _added_audio(config: Any, generator: torch.Generator) -> dict[str, Any]:
+    """Return a token of text at each place of the audio, the features of both of which are added."""
+    frames = 2 * config.downsample_factor * _LENGTH
+    features = torch.randn(_ROWS, config.audio_config.num_mel_bins, frames, generator=generator)
+    return {"input_ids": _ids(generator), "input_features": features}
+
+
 def _codes(config: Any, generator: torch.Generator) -> dict[str, Any]:
     """Return a token of text and the codes of the audio at each place."""
     codes = torch.randint(
@@ -134,4 +149,6 @@ WITHOUT_PLACEHOLDERS: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]
     "pix2struct": _pix2struct,
     "pp_formulanet": _image_to_text,
     "udop": _udop,
+    "voxtral_realtime": _added_audio,
+    "vision-encoder-decoder": _image_to_text,
 }

@@ -122,7 +122,20 @@ CHANGES: dict[str, dict[str, Any]] = {
         },
     },
     "fun_asr_nano": {"adaptor_config": {"hidden_size": HIDDEN, "intermediate_size": HIDDEN // 4}},
+    "gemma4": {
+        "audio_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "subsampling_conv_channels": [16, 4],
+            "attention_chunk_size": 4,
+            "attention_context_left": 5,
+            "output_proj_dims": 48,
+        }
+    },
+    "gemma4_unified": {"audio_config": {"audio_embed_dim": 32}},
     "glm5_next": {"text_config": {"index_topk": 16, "qk_rope_head_dim": 0, "head_dim": 0, "index_kpool": 2}},
+    "glmasr": {"audio_config": {"intermediate_size": 128}},
     "got_ocr2": {"vision_config": _SAM},
     "granite4_vision": {
         "deepstack_layer_map": [[-1, 0]],
@@ -133,6 +146,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "vision_config": {"hidden_size": HIDDEN},
         "qformer_config": {"cross_attention_frequency": 1, "hidden_size": HIDDEN, "encoder_hidden_size": HIDDEN},
     },
+    "granite_speech": {"window_size": 15},
+    "granite_speech_plus": {"window_size": 15},
     "hunyuan_vl": {"text_config": {"head_dim": 16}, "vision_config": {"max_image_size": 16, "img_max_token_num": 64}},
     "inkling2": {"vision_config": {"posemb_grid_size": 4, "projection_hidden_dim": 48}},
     "inkling_mm_model": {
@@ -201,6 +216,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron_h_omni": {
         "image_token_id": 130,
         "video_token_id": 129,
+        "audio_token_id": 128,
+        "audio_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "num_mel_bins": 16,
+            "subsampling_conv_channels": 8,
+            "projection_hidden_size": 48,
+            "projection_bias": False,
+            "conv_kernel_size": 3,
+        },
         "vision_hidden_size": 32,
         "vision_config": {"video_temporal_patch_size": 2, "max_img_size": 32, "intermediate_size": 128},
     },
@@ -218,7 +245,10 @@ CHANGES: dict[str, dict[str, Any]] = {
             "nemo_final_size": 2,
         },
     },
-    "pix2struct": {"text_config": {"d_ff": 96, "d_kv": 8}, "vision_config": {"seq_len": 16, "d_ff": 48, "d_kv": 8}},
+    "pix2struct": {
+        "text_config": {"num_heads": 8, "d_ff": 96, "d_kv": 8, "num_layers": 2},
+        "vision_config": {"hidden_size": HIDDEN, "seq_len": 16, "d_ff": 48, "d_kv": 16},
+    },
     "pp_chart2table": {"vision_config": _SAM},
     "pp_formulanet": {
         "text_config": {
@@ -240,10 +270,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "qwen2_vl": {"vision_config": {"hidden_size": HIDDEN}},
     "step3p7": {"text_config": {"sliding_window": 4}},
+    "t5gemma2": {"encoder": {"mm_tokens_per_image": 4}},
     "unlimited_ocr": {**_TWO_CONVS, "text_config": {"num_key_value_heads": 8, "sliding_window": 4}},
     "vibevoice_asr": {
         "acoustic_tokenizer_encoder_config": {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
         "semantic_tokenizer_encoder_config": {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
     },
+    "vision-encoder-decoder": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
+    "voxtral": {"audio_config": {"intermediate_size": 128}, "audio_token_id": 130},
     "vipllava": {"vision_feature_layer": [-2, -1]},
 }
