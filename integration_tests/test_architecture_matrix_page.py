@@ -172,3 +172,13 @@ def test_what_is_wrong_in_float64_alone_is_told_apart() -> None:
     text = page.markdown({**RESULTS, "rows": {"llama": dict(zip(modes, (wrong, RIGHT), strict=True))}}, ENTRIES)
     assert "| llama | ✗ a; in float32 ✓ |" in text
     assert "0 of 1 mixtures right on dp_shard=2 tp=2 ep=2 (1 of 1 others in float32)" in text
+
+
+def test_multimodal_rows_are_shown_next_to_transformers_own() -> None:
+    row = {"TP": RIGHT, "SP": REFUSED, "TP video": RIGHT, "SP video": RIGHT, "TP audio": RIGHT, "SP audio": REFUSED}
+    theirs = {"status": "right", "share": 0.5, "whole": {}}
+    text = page.markdown({**RESULTS, "multimodal": {"qwen3_vl": {**row, "transformers": theirs}}}, ENTRIES)
+    cells = ["qwen3_vl", "✓", "refused", "99.0 %", "", "✓", "TP ✓, SP refused", "✓", "50.0 %"]
+    assert f"| {' | '.join(cells)} | SP, SP audio: no heads \\| no split |" in text
+    assert "- TP, with images: 1 of 1 right (1 with at least 95 % split)" in text
+    assert "Vision-language" not in page.markdown(RESULTS, ENTRIES)

@@ -12,6 +12,10 @@ KEY = "multimodal"
 _OURS = {"TP": "TP", "SP": "SP"}
 _MEDIA = ("video", "audio")
 _MARKS = {"right": "✓", "wrong": "✗ wrong", "refused": "refused", "failed": "✗ fails", "hung": "✗ hangs"}
+#: What transformers' own refusal says, which the column tells by itself.
+_NO_PLAN = "transformers ships no plan for this model"
+#: What comes before the reason why an inferred plan was not used.
+_UNDECIDED = "They could not be decided by running it: "
 _MOSTLY = 0.95
 _LONGEST = 300
 
@@ -108,7 +112,8 @@ def _share(row: Mapping[str, Any], mode: str) -> str:
 
 
 def _notes(row: Mapping[str, Any]) -> str:
-    notes = {mode: found["note"] for mode, found in row.items() if found.get("note")}
+    notes = {mode: _reason(found["note"]) for mode, found in row.items() if found.get("note")}
+    notes = {mode: note for mode, note in notes.items() if note != _NO_PLAN}
     told = [
         f"{', '.join(mode for mode in notes if notes[mode] == note)}: {note}" for note in dict.fromkeys(notes.values())
     ]
@@ -117,3 +122,9 @@ def _notes(row: Mapping[str, Any]) -> str:
         told.append("replicated: " + ", ".join(f"`{pattern}` {100 * share:.0f} %" for pattern, share in whole.items()))
     text = re.sub(r"\s+", " ", "; ".join(told)).replace("|", "\\|")
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _reason(note: str) -> str:
+    """Return a note without what every refused inferred plan says."""
+    before, undecided, reason = note.partition(_UNDECIDED)
+    return f"an inferred plan has doubts that running it did not decide: {reason}" if undecided else before
