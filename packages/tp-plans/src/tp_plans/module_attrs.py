@@ -29,9 +29,8 @@ def resolve_int(owner: Any, value: int | str, *, least: int = 1) -> int:
     """
     found = getattr_path(owner, value) if isinstance(value, str) else value
     if not is_integer(found, least=least):
-        raise PlanError(
-            f"{type(owner).__name__} has no {'positive integer' if least else 'integer'} {value!r} (found {found!r}): give the number itself"
-        )
+        kind = "positive integer" if least else "integer"
+        raise PlanError(f"{type(owner).__name__} has no {kind} {value!r} (found {found!r}): give the number itself")
     return found
 
 

@@ -22,6 +22,11 @@ from tp_plans.styles import (
 
 _WHOLE_COLUMN = ColwiseParallel(output_layouts=Replicate())
 _STORED = ParameterStyle(gathered=True)
+#: Attention that computes all heads on every rank; its weights are stored sharded.
+_ALL_HEADS: dict[str, Style | None] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), _WHOLE_COLUMN),
+    "o_proj": RowwiseParallel(input_layouts=Replicate()),
+}
 
 #: Rules below a module of a class, ``""`` for itself; ``None`` takes one away.
 OVERRIDES: dict[str, dict[str, Style | None]] = {
@@ -41,10 +46,9 @@ OVERRIDES: dict[str, dict[str, Style | None]] = {
         "k_norm": NoParallel(gradient="partial"),
     },
     # The shipped plan has a rule for the output projection only, which full attention has under the same name.
-    "Glm5NextTextLinearAttention": {
-        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_a_proj", "g_b_proj"), _WHOLE_COLUMN),
-        "o_proj": RowwiseParallel(input_layouts=Replicate()),
-    },
+    "Glm5NextTextLinearAttention": {**_ALL_HEADS, "g_a_proj": _WHOLE_COLUMN, "g_b_proj": _WHOLE_COLUMN},
+    # Its mask holds a bias for every head, which the encoder adds.
+    "Phi4MultimodalAudioAttention": _ALL_HEADS,
     # Indices beyond the routed experts stand for identities, so none is left to stand for another rank's expert.
     "LongcatFlashExperts": {"": None, "identity_expert": None, "gate_up_proj": _STORED, "down_proj": _STORED},
     # Replicated for the norm inside it, whose gradient can be summed instead.
@@ -73,7 +77,8 @@ def with_overrides(plan: Plan, tree: ModelTree) -> Plan:
 
 def _shared(corrected: Mapping[str, Style], plan: Plan) -> list[str]:
     """Return the plan's patterns that match layers of which only some are corrected."""
-    return [pattern for pattern in dict.fromkeys(map(wildcard, corrected)) if pattern not in corrected and pattern in plan]
+    patterns = dict.fromkeys(map(wildcard, corrected))
+    return [pattern for pattern in patterns if pattern not in corrected and pattern in plan]
 
 
 def _changes(tree: ModelTree) -> Iterator[tuple[str, Style | None]]:
