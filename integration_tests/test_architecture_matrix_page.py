@@ -114,6 +114,11 @@ def test_the_page_counts_and_lists_every_row() -> None:
     assert "| phi | PhiForCausalLM | ✓ | refused | 99.0 % | SP: no heads \\| no split |" in text
 
 
+def test_a_section_reads_its_own_key_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "SECTIONS", (lambda results: iter([f"## {results.get('heads')}"]),))
+    assert page.markdown({**RESULTS, "heads": 3}, ENTRIES).endswith("\n## 3\n")
+
+
 def test_the_page_shows_transformers_own_where_it_was_run() -> None:
     rows = {"llama": {"TP": RIGHT, "transformers": {**RIGHT, "share": 0.5}}}
     assert "| llama | LlamaForCausalLM | ✓ |  | 99.0 % | ✓ | 50.0 % |  |" in page.markdown(
@@ -167,3 +172,13 @@ def test_what_is_wrong_in_float64_alone_is_told_apart() -> None:
     text = page.markdown({**RESULTS, "rows": {"llama": dict(zip(modes, (wrong, RIGHT), strict=True))}}, ENTRIES)
     assert "| llama | ✗ a; in float32 ✓ |" in text
     assert "0 of 1 mixtures right on dp_shard=2 tp=2 ep=2 (1 of 1 others in float32)" in text
+
+
+def test_multimodal_rows_are_shown_next_to_transformers_own() -> None:
+    row = {"TP": RIGHT, "SP": REFUSED, "TP video": RIGHT, "SP video": RIGHT, "TP audio": RIGHT, "SP audio": REFUSED}
+    theirs = {"status": "right", "share": 0.5, "whole": {}}
+    text = page.markdown({**RESULTS, "multimodal": {"qwen3_vl": {**row, "transformers": theirs}}}, ENTRIES)
+    cells = ["qwen3_vl", "✓", "refused", "99.0 %", "", "✓", "TP ✓, SP refused", "✓", "50.0 %"]
+    assert f"| {' | '.join(cells)} | SP, SP audio: no heads \\| no split |" in text
+    assert "- TP, with images: 1 of 1 right (1 with at least 95 % split)" in text
+    assert "Vision-language" not in page.markdown(RESULTS, ENTRIES)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from architecture_matrix.multimodal import multimodal_model
-from architecture_matrix.multimodal_inputs import IMAGES_PER_ROW, multimodal_inputs
+from architecture_matrix.multimodal_inputs import multimodal_inputs
 from architecture_matrix.multimodal_measure import measure_multimodal
+from architecture_matrix.multimodal_media import IMAGES_PER_ROW
 from architecture_matrix.outcome import summarize
-from fsdp_runtime import parallelize, stream_weights
+from fsdp_runtime import load_weights, parallelize, stream_weights
 from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, gradient_errors, largest, logits_of, mesh_for
 from harness.ranks import RankPool
 
@@ -27,6 +30,7 @@ PAIRS = [
 ]
 #: Further model types that are measured in the slow runs.
 OTHERS = [
+    "aria",
     "aya_vision",
     "cohere2_vision",
     "cohere_compass",
@@ -34,12 +38,23 @@ OTHERS = [
     "cosmos3_omni",
     "dots3_note",
     "exaone4_5",
+    "fuyu",
     "gemma3",
+    "gemma4",
+    "git",
+    "glm4v",
+    "glm5_next",
+    "granite4_vision",
     "hyperclovax_vision_v2",
     "internvl",
     "lfm3_vl",
+    "llama4",
     "minimax_m3_vl",
+    "mllama",
+    "molmo2",
     "ovis2",
+    "paligemma",
+    "phi4_multimodal",
     "qianfan_ocr",
     "qwen2_5_omni_thinker",
     "qwen2_5_vl",
@@ -125,19 +140,94 @@ def test_a_rank_without_an_image_gets_the_gradients_of_all_rows(two_ranks: RankP
             assert max(output / OUTPUT_BOUND, gradient / GRADIENT_BOUND) <= 1, (rank, case, output, gradient)
 
 
-def _tower_units_and_streamed_weights() -> tuple[list[str], list[str]]:
-    """FSDP modules in the tower, and the names of streamed tensors that differ from the model's."""
-    model = multimodal_model("qwen3_vl")
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    sharded = parallelize(model, mesh_for({"dp_shard": 1, "tp": 2}))
-    units = [path for path, module in sharded.named_modules() if isinstance(module, FSDPModule) and "visual" in path]
-    split = [name for name, p in sharded.named_parameters() if isinstance(p, DTensor) and "visual.blocks" in name]
-    assert split
+#: What is measured of towers on two data-parallel ranks of two ranks of ``tp``: the model type, the mode, the options.
+PROPERTIES = [("qwen3_vl", "SP", {"activation_checkpointing": "block"})]  # fused projections; frozen
+#: The same in the slow runs.
+MORE_PROPERTIES = [
+    ("llava", "TP", {"activation_checkpointing": "block"}),  # separate projections, a tower of which a part is unused
+    ("gemma3", "SP", {}),
+    ("internvl", "TP", {}),
+    ("qwen2_5_omni_thinker", "TP", {}),
+]
+
+
+def _properties(name: str, mode: str, options: dict[str, Any], checkpoint: str) -> dict[str, Any]:
+    """What one rank finds of one model with FSDP2, sharded towers, and gradients of images."""
+    mesh = mesh_for({"dp_shard": 2, "tp": 2})
+    model = multimodal_model(name)
+    inputs = multimodal_inputs(model)
+    tower = next(path for path in ("model.visual", "model.vision_tower") if path in dict(model.named_modules()))
+    for parameter in model.get_submodule(tower).parameters():
+        parameter.requires_grad_(mode == "TP")
+    reference = copy.deepcopy(model)
+    logits, loss = _weighted(reference, inputs)
+    loss.backward()
+    wanted = {path: parameter.grad for path, parameter in reference.named_parameters()}
+
+    sharded = parallelize(model, mesh, sequence_parallel=mode == "SP", **options)
+    found, loss = _weighted(sharded, inputs)
+    loss.backward()
+    gradients = gradient_errors(wanted, sharded)
+    if torch.distributed.get_rank() == 0:
+        reference.save_pretrained(checkpoint)
+    torch.distributed.barrier()
+    saved = load_file(Path(checkpoint, "model.safetensors"))
     streamed = dict(stream_weights(sharded))
-    return units, [name for name, value in state.items() if not torch.equal(streamed[name], value)]
+    units = {path for path, module in sharded.named_modules() if isinstance(module, FSDPModule)}
+    for parameter in sharded.parameters():
+        parameter.data.zero_()
+    load_weights(sharded, checkpoint)
+    loaded = dict(stream_weights(sharded))
+    return {
+        "errors": (largest(found - logits) / OUTPUT_BOUND, max(gradients.values()) / GRADIENT_BOUND),
+        "frozen": [
+            path
+            for path, parameter in sharded.named_parameters()
+            if not parameter.requires_grad and parameter.grad is not None
+        ],
+        "units of towers": len([path for path in units if path.startswith(tower) and path[-1].isdigit()]),
+        "split": len([n for n, p in sharded.named_parameters() if isinstance(p, DTensor) and p.device_mesh.ndim == 2]),
+        "streamed otherwise": _different(streamed, saved),
+        "loaded otherwise": _different(loaded, saved),
+    }
+
+
+def _different(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> list[str]:
+    """The names of the saved tensors that are absent or have other values."""
+    return [name for name, value in saved.items() if name not in tensors or not torch.equal(tensors[name], value)]
+
+
+def _all_properties(cases: list[tuple[str, str, dict[str, Any]]], folder: str) -> list[dict[str, Any]]:
+    return [_properties(name, mode, options, f"{folder}/{name}") for name, mode, options in cases]
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(PROPERTIES, id="one"), pytest.param(MORE_PROPERTIES, id="more", marks=pytest.mark.slow)]
+)
+def test_towers_under_fsdp_and_tp_are_trained_frozen_recomputed_streamed_and_loaded(
+    four_ranks: RankPool, tmp_path: Path, cases: list[tuple[str, str, dict[str, Any]]]
+) -> None:
+    for rank in four_ranks.run(_all_properties, cases, str(tmp_path)):
+        for case, found in zip(cases, rank, strict=True):
+            assert max(found["errors"]) <= 1, (case, found["errors"])
+            assert found["units of towers"] >= 2, case  # one for each of its blocks
+            assert found["split"] > 0, case
+            for what in ("frozen", "streamed otherwise", "loaded otherwise"):
+                assert found[what] == [], (case, what)
+
+
+#: Model types with video and with audio, of every way in which their rows are made.
+MEDIA = [("qwen3_vl", "video"), ("qwen2_5_omni_thinker", "audio"), ("voxtral", "audio"), ("llava_next_video", "video")]
+
+
+def _measured_media(mode: str) -> list[Any]:
+    return [measure_multimodal(name, mode, tp=2, media=media) for name, media in MEDIA]
 
 
 @pytest.mark.slow
-def test_sharded_towers_stream_the_weights_that_were_split(two_ranks: RankPool) -> None:
-    for _, different in two_ranks.run(_tower_units_and_streamed_weights):
-        assert different == []
+@pytest.mark.parametrize("mode", ["TP", "SP"])
+def test_models_are_right_with_video_and_audio(two_ranks: RankPool, mode: str) -> None:
+    ranks = two_ranks.run(_measured_media, mode)
+    for index, case in enumerate(MEDIA):
+        outcome = summarize([results[index] for results in ranks])
+        assert outcome.status == "right", (case, outcome.note)

@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from architecture_matrix.measure import default_dtype
 from architecture_matrix.multimodal_sizes import CHANGES, TOWER
 from architecture_matrix.shrink import HEADS, HIDDEN, VOCAB
 from architecture_matrix.table import memory_filled, prepare, text_fields
 
 #: Ids of the tokens that stand for media, from the end of the vocabulary downwards.
 _PLACEHOLDERS = ("image", "video", "audio", "media", "vision")
+#: The two models of an encoder-decoder.
+_PARTS = ("encoder", "decoder")
+#: Model types whose code makes tensors without a dtype, which have to be of its weights' one.
+DEFAULT_FLOAT64 = ("kosmos-2", "kosmos-2.5")
 #: Sections of a rotary embedding with three positions: time, height, width.
 _SECTIONS = ("time", "height", "width")
 
@@ -35,8 +40,10 @@ def multimodal_model(model_type: str, *, dtype: torch.dtype = torch.float64, see
     torch.manual_seed(seed)
     model_class: Any = getattr(transformers, multimodal_classes()[model_type])
     config = multimodal_config(model_type)
+    config.get_text_config()._experts_implementation = "eager"
     options = {"experts_implementation": "eager"} if model_class._can_set_experts_implementation() else {}
-    with memory_filled():
+    default = torch.float64 if model_type in DEFAULT_FLOAT64 else torch.float32
+    with memory_filled(), default_dtype(default):
         model: nn.Module = model_class._from_config(config, attn_implementation="eager", **options).eval()
     prepare(model, dtype)
     return model
@@ -51,17 +58,30 @@ def multimodal_config(model_type: str) -> Any:
     changes = CHANGES.get(model_type, {})
     fields = text_fields(model_type, {})
     for name, value in default.items():
-        if name.endswith("_config") and name != "text_config" and isinstance(value, dict):
+        if name in _PARTS and isinstance(value, dict) and value.get("model_type"):
+            fields[name] = _part(value) | changes.get(name, {})
+        elif name.endswith("_config") and name != "text_config" and isinstance(value, dict):
             fields[name] = _tower(value, {**fields.get(name, {}), **changes.get(name, {})})
         elif name in TOWER and name not in fields and value is not None:
             fields[name] = TOWER[name]
-    fields |= {name: value for name, value in changes.items() if not name.endswith("_config")}
+    fields |= {name: value for name, value in changes.items() if not isinstance(default.get(name), dict)}
     if isinstance(fields.get("text_config"), dict):
         fields["text_config"] |= changes.get("text_config", {})
         _shrink_rotary(fields["text_config"], default["text_config"])
     else:
         _shrink_rotary(fields, default)
     return config_class(**fields, **_tokens({**default, **fields}, fields))
+
+
+def _part(default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the tiny encoder or decoder of a model that has both."""
+    model_type = default["model_type"]
+    fields = {**text_fields(model_type, {}), "model_type": model_type}
+    if isinstance(tower := default.get("vision_config"), dict):
+        fields["vision_config"] = _tower(tower, {})
+    if "image_size" in default:
+        fields |= _tower(default, {})
+    return fields
 
 
 def _tower(default: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

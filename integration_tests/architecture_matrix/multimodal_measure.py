@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import copy
 import time
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from architecture_matrix.measure import MODES, RankResult, Refused, Run, compared
-from architecture_matrix.multimodal import multimodal_model
+from architecture_matrix.measure import MODES, RankResult, Refused, Run, compared, default_dtype
+from architecture_matrix.multimodal import DEFAULT_FLOAT64, multimodal_model
 from architecture_matrix.multimodal_inputs import multimodal_inputs
 from architecture_matrix.outcome import Outcome, failure, summarize
 from architecture_matrix.peers import NoPlanError
-from fsdp_runtime import FsdpRuntimeError
+from fsdp_runtime import FsdpRuntimeError, parallelize
 from harness.parity import logits_of, mesh_for
 from harness.ranks import RankPool, RanksFailed
 from tp_plans import TpPlansError
+
+#: The ways of measuring: those of decoders, and with a plan whose doubts are accepted.
+_MODES = {**MODES, "inferred": partial(parallelize, plan="inferred")}
 
 
 def evaluate_multimodal(pool: RankPool, model_type: str, mode: str, *, media: str, timeout: float) -> Outcome:
@@ -33,10 +36,15 @@ def evaluate_multimodal(pool: RankPool, model_type: str, mode: str, *, media: st
 
 def measure_multimodal(model_type: str, mode: str, *, tp: int, media: str = "image", **options: Any) -> RankResult:
     """Measure one model type in one of the modes on this rank; every rank of the world must call it."""
+    with default_dtype(torch.float64 if model_type in DEFAULT_FLOAT64 else torch.float32):
+        return _measure(model_type, mode, tp, media, options)
+
+
+def _measure(model_type: str, mode: str, tp: int, media: str, options: dict[str, Any]) -> RankResult:
     reference, runs = _reference(model_type, media)
     candidate = copy.deepcopy(reference)
     try:
-        candidate = MODES[mode](candidate, mesh_for({"tp": tp}), **options)
+        candidate = _MODES[mode](candidate, mesh_for({"tp": tp}), **options)
     except (TpPlansError, FsdpRuntimeError, NoPlanError) as error:
         raise Refused(str(error)) from error
     return compared(reference, candidate, runs)

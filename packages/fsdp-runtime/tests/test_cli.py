@@ -57,7 +57,8 @@ def test_options_are_passed_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> N
     asked = _answer(monkeypatch, made_estimate())
     rest = "--micro-batch 2 --sequence-parallel --activation-checkpointing block --dtype fp16 --master-dtype fp32"
     more = (
-        "--optimizer sgd --logprobs linear --offload --no-clip --exact --rank 3 --routing worst --device-memory 80GiB"
+        "--optimizer sgd --logprobs linear --offload --no-clip --exact --rank 3 --routing worst --device-memory 80GiB "
+        "--towers replicated"
     )
     assert cli.main([*ONE, *rest.split(), *more.split(), "--bandwidth", "tp=450GB/s,dp_shard=400Gb/s"]) == 0
     assert asked.arguments == ("config.json", MeshSpec(dp_shard=4, tp=2))
@@ -80,6 +81,7 @@ def test_options_are_passed_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> N
         "exact": True,
         "rank": 3,
         "routing": "worst",
+        "towers": "replicated",
         "device_memory": "80GiB",
         "bandwidth": {"tp": "450GB/s", "dp_shard": "400Gb/s"},
     }

@@ -81,6 +81,9 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plan", default="auto", help="auto, none, hf, a plan in a .json file, or a dotted path")
     group.add_argument("--sequence-parallel", action="store_true", help="shard activations between blocks over tp")
     group.add_argument(
+        "--towers", default="sharded", help="vision and audio towers over tp: sharded (default), replicated"
+    )
+    group.add_argument(
         "--context-parallel", metavar="WAY", help="allgather (default), ulysses, ring: attention over cp"
     )
     group.add_argument(
@@ -200,7 +203,7 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
             "with its unit, such as 80GB"
         )
     names = ("seq_len", "micro_batch", "dtype", "master_dtype", "logprobs", "clip", "offload")
-    others = ("assume_gradients", "routing", "exact", "rank", "device_memory")
+    others = ("assume_gradients", "routing", "exact", "rank", "device_memory", "towers")
     return {
         **{name: getattr(options, name) for name in (*names, *others)},
         "optimizer": options.optimizer.replace("-", "_"),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime import Estimate, EstimateError, MeshError, estimate, parallelism
+from fsdp_runtime import Estimate, EstimateError, MeshError, OptionError, estimate, parallelism
 from fsdp_runtime.estimate import MemoryBreakdown, Peak, pipeline
 from fsdp_runtime.estimate.advice import advice_for
 from fsdp_runtime.estimate.assumptions import quantization_assumptions
@@ -339,6 +339,21 @@ def test_a_step_with_images_counts_what_it_trains_of_the_vision_tower() -> None:
     expected = f"the step does not use all of it, so {_untrained_by_images()} trainable parameters have no gradient"
     assert (item.module, item.assumption.partition(":")[0]) == ("model.vision_tower", expected)
     assert text.memory.resident.optimizer_state < images.memory.resident.optimizer_state
+
+
+def test_the_layers_of_sharded_towers_take_half_of_their_bytes() -> None:
+    config = tiny_config("Gemma3ForConditionalGeneration")
+    sharded, replicated = (
+        estimate(config, {"tp": 2}, seq_len=16, towers=towers).memory.resident.parameters
+        for towers in ("sharded", "replicated")
+    )
+    tower = tiny_model("Gemma3ForConditionalGeneration").model.vision_tower
+    layers = {path: layer for path, layer in tower.named_modules() if type(layer) is nn.Linear}
+    split = sum(layer.weight.numel() for layer in layers.values())
+    split += sum(layer.bias.numel() for path, layer in layers.items() if not path.endswith(("out_proj", "fc2")))
+    assert replicated - sharded == 2 * split // 2  # half of them, of two bytes each
+    with pytest.raises(OptionError, match="towers='none': write 'sharded' or 'replicated'"):
+        estimate(config, {"tp": 2}, seq_len=16, towers="none")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("way", "kind"), [("ring", "send"), ("ulysses", "all_to_all")])

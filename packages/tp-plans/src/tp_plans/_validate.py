@@ -34,11 +34,11 @@ def require_flag(style: Any, field: str) -> None:
     require(style, field, isinstance(getattr(style, field), bool), "True or False")
 
 
-def require_multiple_of(style: Any, field: str) -> None:
+def require_multiple_of(style: Any, field: str, *, least: int = 1) -> None:
     """Raise unless a field holds a number of features, or the name of an attribute that does."""
     value = getattr(style, field)
-    wanted = "1 or more features, or the name of an attribute of the parent module, as 'head_dim'"
-    require(style, field, _is_number_or_attribute(value), wanted)
+    wanted = f"{least} or more features, or the name of an attribute of the parent module, as 'head_dim'"
+    require(style, field, is_integer(value, least=least) or _is_number_or_attribute(value), wanted)
 
 
 def require_fused_sizes(style: Any, field: str) -> None:

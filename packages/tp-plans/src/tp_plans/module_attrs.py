@@ -21,17 +21,16 @@ def getattr_path(owner: Any, path: str) -> object:
     return value
 
 
-def resolve_int(owner: Any, value: int | str) -> int:
-    """``value`` itself where it is a number, else the positive integer that ``owner`` has under that name.
+def resolve_int(owner: Any, value: int | str, *, least: int = 1) -> int:
+    """``value`` itself where it is a number, else the integer of ``least`` or more that ``owner`` has under that name.
 
     Raises:
-        PlanError: there is no such attribute, or it is not a positive integer.
+        PlanError: there is no such attribute, or it is not such an integer.
     """
     found = getattr_path(owner, value) if isinstance(value, str) else value
-    if not is_integer(found, least=1):
-        raise PlanError(
-            f"{type(owner).__name__} has no positive integer {value!r} (found {found!r}): give the number itself"
-        )
+    if not is_integer(found, least=least):
+        kind = "positive integer" if least else "integer"
+        raise PlanError(f"{type(owner).__name__} has no {kind} {value!r} (found {found!r}): give the number itself")
     return found
 
 
@@ -77,6 +76,6 @@ def resolve_style(style: Style, owner: Any) -> Style:
             pieces = tuple(resolve_int(owner, piece) for piece in style.fused_sizes)
             return replace(style, multiple_of=resolve_int(owner, style.multiple_of), fused_sizes=pieces)
         case MLAKVProjection():
-            return replace(style, rope_dim=resolve_int(owner, style.rope_dim))
+            return replace(style, rope_dim=resolve_int(owner, style.rope_dim, least=0))
         case _:
             return style

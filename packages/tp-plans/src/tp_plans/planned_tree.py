@@ -122,10 +122,10 @@ class PlannedTree:
         """Return whether the plan has no rule for a module's children of these names."""
         return all(self.style(join(path, name)) is None for name in names)
 
-    def number(self, path: str, value: int | str) -> int | None:
-        """Return a number, or the positive integer attribute of that name of the module above ``path``."""
+    def number(self, path: str, value: int | str, *, least: int = 1) -> int | None:
+        """Return a number, or the integer attribute of that name, ``least`` or more, of the module above ``path``."""
         found = getattr_path(self.modules[parent(path)], value) if isinstance(value, str) else value
-        return found if is_integer(found, least=1) else None
+        return found if is_integer(found, least=least) else None
 
     def within(self, root: str) -> Iterator[tuple[str, Any]]:
         """Iterate over the modules of the language model at ``root``, except those inside split experts."""

@@ -311,6 +311,19 @@ def test_a_layer_beside_split_ones_is_stored_split_only_where_it_feeds_them():
     assert added(blocks_of(lambda: block(40)), rules) == {f"{BLOCK}mixer.feeding": GATHERED_COLUMN}
 
 
+class MultiheadAttention(Node):
+    """Torch's attention, which reads the weight of its output projection, by its class's name."""
+
+
+def test_the_weights_that_torchs_attention_reads_are_gathered_by_it():
+    def block():
+        fused = tensor(3 * HIDDEN, HIDDEN)
+        return Node(attention=MultiheadAttention(out_proj=Linear(HIDDEN, HIDDEN), parameters={"in_proj_weight": fused}))
+
+    names = ("in_proj_weight", "out_proj.weight")
+    assert added(blocks_of(block)) == {f"{BLOCK}attention": GatheredParameters(names=names)}
+
+
 def test_a_weight_that_a_kernel_takes_as_an_argument_is_gathered_by_the_layer_above():
     def block():
         return Node(

@@ -26,6 +26,7 @@ def estimate(
     micro_batch: int = 1,
     plan: Plan | Mapping[str, Style | str] | str | None = "auto",
     sequence_parallel: bool = False,
+    towers: Literal["sharded", "replicated"] = "sharded",
     context_parallel: ContextParallel | str = "allgather",
     activation_checkpointing: ActivationCheckpointing | str = "none",
     dtype: str = "bf16",
@@ -58,6 +59,8 @@ def estimate(
         plan: ``"auto"`` (the architecture's plan), a plan, a dict of pattern to style or style name, a dotted path to
             one, or ``None`` to replicate every layer.
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
+        towers: under ``plan="auto"``, vision and audio towers and projectors: ``"sharded"`` over ``tp``, or
+            ``"replicated"`` on every rank of it.
         context_parallel: how attention spans the ranks of ``cp``: ``"allgather"``, ``"ulysses"`` or ``"ring"``.
         activation_checkpointing: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a ``SelectiveCheckpoint``.
         dtype: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp64"``: dtype of computation, and without ``master_dtype`` also
@@ -135,6 +138,7 @@ def estimate(
         routing=routing,
         plan=plan,
         sequence_parallel=sequence_parallel,
+        towers=towers,
         context_parallel=cast("ContextParallel", context_parallel),  # checked by its use
         activation_checkpointing=cast("ActivationCheckpointing", activation_checkpointing),  # checked by its use
     )

@@ -71,6 +71,7 @@ def run(
             mesh,
             plan=step.plan,
             sequence_parallel=step.sequence_parallel,
+            towers=step.towers,
             context_parallel=step.context_parallel,
             activation_checkpointing=step.activation_checkpointing,
             fsdp=step.fsdp_options,

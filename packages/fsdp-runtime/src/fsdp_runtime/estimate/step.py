@@ -30,6 +30,7 @@ from fsdp_runtime.parallel.activation_checkpoint import ActivationCheckpointing,
 from fsdp_runtime.parallel.context.sharding import sequence_layout
 from fsdp_runtime.parallel.context.ways import ContextParallel
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions
+from fsdp_runtime.parallel.tensor import Towers
 from fsdp_runtime.parallelism import Parallelism, PlanSource
 
 OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer] | None] = {
@@ -58,6 +59,7 @@ class StepConfig:
     context_parallel: ContextParallel = "allgather"
     assume_gradients: bool = False
     routing: Routing = "balanced"
+    towers: Towers = "sharded"
 
     def __post_init__(self) -> None:
         """Raise :class:`EstimateError` for an unknown optimizer, or a batch without tokens."""

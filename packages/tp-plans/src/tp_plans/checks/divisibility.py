@@ -145,7 +145,7 @@ def _weight_constraints(
 
 
 def _mla_constraints(path: str, size: int, rotary: int | str, planned: PlannedTree) -> Iterator[Constraint | Finding]:
-    width = planned.number(path, rotary)
+    width = planned.number(path, rotary, least=0)
     if width is None:
         yield _missing_attribute(path, rotary, "rotary key", planned)
     elif width >= size:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
+from tp_plans.planned_tree import merge_per_block
 from tp_plans.styles import (
     ColwiseParallel,
     ExpertsParallel,
@@ -21,6 +22,11 @@ from tp_plans.styles import (
 
 _WHOLE_COLUMN = ColwiseParallel(output_layouts=Replicate())
 _STORED = ParameterStyle(gathered=True)
+#: Attention that computes all heads on every rank; its weights are stored sharded.
+_ALL_HEADS: dict[str, Style | None] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), _WHOLE_COLUMN),
+    "o_proj": RowwiseParallel(input_layouts=Replicate()),
+}
 
 #: Rules below a module of a class, ``""`` for itself; ``None`` takes one away.
 OVERRIDES: dict[str, dict[str, Style | None]] = {
@@ -39,6 +45,10 @@ OVERRIDES: dict[str, dict[str, Style | None]] = {
         "q_norm": NoParallel(gradient="partial"),
         "k_norm": NoParallel(gradient="partial"),
     },
+    # The shipped plan has a rule for the output projection only, which full attention has under the same name.
+    "Glm5NextTextLinearAttention": {**_ALL_HEADS, "g_a_proj": _WHOLE_COLUMN, "g_b_proj": _WHOLE_COLUMN},
+    # Its mask holds a bias for every head, which the encoder adds.
+    "Phi4MultimodalAudioAttention": _ALL_HEADS,
     # Indices beyond the routed experts stand for identities, so none is left to stand for another rank's expert.
     "LongcatFlashExperts": {"": None, "identity_expert": None, "gate_up_proj": _STORED, "down_proj": _STORED},
     # Replicated for the norm inside it, whose gradient can be summed instead.
@@ -56,10 +66,22 @@ OVERRIDES: dict[str, dict[str, Style | None]] = {
 def with_overrides(plan: Plan, tree: ModelTree) -> Plan:
     """The plan with the corrections for the classes that the model has."""
     changes = dict(_changes(tree))
-    return plan.override({pattern: style for pattern, style in changes.items() if style is not None or pattern in plan})
+    rules: dict[str, Style | None] = {
+        pattern: None for path, style in changes.items() if style is None and (pattern := wildcard(path)) in plan
+    }
+    corrected = merge_per_block(((path, style) for path, style in changes.items() if style is not None), tree)
+    for pattern in _shared(corrected, plan):
+        rules |= {pattern: None, **dict.fromkeys(tree.by_wildcard[pattern], plan[pattern])}
+    return plan.override({**rules, **corrected})
+
+
+def _shared(corrected: Mapping[str, Style], plan: Plan) -> list[str]:
+    """Return the plan's patterns that match layers of which only some are corrected."""
+    patterns = dict.fromkeys(map(wildcard, corrected))
+    return [pattern for pattern in patterns if pattern not in corrected and pattern in plan]
 
 
 def _changes(tree: ModelTree) -> Iterator[tuple[str, Style | None]]:
     for path, module in tree.modules.items():
         for name, style in OVERRIDES.get(type(module).__name__, {}).items():
-            yield wildcard(".".join(part for part in (path, name) if part)), style
+            yield ".".join(part for part in (path, name) if part), style

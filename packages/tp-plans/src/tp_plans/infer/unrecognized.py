@@ -60,7 +60,7 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_cod
             yield path, GatheredParameters(names=names)
         if planned.style(path) is not None and not isinstance(planned.style(path), ParallelAttention):
             continue
-        own = tree.own_parameters(path)
+        own = {name: value for name, value in tree.own_parameters(path).items() if name not in names}
         wanted = [name for name, parameter in own.items() if _is_large(join(path, name), parameter.shape, large)]
         if not wanted or _is_stored_above(path, wanted[0], planned):
             continue
@@ -107,7 +107,10 @@ def _is_stored_above(path: str, name: str, planned: PlannedTree) -> bool:
 
 
 def _kernel_arguments(path: str, planned: PlannedTree) -> tuple[str, ...]:
-    """The weights of its layers that the kernels of a recurrence with a convolution take as arguments."""
+    """The weights that a module passes on: to the kernels of a recurrence with a convolution, to torch's attention."""
+    kind = type(planned.modules[path])
+    if kind.__name__ == "MultiheadAttention" and "in_proj_weight" in planned.tree.own_parameters(path):
+        return ("in_proj_weight", "out_proj.weight")
     children = planned.children[path]
     if not any(hasattr(planned.modules[child], "kernel_size") for child in children):
         return ()

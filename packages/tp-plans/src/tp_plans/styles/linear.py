@@ -99,10 +99,11 @@ class MLAKVProjection:
     go through a column-wise layer, which sums.  Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 
     Args:
-        rope_dim: how many features the shared rotary key has: a number, or the name of an attribute of the parent.
+        rope_dim: how many features the shared rotary key has: a number, or the name of an attribute of the parent; 0 in
+            models whose latent attention has no positions.
     """
 
     rope_dim: int | str = "qk_rope_head_dim"
 
     def __post_init__(self) -> None:
-        require_multiple_of(self, "rope_dim")
+        require_multiple_of(self, "rope_dim", least=0)

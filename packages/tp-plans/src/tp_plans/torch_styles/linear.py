@@ -118,9 +118,11 @@ class MLAKVProjectionImpl(ColwiseParallelImpl):
         return as_dtensor(tensor, context.mesh, layouts.Replicate())
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
-        rotary = resolve_int(module, self.style.rope_dim)
+        rotary = resolve_int(module, self.style.rope_dim, least=0)
         own = wrap(output, context.mesh, layouts.Shard(output.ndim - 1), size=context.parameters["weight"].shape[0])
         full = to_local_writable(redistribute(own, layouts.Replicate()))
+        if not rotary:
+            return full
         compressed, shared_key = full[..., :-rotary], full[..., -rotary:]
         return torch.cat([compressed, with_summed_gradient(shared_key, context.mesh)], dim=-1)
 
