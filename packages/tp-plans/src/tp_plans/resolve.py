@@ -19,6 +19,8 @@ from tp_plans.errors import (
 from tp_plans.hugging_face import from_hugging_face, style_from_name
 from tp_plans.hugging_face.translate import ships_plan_of_blocks
 from tp_plans.infer.suggest import suggest
+from tp_plans.inner_models import inner_models, plan_around
+from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
 from tp_plans.registry import plan_for
 from tp_plans.verification.prove import inferred_plan
@@ -74,6 +76,12 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False, m
 
 
 def _automatic(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None) -> Plan:
+    tree = ModelTree.of(model) if hasattr(model, "named_modules") and not isinstance(model, type) else None
+    if tree is not None and (inner := inner_models(tree)):
+        plans = {
+            path: _automatic(tree.modules[path], sequence_parallel=sequence_parallel, mesh=mesh) for path in inner
+        }
+        return plan_around(plans, tree)
     try:
         plan = plan_for(model, sequence_parallel=sequence_parallel)
     except UnknownArchitectureError as unknown:

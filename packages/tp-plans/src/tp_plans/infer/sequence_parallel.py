@@ -14,6 +14,7 @@ from typing import Any
 
 from tp_plans.errors import CapabilityError, PlanError
 from tp_plans.infer.bytecode import first_argument, takes_argument
+from tp_plans.infer.full_output import is_read_in_full, with_full_output
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, is_at_or_below, join, parent
 from tp_plans.models.spec import SEQUENCE_DIM
@@ -75,7 +76,8 @@ def with_sequence_parallelism(plan: Plan, model: Any) -> Plan:
         rules |= inside if per_sublayer and inside is not None else {path: _gather_rule(path, planned)}
     if takes_features_between_blocks(tree):
         rules |= _rules_between_blocks(tree, per_sublayer=per_sublayer)
-    return Plan(merge_per_block(rules.items(), tree), name=plan.name, sequence_parallel=True)
+    derived = Plan(merge_per_block(rules.items(), tree), name=plan.name, sequence_parallel=True)
+    return with_full_output(derived, tree) if is_read_in_full(tree) else derived
 
 
 def _require_sequence_parallel_form(tree: ModelTree) -> None:
