@@ -17,8 +17,8 @@ from architecture_matrix.table import coverage_entries, memory_filled, prepare, 
 from harness.parity import padding_mask
 
 BATCH, LENGTH = 3, 7  # odd, so that the sequence divides by no axis
-#: The kinds of rows: token ids alone, and padding on either side with labels where the class takes them.
-KINDS = ("ids", "left padding", "right padding")
+#: The kinds of rows: padding on either side, none in the first row; with labels where the class takes them.
+KINDS = ("left padding", "right padding")
 
 #: The head of a row: transformers' mapping of its classes, and the number of labels.
 DECODER_HEADS: dict[str, tuple[str, int]] = {
@@ -56,7 +56,9 @@ def head_rows() -> tuple[HeadRow, ...]:
     """Return every row: all heads of the coverage table's models, and of the masked and seq2seq ones."""
     decoders = dict.fromkeys(entry.model_type for entry in coverage_entries().values() if entry.model_type)
     others = dict.fromkeys(name for head in OTHER_HEADS for name in _classes(head) if name not in decoders)
-    chosen = [(name, DECODER_HEADS) for name in decoders] + [(name, {**OTHER_HEADS, **DECODER_HEADS}) for name in others]
+    chosen = [(name, DECODER_HEADS) for name in decoders] + [
+        (name, {**OTHER_HEADS, **DECODER_HEADS}) for name in others
+    ]
     return tuple(
         HeadRow(name, head, _classes(head)[name]) for name, heads in chosen for head in heads if name in _classes(head)
     )
@@ -93,15 +95,15 @@ def head_model(row: HeadRow, *, labels: int | None = None, seed: int = 0) -> nn.
 
 
 def head_inputs(model: nn.Module, row: HeadRow, kind: str) -> dict[str, Tensor]:
-    """Return the keyword arguments of a forward, with labels in rows with padding where the class takes them."""
+    """Return the keyword arguments of a forward, with labels where the class takes them."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=generator)
     takes = inspect.signature(type(model).forward).parameters
-    inputs = {"input_ids": ids}
-    if kind != "ids":
-        mask = padding_mask(ids, kind.partition(" ")[0])
-        inputs = {"input_ids": ids * mask, "attention_mask": mask}
-        inputs |= _labels(row, mask, generator) if {"labels", "start_positions"} & takes.keys() else {}
+    mask = padding_mask(ids, kind.partition(" ")[0])
+    if "decoder_input_ids" in takes and row.head in ("sequence classification", "reward"):
+        ids[torch.arange(BATCH), mask.cumsum(1).argmax(1)] = 2  # the last token, whose hidden state is classified
+    inputs = {"input_ids": ids * mask, "attention_mask": mask}  # the tiny models pad with id 0
+    inputs |= _labels(row, mask, generator) if {"labels", "start_positions"} & takes.keys() else {}
     if "decoder_input_ids" in takes and "labels" not in inputs and "start_positions" not in inputs:
         inputs["decoder_input_ids"] = torch.randint(3, VOCAB, (BATCH, LENGTH - 2), generator=generator)
     return inputs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from architecture_matrix.heads import KINDS, HeadRow, head_inputs, head_model
+from architecture_matrix.heads import KINDS, OTHER_HEADS, HeadRow, head_inputs, head_model
 from architecture_matrix.measure import MODES, Refused, default_dtype, gradient_errors
 from architecture_matrix.outcome import Outcome, failure
 from architecture_matrix.peers import NoPlanError
@@ -80,7 +80,9 @@ def errors(reference: nn.Module, candidate: nn.Module, wanted: Answer, found: An
         same = one is not None and other is not None and one.shape == other.shape
         every[name] = largest(one - other) / max(1.0, largest(one)) if same else float("inf")  # type: ignore[operator, arg-type]
     floor = FLOOR * max(largest(each) for each in wanted.gradients.values() if each is not None)
-    every |= {f"gradient of {path}": e for path, e in gradient_errors(reference, candidate, wanted.gradients, floor=floor)}
+    every |= {
+        f"gradient of {path}": e for path, e in gradient_errors(reference, candidate, wanted.gradients, floor=floor)
+    }
     return every
 
 
@@ -90,6 +92,8 @@ def measure_head(row: HeadRow, mode: str, *, tp: int, **options: Any) -> dict[st
         reference, answers = _reference(row)
         candidate = copy.deepcopy(reference)
         try:
+            if mode != "transformers" and row.head in OTHER_HEADS:
+                options = {"logits": "full", **options}  # the class computes a loss from them
             candidate = MODES[mode](candidate, mesh_for({"tp": tp}), **options)
         except (TpPlansError, FsdpRuntimeError, NoPlanError) as error:
             raise Refused(str(error)) from error

@@ -53,7 +53,7 @@ def plan_around(plans: Mapping[str, Plan], tree: ModelTree) -> Plan:
     rules: dict[str, Style] = {}
     for path, plan in plans.items():
         if plan.sequence_parallel and has_heads:
-            plan = with_full_output(plan, ModelTree.of(tree.modules[path]))  # noqa: PLW2901
+            plan = with_full_output(plan, ModelTree.of(tree.modules[path]))
         rules |= plan.with_prefix(path)
     sequence_parallel = any(plan.sequence_parallel for plan in plans.values())
     names = ", ".join(dict.fromkeys(plan.name for plan in plans.values()))

@@ -254,6 +254,7 @@ class ModelTree:
     def final_norm(self) -> str | None:
         """The norm of the decoder's output: the last one after its stack, in the modules that hold the stack."""
         norms = [path for path in self.after_decoder if is_at_or_below(path, self.root) and self._is_hidden_norm(path)]
+        norms = [path for path in norms if "embed" not in _name(path)]  # BART's norm of the embeddings comes last
         return norms[-1] if norms else None
 
     @cached_property

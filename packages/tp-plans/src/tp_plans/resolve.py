@@ -78,9 +78,7 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False, m
 def _automatic(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None) -> Plan:
     tree = ModelTree.of(model) if hasattr(model, "named_modules") and not isinstance(model, type) else None
     if tree is not None and (inner := inner_models(tree)):
-        plans = {
-            path: _automatic(tree.modules[path], sequence_parallel=sequence_parallel, mesh=mesh) for path in inner
-        }
+        plans = {path: _automatic(tree.modules[path], sequence_parallel=sequence_parallel, mesh=mesh) for path in inner}
         return plan_around(plans, tree)
     try:
         plan = plan_for(model, sequence_parallel=sequence_parallel)

@@ -14,9 +14,10 @@ from tp_plans.infer.bytecode import first_argument
 from tp_plans.layouts import Shard
 from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, parent
 from tp_plans.models.spec import SEQUENCE_DIM
+from tp_plans.naming import leaf
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree
-from tp_plans.styles import PrepareModuleInput, SequenceParallel
+from tp_plans.styles import GatherSequence, PrepareModuleInput, SequenceParallel, Style
 
 
 def is_read_in_full(tree: ModelTree) -> bool:
@@ -37,19 +38,28 @@ def with_full_output(plan: Plan, tree: ModelTree) -> Plan:
         CapabilityError: the plan does not say where they can be gathered.
     """
     planned = PlannedTree(tree, plan)
-    norm, last = tree.final_norm, tree.decoder_blocks[-1]
+    norm, last = norm_after_blocks(tree), tree.decoder_blocks[-1]
     if norm is not None and isinstance(style := planned.style(norm), SequenceParallel):
         return plan.override({planned.rule(norm) or norm: replace(style, full_output=True)})
-    if norm is None and planned.rule(last) in (None, last):
-        prepared = planned.style(last) or PrepareModuleInput(
-            layout=Shard(SEQUENCE_DIM), argument=first_argument(tree.modules[last])
-        )
-        if isinstance(prepared, PrepareModuleInput):
-            return plan.override({last: replace(prepared, full_output=True)})
+    own = planned.style(last) or PrepareModuleInput(
+        layout=Shard(SEQUENCE_DIM), argument=first_argument(tree.modules[last])
+    )
+    if norm is None and isinstance(own, PrepareModuleInput | GatherSequence):
+        rule = planned.rule(last) or last
+        shared = {path: own for path in planned.styles if planned.rule(path) == rule and path != last}
+        removed: dict[str, Style | None] = {rule: None} if shared else {}
+        return plan.override({**removed, **shared, last: replace(own, full_output=True)})
     raise CapabilityError(
         f"{type(tree.model).__name__} has a head or a caller that reads all tokens, and no norm after its last block "
         f"{last} at which the plan gathers them: pass sequence_parallel=False"
     )
+
+
+def norm_after_blocks(tree: ModelTree) -> str | None:
+    """Return the norm of the last block's output: after the blocks, else the first one next to them."""
+    siblings = (path for path in tree.children[tree.root] if path != tree.decoder)
+    norms = (path for path in siblings if tree.is_norm(path) and "embed" not in leaf(path))
+    return tree.final_norm or next(norms, None)
 
 
 def _is_head(path: str, tree: ModelTree) -> bool:
