@@ -1,4 +1,4 @@
-"""Tiny models of every task class: classifiers, question answering, trunks without a head, masked and seq2seq models."""
+"""Tiny models of every task class: classifiers, question answering, trunks alone, masked and seq2seq models."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ def _require_same_place(entry: Architecture, tree: ModelTree) -> None:
     blocks = f"{entry.decoder.root}.{entry.decoder.blocks}"
     if tree.decoder_blocks and not any(tree.match([blocks])[0]):
         raise UnknownArchitectureError(
-            f"{type(tree.model).__name__} keeps its blocks at {tree.decoder}, and the plan of {entry.class_name} is for "
-            f"{blocks}: give plan_for({entry.class_name!r}) with other names, or tp_plans.from_hugging_face(model)."
+            f"{type(tree.model).__name__} keeps its blocks at {tree.decoder}, and the plan of {entry.class_name} is "
+            f"for {blocks}: give plan_for({entry.class_name!r}) with other names, or tp_plans.from_hugging_face(model)."
         )
 
 

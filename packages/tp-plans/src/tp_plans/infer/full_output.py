@@ -1,8 +1,8 @@
-"""Gather the hidden states after the last block for whatever reads all tokens: pooling, a head, the caller of a trunk.
+"""Gather the hidden states after the last block for what reads all tokens: pooling, a head, the caller of a trunk.
 
-Between blocks, sequence parallelism shards them on the sequence.  A language-model head, and a linear layer with a rule,
-read them in that layout.  Everything else gets the full tensor, plain, so that a replicated head computes its full
-gradient on every rank.
+Between blocks, sequence parallelism shards them on the sequence.  A language-model head, and a linear layer with a
+rule, read them in that layout.  Everything else gets the full tensor, plain, so that a replicated head computes its
+full gradient on every rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from tp_plans.errors import CapabilityError
 from tp_plans.infer.bytecode import first_argument
 from tp_plans.layouts import Shard
-from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, parent
+from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, join, parent
 from tp_plans.models.spec import SEQUENCE_DIM
 from tp_plans.naming import leaf
 from tp_plans.plan import Plan
@@ -22,9 +22,15 @@ from tp_plans.styles import GatherSequence, PrepareModuleInput, SequenceParallel
 
 def is_read_in_full(tree: ModelTree) -> bool:
     """Return whether the hidden states after the last block are read by more than linear layers, or by the caller."""
-    if any(_is_head(path, tree) for path in tree.after_decoder):
+    linear = [path for path in tree.reads_decoder_output if tree.is_linear(path) and path != tree.lm_head]
+    if any(_is_head(path, tree) for path in tree.after_decoder) or any(is_tied(path, tree) for path in linear):
         return True
-    return tree.lm_head is None and not any(tree.is_linear(path) for path in tree.reads_decoder_output)
+    return tree.lm_head is None and not linear
+
+
+def is_tied(path: str, tree: ModelTree) -> bool:
+    """Return whether a layer shares its weight with another, which may want another layout of it."""
+    return any(join(path, "weight") in group for group in tree.tied)
 
 
 def with_full_output(plan: Plan, tree: ModelTree) -> Plan:

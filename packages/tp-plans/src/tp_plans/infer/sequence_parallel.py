@@ -14,7 +14,7 @@ from typing import Any
 
 from tp_plans.errors import CapabilityError, PlanError
 from tp_plans.infer.bytecode import first_argument, takes_argument
-from tp_plans.infer.full_output import is_read_in_full, norm_after_blocks, with_full_output
+from tp_plans.infer.full_output import is_read_in_full, is_tied, norm_after_blocks, with_full_output
 from tp_plans.infer.streams import token_streams
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, is_at_or_below, join, parent
@@ -168,7 +168,7 @@ def _rules_after_blocks(planned: PlannedTree) -> dict[str, Style]:
     siblings = [path for path in tree.children[tree.root] if path != tree.decoder]
     rules: dict[str, Style] = {path: _gather_rule(path, planned) for path in siblings if _has_streams(path, tree)}
     for path in tree.reads_decoder_output:
-        if planned.style(path) is None and tree.is_linear(path):
+        if planned.style(path) is None and tree.is_linear(path) and not is_tied(path, tree):
             rules[path] = RowwiseParallel(input_layouts=Replicate())  # right for a full input too
     if (norm := norm_after_blocks(tree)) is not None:
         rules[norm] = SequenceParallel(sequence_dim=SEQUENCE_DIM)

@@ -23,6 +23,7 @@ from tp_plans.styles import (
     ExpertsParallel,
     GatheredParameters,
     NoParallel,
+    ParameterStyle,
     RowwiseParallel,
     Style,
     VocabParallelEmbedding,
@@ -186,6 +187,9 @@ def _add_head(rules: dict[str, Style], tree: ModelTree) -> Iterator[Doubt]:
     else:
         kind = type(tree.modules[head]).__name__
         yield Doubt(head, f"a head of class {kind}, which is not a linear layer, stays replicated")
+    bias = join(head or "", "bias")
+    tied = next((group for group in tree.tied if head in rules and bias in group), ())
+    rules.update({path: ParameterStyle() for path in tied if path != bias})  # BERT keeps the bias above the head too
 
 
 def _of_unknown_role(rules: Mapping[str, Style], planned: PlannedTree) -> Iterator[Doubt]:

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from tp_plans.infer.bytecode import referenced_names
+from tp_plans.infer.full_output import is_tied
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ancestors, join, parent
 from tp_plans.naming import KERNEL_ARGUMENTS, leaf
@@ -67,8 +68,7 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_cod
         if not wanted or _is_stored_above(path, wanted[0], planned):
             continue
         if tree.is_plain_linear(path) and wanted == ["weight"]:
-            is_tied = any(join(path, "weight") in group for group in tree.tied)
-            if tree.shape(path)[0] >= MIN_ROWS and not is_tied and _reads_full_activations(path, planned):
+            if tree.shape(path)[0] >= MIN_ROWS and not is_tied(path, tree) and _reads_full_activations(path, planned):
                 yield path, ColwiseParallel(output_layouts=Replicate())
         elif hasattr(module, "num_embeddings"):
             if read_code and _looks_up_otherwise(module):
