@@ -83,28 +83,28 @@ def _other_ranks_tokens(value: Any, mesh: Any) -> Any:
     return full.roll(value.to_local().shape[1], dims=1)
 
 
-def planted(fault: str) -> list[dict[str, float]]:
-    """Measure a head of several layers whose plan has a fault planted."""
+#: Fault to the function of ``tp_plans.torch_styles.replicated`` that stands in for, and what stands in.
+FAULTS: dict[str, tuple[str, Any]] = {
+    "a gradient that is not summed": ("summed_gradient", lambda parameter: parameter.to_local()),
+    "a gradient that is summed twice": ("plain_full_tensor", _summed_once_more),
+    "tokens of another rank": ("plain_full_tensor", _other_ranks_tokens),
+}
+
+
+def planted() -> dict[str, dict[str, float]]:
+    """Return what is off under each fault, for a head that pools the hidden states after a norm."""
     from tp_plans.torch_styles import replicated
 
-    stands = {
-        "a gradient that is not summed": ("summed_gradient", lambda parameter: parameter.to_local()),
-        "a gradient that is summed twice": ("plain_full_tensor", _summed_once_more),
-        "tokens of another rank": ("plain_full_tensor", _other_ranks_tokens),
-    }
-    name, stand_in = stands[fault]
-    with mock.patch.object(replicated, name, stand_in):
-        return measured([("eurobert", "sequence classification", "SP")])
+    found = {}
+    for fault, (name, stand_in) in FAULTS.items():
+        with mock.patch.object(replicated, name, stand_in):
+            (found[fault],) = measured([("eurobert", "sequence classification", "SP")])
+    return found
 
 
-def test_planted_errors_are_found(two_ranks: RankPool) -> None:
-    for ranks in zip(*two_ranks.run(_each_fault), strict=True):
-        assert all(wrong != {} for (wrong,) in ranks)
-
-
-def _each_fault() -> list[list[dict[str, float]]]:
-    faults = ("a gradient that is not summed", "a gradient that is summed twice", "tokens of another rank")
-    return [planted(fault) for fault in faults]
+def test_planted_errors_are_found_on_every_rank(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(planted):
+        assert [fault for fault, wrong in found.items() if not wrong] == []
 
 
 # A policy and a value head on one trunk

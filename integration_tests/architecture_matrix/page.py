@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from architecture_matrix import context_parallel, expert_page
+from architecture_matrix import context_parallel, expert_page, heads_page
 from architecture_matrix.outcome import Outcome
 from architecture_matrix.table import UNBUILDABLE, Entry
 
@@ -71,6 +71,7 @@ def markdown(results: Mapping[str, Any], entries: Mapping[str, Entry]) -> str:
                 "",
                 *_unbuildable(entries),
                 *expert_page.section(rows),
+                *heads_page.section(results.get("heads", {})),
             ]
         )
         + "\n"

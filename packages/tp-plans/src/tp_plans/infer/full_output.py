@@ -21,11 +21,13 @@ from tp_plans.styles import GatherSequence, PrepareModuleInput, SequenceParallel
 
 
 def is_read_in_full(tree: ModelTree) -> bool:
-    """Return whether the hidden states after the last block are read by more than linear layers, or by the caller."""
-    linear = [path for path in tree.reads_decoder_output if tree.is_linear(path) and path != tree.lm_head]
-    if any(_is_head(path, tree) for path in tree.after_decoder) or any(is_tied(path, tree) for path in linear):
+    """Return whether more than a language-model head reads the hidden states after the last block, or the caller does.
+
+    The classifiers that models of transformers share apply their one layer to every token before they pick any.
+    """
+    if tree.lm_head is None and not any(base.__name__.startswith("GenericFor") for base in type(tree.model).__mro__):
         return True
-    return tree.lm_head is None and not linear
+    return any(_is_head(path, tree) for path in tree.after_decoder)
 
 
 def is_tied(path: str, tree: ModelTree) -> bool:
@@ -69,11 +71,11 @@ def norm_after_blocks(tree: ModelTree) -> str | None:
 
 
 def _is_head(path: str, tree: ModelTree) -> bool:
-    """Return whether a module outside the trunk, next to the language-model head or above, has layers of its own."""
+    """Return whether a module next to the language-model head, or above, is another head: it has layers of its own."""
     head = tree.lm_head
-    if is_at_or_below(path, tree.root) or path == head or tree.is_linear(path):
+    if head is None or path == head or parent(path) not in ancestors(head):
         return False
-    if head is not None and parent(path) not in ancestors(head):
+    if is_at_or_below(path, tree.root) and not tree.is_linear(path):
         return False
     inside = {path, *tree.below(path)}
     with_stack = any(is_at_or_below(stack, path) for stack in tree.stacks)
