@@ -30,7 +30,7 @@ ABSENT: dict[str, tuple[Any, set[str]]] = {
     "is_strided": (torch.distributed.tensor, {"StridedShard"}),
     "forward_pre_hooks": (nn.Module, {"forward_pre_hooks", "get_forward_pre_hooks"}),
     "is_compiled": (nn.Module, {"is_compiled"}),
-    "own_store": (dist, {"get_default_store", "get_store"}),
+    "clone_default_store": (dist, {"get_default_store", "get_store"}),
     "group_of": (dist, {"resolve_process_group", "get_process_group"}),
     "flash_attention": (torch.nn.functional, {"flash_attention", "flash_attention_backward"}),
     "autograd_position": (torch.autograd.graph, {"get_sequence_nr", "sequence_nr"}),

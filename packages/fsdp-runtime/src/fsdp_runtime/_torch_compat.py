@@ -120,7 +120,7 @@ def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
 
     def unpack(saved: tuple[Tensor, int]) -> Tensor:
         tensor, version = saved
-        local = local_of(tensor)
+        local = local_tensor(tensor)
         if local.numel() and local.device.type != "meta" and local.untyped_storage().nbytes() == 0:
             raise freed()
         if tensor._version != version:
@@ -164,7 +164,7 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """A DTensor's local tensor itself; ``to_local`` gives a view, which a recorder of memory would count anew.
 
     Any other tensor is its own (torch 2.10 to 2.15).
@@ -177,14 +177,14 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
-def leaves(tree: Any) -> list[Any]:
+def tree_leaves(tree: Any) -> list[Any]:
     """Return the leaves of nested dicts, lists and tuples.
 
     ``torch.utils._pytree`` is private in torch 2.10 to 2.15 (pytorch/pytorch#65761).
     """
-    from torch.utils._pytree import tree_leaves
+    from torch.utils import _pytree
 
-    found: list[Any] = tree_leaves(tree)
+    found: list[Any] = _pytree.tree_leaves(tree)
     return found
 
 
@@ -259,7 +259,7 @@ def reduce_scatter_flat(output: Tensor, full: Tensor, group: ProcessGroup) -> di
     return work
 
 
-def own_store() -> Store:
+def clone_default_store() -> Store:
     """A connection of one's own to the store of ``init_process_group``, which torch 2.10 to 2.15 hand out nowhere."""
     store: Any = distributed_c10d._get_default_store()
     copy: Store = store.clone()
@@ -375,7 +375,7 @@ def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside_modes
 
 
-def forget_meshes() -> None:
+def clear_dtensor_caches() -> None:
     """Empty DTensor's caches of what it decided for a mesh, from which a later one that is equal would be served.
 
     Meshes are equal by shape and names; the groups of one that is gone cannot be used, nor can another rank's offsets.
@@ -428,7 +428,7 @@ def storage_key(held: Tensor | UntypedStorage) -> int:
     return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
 
 
-def untraceable() -> tuple[type[Exception], ...]:
+def data_dependent_errors() -> tuple[type[Exception], ...]:
     """What fake tensors raise where a result depends on data, or an operator has no rule for shapes.
 
     Private in torch 2.10 to 2.15.
@@ -450,7 +450,7 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name) if argument.kwarg_only or position >= len(args) else args[position]
-            yield from (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 @contextmanager

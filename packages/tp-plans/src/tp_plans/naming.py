@@ -22,11 +22,11 @@ HEAD_NORMS = ("q_norm", "k_norm", "v_norm", "q_layernorm", "k_layernorm", "query
 
 # Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 MLA_KV_DOWN, MLA_KV_UP, MLA_OUTPUT = "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
-MLA_QUERIES = ("q_b_proj", "q_proj")
+MLA_QUERIES_DOWN, MLA_QUERIES = "q_a_proj", ("q_b_proj", "q_proj")
 #: Norms of the latents, which every rank computes in full.
 MLA_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 #: Everything that a latent attention layer may consist of.
-MLA_LAYERS = (MLA_KV_DOWN, MLA_KV_UP, MLA_OUTPUT, "q_a_proj", *MLA_QUERIES, *MLA_NORMS)
+MLA_LAYERS = (MLA_KV_DOWN, MLA_KV_UP, MLA_OUTPUT, MLA_QUERIES_DOWN, *MLA_QUERIES, *MLA_NORMS)
 #: The attributes that a latent attention layer has: the number of heads, and features of the shared rotary key.
 MLA_HEADS, MLA_ROPE_DIM = "num_heads", "qk_rope_head_dim"
 

@@ -211,6 +211,15 @@ def test_gated_and_plain_mlps_are_split(columns, row):
     assert added(blocks_of(block)) == {**rules, f"{BLOCK}mlp.{row}": ROW}
 
 
+def test_layers_that_store_their_weight_transposed_are_no_mlp():
+    class Conv1D(Node):
+        def __init__(self, inner, out):
+            super().__init__(parameters={"weight": tensor(inner, out), "bias": tensor(out)})
+
+    rules = added(blocks_of(lambda: Node(mlp=Node(c_fc=Conv1D(HIDDEN, INNER), c_proj=Conv1D(INNER, HIDDEN)))))
+    assert not any(isinstance(style, (ColwiseParallel, RowwiseParallel)) for style in rules.values())
+
+
 def test_gate_and_up_in_one_weight_are_two_pieces():
     def block():
         return Node(mlp=Node(gate_up_proj=Linear(2 * INNER, HIDDEN), down_proj=Linear(HIDDEN, INNER)))

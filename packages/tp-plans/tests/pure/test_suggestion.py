@@ -5,6 +5,7 @@ from tp_plans import (
     ColwiseParallel,
     ExpertsParallel,
     GatheredParameters,
+    MLAKVProjection,
     NoParallel,
     ParallelAttention,
     PlanError,
@@ -107,6 +108,40 @@ def test_attention_that_is_not_understood_is_gathered_with_the_reason(mix, reaso
 def test_norms_over_one_head_are_marked():
     found = suggest(model(block(mix=Attention(q_norm=Norm(8)))))
     assert found.plan["trunk.stack.*.mix.q_norm"] == NoParallel(gradient="partial")
+
+
+def latent_attention(queries=4 * 24):
+    """Latent attention with DeepSeek's names: queries and keys of 16 + 8 features a head, values of 16."""
+    return Module(
+        attributes={"num_heads": 4, "qk_rope_head_dim": 8},
+        q_a_proj=Linear(24, 32),
+        q_a_layernorm=Norm(24),
+        q_b_proj=Linear(queries, 24),
+        kv_a_proj_with_mqa=Linear(40, 32),
+        kv_a_layernorm=Norm(32),
+        kv_b_proj=Linear(4 * 32, 32),
+        o_proj=Linear(32, 4 * 16),
+    )
+
+
+def test_latent_attention_with_known_names_is_split_in_heads_without_a_doubt():
+    suggestion = suggest(model(block(latent_attention()), block(latent_attention())))
+    mix = "trunk.stack.*.mix"
+    assert {name: suggestion.plan[f"{mix}.{name}"] for name in latent_attention().children if "norm" not in name} == {
+        "q_a_proj": ColwiseParallel(output_layouts=Replicate()),
+        "q_b_proj": ColwiseParallel(multiple_of=24),
+        "kv_a_proj_with_mqa": MLAKVProjection(),
+        "kv_b_proj": ColwiseParallel(multiple_of=32),
+        "o_proj": RowwiseParallel(multiple_of=16),
+    }
+    assert not [doubt for doubt in suggestion.doubts if doubt.where.startswith(mix)]
+
+
+def test_latent_attention_whose_features_are_no_heads_is_gathered_with_the_reason():
+    suggestion = suggest(model(block(latent_attention(queries=98)), block(latent_attention(queries=98))))
+    (reason,) = doubts(suggestion, "trunk.stack.*.mix")
+    assert reason.startswith("q_b_proj has 98 features for 4 heads")
+    assert suggestion.plan["trunk.stack.*.mix.o_proj"] == RowwiseParallel(input_layouts=Replicate())
 
 
 def test_attention_that_is_split_in_some_blocks_only_is_gathered_in_all():

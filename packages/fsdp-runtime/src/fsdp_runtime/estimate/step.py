@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import local_of
+from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.debug.describe import describe_parallelism
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.estimate.build_model import vocabulary_size
@@ -151,7 +151,7 @@ def _sizes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     for name, parameter in parameters.items():
-        local = local_of(parameter)
+        local = local_tensor(parameter)
         count[wildcard(name)] += 1
         nbytes[wildcard(name)] += local.numel() * local.element_size()
     return {pattern: (count[pattern], nbytes[pattern]) for pattern in count}
@@ -190,7 +190,7 @@ class _LocalOptimizer:
         groups: dict[Any, list[nn.Parameter]] = defaultdict(list)  # a foreach call takes tensors of one mesh
         for parameter in model.parameters():
             if parameter.requires_grad:
-                shard = self._shards[parameter] = nn.Parameter(local_of(parameter).detach())
+                shard = self._shards[parameter] = nn.Parameter(local_tensor(parameter).detach())
                 groups[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(shard)
         self._optimizer = make([{"params": shards} for shards in groups.values()])
 
@@ -204,7 +204,7 @@ class _LocalOptimizer:
     def step(self) -> None:
         """Take a step with the gradients of the model's parameters."""
         for parameter, shard in self._shards.items():
-            shard.grad = None if parameter.grad is None else local_of(parameter.grad)
+            shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
         self._optimizer.step()
 
     def state_tensors(self) -> list[Tensor]:

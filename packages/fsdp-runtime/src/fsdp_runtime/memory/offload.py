@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_runtime._torch_compat import leaves
+from fsdp_runtime._torch_compat import tree_leaves
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OffloadError, OptionError
 from fsdp_runtime.memory.unshard import is_held
@@ -212,7 +212,7 @@ def _tensors(part: Part, model: nn.Module, optimizer: Optimizer | None) -> Itera
         case "buffers":
             yield from model.named_buffers()
         case "optimizer":
-            for leaf in leaves(optimizer.state) if optimizer is not None else ():
+            for leaf in tree_leaves(optimizer.state) if optimizer is not None else ():
                 if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
                     yield "optimizer state", leaf
 
@@ -262,7 +262,7 @@ def _refuse_freed(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Raise before a step that reads freed parameters, gradients or state, whichever optimizer it is."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
-    state = [leaf for leaf in leaves(optimizer.state) if isinstance(leaf, Tensor)]
+    state = [leaf for leaf in tree_leaves(optimizer.state) if isinstance(leaf, Tensor)]
     needed = {"parameters": parameters, "gradients": gradients, "optimizer": state}
     if missing := tuple(part for part, tensors in needed.items() if any(map(is_freed, tensors))):
         raise ModelError(

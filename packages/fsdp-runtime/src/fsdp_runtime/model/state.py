@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import local_of, persistent_buffers, sharded_parameters
+from fsdp_runtime._torch_compat import local_tensor, persistent_buffers, sharded_parameters
 from fsdp_runtime.errors import ConversionError, ModelError
 
 #: Path components that activation checkpointing wrappers and ``torch.compile`` add.
@@ -57,7 +57,7 @@ def state_entries(model: nn.Module, *, allow_offloaded: bool = False) -> list[St
 
 def is_freed(tensor: Tensor) -> bool:
     """Return True if a tensor has elements and its memory was freed, as :func:`fsdp_runtime.offload` does."""
-    local = local_of(tensor)
+    local = local_tensor(tensor)
     is_plain = type(local) in (Tensor, nn.Parameter, nn.Buffer)  # wrapper subclasses have no storage of their own
     return is_plain and not local.is_meta and bool(local.numel()) and not local.untyped_storage().nbytes()
 

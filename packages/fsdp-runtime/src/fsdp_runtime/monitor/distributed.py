@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_runtime._torch_compat import own_store
+from fsdp_runtime._torch_compat import clone_default_store
 from fsdp_runtime.errors import FsdpRuntimeError, LostRankError
 from fsdp_runtime.monitor.failure_detector import FailureDetector, no_heartbeat
 from fsdp_runtime.monitor.heartbeat import Heartbeat, HeartbeatStore, LostRank
@@ -41,7 +41,7 @@ class DistributedMonitor(RankMonitor):
         super().__init__(dist.get_rank())
         self._timeout, self._interval = timeout, timeout / _ROUNDS
         self._observed = range(1, dist.get_world_size()) if self.rank == 0 else range(1)
-        self._store = HeartbeatStore(own_store, f"fsdp_runtime/monitor/{next(_numbers)}", timeout)
+        self._store = HeartbeatStore(clone_default_store, f"fsdp_runtime/monitor/{next(_numbers)}", timeout)
         self._detector = FailureDetector(self._interval, timeout)
         self._threads: list[threading.Thread] = []
         self._stopping, self._lost_known, self._others_finished = (threading.Event() for _ in range(3))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from fsdp_runtime._torch_compat import TorchDispatchMode, leaves, storage_key, written_arguments
+from fsdp_runtime._torch_compat import TorchDispatchMode, storage_key, tree_leaves, written_arguments
 from fsdp_runtime.parallel.pinned_routes import pinned_routes
 
 
@@ -105,7 +105,7 @@ class _WatchWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     raise SavedTensorWrittenError(operator)
         result = func(*args, **kwargs)
         if func in self.saved:  # the kept result is alive until backward, and so is the key of its storage
-            self.kept.update({storage_key(leaf): func for leaf in leaves(result) if isinstance(leaf, Tensor)})
+            self.kept.update({storage_key(leaf): func for leaf in tree_leaves(result) if isinstance(leaf, Tensor)})
         return result
 
 

@@ -17,7 +17,7 @@ from tp_plans.infer.unrecognized import MIN_ROWS
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, join
 from tp_plans.module_attrs import getattr_path
-from tp_plans.naming import HEAD_COUNTS, HEAD_DIMS, KV_HEAD_COUNTS, KV_PROJECTION, leaf
+from tp_plans.naming import HEAD_COUNTS, HEAD_DIMS, KV_HEAD_COUNTS, KV_PROJECTION, MLA_HEADS, leaf
 from tp_plans.styles import (
     ColwiseEmbedding,
     ColwiseParallel,
@@ -57,13 +57,20 @@ def propose(sub: Sublayer, tree: ModelTree) -> Proposal:
         return stored_rules(sub.path, tree), [Doubt(sub.path, what)]
     reason = _not_understood(sub, tree)
     if reason is None:
-        is_attention = sub.is_named_attention or _counts_heads(tree.modules[sub.path])
-        rules, more = (_attention if is_attention else _mlp)(sub, tree)
+        rules, more = _rules_of_kind(sub, tree)
         if rules:
             return rules, [*doubts, *more]
         reason = more[0].what
     what = f"{reason}, so its layers are sharded and their outputs gathered: correct, but with more communication"
     return gathered_rules(sub), [*doubts, Doubt(sub.path, what)]
+
+
+def _rules_of_kind(sub: Sublayer, tree: ModelTree) -> Proposal:
+    if sub.mla_kv_down is not None:
+        return _latent_attention(sub, tree)
+    if sub.is_named_attention or _counts_heads(tree.modules[sub.path]):
+        return _attention(sub, tree)
+    return _mlp(sub, tree)
 
 
 def _counts_heads(module: Any) -> bool:
@@ -99,11 +106,11 @@ def stored_rules(path: str, tree: ModelTree, *, deep: bool = False) -> dict[str,
 
 def _not_understood(sub: Sublayer, tree: ModelTree) -> str | None:
     """Return the reason why a sub-layer cannot be sharded inside: parts that may meet its sharded features."""
-    if sub.other_linears:
+    if sub.other_linears and sub.mla_kv_down is None:
         return f"{', '.join(map(leaf, sub.other_linears))} neither read nor write the hidden states"
     if own := tree.own_parameters(sub.path):
         return f"it has parameters of its own ({', '.join(own)})"
-    known = {*sub.input_projs, sub.output_proj}
+    known = {*sub.input_projs, *sub.other_linears, sub.output_proj}
     tables = _head_tables(sub, tree)
     unknown = [
         path
@@ -168,6 +175,26 @@ def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
             Doubt(sub.input_projs[0], "assumed to be queries, keys and values, concatenated; if not, gather its output")
         )
     return rules, doubts
+
+
+def _latent_attention(sub: Sublayer, tree: ModelTree) -> Proposal:
+    """Queries, keys with values, and outputs have one number of heads, and a size of head each."""
+    heads = int(getattr(tree.modules[sub.path], MLA_HEADS))
+    features: dict[str, int] = {path: tree.shape(path)[0] for path in sub.input_projs}
+    features[sub.output_proj] = sub.inner_dim
+    if odd := next((path for path, width in features.items() if width % heads), None):
+        return {}, [Doubt(sub.path, f"{leaf(odd)} has {features[odd]} features for {heads} heads")]
+    split = {
+        path: replace(style, multiple_of=features[path] // heads)
+        if isinstance(style, (ColwiseParallel, RowwiseParallel))
+        else style
+        for path, style in rules_for(sub).items()
+    }
+    counts = counts_used(tree.modules[sub.path], {heads, *features.values()})
+    doubts = [Doubt(sub.path, f"treating {', '.join(counts)} as per-rank counts")] if counts else []
+    own: dict[str, Style] = {sub.path: _input_style(sub, tree, counts)} if counts else {}
+    latents: dict[str, Style] = dict.fromkeys(sub.other_linears, ColwiseParallel(output_layouts=Replicate()))
+    return {**own, **latents, **split}, doubts
 
 
 def _fused_sizes(sub: Sublayer, tree: ModelTree, size: int, widths: Mapping[str, int]) -> tuple[int | str, ...] | None:

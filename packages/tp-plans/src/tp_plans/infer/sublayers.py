@@ -1,11 +1,9 @@
-"""Recognise the sub-layers of a block, by the names of their layers or by their shapes, and give the rules for them.
+"""Recognise the sub-layers of a block, and give the rules for them.
 
-There are two recognisers because they accept different evidence.  ``named_sublayer`` completes a plan that is applied
-without review: all parts must have known names and fitting shapes, and a module with an unknown part is left to the
-plan.  ``shaped_sublayer`` serves ``suggest``, whose result is reviewed: linear layers that read and write the hidden
-states are enough, names only resolve ambiguous shapes, and unknown parts become doubts or gathered outputs.  Latent
-attention shows that one cannot replace the other: its query and key/value projections read compressed features, so by
-shapes alone they are ``other_linears``, and the sub-layer would be gathered.
+One recogniser serves completion and suggestion.  Where all parts of a module have known names, and shapes that agree,
+the sub-layer is certain: a plan that is applied without review is completed with those alone, and a module with an
+unknown part is left to the plan.  Any other module whose linear layers read and write the hidden states may be a
+sub-layer: ``suggest`` examines its code, and turns unknown parts into doubts or gathered outputs.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from tp_plans.naming import (
     MLA_LAYERS,
     MLA_OUTPUT,
     MLA_QUERIES,
+    MLA_QUERIES_DOWN,
     MLA_ROPE_DIM,
     MLPS,
     OUTPUT_PROJECTION,
@@ -51,9 +50,11 @@ class Sublayer:
         inner_dim: features that the output projection reads.
         head_norms: norms of one head each, inside.
         mla_kv_down: the projection to the compressed keys and values of latent attention.
-        other_linears: its linear layers that neither read the residual stream nor write to it.
+        other_linears: its linear layers that are neither; unless it is latent attention, they neither read the residual
+            stream nor write to it.
         fused_sizes: the matrices that the input projections consist of, as in ``ColwiseParallel``.
         guessed_by_name: whether only its name distinguishes the output projection.
+        is_certain: whether all its parts have known names, and shapes that agree.
     """
 
     path: str
@@ -65,6 +66,7 @@ class Sublayer:
     other_linears: tuple[str, ...] = ()
     fused_sizes: tuple[int | str, ...] = ()
     guessed_by_name: bool = False
+    is_certain: bool = False
 
     @property
     def is_named_attention(self) -> bool:
@@ -106,14 +108,18 @@ def _split(planned: PlannedTree, root: str) -> Iterator[tuple[str, Style]]:
         names = planned.tree.children_with_parameters(path)
         if len(names) < 2 or planned.tree.own_parameters(path) or not planned.has_no_rules(path, names):
             continue
-        if (sublayer := named_sublayer(path, planned.tree)) is not None:
+        sublayer = recognize(path, planned.tree)
+        if sublayer is not None and sublayer.is_certain:
             yield from rules_for(sublayer).items()
 
 
-def named_sublayer(path: str, tree: ModelTree) -> Sublayer | None:
-    """Return the sub-layer that a module certainly is: all its parts have known names, and shapes that agree."""
+def recognize(path: str, tree: ModelTree) -> Sublayer | None:
+    """Return the sub-layer that a module is by the names of its parts, or may be by the shapes of its layers."""
     names = tree.children_with_parameters(path)
-    return _attention(path, names, tree) or _latent_attention(path, names, tree) or _mlp(path, names, tree)
+    found = _attention(path, names, tree) or _latent_attention(path, names, tree) or _mlp(path, names, tree)
+    if found is not None and all(map(tree.is_linear, (*found.input_projs, found.output_proj))):
+        return found
+    return _shaped(path, tree)
 
 
 def _attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
@@ -136,6 +142,7 @@ def _attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
         output_proj=join(path, output),
         inner_dim=width[QUERY] or 0,
         head_norms=tuple(join(path, name) for name in sorted(norms)),
+        is_certain=True,
     )
 
 
@@ -152,6 +159,8 @@ def _latent_attention(path: str, names: set[str], tree: ModelTree) -> Sublayer |
         output_proj=join(path, MLA_OUTPUT),
         inner_dim=tree.size(join(path, MLA_OUTPUT), 1) or 0,
         mla_kv_down=join(path, MLA_KV_DOWN),
+        other_linears=tuple(join(path, name) for name in (MLA_QUERIES_DOWN, MLA_KV_DOWN) if name in names),
+        is_certain=True,
     )
 
 
@@ -172,6 +181,7 @@ def _mlp(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
                 output_proj=join(path, output),
                 inner_dim=inner,
                 fused_sizes=(1, 1) if is_fused else (),
+                is_certain=True,
             )
     return None
 
@@ -181,8 +191,8 @@ def _vector_length(norm: str, tree: ModelTree) -> int | None:
     return int(next(iter(sizes))[0]) if len(sizes) == 1 and len(next(iter(sizes))) == 1 else None
 
 
-def shaped_sublayer(path: str, tree: ModelTree) -> Sublayer | None:
-    """Return the sub-layer that a module may be: layers directly below read the residual stream, one writes to it.
+def _shaped(path: str, tree: ModelTree) -> Sublayer | None:
+    """Return the sub-layer of a module whose layers directly below read the residual stream, one writing to it.
 
     Names decide only where shapes are ambiguous.
     """

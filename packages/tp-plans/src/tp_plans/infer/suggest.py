@@ -11,7 +11,7 @@ from tp_plans.errors import PlanError
 from tp_plans.infer.rules import Doubt, Proposal, gathered_rules, propose, stored_rules
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.infer.streams import token_blocks, token_streams, token_tables
-from tp_plans.infer.sublayers import Sublayer, shaped_sublayer
+from tp_plans.infer.sublayers import Sublayer, recognize
 from tp_plans.infer.unrecognized import shard_storage
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, ancestors, join, parent
@@ -150,7 +150,7 @@ def _of_block(block: str, tree: ModelTree, rules: Mapping[str, Style]) -> Iterat
     for path in (block, *tree.below(block)):
         above = (path, *(each for each in ancestors(path) if each != block))
         inside = any(isinstance(rules.get(each), _STORED) for each in above)
-        sub = None if inside else shaped_sublayer(path, tree)
+        sub = None if inside else recognize(path, tree)
         if sub is not None:
             yield sub
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime._torch_compat import group_of, leaves
+from fsdp_runtime._torch_compat import group_of, tree_leaves
 from fsdp_runtime.estimate.types import PHASES, Phase, Traffic
 from fsdp_runtime.mesh.experts import expert_axis_size
 from fsdp_runtime.mesh.spec import FLATTENED, submesh
@@ -70,7 +70,7 @@ def collective_call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Coll
     tensors = [value for value in args if isinstance(value, (Tensor, list))]
     # In-place operators on one flat tensor take the output first; all others take the input first.
     inputs = tensors[1] if name.endswith("_base_") else tensors[0]
-    nbytes = sum(leaf.nbytes for leaf in leaves(inputs) if isinstance(leaf, Tensor))
+    nbytes = sum(leaf.nbytes for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
     kept = _kept(inputs, args[4], ranks) if name == "alltoall_base_" and isinstance(inputs, Tensor) else None
     return CollectiveCall(kind, ranks, nbytes, kept)
 

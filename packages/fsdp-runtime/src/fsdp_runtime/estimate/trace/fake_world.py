@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime._torch_compat import fake_store, fake_tensors, forget_meshes
+from fsdp_runtime._torch_compat import clear_dtensor_caches, fake_store, fake_tensors
 from fsdp_runtime._transformers_compat.fake_tensors import fake_tensors_are_data
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.mesh.spec import MeshSpec
@@ -37,7 +37,7 @@ def fake_world(spec: MeshSpec, *, rank: int) -> Iterator[DeviceMesh]:
         yield spec.build(device_type="cpu")
     finally:
         dist.destroy_process_group()
-        forget_meshes()
+        clear_dtensor_caches()
 
 
 @contextmanager

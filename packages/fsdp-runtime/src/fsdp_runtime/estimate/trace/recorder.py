@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import (
     TorchDispatchMode,
-    leaves,
-    local_of,
+    data_dependent_errors,
+    local_tensor,
     observe_storage_resizes,
     storage_key,
-    untraceable,
+    tree_leaves,
 )
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.estimate.trace.collectives import CollectiveCall, collective_call
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def register(self, tensors: Iterable[Tensor], category: str) -> None:
         """Register tensors that exist before the step under a category."""
-        for local in map(local_of, tensors):
+        for local in map(local_tensor, tensors):
             key = storage_key(local)
             if key not in self._live:
                 self._allocated(local, -1)
@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def relabel(self, tensors: Iterable[Tensor], category: str) -> None:
         """Set the category of tensors that were created in a phase."""
-        for local in map(local_of, tensors):
+        for local in map(local_tensor, tensors):
             if (live := self._live.get(storage_key(local))) is not None:
                 self.recording.storages[live[0]].category = category
 
@@ -182,12 +182,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             return func(*args, **kwargs)
-        except untraceable() as error:
+        except data_dependent_errors() as error:
             raise UntraceableError(str(func), self._modules.current_path()) from error
 
     def _record_results(self, func: Any, result: Any) -> None:
         event = None
-        for leaf in leaves(result):
+        for leaf in tree_leaves(result):
             if not isinstance(leaf, Tensor) or leaf.device.type == "meta":
                 continue
             if storage_key(leaf) not in self._live:

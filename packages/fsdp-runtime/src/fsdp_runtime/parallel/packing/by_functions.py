@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import untraceable
+from fsdp_runtime._torch_compat import data_dependent_errors
 from fsdp_runtime.parallel.packing.mixers import TokenMixer, has_inner_mixer
 from fsdp_runtime.parallel.packing.run import BOUNDARIES, CurrentDocuments, mixed_in
 from fsdp_runtime.parallel.packing.sequence_functions import (
@@ -138,7 +138,7 @@ def _is_token_wise(forward: Callable[[Tensor], Any], like: Tensor) -> bool | Non
             if not bool((found - wanted)[:, kept].abs().max() <= bound):
                 return False
         return True
-    except untraceable():
+    except data_dependent_errors():
         return None
 
 
