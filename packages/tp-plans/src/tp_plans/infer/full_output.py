@@ -15,6 +15,7 @@ from tp_plans.layouts import Shard
 from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, join, parent
 from tp_plans.models.spec import SEQUENCE_DIM
 from tp_plans.naming import leaf
+from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree
 from tp_plans.styles import GatherSequence, PrepareModuleInput, SequenceParallel, Style
@@ -31,8 +32,9 @@ def is_read_in_full(tree: ModelTree) -> bool:
 
 
 def is_tied(path: str, tree: ModelTree) -> bool:
-    """Return whether a layer shares its weight with another, which may want another layout of it."""
-    return any(join(path, "weight") in group for group in tree.tied)
+    """Return whether a layer shares its weight with one of another name, which may want another layout of it."""
+    weight = join(path, "weight")
+    return any(weight in group and len(set(map(wildcard, group))) > 1 for group in tree.tied)
 
 
 def with_full_output(plan: Plan, tree: ModelTree) -> Plan:
