@@ -50,6 +50,15 @@ def failure(*errors: tuple[str, str]) -> Outcome:
     return evaluate(pool, "llama", "TP", kinds=("ids",), timeout=1)
 
 
+def test_heads_have_a_section_with_counts_and_each_reason_once() -> None:
+    refused = {"status": "refused", "note": "no form | none"}
+    cells = {"trunk": {"TP": {"status": "right"}, "SP": refused}, "reward": {"TP": {"status": "wrong"}, "SP": refused}}
+    text = page.markdown({**RESULTS, "heads": {"phi": cells}}, ENTRIES)
+    assert "- TP: 1 of 2 right, 0 refused" in text
+    assert "- SP: 0 of 2 right, 2 refused" in text
+    assert "| phi | ✓ | refused | ✗ wrong | refused | trunk, SP: no form \\| none |" in text
+
+
 def test_agreement_on_every_rank_is_right() -> None:
     assert summarize([found(), found()]).status == "right"
 

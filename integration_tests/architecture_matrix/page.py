@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from architecture_matrix import context_parallel, expert_page, multimodal_page
+from architecture_matrix import context_parallel, expert_page, heads_page, multimodal_page
 from architecture_matrix.outcome import Outcome
 from architecture_matrix.table import UNBUILDABLE, Entry
 
@@ -22,6 +22,7 @@ _TITLES = {"TP": "TP", "SP": "SP", "transformers": "transformers' own TP"}
 SECTIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
     expert_page.section,  # one line each
     multimodal_page.section,
+    heads_page.section,
 )
 #: What a row's notes say of parameters that stay whole: those above this share of the model.
 _NOTEWORTHY = 0.01

@@ -253,7 +253,8 @@ class ModelTree:
     @cached_property
     def final_norm(self) -> str | None:
         """The norm of the decoder's output: the last one after its stack, in the modules that hold the stack."""
-        norms = [path for path in self._after_decoder if is_at_or_below(path, self.root) and self._is_hidden_norm(path)]
+        norms = [path for path in self.after_decoder if is_at_or_below(path, self.root) and self._is_hidden_norm(path)]
+        norms = [path for path in norms if "embed" not in _name(path)]  # BART's norm of the embeddings comes last
         return norms[-1] if norms else None
 
     @cached_property
@@ -262,12 +263,12 @@ class ModelTree:
         hidden = self.size(self.embedding or "", 1)
         return tuple(
             path
-            for path in self._after_decoder
+            for path in self.after_decoder
             if self._is_hidden_norm(path) or (self.is_linear(path) and self.size(path, 1) == hidden)
         )
 
     @cached_property
-    def _after_decoder(self) -> tuple[str, ...]:
+    def after_decoder(self) -> tuple[str, ...]:
         """The modules after the decoder's stack that sit directly in a module that holds the stack."""
         if self.decoder is None or self.embedding is None:
             return ()

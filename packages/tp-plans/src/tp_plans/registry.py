@@ -102,7 +102,7 @@ def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool =
         >>> import tp_plans
         >>> plan = tp_plans.plan_for("Qwen3ForCausalLM", sequence_parallel=True)
         >>> plan["model.norm"]
-        SequenceParallel(sequence_dim=1)
+        SequenceParallel(sequence_dim=1, full_output=False)
     """
     names = _names(target.model if isinstance(target, ModelTree) else target)
     entry = next((_BY_NAME[name] for name in names if name in _BY_NAME), None) or _of_same_model(names)
@@ -110,10 +110,26 @@ def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool =
         raise _unknown(names, target)
     plan = entry.plan(sequence_parallel=sequence_parallel, tp=tp)
     if isinstance(target, ModelTree) or (hasattr(target, "named_modules") and not isinstance(target, type)):
-        plan = entry.for_model(plan, ModelTree.of(target))
+        tree = ModelTree.of(target)
+        _require_same_place(entry, tree)
+        plan = entry.for_model(plan, tree)
     if names.task is not None and not entry.class_name.endswith(names.task[1]):
         plan = _for_task(plan, entry, *names.task)
     return plan if rowwise else rowwise_free(plan)
+
+
+def _require_same_place(entry: Architecture, tree: ModelTree) -> None:
+    """Refuse a model that keeps its blocks elsewhere than the architecture: the trunk alone, or under another name.
+
+    Raises:
+        UnknownArchitectureError: it does.
+    """
+    blocks = f"{entry.decoder.root}.{entry.decoder.blocks}"
+    if tree.decoder_blocks and not any(tree.match([blocks])[0]):
+        raise UnknownArchitectureError(
+            f"{type(tree.model).__name__} keeps its blocks at {tree.decoder}, and the plan of {entry.class_name} is "
+            f"for {blocks}: give plan_for({entry.class_name!r}) with other names, or tp_plans.from_hugging_face(model)."
+        )
 
 
 def _of_same_model(names: _Names) -> Architecture | None:

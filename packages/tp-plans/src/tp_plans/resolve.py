@@ -19,6 +19,8 @@ from tp_plans.errors import (
 from tp_plans.hugging_face import from_hugging_face, style_from_name
 from tp_plans.hugging_face.translate import ships_plan_of_blocks
 from tp_plans.infer.suggest import suggest
+from tp_plans.inner_models import inner_models, plan_around
+from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
 from tp_plans.registry import plan_for
 from tp_plans.verification.prove import inferred_plan
@@ -74,18 +76,23 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False, m
 
 
 def _automatic(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None) -> Plan:
+    tree = ModelTree.of(model) if hasattr(model, "named_modules") and not isinstance(model, type) else None
+    if tree is not None and (inner := inner_models(tree)):
+        plans = {path: _automatic(tree.modules[path], sequence_parallel=sequence_parallel, mesh=mesh) for path in inner}
+        return plan_around(plans, tree)
+    source = model if tree is None else tree  # which is read once
     try:
-        plan = plan_for(model, sequence_parallel=sequence_parallel)
+        plan = plan_for(source, sequence_parallel=sequence_parallel)
     except UnknownArchitectureError as unknown:
         try:
-            if not ships_plan_of_blocks(model):
+            if not ships_plan_of_blocks(source):
                 raise PlanError(f"it has no rules for the blocks of {type_name(model)}.")
-            plan = from_hugging_face(model, sequence_parallel=sequence_parallel)
+            plan = from_hugging_face(source, sequence_parallel=sequence_parallel)
         except CapabilityError:
             raise
         except TpPlansError as error:
             try:
-                return inferred_plan(model, sequence_parallel=sequence_parallel, mesh=mesh)
+                return inferred_plan(source, sequence_parallel=sequence_parallel, mesh=mesh)
             except UnknownArchitectureError as uncertain:
                 raise UnknownArchitectureError(
                     f"{unknown} Its Hugging Face plan does not serve either: {error} {uncertain}"

@@ -23,6 +23,20 @@ def has_model_for(auto: Any, config: Any) -> bool:
     return type(config) in auto._model_mapping
 
 
+def picks_one_token(model: Any) -> bool:
+    """Return True if the model's class scores one token of each row: the last that is no padding, or the first.
+
+    Classes say so by their names alone.
+    """
+    endings = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
+    return any(base.__name__.endswith(endings) for base in type(model).__mro__)
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    """Return True if the model's config says that it has an encoder and a decoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 def is_stateful(model: Any) -> bool:
     """Return True if the model's class says that it carries a state from token to token, as ``generate`` asks."""
     return bool(getattr(model, "_is_stateful", False))

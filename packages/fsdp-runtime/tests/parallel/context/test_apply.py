@@ -28,7 +28,7 @@ from fsdp_runtime.parallel.context.apply import (
     under_context_parallelism,
 )
 from fsdp_runtime.parallel.context.gathered import eager_function, gather_for, gathered_mixers
-from harness.models import tiny_inputs, tiny_model
+from harness.models import tiny_config, tiny_inputs, tiny_model
 from harness.ranks import RankPool
 
 
@@ -48,6 +48,20 @@ def test_attention_of_another_kind_is_refused_with_the_fix() -> None:
     _refused(
         model, r"computes attention by 'flex_attention': cp needs 'sdpa' or 'eager', as set by model\.set_attn_impl"
     )
+
+
+def test_a_head_that_scores_one_token_of_each_row_is_refused_with_the_fix() -> None:
+    import transformers
+
+    model = transformers.Qwen3ForSequenceClassification(tiny_config("Qwen3ForCausalLM"))
+    _refused(model, r"picks one token of each row for its scores.*use cp=1, or parallelize its trunk \(AutoModel\)")
+
+
+def test_an_encoder_with_a_decoder_is_refused() -> None:
+    import transformers
+
+    sizes = {"vocab_size": 16, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    _refused(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)), "an encoder and a decoder")
 
 
 def test_masks_that_are_made_from_the_length_of_a_row_are_refused() -> None:

@@ -118,7 +118,9 @@ def _implicit_shard(planned: PlannedTree) -> Iterator[Finding]:
 def _replicated_after_blocks(planned: PlannedTree) -> Iterator[Finding]:
     """Find replicated modules that read the output of blocks that shard it on the sequence."""
     tree = planned.tree
-    if not any(_shards_sequence(path, planned) for path in _last_block(planned)):
+    norm = None if tree.final_norm is None else planned.style(tree.final_norm)
+    is_gathered = isinstance(norm, SequenceParallel) and norm.full_output
+    if is_gathered or not any(_shards_sequence(path, planned) for path in _last_block(planned)):
         return
     for path in tree.reads_decoder_output:
         style = planned.style(path)

@@ -100,6 +100,8 @@ def _comms(path: str, style: Style, planned: PlannedTree, tp: int) -> Iterator[_
             yield from _reduce_output(style.output_layouts)
             yield "all_reduce", "backward", "gradient of the input"
         case SequenceParallel() | NoParallel(gradient="partial"):
+            if isinstance(style, SequenceParallel) and style.full_output:
+                yield "all_gather", "forward", "output"
             for name in planned.tree.own_parameters(path):
                 yield "all_reduce", "backward", f"gradient of {name}"
         case GatheredParameters(names=names):

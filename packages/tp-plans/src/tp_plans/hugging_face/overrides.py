@@ -38,6 +38,21 @@ OVERRIDES: dict[str, dict[str, Style | None]] = {
         "up_proj": _WHOLE_COLUMN,
         "down_proj": RowwiseParallel(input_layouts=Replicate()),
     },
+    # The norms of queries and keys are over the features of all heads.
+    "EsmcAttention": {
+        "q_proj": _WHOLE_COLUMN,
+        "k_proj": _WHOLE_COLUMN,
+        "v_proj": _WHOLE_COLUMN,
+        "o_proj": RowwiseParallel(input_layouts=Replicate()),
+    },
+    # A table outside of the layer is added to the values of all heads.
+    "NeoMMEAttention": {
+        "q_proj": _WHOLE_COLUMN,
+        "k_proj": _WHOLE_COLUMN,
+        "v_proj": _WHOLE_COLUMN,
+        "output_projection.gate_proj": _WHOLE_COLUMN,
+        "output_projection.o_proj": RowwiseParallel(input_layouts=Replicate()),
+    },
     # The mask is one of every key/value head, computed from the values of all of them.
     "DogeAttention": {
         "A": ParameterStyle(),

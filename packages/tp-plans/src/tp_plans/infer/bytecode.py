@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dis import get_instructions
 from inspect import signature
 from types import CodeType
 from typing import Any
@@ -16,6 +17,7 @@ _FEATURE_BY_FEATURE = {
     *("chunk", "split", "unbind", "clamp", "mul", "add", "pow", "square", "exp", "sqrt", "abs", "neg"),
     *("relu", "relu2", "gelu", "silu", "swish", "sigmoid", "tanh", "softplus", "dropout"),
     *("torch", "nn", "functional", "F", "training", "p", "float", "to", "dtype", "type", "type_as", "min", "max"),
+    *("isinstance", "weight", "Tensor", "int8"),  # a cast to the dtype of a layer's weight
 }
 
 
@@ -59,6 +61,21 @@ def counts_used(module: Any, values: set[int]) -> tuple[str, ...]:
 def referenced_names(cls: type) -> set[str]:
     """Return the names that the methods of a class read: attributes, functions and modules."""
     return {name for code in _methods(cls) for name in _names(code)}
+
+
+def reads_weights(cls: type) -> bool:
+    """Return whether the methods of a class read weights of layers, for more than their dtype, device or class."""
+    return any(_reads_weight(code) for code in _methods(cls))
+
+
+def _reads_weight(code: CodeType) -> bool:
+    steps = [step for step in get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
+    for index, step in enumerate(steps):
+        if step.argval == "weight" and step.opname.startswith("LOAD") and "CONST" not in step.opname:
+            after = [following.argval for following in steps[index + 1 : index + 3]]
+            if after[:1] not in (["dtype"], ["device"]) and after != ["torch", "Tensor"]:
+                return True
+    return any(_reads_weight(constant) for constant in code.co_consts if isinstance(constant, CodeType))
 
 
 def _methods(cls: type) -> Iterator[CodeType]:

@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tp_plans._validate import is_integer
-from tp_plans.infer.bytecode import counts_used, first_argument, non_elementwise_op, referenced_names
+from tp_plans.infer.bytecode import counts_used, first_argument, non_elementwise_op, reads_weights
 from tp_plans.infer.sublayers import Sublayer, rules_for
 from tp_plans.infer.unrecognized import MIN_ROWS
-from tp_plans.layouts import Replicate
+from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, join
 from tp_plans.module_attrs import getattr_path
 from tp_plans.naming import HEAD_COUNTS, HEAD_DIMS, KV_HEAD_COUNTS, KV_PROJECTION, MLA_HEADS, leaf
 from tp_plans.styles import (
+    ColwiseEmbedding,
     ColwiseParallel,
     GatheredParameters,
     ParallelAttention,
@@ -49,7 +50,7 @@ def propose(sub: Sublayer, tree: ModelTree) -> Proposal:
         doubts.append(
             Doubt(sub.output_proj, "assumed to be the output projection by its name, since the shapes are ambiguous")
         )
-    if "weight" in referenced_names(type(tree.modules[sub.path])):
+    if reads_weights(type(tree.modules[sub.path])):
         what = (
             "its code reads weights directly, so they are stored sharded and gathered for it: correct, but not faster"
         )
@@ -110,10 +111,11 @@ def _not_understood(sub: Sublayer, tree: ModelTree) -> str | None:
     if own := tree.own_parameters(sub.path):
         return f"it has parameters of its own ({', '.join(own)})"
     known = {*sub.input_projs, *sub.other_linears, sub.output_proj}
+    tables = _head_tables(sub, tree)
     unknown = [
         path
         for path in tree.below(sub.path)
-        if path not in known and tree.own_parameters(path) and not _is_vector(path, tree)
+        if path not in known and path not in tables and tree.own_parameters(path) and not _is_vector(path, tree)
     ]
     if unknown:
         return f"{leaf(unknown[0])} is unknown"
@@ -154,7 +156,8 @@ def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
         return {}, [
             Doubt(sub.path, f"projections of {given} features, in heads of {size}, are not queries, keys and values")
         ]
-    norms = tuple(_other_parameters(sub, tree))
+    tables = _head_tables(sub, tree)
+    norms = tuple(path for path in _other_parameters(sub, tree) if path not in tables)
     if other := next((path for path in norms if not tree.is_scale(path, size)), None):
         return {}, [Doubt(sub.path, f"{leaf(other)} is not over one head")]
     split = rules_for(replace(sub, head_norms=norms, fused_sizes=fused_sizes), multiple_of=unit)
@@ -164,6 +167,7 @@ def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
         sub.path: _input_style(sub, tree, counts, has_groups=bool(replicated)),
         **split,
         **replicated,
+        **dict.fromkeys(tables, ColwiseEmbedding(output_layouts=Shard(-1))),
     }
     doubts = [Doubt(sub.path, f"treating {', '.join(counts)} as per-rank counts")] if counts else []
     if len(sub.input_projs) == 1:
@@ -247,6 +251,15 @@ def _head(sub: Sublayer, tree: ModelTree) -> tuple[int | str, int] | None:
     counts = (getattr_path(module, path) for name in HEAD_COUNTS for path in (name, f"config.{name}"))
     heads = next((count for count in counts if is_integer(count, least=1) and sub.inner_dim % count == 0), None)
     return None if heads is None else (sub.inner_dim // heads, sub.inner_dim // heads)
+
+
+def _head_tables(sub: Sublayer, tree: ModelTree) -> tuple[str, ...]:
+    """Return the tables with one feature a head: the relative position biases of T5 (arXiv:1910.10683)."""
+    head = _head(sub, tree)
+    heads = 0 if head is None else sub.inner_dim // head[1]
+    return tuple(
+        path for path in tree.children[sub.path] if tree.is_embedding(path) and tree.size(path, 1) == heads > 1
+    )
 
 
 def _per_rank_sizes(sub: Sublayer, widths: Mapping[str, int], size: int) -> set[int]:

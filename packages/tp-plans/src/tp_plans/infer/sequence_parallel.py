@@ -14,6 +14,8 @@ from typing import Any
 
 from tp_plans.errors import CapabilityError, PlanError
 from tp_plans.infer.bytecode import first_argument, takes_argument
+from tp_plans.infer.full_output import is_read_in_full, is_tied, norm_after_blocks, with_full_output
+from tp_plans.infer.streams import token_streams
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, is_at_or_below, join, parent
 from tp_plans.models.spec import SEQUENCE_DIM
@@ -64,6 +66,8 @@ def with_sequence_parallelism(plan: Plan, model: Any) -> Plan:
     planned = PlannedTree(ModelTree.of(model), plan)
     tree = planned.tree
     _require_sequence_parallel_form(tree)
+    if streams := token_streams(tree):
+        return _of_each_stream(planned, streams)
     block_rules = {path: _block_rules(path, planned) for path in _blocks(tree)}
     per_sublayer = all(rules is not None for rules in block_rules.values())
     places = (path for group in tree.by_wildcard.values() for path in group)
@@ -75,7 +79,25 @@ def with_sequence_parallelism(plan: Plan, model: Any) -> Plan:
         rules |= inside if per_sublayer and inside is not None else {path: _gather_rule(path, planned)}
     if takes_features_between_blocks(tree):
         rules |= _rules_between_blocks(tree, per_sublayer=per_sublayer)
-    return Plan(merge_per_block(rules.items(), tree), name=plan.name, sequence_parallel=True)
+    derived = Plan(merge_per_block(rules.items(), tree), name=plan.name, sequence_parallel=True)
+    return with_full_output(derived, tree) if is_read_in_full(tree) else derived
+
+
+def _of_each_stream(planned: PlannedTree, streams: tuple[str, ...]) -> Plan:
+    """Return the plan of an encoder and a decoder: each shards its own tokens, and outputs full hidden states."""
+    plan, tree = planned.plan, planned.tree
+    rules = {path: planned.styles[path] for path in (*tree.modules, *tree.parameters) if path in planned.styles}
+    for path in streams:
+        inside = {each: rules.pop(each) for each in [*rules] if each != path and is_at_or_below(each, path)}
+        own = Plan({each.removeprefix(f"{path}."): style for each, style in inside.items()}, name=plan.name)
+        rules |= with_sequence_parallelism(own, tree.modules[path]).with_prefix(path)
+    return Plan(_merged(rules, tree), name=plan.name, sequence_parallel=True)
+
+
+def _merged(rules: dict[str, Style], tree: ModelTree) -> dict[str, Style]:
+    """Merge rules of single paths; patterns stay."""
+    single = {path: style for path, style in rules.items() if "*" not in path}
+    return {**{path: style for path, style in rules.items() if "*" in path}, **merge_per_block(single.items(), tree)}
 
 
 def _require_sequence_parallel_form(tree: ModelTree) -> None:
@@ -146,10 +168,9 @@ def _rules_after_blocks(planned: PlannedTree) -> dict[str, Style]:
     siblings = [path for path in tree.children[tree.root] if path != tree.decoder]
     rules: dict[str, Style] = {path: _gather_rule(path, planned) for path in siblings if _has_streams(path, tree)}
     for path in tree.reads_decoder_output:
-        if planned.style(path) is None and tree.is_linear(path):
+        if planned.style(path) is None and tree.is_linear(path) and not is_tied(path, tree):
             rules[path] = RowwiseParallel(input_layouts=Replicate())  # right for a full input too
-    norm = tree.final_norm or next((path for path in siblings if tree.is_norm(path)), None)
-    if norm is not None:
+    if (norm := norm_after_blocks(tree)) is not None:
         rules[norm] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
     return rules
 

@@ -10,10 +10,11 @@ from tp_plans._validate import checked
 from tp_plans.errors import PlanError
 from tp_plans.infer.rules import Doubt, Proposal, gathered_rules, propose, stored_rules
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
+from tp_plans.infer.streams import token_blocks, token_streams, token_tables
 from tp_plans.infer.sublayers import Sublayer, recognize
 from tp_plans.infer.unrecognized import shard_storage
 from tp_plans.layouts import Replicate, Shard
-from tp_plans.model_tree import ModelTree, ancestors, join
+from tp_plans.model_tree import ModelTree, ancestors, join, parent
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree, merge_per_block
@@ -22,6 +23,7 @@ from tp_plans.styles import (
     ExpertsParallel,
     GatheredParameters,
     NoParallel,
+    ParameterStyle,
     RowwiseParallel,
     Style,
     VocabParallelEmbedding,
@@ -91,8 +93,10 @@ def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[s
     if not tree.decoder_blocks:
         raise PlanError(f"{name} has no list of blocks (children named 0, 1, 2) to make a plan of")
     rules: dict[str, Style] = {}
-    doubts: list[Doubt] = [*_add_embedding(rules, embedding, tree)]
-    for block in tree.decoder_blocks:
+    doubts: list[Doubt] = [doubt for table in token_tables(tree) for doubt in _add_embedding(rules, table, tree)]
+    if streams := token_streams(tree):
+        doubts.append(Doubt("", f"assumed that {', '.join(streams)} pass on full hidden states"))
+    for block in token_blocks(tree):
         scales = (
             path
             for path in tree.children[block]
@@ -101,7 +105,7 @@ def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[s
         rules.update(dict.fromkeys(scales, NoParallel()))
         rules.update({path: _STACK for path in tree.below(block) if _holds_only_experts(path, tree)})
     for path in _gathered(gathered, tree):
-        rules.update(stored_rules(path, tree, deep=path not in tree.decoder_blocks))
+        rules.update(stored_rules(path, tree, deep=path not in token_blocks(tree)))
     for found, more in _sublayers(tree, rules):
         rules.update(found)
         doubts += more
@@ -130,7 +134,7 @@ def _sublayers(tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Proposal
 
     Blocks may pass results to each other (keys and values that several attention layers share).
     """
-    found = [sub for block in tree.decoder_blocks for sub in _of_block(block, tree, rules)]
+    found = [sub for block in token_blocks(tree) for sub in _of_block(block, tree, rules)]
     proposals = {sub.path: propose(sub, tree) for sub in found}
     split = {sub.path: not _is_gathered(sub, proposals[sub.path][0]) for sub in found}
     gathered = {wildcard(path) for path, is_split in split.items() if not is_split}
@@ -172,20 +176,26 @@ def _is_gathered(sub: Sublayer, proposed: Mapping[str, Style]) -> bool:
 
 
 def _add_head(rules: dict[str, Style], tree: ModelTree) -> Iterator[Doubt]:
-    head = tree.lm_head or next(iter(reversed(tree.shaped_as_embedding)), None)
+    tables = token_tables(tree)
+    head = tree.lm_head or next((path for path in reversed(tree.shaped_as_embedding) if path not in tables), None)
     if head is None:
         yield Doubt("", "no layer has the shape of the embedding: a head, if there is one, stays replicated")
+    elif tree.is_linear(head) and tree.has_buffers(parent(head)):  # its code may add them to the logits: BART's bias
+        rules[head] = ColwiseParallel(output_layouts=Replicate())
     elif tree.is_linear(head):
         rules[head] = ColwiseParallel(use_local_output=False)
     else:
         kind = type(tree.modules[head]).__name__
         yield Doubt(head, f"a head of class {kind}, which is not a linear layer, stays replicated")
+    bias = join(head or "", "bias")
+    tied = next((group for group in tree.tied if head in rules and bias in group), ())
+    rules.update({path: ParameterStyle() for path in tied if path != bias})  # BERT keeps the bias above the head too
 
 
 def _of_unknown_role(rules: Mapping[str, Style], planned: PlannedTree) -> Iterator[Doubt]:
     """Find the matrices of the blocks that have no rule, or one for their storage alone."""
     tree = planned.tree
-    for block in tree.decoder_blocks:
+    for block in token_blocks(tree):
         for path in tree.below(block):
             inside = any(isinstance(rules.get(above), _STORED) for above in ancestors(path))
             if len(tree.shape(path)) >= 2 and path not in rules and not inside:

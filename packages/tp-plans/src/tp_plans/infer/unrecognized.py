@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from math import prod
+from typing import Any
 
 from tp_plans.infer.bytecode import referenced_names
+from tp_plans.infer.full_output import is_tied
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ancestors, join, parent
 from tp_plans.naming import KERNEL_ARGUMENTS, leaf
@@ -65,10 +68,13 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_cod
         if not wanted or _is_stored_above(path, wanted[0], planned):
             continue
         if tree.is_plain_linear(path) and wanted == ["weight"]:
-            if tree.shape(path)[0] >= MIN_ROWS and _reads_full_activations(path, planned):
+            if tree.shape(path)[0] >= MIN_ROWS and not is_tied(path, tree) and _reads_full_activations(path, planned):
                 yield path, ColwiseParallel(output_layouts=Replicate())
         elif hasattr(module, "num_embeddings"):
-            yield path, VocabParallelEmbedding()
+            if read_code and _looks_up_otherwise(module):
+                yield join(path, "weight"), ParameterStyle(gathered=True)
+            else:
+                yield path, VocabParallelEmbedding()
         elif read_code and (above := _reader_above(path, wanted, planned)):
             names = tuple(f"{leaf(path)}.{name}" for name in wanted if own[name].shape[0] >= MIN_ROWS)
             if names:
@@ -80,6 +86,12 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_cod
                 if planned.style(join(path, name)) is None:
                     shape = list(own[name].shape)
                     yield join(path, name), ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
+
+
+def _looks_up_otherwise(module: Any) -> bool:
+    """Return whether a table computes the indices itself, as BART's positions from the shape of the token ids."""
+    bases = takewhile(lambda base: base.__name__ != "Embedding", type(module).__mro__)
+    return any("forward" in vars(base) for base in bases)
 
 
 def _reader_above(path: str, names: list[str], planned: PlannedTree) -> str | None:

@@ -91,13 +91,16 @@ class GatherSequence:
     Args:
         sequence_dim: the dim on which activations are sharded.
         inner: the module's own rule, if it has one, which works inside.
+        full_output: leave the output full and plain, for heads and other code that works on all tokens.
     """
 
     sequence_dim: int = 1
     inner: ParallelAttention | GatheredParameters | ExpertsParallel | AllReduceOutput | None = None
+    full_output: bool = False
 
     def __post_init__(self) -> None:
         require(self, "sequence_dim", is_integer(self.sequence_dim, least=0), "0 or more")
+        require_flag(self, "full_output")
         inner = (ParallelAttention, GatheredParameters, ExpertsParallel, AllReduceOutput)
         wanted = f"None or one of {', '.join(kind.__name__ for kind in inner)}"
         require(self, "inner", self.inner is None or isinstance(self.inner, inner), wanted)

@@ -41,12 +41,15 @@ class SequenceParallel:
 
     Args:
         sequence_dim: the dim of ``[batch, seq, hidden]`` that is sharded.
+        full_output: output the full tensor, plain, for heads and other code that works on all tokens.
     """
 
     sequence_dim: int = 1
+    full_output: bool = False
 
     def __post_init__(self) -> None:
         require(self, "sequence_dim", is_integer(self.sequence_dim), "an integer, as 1")
+        require_flag(self, "full_output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

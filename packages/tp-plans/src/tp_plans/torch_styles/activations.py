@@ -81,4 +81,6 @@ class GatherSequenceImpl(LocalTensorStyle):
             return redistribute(stream, layouts.Shard(self.style.sequence_dim))
 
         output = self.inner.post_forward(module, output, context)
+        if self.style.full_output:
+            return output
         return cut(output) if isinstance(output, Tensor) else (cut(output[0]), *output[1:])

@@ -12,7 +12,7 @@ from tp_plans.errors import LayoutError
 from tp_plans.styles import NoParallel, SequenceParallel
 from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, first_argument
 from tp_plans.torch_styles.gradients import summed_gradient
-from tp_plans.torch_styles.placement import as_dtensor, redistribute, wrap
+from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, redistribute, wrap
 
 
 class NoParallelImpl(LocalTensorStyle):
@@ -89,4 +89,6 @@ class SequenceParallelImpl(LocalTensorStyle):
         return first_argument(args, kwargs, own_tokens)
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
-        return wrap(output, context.mesh, layouts.Shard(self.style.sequence_dim), size=context.saved["length"])
+        stream = wrap(output, context.mesh, layouts.Shard(self.style.sequence_dim), size=context.saved["length"])
+        full: Tensor = plain_full_tensor(stream, context.mesh) if self.style.full_output else stream
+        return full

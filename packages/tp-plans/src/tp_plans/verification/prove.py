@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp_plans.checks import check
 from tp_plans.errors import CapabilityError, CheckFailedError, ModelError, PlanError, UnknownArchitectureError
+from tp_plans.infer.streams import token_blocks
 from tp_plans.infer.suggest import Suggestion, suggest
 from tp_plans.model_tree import ModelTree, is_at_or_below
 from tp_plans.patterns import wildcard
@@ -137,7 +138,7 @@ def _unfit_parts(plan: Plan, tree: ModelTree, tp: int) -> list[str]:
 
 
 def _is_in_blocks(place: str, tree: ModelTree) -> bool:
-    return any(is_at_or_below(place, wildcard(block)) for block in tree.decoder_blocks)
+    return any(is_at_or_below(place, wildcard(block)) for block in token_blocks(tree))
 
 
 def _require_sequence_parallel_right(

@@ -16,14 +16,25 @@ _VOCABULARY, _HIDDEN, _HEAD = 131, 64, 16
 #: Lists with one entry a layer, of which every kind is kept.
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
 #: Fields that count the layers of the decoder.
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
+_LAYERS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"),
+    *("encoder_layers", "decoder_layers", "num_decoder_layers"),
+)
+_INNER = (
+    *("intermediate_size", "ffn_dim", "ffn_hidden_size", "dff", "dim_ff", "n_inner"),
+    *("d_ff", "encoder_ffn_dim", "decoder_ffn_dim"),
+)
+_HEADS = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+)
 
 
 def _sizes(tp: int) -> dict[str, int]:
     heads = 4 * tp
     widths = dict.fromkeys(("hidden_size", "n_embd", "d_model", "lru_width", "attention_hidden_size"), 16 * heads)
-    inner = dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "dff", "dim_ff", "n_inner"), 24 * tp)
-    counts = dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), heads)
+    inner = dict.fromkeys(_INNER, 24 * tp)
+    counts = dict.fromkeys(_HEADS, heads)
     kv_counts = dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_n_heads"), 2 * tp)
     experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     chosen = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
@@ -74,6 +85,6 @@ def _shrunk(fields: Mapping[str, Any], tp: int) -> dict[str, Any]:
         if isinstance(small.get(token), int) and small[token] >= _VOCABULARY:
             small[token] = 0
     for name, value in small.items():
-        if name in ("text_config", "attn_config", "ffn_config") and isinstance(value, dict):
+        if name in ("text_config", "attn_config", "ffn_config", "encoder", "decoder") and isinstance(value, dict):
             small[name] = _shrunk(value, tp)
     return small

@@ -14,6 +14,7 @@ from torch import nn
 from tp_plans._torch_compat import own_buffers, own_parameters
 from tp_plans._transformers_compat import kept_in_float32
 from tp_plans.errors import ModelError
+from tp_plans.infer.bytecode import takes_argument
 from tp_plans.model_tree import ModelTree
 from tp_plans.patterns import wildcard
 from tp_plans.verification.shrink import shrunk_config
@@ -186,4 +187,17 @@ def model_inputs(model: nn.Module, given: Mapping[str, Any] | None) -> Mapping[s
     if vocabulary is None:
         raise ModelError(f"{type(model).__name__} has no token embedding: give inputs, as inputs={{'hidden': tensor}}")
     generator = torch.Generator().manual_seed(1)
-    return (torch.randint(min(3, vocabulary - 1), vocabulary, (2, 7), generator=generator),)
+
+    def ids(rows: int, length: int) -> torch.Tensor:
+        return torch.randint(min(3, vocabulary - 1), vocabulary, (rows, length), generator=generator)
+
+    config = getattr(model, "config", None)
+    pools = type(model).__name__.endswith("ForSequenceClassification")
+    if not takes_argument(model, "decoder_input_ids"):
+        # Without an id for padding, the last token of a row is found for one row only.
+        return (ids(1 if pools and getattr(config, "pad_token_id", None) is None else 2, 7),)
+    if not pools:
+        return {"input_ids": ids(2, 7), "decoder_input_ids": ids(2, 5)}
+    rows = ids(2, 7)
+    rows[:, -1] = getattr(config, "eos_token_id", None) or 0  # the token whose hidden state is classified
+    return {"input_ids": rows}

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import attention_in_force, use_attention
-from fsdp_runtime._transformers_compat.models import is_transformers_model, rope_types
+from fsdp_runtime._transformers_compat.models import (
+    is_encoder_decoder,
+    is_transformers_model,
+    picks_one_token,
+    rope_types,
+)
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
@@ -51,14 +56,23 @@ def check_context_parallel(model: Any, structure: ModelStructure, way: ContextPa
     """Check that the modules that mix tokens are known, and that attention can be replaced.
 
     Raises:
-        ModelError: the model is not a transformers model, its token mixers cannot span the full sequence, or this way
-            cannot compute its attention.
+        ModelError: the model is not a transformers model, scores one token of each row, has an encoder and a decoder,
+            its token mixers cannot span the full sequence, or this way cannot compute its attention.
     """
     name = type(model).__name__
     if not is_transformers_model(model):
         raise ModelError(
             f"{name} is not a transformers model: cp replaces attention through transformers.AttentionInterface; call "
             "ContextAttention(group, load_balancer).attend in your model and pass cp_attention=False"
+        )
+    if picks_one_token(model):
+        raise ModelError(
+            f"{name} picks one token of each row for its scores, and a rank of cp holds a part of the row: use cp=1, "
+            "or parallelize its trunk (AutoModel), gather the hidden states, and apply the head to the token"
+        )
+    if is_encoder_decoder(model):
+        raise ModelError(
+            f"{name} has an encoder and a decoder, whose attention to each other is not spread over cp: use cp=1"
         )
     config = model.config.get_text_config()
     if attention_in_force(config) not in ("sdpa", "eager"):

@@ -1,0 +1,128 @@
+"""Tiny models of every task class: classifiers, question answering, trunks alone, masked and seq2seq models."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from architecture_matrix.heads_sizes import CHANGES, SIZES
+from architecture_matrix.shrink import VOCAB
+from architecture_matrix.table import coverage_entries, memory_filled, prepare, text_fields
+from harness.parity import padding_mask
+
+BATCH, LENGTH = 3, 7  # odd, so that the sequence divides by no axis
+#: The kinds of rows: padding on either side, none in the first row; with labels where the class takes them.
+KINDS = ("left padding", "right padding")
+
+#: The head of a row: transformers' mapping of its classes, and the number of labels.
+DECODER_HEADS: dict[str, tuple[str, int]] = {
+    "sequence classification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", 3),
+    "reward": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", 1),
+    "token classification": ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", 3),
+    "question answering": ("MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", 2),
+    "trunk": ("MODEL_MAPPING_NAMES", 2),
+}
+#: The further heads of models that are no decoders.
+OTHER_HEADS: dict[str, tuple[str, int]] = {
+    "masked": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", 2),
+    "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", 2),
+}
+HEADS = DECODER_HEADS | OTHER_HEADS
+
+
+@dataclass(frozen=True)
+class HeadRow:
+    """One class of one model.
+
+    Args:
+        model_type: the config's ``model_type``.
+        head: the name of the head in :data:`HEADS`.
+        class_name: the class.
+    """
+
+    model_type: str
+    head: str
+    class_name: str
+
+
+@cache
+def head_rows() -> tuple[HeadRow, ...]:
+    """Return every row: all heads of the coverage table's models, and of the masked and seq2seq ones."""
+    decoders = dict.fromkeys(entry.model_type for entry in coverage_entries().values() if entry.model_type)
+    others = dict.fromkeys(name for head in OTHER_HEADS for name in _classes(head) if name not in decoders)
+    chosen = [(name, DECODER_HEADS) for name in decoders] + [
+        (name, {**OTHER_HEADS, **DECODER_HEADS}) for name in others
+    ]
+    return tuple(
+        HeadRow(name, head, _classes(head)[name]) for name, heads in chosen for head in heads if name in _classes(head)
+    )
+
+
+@cache
+def _classes(head: str) -> Mapping[str, str]:
+    from transformers.models.auto import modeling_auto
+
+    mapping = getattr(modeling_auto, HEADS[head][0])
+    return {name: found if isinstance(found, str) else found[0] for name, found in mapping.items()}
+
+
+def head_model(row: HeadRow, *, labels: int | None = None, seed: int = 0) -> nn.Module:
+    """Return the tiny jittered float64 model of a row, without dropout, the same on every rank."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    torch.manual_seed(seed)
+    entry = coverage_entries().get(row.model_type)
+    changes = {**(entry.changes if entry else {}), "num_labels": labels or HEADS[row.head][1]}
+    changes = {**SIZES.get(row.model_type, {}), **changes, **CHANGES.get((row.model_type, row.head), {})}
+    config = CONFIG_MAPPING[row.model_type](**text_fields(row.model_type, changes))
+    model_class: Any = getattr(transformers, row.class_name)
+    if model_class.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+        config.num_labels = changes["num_labels"]
+    config.use_cache = False
+    options = {"experts_implementation": "eager"} if model_class._can_set_experts_implementation() else {}
+    with memory_filled():
+        model: nn.Module = model_class._from_config(config, **options).eval()
+    prepare(model, torch.float64)
+    return model
+
+
+def head_inputs(model: nn.Module, row: HeadRow, kind: str) -> dict[str, Tensor]:
+    """Return the keyword arguments of a forward, with labels where the class takes them."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=generator)
+    takes = inspect.signature(type(model).forward).parameters
+    mask = padding_mask(ids, kind.partition(" ")[0])
+    if "decoder_input_ids" in takes and row.head in ("sequence classification", "reward"):
+        ids[torch.arange(BATCH), mask.cumsum(1).argmax(1)] = 2  # the last token, whose hidden state is classified
+    inputs = {"input_ids": ids * mask, "attention_mask": mask}  # the tiny models pad with id 0
+    inputs |= _labels(row, mask, generator) if {"labels", "start_positions"} & takes.keys() else {}
+    if "decoder_input_ids" in takes and "labels" not in inputs and "start_positions" not in inputs:
+        inputs["decoder_input_ids"] = torch.randint(3, VOCAB, (BATCH, LENGTH - 2), generator=generator)
+    return inputs
+
+
+def _labels(row: HeadRow, mask: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    labels = HEADS[row.head][1]
+    match row.head:
+        case "sequence classification":
+            return {"labels": torch.randint(labels, (BATCH,), generator=generator)}
+        case "reward":
+            return {"labels": torch.randn(BATCH, generator=generator).double()}
+        case "token classification":
+            return {"labels": torch.randint(labels, (BATCH, LENGTH), generator=generator).where(mask.bool(), -100)}
+        case "question answering":
+            spans = torch.randint(LENGTH, (2, BATCH), generator=generator)
+            return {"start_positions": spans[0], "end_positions": spans[1]}
+        case "masked":
+            return {"labels": torch.randint(3, VOCAB, (BATCH, LENGTH), generator=generator).where(mask.bool(), -100)}
+        case "seq2seq":
+            return {"labels": torch.randint(3, VOCAB, (BATCH, LENGTH - 2), generator=generator)}
+    return {}

@@ -1,0 +1,62 @@
+"""The section of the coverage page on heads: classifiers, question answering, trunks, masked and seq2seq models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+#: Architecture to head to what is kept of it: its class, and by mode the outcome.
+HeadRows = Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+_TITLES = {"TP": "TP", "SP": "SP", "transformers": "transformers' own TP"}
+_MARKS = {"right": "✓", "wrong": "✗ wrong", "refused": "refused", "failed": "✗ fails", "hung": "✗ hangs"}
+_LONGEST_NOTE = 200
+
+
+def section(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of the section; none where nothing was measured."""
+    rows: HeadRows = results.get("heads", {})
+    if not rows:
+        return
+    heads = list(dict.fromkeys(head for row in rows.values() for head in row))
+    modes = [mode for mode in _TITLES if any(mode in cell for row in rows.values() for cell in row.values())]
+    yield ""
+    yield "## Heads"
+    yield ""
+    yield (
+        "Every class that transformers maps an architecture to, on two ranks of `tp` against one process in float64: "
+        "each output, the loss with labels, and every gradient on every rank agree to 1e-12, for rows with padding "
+        "left and right. Classifiers have 3 labels, reward models 1; a trunk (`AutoModel`) gives its hidden states. "
+        "Where a model has no head of a kind, its cell is empty. See [heads](guides/heads.md)."
+    )
+    yield ""
+    for mode in modes:
+        cells = [cell[mode]["status"] for row in rows.values() for cell in row.values() if mode in cell]
+        yield f"- {_TITLES[mode]}: {cells.count('right')} of {len(cells)} right, {cells.count('refused')} refused"
+    yield ""
+    titles = [f"{head}: {_TITLES[mode]}" for head in heads for mode in modes]
+    yield _line(["row", *titles, "notes"])
+    yield _line(["---"] * (len(titles) + 2))
+    for name, row in sorted(rows.items()):
+        marks = [_mark(row.get(head, {}), mode) for head in heads for mode in modes]
+        yield _line([name, *marks, "; ".join(_notes(row, modes))])
+
+
+def _mark(cell: Mapping[str, Any], mode: str) -> str:
+    return _MARKS[cell[mode]["status"]] if mode in cell else ""
+
+
+def _notes(row: Mapping[str, Mapping[str, Any]], modes: Sequence[str]) -> Iterator[str]:
+    """Yield the notes of a row; one that several heads share is given once."""
+    seen: dict[str, str] = {}
+    for head, cell in row.items():
+        for mode in modes:
+            note = " ".join(str(cell.get(mode, {}).get("note", "")).split()).replace("|", "\\|")
+            if note and note not in seen:
+                seen[note] = f"{head}, {_TITLES[mode]}"
+    for note, where in seen.items():
+        yield f"{where}: {note[:_LONGEST_NOTE]}{'…' * (len(note) > _LONGEST_NOTE)}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,194 @@
+"""Heads on ranks: classifiers, question answering, trunks, encoders, and a policy with a value head of one's own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from architecture_matrix.heads import HeadRow, head_rows
+from architecture_matrix.heads_measure import BOUND, measure_head
+from fsdp_runtime import load_weights, parallelize, save_weights, stream_weights
+from harness.float64 import compute_in_float64
+from harness.models import HIDDEN, VOCAB, tiny_model
+from harness.parity import gradient_errors, largest, mesh_for, padding_mask
+from harness.ranks import RankPool
+from rl_logprobs import token_logprobs
+from tp_plans import CapabilityError, UnknownArchitectureError, resolve_plan
+
+#: Model type, head and mode: each kind of head, and each way in which hidden states reach one.
+CASES = [
+    ("qwen3", "sequence classification", "SP"),  # three labels, which do not divide; the last token of each row
+    ("gemma3_text", "reward", "TP"),
+    ("llama", "question answering", "SP"),  # a trunk of another name
+    ("qwen3", "trunk", "SP"),  # hidden states for the caller
+    ("eurobert", "sequence classification", "SP"),  # a head of several layers, on the first token
+    ("t5gemma", "seq2seq", "SP"),  # two streams of tokens
+    ("t5", "seq2seq", "SP"),  # tied tables of three modules, relative position biases
+]
+#: Further cases of the slow runs.
+OTHERS = [
+    ("qwen3", "token classification", "SP"),
+    ("gpt2", "sequence classification", "SP"),
+    ("deepseek_v3", "token classification", "SP"),
+    ("jamba", "reward", "SP"),
+    ("gpt_oss", "trunk", "SP"),
+    ("ultrabert", "masked", "SP"),
+    ("esmc", "masked", "SP"),
+    ("neomme", "masked", "TP"),
+    ("bert", "question answering", "SP"),
+    ("bart", "seq2seq", "SP"),
+    ("bart", "sequence classification", "TP"),
+    ("t5", "question answering", "SP"),
+]
+
+
+def _row(model_type: str, head: str) -> HeadRow:
+    return next(row for row in head_rows() if (row.model_type, row.head) == (model_type, head))
+
+
+def measured(cases: list[tuple[str, str, str]]) -> list[dict[str, float]]:
+    """Return what is off by more than rounding in each case."""
+    found = [measure_head(_row(model_type, head), mode, tp=2) for model_type, head, mode in cases]
+    return [{name: error for name, error in errors.items() if not error <= BOUND} for errors in found]
+
+
+def test_every_kind_of_head_computes_what_one_process_does(two_ranks: RankPool) -> None:
+    for wrong in two_ranks.run(measured, CASES):
+        assert dict(zip(CASES, wrong, strict=True)) == {case: {} for case in CASES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS, ids=", ".join)
+def test_further_heads_compute_what_one_process_does(two_ranks: RankPool, case: tuple[str, str, str]) -> None:
+    assert two_ranks.run(measured, [case]) == [[{}]] * 2
+
+
+# Planted errors
+
+
+def _summed_once_more(value: Any, mesh: Any) -> Any:
+    """Gather in the way that sums the ranks' gradients, each of which is full already."""
+    return value.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def _other_ranks_tokens(value: Any, mesh: Any) -> Any:
+    """Gather the tokens in another order."""
+    full = value.redistribute(placements=[Replicate()]).to_local()
+    return full.roll(value.to_local().shape[1], dims=1)
+
+
+#: Fault to the function of ``tp_plans.torch_styles.replicated`` that stands in for, and what stands in.
+FAULTS: dict[str, tuple[str, Any]] = {
+    "a gradient that is not summed": ("summed_gradient", lambda parameter: parameter.to_local()),
+    "a gradient that is summed twice": ("plain_full_tensor", _summed_once_more),
+    "tokens of another rank": ("plain_full_tensor", _other_ranks_tokens),
+}
+
+
+def planted() -> dict[str, dict[str, float]]:
+    """Return what is off under each fault, for a head that pools the hidden states after a norm."""
+    from tp_plans.torch_styles import replicated
+
+    found = {}
+    for fault, (name, stand_in) in FAULTS.items():
+        with mock.patch.object(replicated, name, stand_in):
+            (found[fault],) = measured([("eurobert", "sequence classification", "SP")])
+    return found
+
+
+def test_planted_errors_are_found_on_every_rank(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(planted):
+        assert [fault for fault, wrong in found.items() if not wrong] == []
+
+
+# A policy and a value head on one trunk
+
+
+class ActorCritic(nn.Module):
+    """A language model of transformers, and a value head of several layers on its last hidden states."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.policy = policy
+        self.value_head = nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 24), nn.Tanh(), nn.Linear(24, 1))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.policy(input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False)
+        return found.logits, self.value_head(found.hidden_states[-1]).squeeze(-1)
+
+
+def _loss(model: nn.Module, ids: Tensor, mask: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of a policy-gradient loss and a value loss, and the values."""
+    logits, values = model(ids, mask)
+    logprobs = token_logprobs(logits[:, :-1], ids[:, 1:])
+    kept = mask[:, 1:]
+    policy = -(logprobs * (returns[:, 1:] - values.detach()[:, 1:]) * kept).sum()
+    return policy + 0.5 * ((values - returns).square() * mask).sum(), values
+
+
+def actor_critic(folder: str) -> tuple[list[str], set[str], bool]:
+    """Return the faults on this rank, the names that are streamed, and whether saved weights load as they were."""
+    torch.manual_seed(0)
+    whole = ActorCritic(tiny_model("Qwen3ForCausalLM")).double()
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCAB, (4, 7), generator=generator)
+    mask = padding_mask(ids, "right")
+    returns = torch.randn(4, 7, generator=generator, dtype=torch.float64)
+    mesh = mesh_for({"dp_shard": 2, "tp": 2})
+    rank = mesh["dp_shard"].get_local_rank()
+    own = slice(2 * rank, 2 * rank + 2)
+    faults = []
+    with compute_in_float64():
+        loss, values = _loss(whole, ids, mask, returns)
+        loss.backward()
+        gradients = {path: parameter.grad for path, parameter in whole.named_parameters()}
+        for options in ({}, {"sequence_parallel": True, "activation_checkpointing": "block"}):
+            model = parallelize(copy.deepcopy(whole), mesh, **options)
+            model.zero_grad()
+            loss, found = _loss(model, ids[own], mask[own], returns[own])
+            if isinstance(found, DTensor) or largest(found - values[own]) > BOUND:
+                faults.append(f"{options}: values")
+            (2 * loss).backward()  # FSDP2 takes the mean
+            errors = gradient_errors(gradients, model)
+            faults += [f"{options}: {path} off by {error:.1e}" for path, error in errors.items() if not error <= BOUND]
+    names = {name for name, _ in stream_weights(model)}
+    save_weights(model, folder)
+    before = {name: tensor.clone() for name, tensor in stream_weights(model)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_weights(model, folder)
+    same = all(torch.equal(tensor, before[name]) for name, tensor in stream_weights(model))
+    return faults, names, same
+
+
+def test_a_policy_with_a_value_head_trains_as_in_one_process_and_is_saved(four_ranks: RankPool, tmp_path: Any) -> None:
+    for faults, names, same in four_ranks.run(actor_critic, str(tmp_path)):
+        assert faults == []
+        assert {"policy.lm_head.weight", "value_head.3.weight", "value_head.0.bias"} <= names
+        assert same
+
+
+# Refusals
+
+
+def test_adapters_inside_a_module_around_the_model_are_refused() -> None:
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model = ActorCritic(peft.get_peft_model(tiny_model("LlamaForCausalLM"), config))
+    with pytest.raises(UnknownArchitectureError, match="policy of ActorCritic carries adapters inside a module"):
+        resolve_plan("auto", model)
+
+
+def test_a_trunk_whose_stream_cannot_be_sharded_is_refused() -> None:
+    from architecture_matrix.heads import head_model
+
+    with pytest.raises(CapabilityError, match="has no sequence-parallel form"):
+        resolve_plan("auto", head_model(_row("gemma3n_text", "trunk")), sequence_parallel=True)

@@ -1,0 +1,71 @@
+"""A user's own module around models of transformers: a policy with a value head, an actor and a critic, a reward model.
+
+Each inner model has its own plan, under the path where it sits.  What stands around them stays replicated, and reads
+full hidden states, so that its gradient is full on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tp_plans.errors import UnknownArchitectureError
+from tp_plans.infer.full_output import with_full_output
+from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below
+from tp_plans.plan import Plan
+from tp_plans.styles import Style
+
+
+def inner_models(tree: ModelTree) -> tuple[str, ...]:
+    """Return the paths of the outermost language models of transformers inside a module that is none itself.
+
+    Raises:
+        UnknownArchitectureError: one of them carries adapters, which no plan by names of layers describes.
+    """
+    if _is_language_model("", tree):
+        return ()
+    found = [path for path in tree.modules if path and _is_language_model(path, tree)]
+    outermost = tuple(path for path in found if not any(above in found for above in ancestors(path)))
+    if not any(is_at_or_below(tree.decoder or "", path) for path in outermost):
+        return ()
+    for path in outermost:
+        if any(module_path.endswith(".base_layer") for module_path in tree.below(path)):
+            raise UnknownArchitectureError(
+                f"{path} of {type(tree.model).__name__} carries adapters inside a module of yours: give "
+                "get_peft_model the outer module, or give a plan"
+            )
+    return outermost
+
+
+def plan_around(plans: Mapping[str, Plan], tree: ModelTree) -> Plan:
+    """Return the plans of inner models as one plan of the module around them.
+
+    Args:
+        plans: the plan of each inner model, by its path.
+        tree: the module around them.
+
+    Raises:
+        CapabilityError: a plan is a sequence-parallel one, and does not say where hidden states can be gathered for
+            what stands around the model.
+    """
+    has_heads = any(
+        tree.own_parameters(path) for path in tree.modules if not any(is_at_or_below(path, inner) for inner in plans)
+    )
+    rules: dict[str, Style] = {}
+    for path, plan in plans.items():
+        if plan.sequence_parallel and has_heads:
+            plan = with_full_output(plan, ModelTree.of(tree.modules[path]))
+        rules |= plan.with_prefix(path)
+    sequence_parallel = any(plan.sequence_parallel for plan in plans.values())
+    names = ", ".join(dict.fromkeys(plan.name for plan in plans.values()))
+    return Plan(rules, name=f"{type(tree.model).__name__} around {names}", sequence_parallel=sequence_parallel)
+
+
+def _is_language_model(path: str, tree: ModelTree) -> bool:
+    """Return whether a module is a model of transformers, known by the name of its trunk, that embeds tokens."""
+    module = tree.modules[path]
+    if not isinstance(getattr(module, "base_model_prefix", None), str) or getattr(module, "config", None) is None:
+        return False
+    try:
+        return hasattr(module.get_input_embeddings(), "num_embeddings")
+    except (AttributeError, NotImplementedError):
+        return not path
