@@ -114,6 +114,11 @@ def test_the_page_counts_and_lists_every_row() -> None:
     assert "| phi | PhiForCausalLM | ✓ | refused | 99.0 % | SP: no heads \\| no split |" in text
 
 
+def test_a_section_reads_its_own_key_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "SECTIONS", (lambda results: iter([f"## {results.get('heads')}"]),))
+    assert page.markdown({**RESULTS, "heads": 3}, ENTRIES).endswith("\n## 3\n")
+
+
 def test_the_page_shows_transformers_own_where_it_was_run() -> None:
     rows = {"llama": {"TP": RIGHT, "transformers": {**RIGHT, "share": 0.5}}}
     assert "| llama | LlamaForCausalLM | ✓ |  | 99.0 % | ✓ | 50.0 % |  |" in page.markdown(

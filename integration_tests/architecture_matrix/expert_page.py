@@ -50,8 +50,9 @@ def _is_right(row: Mapping[str, Any], axes: Mapping[str, int], way: str) -> bool
     return bool(row.get(mesh_mode(axes, way), {}).get("status") == "right")
 
 
-def section(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def section(results: Mapping[str, Any]) -> Iterator[str]:
     """Yield the table of mixtures, if any was measured."""
+    rows: Mapping[str, Mapping[str, Any]] = results["rows"]
     ways = [way for way in _COLUMNS if any(mode in row for row in rows.values() for mode in MODES[way])]
     if not ways:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,10 @@ Row = dict[str, dict[str, Any]]
 
 _MARKS = {"right": "✓", "wrong": "✗ wrong", "refused": "refused", "failed": "✗ fails", "hung": "✗ hangs"}
 _TITLES = {"TP": "TP", "SP": "SP", "transformers": "transformers' own TP"}
+#: What follows the table, in this order: each yields its lines from the results, none where nothing was measured.
+SECTIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
+    expert_page.section,  # one line each
+)
 #: What a row's notes say of parameters that stay whole: those above this share of the model.
 _NOTEWORTHY = 0.01
 
@@ -70,7 +74,7 @@ def markdown(results: Mapping[str, Any], entries: Mapping[str, Entry]) -> str:
                 *_table(rows, entries),
                 "",
                 *_unbuildable(entries),
-                *expert_page.section(rows),
+                *(line for section in SECTIONS for line in section({**results, "rows": rows})),
             ]
         )
         + "\n"

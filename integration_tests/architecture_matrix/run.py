@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in worse:
         _say(f"no longer right: {row}")
     if len(chosen) == len(_chosen(["*"])) and (options.accept or not worse) and not options.dry:
-        _record(options, checked_in["rows"], rows)
+        _record(options, checked_in, rows)
     return int(bool(worse) and not options.accept)
 
 
@@ -176,9 +176,9 @@ def _chosen(patterns: Sequence[str]) -> dict[str, Entry]:
 
 
 def _record(options: argparse.Namespace, before: dict[str, Any], rows: dict[str, Any]) -> None:
-    """Write the JSON and the page; what was not run again (the peers) stays as it was."""
-    merged = {name: {**before.get(name, {}), **row} for name, row in rows.items()}
-    results = {"tp": options.tp, "versions": page.versions(), "rows": merged}
+    """Write the JSON and the page; what was not run again (the peers, other sections' data) stays as it was."""
+    merged = {name: {**before["rows"].get(name, {}), **row} for name, row in rows.items()}
+    results = {**before, "tp": options.tp, "versions": page.versions(), "rows": merged}
     page.write(options.results, results)
     options.results.with_suffix(".md").write_text(page.markdown(results, coverage_entries()))
 
