@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from architecture_matrix.peers import NoPlanError, parallelize_by_transformers
 from architecture_matrix.shrink import VOCAB
 from architecture_matrix.table import coverage_entries, tiny_model
-from fsdp_runtime import FsdpRuntimeError, parallelize
+from fsdp_runtime import FsdpRuntimeError, parallelize, submesh
 from harness.parity import largest, logits_of, mesh_for, padding_mask, ties
 from tp_plans import TpPlansError
 
@@ -52,6 +52,7 @@ class RankResult:
         problems: anything else that is wrong.
         reached: bytes of the parameters that the loss reaches.
         whole: bytes of those of them that this rank holds whole, by pattern.
+        held: elements of those of them that this rank holds, and all there are, by pattern.
     """
 
     output_errors: dict[str, float]
@@ -59,6 +60,7 @@ class RankResult:
     problems: list[str]
     reached: int
     whole: dict[str, int]
+    held: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,26 +72,37 @@ class Run:
     expected: Tensor
     gradients: dict[str, Tensor | None]
 
+    def part(self, rows: slice, ranks: int) -> Run:
+        """Return a data-parallel rank's rows, weighted so that the mean over the ranks is the gradient of all rows."""
+        inputs = {name: value[rows] for name, value in self.inputs.items()}
+        return Run(inputs, self.weights[rows] * ranks, self.expected[rows], self.gradients)
+
 
 def warm_up() -> int:
     """Import what every row needs, so that no row's time holds it."""
     return len(coverage_entries())
 
 
-def measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...]) -> RankResult:
-    """Measure one architecture in one of the modes on this rank; every rank of the world must call it."""
+def measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...], dp_shard: int = 1) -> RankResult:
+    """Measure one architecture in one of the modes on this rank; every rank of the world must call it.
+
+    Each rank of ``dp_shard`` has rows of its own, where there are several.
+    """
     with default_dtype(torch.float64 if coverage_entries()[name].default_float64 else torch.float32):
-        return _measure(name, mode, tp=tp, kinds=kinds)
+        return _measure(name, mode, {"dp_shard": dp_shard, "tp": tp} if dp_shard > 1 else {"tp": tp}, kinds)
 
 
-def _measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...]) -> RankResult:
-    reference, runs = _reference(name, kinds)
-    candidate = copy.deepcopy(reference)
+def _measure(name: str, mode: str, axes: Mapping[str, int], kinds: tuple[str, ...]) -> RankResult:
+    rows = -(-BATCH // axes.get("dp_shard", 1))
+    reference, runs = _reference(name, kinds, rows * axes.get("dp_shard", 1))
+    candidate, mesh = copy.deepcopy(reference), mesh_for(axes)
     try:
-        candidate = MODES[mode](candidate, mesh_for({"tp": tp}), **coverage_entries()[name].options)
+        candidate = MODES[mode](candidate, mesh, **coverage_entries()[name].options)
     except (TpPlansError, FsdpRuntimeError, NoPlanError) as error:
         raise Refused(str(error)) from error
-    return compared(reference, candidate, runs)
+    first = rows * submesh(mesh, "dp").get_local_rank()
+    own = {kind: run.part(slice(first, first + rows), axes.get("dp_shard", 1)) for kind, run in runs.items()}
+    return compared(reference, candidate, own)
 
 
 @contextmanager
@@ -118,19 +131,26 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, Run]) -
     gradients = [run.gradients for run in runs.values()]
     reached = {path for each in gradients for path, gradient in each.items() if gradient is not None}
     whole: dict[str, int] = defaultdict(int)
+    held: dict[str, tuple[int, int]] = {}
     sizes = {path: parameter.numel() for path, parameter in reference.named_parameters()}
     for path, parameter in candidate.named_parameters():
-        if path in reached and _local(parameter).numel() == sizes[path]:
-            whole[re.sub(r"\.\d+(?=\.|$)", ".*", path)] += sizes[path]
-    return RankResult(output_errors, dict(largest_errors), problems, sum(sizes[path] for path in reached), dict(whole))
+        if path in reached:
+            pattern, own = re.sub(r"\.\d+(?=\.|$)", ".*", path), _local(parameter).numel()
+            others, full = held.get(pattern, (0, 0))
+            held[pattern] = others + own, full + sizes[path]
+            if own == sizes[path]:
+                whole[pattern] += own
+    return RankResult(
+        output_errors, dict(largest_errors), problems, sum(sizes[path] for path in reached), dict(whole), held
+    )
 
 
 @lru_cache(maxsize=1)
-def _reference(name: str, kinds: tuple[str, ...]) -> tuple[nn.Module, dict[str, Run]]:
+def _reference(name: str, kinds: tuple[str, ...], batch: int) -> tuple[nn.Module, dict[str, Run]]:
     model = tiny_model(coverage_entries()[name])
     runs = {}
     for kind in kinds:
-        inputs = _inputs(kind)
+        inputs = _inputs(kind, batch)
         running = copy.deepcopy(model)  # some modules keep a state of their last forward
         expected = logits_of(running, inputs)
         weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
@@ -144,8 +164,8 @@ def _reference(name: str, kinds: tuple[str, ...]) -> tuple[nn.Module, dict[str, 
     return model, runs
 
 
-def _inputs(kind: str) -> dict[str, Tensor]:
-    ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+def _inputs(kind: str, batch: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCAB, (batch, LENGTH), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids}
     if kind == "positions":
         inputs["position_ids"] = (torch.arange(LENGTH) + 3).expand_as(ids)

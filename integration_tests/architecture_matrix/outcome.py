@@ -25,6 +25,7 @@ class Outcome:
         note: why, where it is not right.
         share: the share of the reached parameter bytes that is split over the axis, where it ran.
         whole: the parameters that every rank holds whole, by pattern, with their shares, largest first.
+        copies: the parameters of which several ranks, but not all, hold the same part, by pattern: how many do.
         seconds: what it took.
     """
 
@@ -32,14 +33,17 @@ class Outcome:
     note: str = ""
     share: float | None = None
     whole: dict[str, float] = field(default_factory=dict)
+    copies: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
 
-def evaluate(pool: RankPool, name: str, mode: str, *, kinds: tuple[str, ...], timeout: float) -> Outcome:
+def evaluate(
+    pool: RankPool, name: str, mode: str, *, kinds: tuple[str, ...], timeout: float, dp_shard: int = 1
+) -> Outcome:
     """Measure one architecture in one mode; failures of ranks become outcomes, too."""
-    start = time.monotonic()
+    start, tp = time.monotonic(), pool.world_size // dp_shard
     try:
-        results = pool.run(measure, name, mode, tp=pool.world_size, kinds=kinds, timeout=timeout)
+        results = pool.run(measure, name, mode, tp=tp, kinds=kinds, dp_shard=dp_shard, timeout=timeout)
     except RanksFailed as failed:
         return failure(failed, time.monotonic() - start)
     return summarize(results, time.monotonic() - start)
@@ -81,7 +85,17 @@ def summarize(results: list[RankResult], seconds: float = 0.0) -> Outcome:
     note = "; ".join(found[:_LISTED]) + (f"; and {len(found) - _LISTED} more" if found[_LISTED:] else "")
     reached, whole = results[0].reached, results[0].whole
     shares = {pattern: size / reached for pattern, size in sorted(whole.items(), key=lambda item: -item[1])}
-    return Outcome("wrong" if found else "right", note, 1 - sum(shares.values()), shares, seconds)
+    status, share = "wrong" if found else "right", 1 - sum(shares.values())
+    return Outcome(status, note, share, shares, _copies(results), seconds)
+
+
+def _copies(results: list[RankResult]) -> dict[str, float]:
+    """Return how many ranks hold each part of a parameter, by pattern, where it is neither one nor all."""
+    held = {
+        pattern: sum(result.held[pattern][0] for result in results) / full
+        for pattern, (_, full) in results[0].held.items()
+    }
+    return {pattern: round(times, 2) for pattern, times in held.items() if 1 < times < len(results)}
 
 
 def _mismatches(results: list[RankResult]) -> Iterator[str]:

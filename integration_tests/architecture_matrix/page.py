@@ -38,6 +38,8 @@ def kept(outcome: Outcome) -> dict[str, Any]:
         data["note"] = outcome.note
     if outcome.share is not None:
         data["share"] = round(outcome.share, 3)
+        if outcome.copies:
+            data["copies"] = outcome.copies
         data["whole"] = {pattern: round(share, 3) for pattern, share in outcome.whole.items() if share > _NOTEWORTHY}
     return data
 

@@ -124,14 +124,20 @@ def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 
 
 def prepare(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert a new model, and fill and jitter its parameters; in float64 no parameter repeats a number."""
-    model.to(dtype)
+    converted(model, dtype)
     _initialize_the_rest(model)
-    _restore_single_precision(model)
     _fill_routing_tables(model)
     jitter(model)
     for parameter in model.parameters():
         while parameter.dtype == torch.float64 and parameter.unique().numel() < parameter.numel():  # by chance
             parameter.data += torch.randn_like(parameter) * 0.01
+
+
+def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert a model in place, but for the parameters that its class keeps in float32."""
+    model.to(dtype)
+    _restore_single_precision(model)
+    return model
 
 
 def built(entry: Entry) -> nn.Module:
