@@ -11,8 +11,8 @@ import copy
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import torch
@@ -23,10 +23,13 @@ from architecture_matrix.peers import NoPlanError, parallelize_by_transformers
 from architecture_matrix.shrink import VOCAB
 from architecture_matrix.table import coverage_entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, parallelize, submesh
+from harness.float64 import compute_in_float64
 from harness.parity import largest, logits_of, mesh_for, padding_mask, ties
 from tp_plans import TpPlansError
 
-BATCH, LENGTH = 3, 7  # odd, so that the sequence divides by no axis
+BATCH, LENGTH = 4, 7  # the length is odd, so that the sequence divides by no axis
+#: The number of ranks that every tiny model has a part for; on more the models are wide.
+NARROW = 2
 KINDS = ("ids", "positions", "left padding", "right padding")
 
 
@@ -83,18 +86,25 @@ def warm_up() -> int:
     return len(coverage_entries())
 
 
-def measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...], dp_shard: int = 1) -> RankResult:
+def measure(
+    name: str, mode: str, *, tp: int, kinds: tuple[str, ...], dp_shard: int = 1, float64: bool = False
+) -> RankResult:
     """Measure one architecture in one of the modes on this rank; every rank of the world must call it.
 
-    Each rank of ``dp_shard`` has rows of its own, where there are several.
+    Each rank of ``dp_shard`` has rows of its own, where there are several.  ``float64`` is for what the model's code
+    computes in float32 otherwise, so that nothing is left of rounding.
     """
-    with default_dtype(torch.float64 if coverage_entries()[name].default_float64 else torch.float32):
-        return _measure(name, mode, {"dp_shard": dp_shard, "tp": tp} if dp_shard > 1 else {"tp": tp}, kinds)
+    axes = {"dp_shard": dp_shard, "tp": tp} if dp_shard > 1 else {"tp": tp}
+    with (
+        default_dtype(torch.float64 if coverage_entries()[name].default_float64 else torch.float32),
+        compute_in_float64() if float64 else nullcontext(),
+    ):
+        return _measure(name, mode, axes, kinds, float64=float64)
 
 
-def _measure(name: str, mode: str, axes: Mapping[str, int], kinds: tuple[str, ...]) -> RankResult:
-    rows = -(-BATCH // axes.get("dp_shard", 1))
-    reference, runs = _reference(name, kinds, rows * axes.get("dp_shard", 1))
+def _measure(name: str, mode: str, axes: Mapping[str, int], kinds: tuple[str, ...], *, float64: bool) -> RankResult:
+    rows = BATCH // axes.get("dp_shard", 1)
+    reference, runs = _reference(name, kinds, mesh_for(axes).size() > NARROW, float64)
     candidate, mesh = copy.deepcopy(reference), mesh_for(axes)
     try:
         candidate = MODES[mode](candidate, mesh, **coverage_entries()[name].options)
@@ -146,11 +156,11 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, Run]) -
 
 
 @lru_cache(maxsize=1)
-def _reference(name: str, kinds: tuple[str, ...], batch: int) -> tuple[nn.Module, dict[str, Run]]:
-    model = tiny_model(coverage_entries()[name])
+def _reference(name: str, kinds: tuple[str, ...], wide: bool, _: bool) -> tuple[nn.Module, dict[str, Run]]:
+    model = tiny_model(replace(coverage_entries()[name], wide=wide))
     runs = {}
     for kind in kinds:
-        inputs = _inputs(kind, batch)
+        inputs = _inputs(kind)
         running = copy.deepcopy(model)  # some modules keep a state of their last forward
         expected = logits_of(running, inputs)
         weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
@@ -164,8 +174,8 @@ def _reference(name: str, kinds: tuple[str, ...], batch: int) -> tuple[nn.Module
     return model, runs
 
 
-def _inputs(kind: str, batch: int) -> dict[str, Tensor]:
-    ids = torch.randint(3, VOCAB, (batch, LENGTH), generator=torch.Generator().manual_seed(1))
+def _inputs(kind: str) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids}
     if kind == "positions":
         inputs["position_ids"] = (torch.arange(LENGTH) + 3).expand_as(ids)

@@ -24,7 +24,7 @@ from architecture_matrix.measure import KINDS, warm_up
 from architecture_matrix.outcome import Outcome, evaluate, evaluate_experts, failure
 from architecture_matrix.packing import POOLED, packed_outcome
 from architecture_matrix.table import UNBUILDABLE, Entry, coverage_entries
-from architecture_matrix.widths import WIDTH_KINDS, WIDTHS
+from architecture_matrix.widths import WIDTH_KINDS, WIDTHS, is_due
 from harness.ranks import RankPool, RanksFailed
 
 RESULTS = Path("docs/coverage.json")
@@ -149,7 +149,7 @@ def _measure_widths(options: argparse.Namespace, chosen: dict[str, Entry], rows:
             for done, name in enumerate(chosen, 1):
                 row = rows.setdefault(name, {})
                 for mode, width in modes.items():
-                    if width.ranks == ranks and mode not in row:
+                    if width.ranks == ranks and is_due(row, mode):
                         found = evaluate(
                             pool,
                             name,

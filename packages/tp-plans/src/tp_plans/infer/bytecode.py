@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dis import Instruction, get_instructions
 from inspect import signature
 from types import CodeType
 from typing import Any
@@ -17,6 +18,8 @@ _FEATURE_BY_FEATURE = {
     *("relu", "relu2", "gelu", "silu", "swish", "sigmoid", "tanh", "softplus", "dropout"),
     *("torch", "nn", "functional", "F", "training", "p", "float", "to", "dtype", "type", "type_as", "min", "max"),
 }
+#: What is read of a tensor without its values.
+_NO_VALUES = ("dtype", "device", "shape", "size", "ndim")
 
 
 def non_elementwise_op(module: Any, children: set[str]) -> str | None:
@@ -59,6 +62,23 @@ def counts_used(module: Any, values: set[int]) -> tuple[str, ...]:
 def referenced_names(cls: type) -> set[str]:
     """Return the names that the methods of a class read: attributes, functions and modules."""
     return {name for code in _methods(cls) for name in _names(code)}
+
+
+def reads_below(cls: type, child: str, name: str) -> bool:
+    """Return whether the methods of a class read a tensor of a module below, as ``self.child.name``.
+
+    What reads no more than its dtype, device or shape does not count.
+    """
+    return any(
+        [each.argval for each in (first, second)] == [child, name] and after.argval not in _NO_VALUES
+        for code in _methods(cls)
+        for first, second, after in _triples(code)
+    )
+
+
+def _triples(code: CodeType) -> Iterator[tuple[Instruction, Instruction, Instruction]]:
+    steps = list(get_instructions(code))
+    yield from zip(steps, steps[1:], steps[2:], strict=False)
 
 
 def _methods(cls: type) -> Iterator[CodeType]:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from tp_plans.infer.bytecode import referenced_names
+from tp_plans.infer.bytecode import reads_below, referenced_names
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ancestors, join, parent
 from tp_plans.naming import KERNEL_ARGUMENTS, leaf
@@ -65,7 +65,13 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_cod
         if not wanted or _is_stored_above(path, wanted[0], planned):
             continue
         if tree.is_plain_linear(path) and wanted == ["weight"]:
-            if tree.shape(path)[0] >= MIN_ROWS and _reads_full_activations(path, planned):
+            if tree.shape(path)[0] < MIN_ROWS:
+                continue
+            above = parent(path)
+            if path and reads_below(type(planned.modules[above]), leaf(path), "weight"):
+                if planned.style(above) is None and not planned.tree.is_numbered(above):
+                    yield above, GatheredParameters(names=(f"{leaf(path)}.weight",))
+            elif _reads_full_activations(path, planned):
                 yield path, ColwiseParallel(output_layouts=Replicate())
         elif hasattr(module, "num_embeddings"):
             yield path, VocabParallelEmbedding()
