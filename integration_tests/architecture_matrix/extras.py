@@ -166,6 +166,7 @@ WIDE_EXTRAS: dict[str, dict[str, Any]] = {
     "dots3_note_text": {
         "per_layer_config": {1: {"kv_lora_rank": 24, "qk_nope_head_dim": 24, **_EIGHT_HEADS}},
     },
+    "gemma3n_text": {"num_key_value_heads": 2},  # as Gemma 3n has: ranks share them, also in layers without their own
     "longcat_flash": {"zero_expert_num": 8},
     "phi4_multimodal": {
         "vision_config": {**EXTRAS["phi4_multimodal"]["vision_config"], **_EIGHT_HEADS},
