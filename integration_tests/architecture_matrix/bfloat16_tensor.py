@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from architecture_matrix.cells import counts, mark, notes, table, text
 from architecture_matrix.measure import MODES, Refused, default_dtype
 from architecture_matrix.outcome import failure
 from architecture_matrix.shrink import VOCAB
@@ -64,7 +65,7 @@ def measure_bfloat16_tensor(name: str) -> dict[str, dict[str, Any]]:
             found[mode] = {"status": "refused", "note": str(error)}
             continue
         split = [_results(candidate, seed) for seed in SEEDS]
-        found[mode] = _judged(exact, single, split, [*_changed_dtypes(model, candidate)])
+        found[mode] = judged(exact, single, split, [*_changed_dtypes(model, candidate)])
     return found
 
 
@@ -81,7 +82,7 @@ def _results(model: nn.Module, seed: int) -> Results:
     return {"the logits": logits.detach(), **full}
 
 
-def _judged(
+def judged(
     exact: Sequence[Results], single: Sequence[Results], split: Sequence[Results], problems: Sequence[str]
 ) -> dict[str, Any]:
     """Return the outcome of one mode: the largest ratio of errors, each tensor's from its best batch."""
@@ -128,3 +129,37 @@ def _worst(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first = next((each for each in found if each["status"] != "right"), found[0])
     ratios = [each["ratio"] for each in found if "ratio" in each]
     return {**first, "ratio": max(ratios)} if ratios else dict(first)
+
+
+def section(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the section of the page, if anything was measured."""
+    titles = [*MODE_NAMES.values()]
+    rows = {name: row for name, row in results["rows"].items() if {*titles} & row.keys()}
+    if not rows:
+        return
+    yield ""
+    yield "## bfloat16 with tensor parallelism"
+    yield ""
+    yield (
+        "Models in bfloat16, but for the parameters that their classes keep in float32, on two ranks of `tp`. Ranks "
+        "sum in another order than one process, so both are compared with the same weights in float64: a row is right "
+        f"where the split model's logits and gradients are at most {FACTOR:g} times as far from that as those of one "
+        "process in bfloat16 (in root mean square of each tensor, or of one rounding of bfloat16 where the process is "
+        "nearer; the best of three batches, since a rounding sends a token near a tie to another expert), and where "
+        "each parameter and gradient has the dtype that it has in one process. The number is the largest such factor "
+        "of all tensors."
+    )
+    yield ""
+    yield from (f"- {mode}: {told}" for mode in titles if (told := counts(rows, mode)))
+    yield ""
+    yield from table(
+        ["row", *(cell for mode in titles for cell in (mode, "factor")), "notes"],
+        (
+            [
+                name,
+                *(cell for mode in titles for cell in (mark(row, mode), str(row.get(mode, {}).get("ratio", "")))),
+                text(notes(row, titles)),
+            ]
+            for name, row in sorted(rows.items())
+        ),
+    )

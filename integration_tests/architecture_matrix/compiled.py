@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from architecture_matrix.cells import Row, counts, mark, notes, table, text
 from architecture_matrix.measure import MODES, Refused, default_dtype, gradient_errors
 from architecture_matrix.outcome import failure
 from architecture_matrix.shrink import VOCAB
@@ -133,3 +134,41 @@ def _reason(text: str) -> str:
 def breaks(found: Mapping[str, Any]) -> bool:
     """Return True where compiled blocks broke, failed or were wrong."""
     return bool(found.get("breaks")) or found["status"] in ("wrong", "failed", "hung")
+
+
+def section(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the section of the page, if anything was measured."""
+    modes = [f"{backend} {way}" for backend in BACKENDS for way in (*WAYS, ALONE)]
+    rows = {name: row for name, row in results["rows"].items() if {*modes} & row.keys()}
+    if not rows:
+        return
+    yield ""
+    yield "## Compiled blocks"
+    yield ""
+    yield (
+        '`compile={"backend": ...}` under `tp=2`, in float64 (experts as `batched_mm`): a row is right where logits '
+        "and gradients of each step equal those of one process without a compiler. The numbers are the graphs that "
+        "have been compiled after each step; each step has rows of another length, odd ones, of which the first "
+        f"compiles for its own ({', '.join(map(str, LENGTHS))} tokens; one number: one step). A second graph for a "
+        "second length is the one for any length. Breaks are places where the compiler leaves a block to Python, next "
+        "to those of the same blocks in one process without a plan."
+    )
+    yield ""
+    yield from (f"- {mode}: {told}" for mode in modes if (told := counts(rows, mode)) and ALONE not in mode)
+    yield ""
+    shown = [mode for mode in modes if any(mode in row for row in rows.values()) and ALONE not in mode]
+    yield from table(
+        ["row", *(cell for mode in shown for cell in (mode, "graphs", "breaks")), "breaks in one process", "notes"],
+        ([name, *_cells(row, shown)] for name, row in sorted(rows.items())),
+    )
+
+
+def _cells(row: Row, shown: Sequence[str]) -> list[str]:
+    cells = []
+    for mode in shown:
+        found = row.get(mode, {})
+        cells += [mark(row, mode), ", ".join(map(str, found.get("graphs", ()))), str(found.get("breaks", ""))]
+    alone = [row[mode] for mode in row if mode.endswith(ALONE)]
+    own = [str(each["breaks"]) if "breaks" in each else each["status"] for each in alone]
+    reasons = [reason for mode in shown for reason in row.get(mode, {}).get("reasons", ())]
+    return [*cells, ", ".join(own), text([*notes(row, shown), *dict.fromkeys(reasons)])]

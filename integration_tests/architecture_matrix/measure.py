@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -55,7 +55,6 @@ class RankResult:
         problems: anything else that is wrong.
         reached: bytes of the parameters that the loss reaches.
         whole: bytes of those of them that this rank holds whole, by pattern.
-        held: elements of those of them that this rank holds, and all there are, by pattern.
     """
 
     output_errors: dict[str, float]
@@ -63,7 +62,6 @@ class RankResult:
     problems: list[str]
     reached: int
     whole: dict[str, int]
-    held: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -141,18 +139,11 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, Run]) -
     gradients = [run.gradients for run in runs.values()]
     reached = {path for each in gradients for path, gradient in each.items() if gradient is not None}
     whole: dict[str, int] = defaultdict(int)
-    held: dict[str, tuple[int, int]] = {}
     sizes = {path: parameter.numel() for path, parameter in reference.named_parameters()}
     for path, parameter in candidate.named_parameters():
-        if path in reached:
-            pattern, own = re.sub(r"\.\d+(?=\.|$)", ".*", path), _local(parameter).numel()
-            others, full = held.get(pattern, (0, 0))
-            held[pattern] = others + own, full + sizes[path]
-            if own == sizes[path]:
-                whole[pattern] += own
-    return RankResult(
-        output_errors, dict(largest_errors), problems, sum(sizes[path] for path in reached), dict(whole), held
-    )
+        if path in reached and _local(parameter).numel() == sizes[path]:
+            whole[re.sub(r"\.\d+(?=\.|$)", ".*", path)] += sizes[path]
+    return RankResult(output_errors, dict(largest_errors), problems, sum(sizes[path] for path in reached), dict(whole))
 
 
 @lru_cache(maxsize=1)

@@ -27,7 +27,6 @@ class Outcome:
         note: why, where it is not right.
         share: the share of the reached parameter bytes that is split over the axis, where it ran.
         whole: the parameters that every rank holds whole, by pattern, with their shares, largest first.
-        copies: the parameters of which several ranks, but not all, hold the same part, by pattern: how many do.
         seconds: what it took.
     """
 
@@ -35,7 +34,6 @@ class Outcome:
     note: str = ""
     share: float | None = None
     whole: dict[str, float] = field(default_factory=dict)
-    copies: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -99,17 +97,7 @@ def summarize(results: list[RankResult], seconds: float = 0.0) -> Outcome:
     note = "; ".join(found[:_LISTED]) + (f"; and {len(found) - _LISTED} more" if found[_LISTED:] else "")
     reached, whole = results[0].reached, results[0].whole
     shares = {pattern: size / reached for pattern, size in sorted(whole.items(), key=lambda item: -item[1])}
-    status, share = "wrong" if found else "right", 1 - sum(shares.values())
-    return Outcome(status, note, share, shares, _copies(results), seconds)
-
-
-def _copies(results: list[RankResult]) -> dict[str, float]:
-    """Return how many ranks hold each part of a parameter, by pattern, where it is neither one nor all."""
-    held = {
-        pattern: sum(result.held[pattern][0] for result in results) / full
-        for pattern, (_, full) in results[0].held.items()
-    }
-    return {pattern: round(times, 2) for pattern, times in held.items() if 1 < times < len(results)}
+    return Outcome("wrong" if found else "right", note, 1 - sum(shares.values()), shares, seconds)
 
 
 def _mismatches(results: list[RankResult]) -> Iterator[str]:
