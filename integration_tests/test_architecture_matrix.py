@@ -112,14 +112,38 @@ def test_an_inferred_plan_equals_single_process(two_ranks: RankPool, name: str) 
 @pytest.mark.parametrize(
     "name",
     [
-        "llama, one key head",
-        "nemotron_h",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "phi3")),
+        *("gemma3n_text", "llama, one key head", "nemotron_h"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "longcat_flash", "phi3")),
     ],
 )
 def test_four_ranks_equal_single_process(four_ranks: RankPool, name: str) -> None:
     found = summarize(four_ranks.run(measure, name, "TP", tp=4, kinds=("ids",)))
     assert (found.status, found.note) == ("right", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["TP", "SP"])
+@pytest.mark.parametrize("name", ["gemma4_text", "llama", "longcat_flash", "mixtral", "qwen3_next"])
+def test_eight_ranks_equal_single_process(eight_ranks: RankPool, name: str, mode: str) -> None:
+    found = summarize(eight_ranks.run(measure, name, mode, tp=8, kinds=("ids",)))
+    assert (found.status, found.note) == ("right", "")
+
+
+@pytest.mark.parametrize(("name", "mode"), [("llama", "SP"), pytest.param("mixtral", "TP", marks=pytest.mark.slow)])
+def test_tensor_parallelism_with_fsdp2_equals_single_process(four_ranks: RankPool, name: str, mode: str) -> None:
+    found = summarize(four_ranks.run(measure, name, mode, tp=2, dp_shard=2, kinds=("ids",)))
+    assert (found.status, found.note) == ("right", "")
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "llama", "mixtral"])
+def test_a_wide_model_has_a_part_for_each_of_eight_ranks_but_for_keys_and_values_of_heads_that_ranks_share(
+    name: str,
+) -> None:
+    model = tiny_model(replace(entries()[name], wide=True))
+    config = model.config.get_text_config()
+    assert config.num_attention_heads == 8
+    assert config.num_key_value_heads == (2 if name == "gemma3n_text" else 4)
+    assert getattr(config, "num_local_experts", 8) == 8
 
 
 def _experts_error(routes: list[list[int]]) -> float:

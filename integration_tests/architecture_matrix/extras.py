@@ -154,3 +154,23 @@ EXTRAS["phi4_multimodal"] = {
         "nemo_conv_channels": 16,
     },
 }
+
+_EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+#: What a model type needs so that each of eight ranks has a part.
+WIDE_EXTRAS: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "doge": {"num_key_value_heads": 8},
+    "dots3_note_text": {
+        "per_layer_config": {1: {"kv_lora_rank": 24, "qk_nope_head_dim": 24, **_EIGHT_HEADS}},
+    },
+    "gemma3n_text": {"num_key_value_heads": 2},  # as Gemma 3n has: ranks share them, also in layers without their own
+    "longcat_flash": {"zero_expert_num": 8},
+    "phi4_multimodal": {
+        "vision_config": {**EXTRAS["phi4_multimodal"]["vision_config"], **_EIGHT_HEADS},
+        "audio_config": {**EXTRAS["phi4_multimodal"]["audio_config"], "num_attention_heads": 8},
+    },
+    "xlstm": {"num_heads": 8},
+}

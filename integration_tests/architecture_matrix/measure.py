@@ -11,8 +11,8 @@ import copy
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -22,11 +22,14 @@ from torch.distributed.tensor import DTensor
 from architecture_matrix.peers import NoPlanError, parallelize_by_transformers
 from architecture_matrix.shrink import VOCAB
 from architecture_matrix.table import coverage_entries, tiny_model
-from fsdp_runtime import FsdpRuntimeError, parallelize
+from fsdp_runtime import FsdpRuntimeError, parallelize, submesh
+from harness.float64 import compute_in_float64
 from harness.parity import largest, logits_of, mesh_for, padding_mask, ties
 from tp_plans import TpPlansError
 
-BATCH, LENGTH = 3, 7  # odd, so that the sequence divides by no axis
+BATCH, LENGTH = 4, 7  # the length is odd, so that the sequence divides by no axis
+#: The number of ranks that every tiny model has a part for; on more the models are wide.
+NARROW = 2
 KINDS = ("ids", "positions", "left padding", "right padding")
 
 
@@ -70,26 +73,44 @@ class Run:
     expected: Tensor
     gradients: dict[str, Tensor | None]
 
+    def part(self, rows: slice, ranks: int) -> Run:
+        """Return a data-parallel rank's rows, weighted so that the mean over the ranks is the gradient of all rows."""
+        inputs = {name: value[rows] for name, value in self.inputs.items()}
+        return Run(inputs, self.weights[rows] * ranks, self.expected[rows], self.gradients)
+
 
 def warm_up() -> int:
     """Import what every row needs, so that no row's time holds it."""
     return len(coverage_entries())
 
 
-def measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...]) -> RankResult:
-    """Measure one architecture in one of the modes on this rank; every rank of the world must call it."""
-    with default_dtype(torch.float64 if coverage_entries()[name].default_float64 else torch.float32):
-        return _measure(name, mode, tp=tp, kinds=kinds)
+def measure(
+    name: str, mode: str, *, tp: int, kinds: tuple[str, ...], dp_shard: int = 1, float64: bool = False
+) -> RankResult:
+    """Measure one architecture in one of the modes on this rank; every rank of the world must call it.
+
+    Each rank of ``dp_shard`` has rows of its own, where there are several.  ``float64`` is for what the model's code
+    computes in float32 otherwise, so that nothing is left of rounding.
+    """
+    axes = {"dp_shard": dp_shard, "tp": tp} if dp_shard > 1 else {"tp": tp}
+    with (
+        default_dtype(torch.float64 if coverage_entries()[name].default_float64 else torch.float32),
+        compute_in_float64() if float64 else nullcontext(),
+    ):
+        return _measure(name, mode, axes, kinds, float64=float64)
 
 
-def _measure(name: str, mode: str, *, tp: int, kinds: tuple[str, ...]) -> RankResult:
-    reference, runs = _reference(name, kinds)
-    candidate = copy.deepcopy(reference)
+def _measure(name: str, mode: str, axes: Mapping[str, int], kinds: tuple[str, ...], *, float64: bool) -> RankResult:
+    rows = BATCH // axes.get("dp_shard", 1)
+    reference, runs = _reference(name, kinds, mesh_for(axes).size() > NARROW, float64)
+    candidate, mesh = copy.deepcopy(reference), mesh_for(axes)
     try:
-        candidate = MODES[mode](candidate, mesh_for({"tp": tp}), **coverage_entries()[name].options)
+        candidate = MODES[mode](candidate, mesh, **coverage_entries()[name].options)
     except (TpPlansError, FsdpRuntimeError, NoPlanError) as error:
         raise Refused(str(error)) from error
-    return compared(reference, candidate, runs)
+    first = rows * submesh(mesh, "dp").get_local_rank()
+    own = {kind: run.part(slice(first, first + rows), axes.get("dp_shard", 1)) for kind, run in runs.items()}
+    return compared(reference, candidate, own)
 
 
 @contextmanager
@@ -127,8 +148,8 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, Run]) -
 
 
 @lru_cache(maxsize=1)
-def _reference(name: str, kinds: tuple[str, ...]) -> tuple[nn.Module, dict[str, Run]]:
-    model = tiny_model(coverage_entries()[name])
+def _reference(name: str, kinds: tuple[str, ...], wide: bool, _: bool) -> tuple[nn.Module, dict[str, Run]]:
+    model = tiny_model(replace(coverage_entries()[name], wide=wide))
     runs = {}
     for kind in kinds:
         inputs = _inputs(kind)

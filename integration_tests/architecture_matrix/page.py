@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from architecture_matrix import context_parallel, expert_page, heads_page, multimodal_page
+from architecture_matrix import (
+    bfloat16_tensor,
+    compiled,
+    context_parallel,
+    expert_page,
+    heads_page,
+    multimodal_page,
+    widths,
+)
+from architecture_matrix.cells import mark, notes, share, table, text
 from architecture_matrix.outcome import Outcome
 from architecture_matrix.table import UNBUILDABLE, Entry
 
 #: One row: mode to what is kept of its outcome.
 Row = dict[str, dict[str, Any]]
 
-_MARKS = {"right": "✓", "wrong": "✗ wrong", "refused": "refused", "failed": "✗ fails", "hung": "✗ hangs"}
 _TITLES = {"TP": "TP", "SP": "SP", "transformers": "transformers' own TP"}
 #: What follows the table, in this order: each yields its lines from the results, none where nothing was measured.
 SECTIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
-    expert_page.section,  # one line each
+    expert_page.section,
+    widths.section,
+    bfloat16_tensor.section,
+    compiled.section,
     multimodal_page.section,
     heads_page.section,
 )
@@ -141,16 +151,18 @@ def _table(rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[st
     packs = ["packed", "packed without the option"] if any("packed" in row for row in rows.values()) else []
     contexts = [mode for mode in (*context_parallel.MODES, "bfloat16") if any(mode in row for row in rows.values())]
     titles = ["row", "class", "TP", "SP", "split", *theirs, *packs, *contexts, "notes"]
-    yield f"| {' | '.join(titles)} |"
-    yield f"|{'---|' * len(titles)}"
-    for name in sorted(rows):
-        row = rows[name]
-        own = [_mark(row, "TP"), _mark(row, "SP"), _share(row, "TP")]
-        theirs = [_mark(row, "transformers"), _share(row, "transformers")] if peers else []
-        packed = [_mark(row, "packed"), _leaks(row)] if packs else []
-        others = [_mark(row, mode) for mode in contexts]
-        cells = [name, entries[name].class_name, *own, *theirs, *packed, *others, _notes(row)]
-        yield f"| {' | '.join(cells)} |"
+    yield from table(
+        titles, (_cells(name, rows[name], entries[name], theirs, packs, contexts) for name in sorted(rows))
+    )
+
+
+def _cells(
+    name: str, row: Row, entry: Entry, peers: Sequence[str], packs: Sequence[str], contexts: Sequence[str]
+) -> list[str]:
+    own = [mark(row, "TP"), mark(row, "SP"), share(row, "TP")]
+    theirs = [mark(row, "transformers"), share(row, "transformers")] if peers else []
+    packed = [mark(row, "packed"), _leaks(row)] if packs else []
+    return [name, entry.class_name, *own, *theirs, *packed, *(mark(row, mode) for mode in contexts), _notes(row)]
 
 
 def _leaks(row: Row) -> str:
@@ -158,22 +170,11 @@ def _leaks(row: Row) -> str:
     return "" if leaks is None else "leaks" if leaks else "✓"
 
 
-def _mark(row: Row, mode: str) -> str:
-    return _MARKS[row[mode]["status"]] if mode in row else ""
-
-
-def _share(row: Row, mode: str) -> str:
-    share = row.get(mode, {}).get("share")
-    return "" if share is None else f"{100 * share:.1f} %"
-
-
 def _notes(row: Row) -> str:
-    modes = ("TP", "SP", "packed", *context_parallel.MODES, "bfloat16")
-    notes = [f"{mode}: {row[mode]['note']}" for mode in modes if row.get(mode, {}).get("note")]
+    told = notes(row, ("TP", "SP", "packed", *context_parallel.MODES, "bfloat16"))
     if whole := row.get("TP", {}).get("whole"):
-        notes.append("whole: " + ", ".join(f"`{pattern}` {100 * share:.0f} %" for pattern, share in whole.items()))
-    text = re.sub(r"\s+", " ", "; ".join(notes)).replace("|", "\\|")
-    return text if len(text) <= 400 else f"{text[:400]}…"
+        told.append("whole: " + ", ".join(f"`{pattern}` {100 * share:.0f} %" for pattern, share in whole.items()))
+    return text(told)
 
 
 def _unbuildable(entries: Mapping[str, Entry]) -> Iterator[str]:

@@ -10,17 +10,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from architecture_matrix import context_parallel, page
 from architecture_matrix.bfloat16 import bfloat16_outcome
+from architecture_matrix.bfloat16_tensor import MODE_NAMES, bfloat16_tensor_outcomes
+from architecture_matrix.compiled import ALONE, BACKENDS, LENGTHS, WAYS, breaks, compiled_outcome
 from architecture_matrix.expert_page import PREFIXES, mesh_mode
 from architecture_matrix.expert_parallel import MESHES, mixtures
 from architecture_matrix.measure import KINDS, warm_up
 from architecture_matrix.outcome import Outcome, evaluate, evaluate_experts, failure
 from architecture_matrix.packing import POOLED, packed_outcome
 from architecture_matrix.table import UNBUILDABLE, Entry, coverage_entries
+from architecture_matrix.widths import WIDTH_KINDS, WIDTHS, is_due
 from harness.ranks import RankPool, RanksFailed
 
 RESULTS = Path("docs/coverage.json")
@@ -137,12 +141,77 @@ def _measure_bfloat16(
                 _say(f"[{done}/{len(chosen)}] {_line(name, 'bfloat16', found)}")
 
 
+def _measure_widths(options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any], working: Path) -> None:
+    """Measure the chosen rows on four and eight ranks of ``tp``, and with FSDP2 on four."""
+    modes = {name: width for name, width in WIDTHS.items() if width.mode != "transformers" or options.peers}
+    for ranks in sorted({width.ranks for width in modes.values()} & {*options.ranks}):
+        with _ranks(ranks) as pool:
+            for done, name in enumerate(chosen, 1):
+                row = rows.setdefault(name, {})
+                for mode, width in modes.items():
+                    if width.ranks == ranks and is_due(row, mode):
+                        found = evaluate(
+                            pool,
+                            name,
+                            width.mode,
+                            kinds=WIDTH_KINDS,
+                            timeout=options.timeout,
+                            dp_shard=width.dp_shard,
+                        )
+                        row[mode] = page.kept(found)
+                        _say(f"[{done}/{len(chosen)}] {_line(name, mode, found)}")
+                page.write(working, {"rows": rows})
+
+
+def _measure_bfloat16_tensor(
+    options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any], working: Path
+) -> None:
+    """Measure the chosen rows in bfloat16 with tensor and sequence parallelism, on two ranks."""
+    with _ranks(2) as pool:
+        for done, name in enumerate(chosen, 1):
+            if not {*MODE_NAMES.values()} <= {*rows.setdefault(name, {})}:
+                rows[name].update(bfloat16_tensor_outcomes(pool, name, timeout=options.timeout))
+                page.write(working, {"rows": rows})
+                for mode in MODE_NAMES.values():
+                    _say(f"[{done}/{len(chosen)}] {name}, {mode}: {_told(rows[name][mode])}")
+
+
+def _measure_compiled(
+    options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any], working: Path
+) -> None:
+    """Measure the chosen rows with compiled blocks under tensor and sequence parallelism, on two ranks."""
+    with _ranks(2) as pool, _ranks(1) as alone:
+        for done, name in enumerate(chosen, 1):
+            row = rows.setdefault(name, {})
+            for backend, way in product(options.backends, (*WAYS, ALONE)):
+                mode = f"{backend} {way}"
+                if mode in row or (way == ALONE and not any(breaks(row[f"{backend} {each}"]) for each in WAYS)):
+                    continue  # the model's own breaks matter where there are some
+                row[mode] = compiled_outcome(
+                    alone if way == ALONE else pool,
+                    name,
+                    way,
+                    backend=backend,
+                    lengths=options.lengths,
+                    timeout=options.timeout,
+                )
+                page.write(working, {"rows": rows})
+                _say(f"[{done}/{len(chosen)}] {name}, {mode}: {_told(row[mode])}")
+
+
+def _told(found: dict[str, Any]) -> str:
+    return " ".join(f"{name} {value}" for name, value in found.items())[:300]
+
+
 #: What can be measured, in this order.
 PARTS = {
     "tensor": _measure_tensor_parallelism,
     "experts": _measure_experts,
     "context": _measure_context,
     "bfloat16": _measure_bfloat16,
+    "bfloat16-tp": _measure_bfloat16_tensor,
+    "widths": _measure_widths,
+    "compiled": _measure_compiled,
 }
 
 
@@ -157,7 +226,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=[*PARTS],
         default=["tensor"],
-        help="tensor and sequence parallelism (default), mixtures over ep, the ways over cp, FSDP2 in bfloat16",
+        help="tensor and sequence parallelism (default), mixtures over ep, the ways over cp, FSDP2 in bfloat16, "
+        "tp in bfloat16, tp=4 and tp=8 and tp with FSDP2, compiled blocks",
+    )
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, default=[4, 8], help="numbers of ranks of the part 'widths' (default 4 8)"
+    )
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS[:1], help="of the part 'compiled'")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=LENGTHS, help="tokens a row in the steps of the part 'compiled'"
     )
     parser.add_argument("--resume", action="store_true", help="go on where an earlier run was stopped")
     parser.add_argument("--accept", action="store_true", help="write the results even where some have got worse")

@@ -84,6 +84,21 @@ SIZES: dict[str, Any] = {
     "block_size": 4,
 }
 
+#: Counts of four that are eight in a wide model, so that each of eight ranks has one.  Heads of keys and values stay
+#: four, so that ranks share them; what reads each of those heads by itself cannot be shared, and has eight.
+_WIDER = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "index_n_heads",
+    "indexer_n_heads",
+    "linear_num_key_heads",
+    "linear_num_heads",
+    "o_groups",
+    "swa_num_attention_heads",
+)
+
 #: Set whether or not the default config has them: padding needs its id, and models name it where they index.
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -107,3 +122,8 @@ def _kinds(default: Mapping[str, Any]) -> dict[str, Any]:
     layers = max([SIZES["num_hidden_layers"], *map(len, kinds.values())])
     fields: dict[str, Any] = {name: list(islice(cycle(values), layers)) for name, values in kinds.items()}
     return fields | {"num_hidden_layers": layers} if "num_hidden_layers" in default else fields
+
+
+def wider(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a wide model that differ from those of a tiny one."""
+    return {name: 8 for name in _WIDER if fields.get(name) == 4}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from architecture_matrix.extras import EXTRAS
-from architecture_matrix.shrink import tiny_fields
+from architecture_matrix.extras import EXTRAS, WIDE_EXTRAS
+from architecture_matrix.shrink import tiny_fields, wider
 from architecture_matrix.unplanned import DEFAULT_FLOAT64, UNPLANNED
 from harness.models import jitter
 from harness.remote_code_models import REMOTE_CODE_MODELS
@@ -32,6 +32,7 @@ class Entry:
         shipped: transformers maps the model type to a causal language model and ships a plan for it.
         unplanned: transformers maps the model type to a causal language model and ships no plan for its layers.
         default_float64: its code makes tensors without a dtype, which have to be of its weights' one.
+        wide: has a part for each of eight ranks.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Entry:
     shipped: bool = False
     unplanned: bool = False
     default_float64: bool = False
+    wide: bool = False
 
 
 _MINISTRAL3 = {"model_type": "ministral3"}
@@ -124,14 +126,20 @@ def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 
 
 def prepare(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert a new model, and fill and jitter its parameters; in float64 no parameter repeats a number."""
-    model.to(dtype)
+    converted(model, dtype)
     _initialize_the_rest(model)
-    _restore_single_precision(model)
     _fill_routing_tables(model)
     jitter(model)
     for parameter in model.parameters():
         while parameter.dtype == torch.float64 and parameter.unique().numel() < parameter.numel():  # by chance
             parameter.data += torch.randn_like(parameter) * 0.01
+
+
+def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert a model in place, but for the parameters that its class keeps in float32."""
+    model.to(dtype)
+    _restore_single_precision(model)
+    return model
 
 
 def built(entry: Entry) -> nn.Module:
@@ -144,7 +152,7 @@ def _hugging_face_model(entry: Entry) -> nn.Module:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_class = getattr(transformers, entry.class_name)
-    config = CONFIG_MAPPING[entry.model_type](**text_fields(entry.model_type, entry.changes))
+    config = CONFIG_MAPPING[entry.model_type](**text_fields(entry.model_type, entry.changes, wide=entry.wide))
     if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()  # as AutoModelForCausalLM does
     options = {"experts_implementation": entry.experts} if model_class._can_set_experts_implementation() else {}
@@ -152,16 +160,18 @@ def _hugging_face_model(entry: Entry) -> nn.Module:
     return model.eval()  # no dropout; gradients flow as in training
 
 
-def text_fields(model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+def text_fields(model_type: str, changes: Mapping[str, Any], *, wide: bool = False) -> dict[str, Any]:
     """The fields of a tiny config, with those of the text model inside it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     default = CONFIG_MAPPING[model_type]().to_dict()
     fields = tiny_fields(default) | EXTRAS.get(model_type, {}) | dict(changes)
+    if wide:
+        fields |= wider(fields) | WIDE_EXTRAS.get(model_type, {})
     if isinstance(default.get("text_config"), dict):
         text = fields.get("text_config", {})
         text_type = text.get("model_type", default["text_config"]["model_type"])
-        fields["text_config"] = {**text_fields(text_type, text), "model_type": text_type}
+        fields["text_config"] = {**text_fields(text_type, text, wide=wide), "model_type": text_type}
     return fields
 
 

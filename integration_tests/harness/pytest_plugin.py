@@ -21,7 +21,7 @@ settings.register_profile("any machine", deadline=None)  # a busy one exceeds hy
 settings.load_profile("any machine")
 
 #: Fixtures whose tests run on several processes.
-RANK_FIXTURES = frozenset({"ranks", "own_ranks", "two_ranks", "four_ranks"})
+RANK_FIXTURES = frozenset({"ranks", "own_ranks", "two_ranks", "four_ranks", "eight_ranks"})
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -72,6 +72,12 @@ def two_ranks() -> Iterator[RankPool]:
 def four_ranks() -> Iterator[RankPool]:
     """Four gloo ranks, started on first use."""
     yield from _pool(4)
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[RankPool]:
+    """Eight gloo ranks, for slow tests; ended with the module, since they fill the memory of a small machine."""
+    yield from _pool(8)
 
 
 @pytest.fixture(autouse=True)

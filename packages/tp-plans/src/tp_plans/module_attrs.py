@@ -7,7 +7,8 @@ from typing import Any
 
 from tp_plans._validate import is_integer
 from tp_plans.errors import PlanError
-from tp_plans.styles import ColwiseParallel, MLAKVProjection, RowwiseParallel, Style
+from tp_plans.naming import HEAD_COUNTS
+from tp_plans.styles import ColwiseParallel, MLAKVProjection, ParallelAttention, RowwiseParallel, Style
 
 
 def getattr_path(owner: Any, path: str) -> object:
@@ -19,6 +20,18 @@ def getattr_path(owner: Any, path: str) -> object:
         except Exception:  # noqa: BLE001 (configs raise errors of their own for numbers that differ among layers)
             return None
     return value
+
+
+def key_value_heads(attention: Any, style: ParallelAttention) -> int | None:
+    """The number of an attention layer's key/value heads, or ``None`` where the layer does not tell it.
+
+    Layers whose config has other numbers for each of them tell it by the number of their groups.
+    """
+    found = getattr_path(attention, style.kv_heads_attr)
+    if is_integer(found, least=1):
+        return found
+    heads, groups = getattr_path(attention, f"config.{HEAD_COUNTS[0]}"), getattr_path(attention, style.kv_groups_attr)
+    return heads // groups if is_integer(heads, least=1) and is_integer(groups, least=1) else None
 
 
 def resolve_int(owner: Any, value: int | str, *, least: int = 1) -> int:

@@ -136,6 +136,16 @@ def test_fewer_key_value_heads_than_ranks_are_shared_and_the_layer_knows_its_gro
     }
 
 
+def test_layers_that_read_the_keys_of_another_layer_know_their_groups_too():
+    """Gemma 3n and 4: without their own keys they would repeat the shared heads for all ranks' queries."""
+    own = attention(attributes={"num_key_value_heads": 2})
+    reading = attention(attributes={"num_key_value_heads": 2})
+    del reading.children["k_proj"], reading.children["v_proj"]
+    rules = {f"{BLOCK}attn.{name}_proj": COLUMN for name in "qkv"} | {f"{BLOCK}attn.o_proj": ROW}
+    plan = complete_plan(Plan(rules), model(Node(attn=own), Node(attn=reading)), root="model")
+    assert plan[f"{BLOCK}attn"] == ParallelAttention(kv_heads_attr="num_key_value_heads")
+
+
 def test_heads_are_shared_where_the_plan_splits_already_and_its_rule_for_the_layer_is_kept():
     own = ParallelAttention(layout=None, head_count_attrs=("num_heads",))
     rules = {f"{BLOCK}attn.{name}_proj": COLUMN for name in "qkv"} | {f"{BLOCK}attn.o_proj": ROW, f"{BLOCK}attn": own}
@@ -336,6 +346,20 @@ def test_a_weight_that_a_kernel_takes_as_an_argument_is_gathered_by_the_layer_ab
     assert added(blocks_of(block)) == {
         f"{BLOCK}mixer": GatheredParameters(names=names),
         f"{BLOCK}mixer.in_proj": GATHERED_COLUMN,
+    }
+
+
+class ReadingRouter(Node):
+    def forward(self, tokens):
+        return tokens @ self.classifier.weight.T.to(self.unread.weight.dtype)
+
+
+def test_a_weight_that_the_layer_above_reads_itself_is_gathered_by_it():
+    """LongCat Flash: its router multiplies with the weight of a layer that it does not call."""
+    tree = blocks_of(lambda: Node(router=ReadingRouter(classifier=Linear(64, HIDDEN), unread=Linear(64, HIDDEN))))
+    assert added(tree) == {
+        f"{BLOCK}router": GatheredParameters(names=("classifier.weight",)),
+        f"{BLOCK}router.unread": GATHERED_COLUMN,
     }
 
 

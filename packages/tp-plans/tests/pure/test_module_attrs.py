@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tp_plans import ColwiseParallel, MLAKVProjection, NoParallel, PlanError, RowwiseParallel
-from tp_plans.module_attrs import getattr_path, needs_parent, resolve_int, resolve_style
+from tp_plans import ColwiseParallel, MLAKVProjection, NoParallel, ParallelAttention, PlanError, RowwiseParallel
+from tp_plans.module_attrs import getattr_path, key_value_heads, needs_parent, resolve_int, resolve_style
 
 OWNER = SimpleNamespace(
     head_dim=8, num_heads=4, flag=True, none=0, config=SimpleNamespace(num_key_value_heads=2, text=SimpleNamespace(n=3))
@@ -37,6 +37,20 @@ def test_an_attribute_is_found_below_the_owner_or_is_none(path, value):
 def test_an_attribute_that_raises_is_none():
     assert getattr_path(Raising(), "num_heads") is None
     assert getattr_path(SimpleNamespace(config=Raising()), "config.num_heads") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "groups", "heads"),
+    [
+        ({"num_key_value_heads": 4, "num_attention_heads": 16}, 2, 4),  # what the attribute says
+        ({"num_attention_heads": 16}, 2, 8),  # Gemma 4's layers differ: its config has no such number
+        ({}, 2, None),
+        ({"num_attention_heads": 16}, None, None),
+    ],
+)
+def test_key_value_heads_are_those_of_the_config_or_of_the_groups(config, groups, heads):
+    layer = SimpleNamespace(config=SimpleNamespace(**config), num_key_value_groups=groups)
+    assert key_value_heads(layer, ParallelAttention()) == heads
 
 
 def test_a_number_is_itself_and_a_name_the_owners_number():

@@ -10,7 +10,7 @@ from tp_plans._validate import is_integer
 from tp_plans.checks.findings import Finding
 from tp_plans.layouts import Shard
 from tp_plans.model_tree import join, parent
-from tp_plans.module_attrs import getattr_path
+from tp_plans.module_attrs import getattr_path, key_value_heads
 from tp_plans.planned_tree import PlannedTree
 from tp_plans.styles import (
     ColwiseEmbedding,
@@ -183,7 +183,7 @@ def check_kv_sharing(planned: PlannedTree, tp: int) -> Iterator[Finding]:
             getattr_path(planned.modules[path], style.kv_groups_attr)
         ):
             continue
-        if getattr_path(planned.modules[path], style.kv_heads_attr) is None and any(
+        if key_value_heads(planned.modules[path], style) is None and any(
             _has_fewer_heads(p, planned, tp) for p in _replicated_kv(path, planned)
         ):
             what = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from tp_plans._validate import is_integer
@@ -54,10 +54,7 @@ def with_replicated_kv_heads(planned: PlannedTree, root: str) -> Mapping[str, St
     """Return rules that let the axis be larger than the number of key/value heads, and set the groups."""
     changed: dict[str, Style] = {}
     attention: list[tuple[str, Style]] = []
-    for path, module in planned.within(root):
-        kv_heads = next((name for name in _KV_HEADS if is_integer(getattr_path(module, name), least=1)), None)
-        if kv_heads is None or not set(QKV) <= set(planned.split_children(path)):
-            continue
+    for path, kv_heads in _attention_in_heads(planned, root):
         own = planned.style(path)
         if own is not None and not isinstance(own, ParallelAttention):
             continue
@@ -67,6 +64,24 @@ def with_replicated_kv_heads(planned: PlannedTree, root: str) -> Mapping[str, St
         prepared = own if isinstance(own, ParallelAttention) else ParallelAttention(layout=_layout(path, planned))
         attention.append((path, replace(prepared, kv_heads_attr=kv_heads)))
     return {**changed, **merge_per_block(attention, planned.tree)}
+
+
+def _attention_in_heads(planned: PlannedTree, root: str) -> Iterator[tuple[str, str]]:
+    """Yield the layers whose queries, keys and values are split, and the attribute that counts their key heads.
+
+    Layers of their classes without keys and values read those of another layer, which ranks may share.
+    """
+    without: list[tuple[str, str]] = []
+    classes: set[type] = set()
+    for path, module in planned.within(root):
+        kv_heads = next((name for name in _KV_HEADS if is_integer(getattr_path(module, name), least=1)), None)
+        split = set(planned.split_children(path))
+        if kv_heads is not None and set(QKV) <= split:
+            classes.add(type(module))
+            yield path, kv_heads
+        elif kv_heads is not None and QUERY in split and not {join(path, KEY), join(path, VALUE)} & {*planned.modules}:
+            without.append((path, kv_heads))
+    yield from ((path, kv_heads) for path, kv_heads in without if type(planned.modules[path]) in classes)
 
 
 def per_head_norms(planned: PlannedTree, root: str) -> Mapping[str, Style]:

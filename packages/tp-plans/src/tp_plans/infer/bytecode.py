@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dis import get_instructions
+from dis import Instruction, get_instructions
 from inspect import signature
 from types import CodeType
 from typing import Any
@@ -19,6 +19,8 @@ _FEATURE_BY_FEATURE = {
     *("torch", "nn", "functional", "F", "training", "p", "float", "to", "dtype", "type", "type_as", "min", "max"),
     *("isinstance", "weight", "Tensor", "int8"),  # a cast to the dtype of a layer's weight
 }
+#: What is read of a tensor without its values.
+_NO_VALUES = ("dtype", "device", "shape", "size", "ndim")
 
 
 def non_elementwise_op(module: Any, children: set[str]) -> str | None:
@@ -69,13 +71,34 @@ def reads_weights(cls: type) -> bool:
 
 
 def _reads_weight(code: CodeType) -> bool:
-    steps = [step for step in get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
+    steps = _steps(code)
     for index, step in enumerate(steps):
         if step.argval == "weight" and step.opname.startswith("LOAD") and "CONST" not in step.opname:
             after = [following.argval for following in steps[index + 1 : index + 3]]
             if after[:1] not in (["dtype"], ["device"]) and after != ["torch", "Tensor"]:
                 return True
     return any(_reads_weight(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+
+
+def reads_below(cls: type, child: str, name: str) -> bool:
+    """Return whether the methods of a class read a tensor of a module below, as ``self.child.name``.
+
+    What reads no more than its dtype, device or shape does not count.
+    """
+    return any(
+        [each.argval for each in (first, second)] == [child, name] and after.argval not in _NO_VALUES
+        for code in _methods(cls)
+        for first, second, after in _triples(code)
+    )
+
+
+def _triples(code: CodeType) -> Iterator[tuple[Instruction, Instruction, Instruction]]:
+    steps = _steps(code)
+    yield from zip(steps, steps[1:], steps[2:], strict=False)
+
+
+def _steps(code: CodeType) -> list[Instruction]:
+    return [step for step in get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
 
 
 def _methods(cls: type) -> Iterator[CodeType]:

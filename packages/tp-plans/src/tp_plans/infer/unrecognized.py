@@ -8,7 +8,7 @@ from itertools import takewhile
 from math import prod
 from typing import Any
 
-from tp_plans.infer.bytecode import referenced_names
+from tp_plans.infer.bytecode import reads_below, referenced_names
 from tp_plans.infer.full_output import is_tied
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ancestors, join, parent
@@ -68,7 +68,13 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_cod
         if not wanted or _is_stored_above(path, wanted[0], planned):
             continue
         if tree.is_plain_linear(path) and wanted == ["weight"]:
-            if tree.shape(path)[0] >= MIN_ROWS and not is_tied(path, tree) and _reads_full_activations(path, planned):
+            if tree.shape(path)[0] < MIN_ROWS or is_tied(path, tree):
+                continue
+            above = parent(path)
+            if path and reads_below(type(planned.modules[above]), leaf(path), "weight"):
+                if planned.style(above) is None and not planned.tree.is_numbered(above):
+                    yield above, GatheredParameters(names=(f"{leaf(path)}.weight",))
+            elif _reads_full_activations(path, planned):
                 yield path, ColwiseParallel(output_layouts=Replicate())
         elif hasattr(module, "num_embeddings"):
             if read_code and _looks_up_otherwise(module):

@@ -31,7 +31,7 @@ GEMMA4_TEXT = Architecture(
     model_type="gemma4_text",
     decoder=DecoderSpec(
         sublayers=(
-            replace(ATTENTION, kv_projections=(), norms=HEAD_NORMS, optional=("k_proj", "v_proj", "k_norm")),
+            replace(ATTENTION, norms=HEAD_NORMS, optional=("k_proj", "v_proj", "k_norm")),
             GATED_MLP,
             ExpertsSpec(path="experts"),
         ),

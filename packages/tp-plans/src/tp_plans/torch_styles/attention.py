@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tp_plans._validate import is_integer
-from tp_plans.module_attrs import getattr_path
+from tp_plans.module_attrs import getattr_path, key_value_heads
 from tp_plans.styles import ParallelAttention
 from tp_plans.torch_styles.activations import PrepareModuleInputImpl
 
@@ -38,8 +38,8 @@ class ParallelAttentionImpl(PrepareModuleInputImpl):
             path: value for path in style.head_count_attrs if is_integer(value := getattr_path(module, path), least=1)
         }
         own = {path: max(1, value // tp) for path, value in found.items()}
-        groups, kv_heads = getattr_path(module, style.kv_groups_attr), getattr_path(module, style.kv_heads_attr)
-        if is_integer(groups, least=1) and is_integer(kv_heads, least=1) and kv_heads < tp:
+        groups, kv_heads = getattr_path(module, style.kv_groups_attr), key_value_heads(module, style)
+        if is_integer(groups, least=1) and kv_heads is not None and kv_heads < tp:
             own[style.kv_groups_attr] = groups * kv_heads // tp
         return own
 
