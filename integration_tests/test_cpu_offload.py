@@ -38,7 +38,11 @@ def _offloaded_and_not(mesh: dict[str, int]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"dp_shard": 2, "tp": 2}, pytest.param({"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_an_offloaded_step_equals_the_step_without_offload(four_ranks: RankPool, mesh: dict[str, int]) -> None:
     for found in four_ranks.run(_offloaded_and_not, mesh):
         one, other = found.pop("norms")

@@ -182,7 +182,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _all_places(reference: nn.Module, candidate: nn.Module) -> dict[str, Tensor | None]:
-    """Where the elements of each parameter's part on this rank sit in the flattened whole."""
+    """Where the elements of each parameter's part on this rank sit in the flattened full tensor."""
     weights = dict(reference.named_parameters())
     own = candidate.named_parameters()
     return {path: _places(weights[path], _local(parameter)) for path, parameter in own if path in weights}
@@ -212,7 +212,7 @@ def gradient_errors(
         gradients: the reference's.
         floor: the least number that an error is relative to.  Some gradients vanish mathematically (a key bias shifts
             every score of a query alike), and what is left of them is rounding: by default 1e-9 of the largest.
-        places: of each parameter's part in the whole, for a caller that has them already.
+        places: of each parameter's part in the full tensor, for a caller that has them already.
     """
     if floor is None:
         floor = 1e-9 * max(largest(gradient) for gradient in gradients.values() if gradient is not None)

@@ -26,11 +26,11 @@ class Settings:
 
     activation_checkpointing: Annotated[bool, "recompute each block in backward instead of keeping it"] = False
 
-    warmup_steps: Annotated[int, "supervised steps; 0 starts from the checkpoint as it is"] = 120
-    warmup_batch: Annotated[int, "texts in a supervised step"] = 128
+    warmup_steps: Annotated[int, "supervised steps; 0 starts from the checkpoint as it is"] = 80
+    warmup_batch: Annotated[int, "texts in a supervised step"] = 192
     warmup_lr: Annotated[float, "peak learning rate of the supervised steps"] = 5e-3
 
-    steps: Annotated[int, "GRPO steps"] = 30
+    steps: Annotated[int, "GRPO steps"] = 25
     prompts: Annotated[int, "prompts in a GRPO step"] = 32
     group: Annotated[int, "samples for each prompt"] = 8
     updates: Annotated[int, "optimizer steps that a GRPO step's samples are cut into"] = 2

@@ -290,7 +290,7 @@ def test_right_arguments_are_taken(name):
     use(CALLS[name].function(**CALLS[name].valid()))
 
 
-@pytest.mark.parametrize("examples", [12, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [12, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_arguments_are_refused_or_understood(name, examples):
     mesh()

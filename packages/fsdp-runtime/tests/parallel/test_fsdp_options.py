@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, describe_parallelism, inspect_model, parallelize
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
+from harness.pairwise import alternating_first
 from harness.parity import Case, compare
 from harness.ranks import RankPool, RanksFailed
 
@@ -99,7 +100,7 @@ def frozen_tower(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     return parallelize(model, mesh, **options)
 
 
-@pytest.mark.parametrize("frozen", ["layer", "root", "replicate"])
+@pytest.mark.parametrize("frozen", ["layer", pytest.param("root", marks=pytest.mark.slow), "replicate"])
 def test_frozen_towers_change_no_other_gradient(four_ranks: RankPool, frozen: str) -> None:
     options = {"fsdp": FSDPOptions(frozen_params=frozen), "sequence_parallel": True}  # type: ignore[arg-type]
     case = Case("Gemma3ForConditionalGeneration", {"dp_shard": 2, "tp": 2}, frozen_tower, options)
@@ -182,11 +183,15 @@ def _scales(mesh: dict[str, int], factor: float | None) -> float:
     return scale.item()
 
 
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2}], ids=str)
-@pytest.mark.parametrize(("factor", "scale"), [(None, 0.5), (1.0, 1.0), (7.0, 1 / 7)])
+@pytest.mark.parametrize(
+    ("mesh", "divided"),
+    alternating_first([{"dp_shard": 2}, {"dp_replicate": 2}], [(None, 0.5), (1.0, 1.0), (7.0, 1 / 7)]),
+    ids=str,
+)
 def test_gradients_are_divided_as_asked(
-    two_ranks: RankPool, mesh: dict[str, int], factor: float | None, scale: float
+    two_ranks: RankPool, mesh: dict[str, int], divided: tuple[float | None, float]
 ) -> None:
+    factor, scale = divided
     assert two_ranks.run(_scales, mesh, factor) == pytest.approx([scale, scale], rel=1e-5)
 
 

@@ -137,7 +137,9 @@ def _loaded(base: Path, folder: Path, axes: Mapping[str, int], again: Path) -> t
     return _adapters(model), logits
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "axes", [MESHES[-1], *(pytest.param(axes, marks=pytest.mark.slow) for axes in MESHES[:-1])], ids=str
+)
 def test_a_folder_of_peft_loads_into_a_sharded_model(
     two_ranks: RankPool, four_ranks: RankPool, base: Path, tmp_path: Path, axes: dict[str, int]
 ) -> None:

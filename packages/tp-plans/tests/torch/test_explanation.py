@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
+from harness.pairwise import alternating_first
 from harness.parity import mesh_for
 from tp_plans import (
     ColwiseParallel,
@@ -73,8 +74,7 @@ def of_architecture(architecture, sequence_parallel, rowwise, **options):
     return of_passes(model, inputs), (told.collectives("forward"), told.collectives("backward")), wrong if first else []
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("architecture", "sequence_parallel"), alternating_first(ARCHITECTURES, [True, False]))
 def test_the_collectives_and_local_shapes_told_are_those_of_the_run(two_ranks, architecture, sequence_parallel):
     for measured, told, wrong in two_ranks.run(of_architecture, architecture, sequence_parallel, True):
         assert measured == told
