@@ -147,7 +147,7 @@ def _loss(model: nn.Module, ids: Tensor, mask: Tensor, returns: Tensor) -> tuple
 def actor_critic(folder: str) -> tuple[list[str], set[str], bool]:
     """Return the faults on this rank, the names that are streamed, and whether saved weights load as they were."""
     torch.manual_seed(0)
-    whole = ActorCritic(tiny_model("Qwen3ForCausalLM")).double()
+    single = ActorCritic(tiny_model("Qwen3ForCausalLM")).double()
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCAB, (4, 7), generator=generator)
     mask = padding_mask(ids, "right")
@@ -157,11 +157,11 @@ def actor_critic(folder: str) -> tuple[list[str], set[str], bool]:
     own = slice(2 * rank, 2 * rank + 2)
     faults = []
     with compute_in_float64():
-        loss, values = _loss(whole, ids, mask, returns)
+        loss, values = _loss(single, ids, mask, returns)
         loss.backward()
-        gradients = {path: parameter.grad for path, parameter in whole.named_parameters()}
+        gradients = {path: parameter.grad for path, parameter in single.named_parameters()}
         for options in ({}, {"sequence_parallel": True, "activation_checkpointing": "block"}):
-            model = parallelize(copy.deepcopy(whole), mesh, **options)
+            model = parallelize(copy.deepcopy(single), mesh, **options)
             model.zero_grad()
             loss, found = _loss(model, ids[own], mask[own], returns[own])
             if isinstance(found, DTensor) or largest(found - values[own]) > BOUND:
