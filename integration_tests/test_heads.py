@@ -19,7 +19,19 @@ from harness.models import HIDDEN, VOCAB, tiny_model
 from harness.parity import gradient_errors, largest, mesh_for, padding_mask
 from harness.ranks import RankPool
 from rl_logprobs import token_logprobs
-from tp_plans import CapabilityError, UnknownArchitectureError, resolve_plan
+from tp_plans import (
+    CapabilityError,
+    ColwiseEmbedding,
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    UnknownArchitectureError,
+    VocabParallelEmbedding,
+    check,
+    resolve_plan,
+    suggest,
+)
 
 #: Model type, head and mode: each kind of head, and each way in which hidden states reach one.
 CASES = [
@@ -135,7 +147,7 @@ def _loss(model: nn.Module, ids: Tensor, mask: Tensor, returns: Tensor) -> tuple
 def actor_critic(folder: str) -> tuple[list[str], set[str], bool]:
     """Return the faults on this rank, the names that are streamed, and whether saved weights load as they were."""
     torch.manual_seed(0)
-    whole = ActorCritic(tiny_model("Qwen3ForCausalLM")).double()
+    single = ActorCritic(tiny_model("Qwen3ForCausalLM")).double()
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCAB, (4, 7), generator=generator)
     mask = padding_mask(ids, "right")
@@ -145,11 +157,11 @@ def actor_critic(folder: str) -> tuple[list[str], set[str], bool]:
     own = slice(2 * rank, 2 * rank + 2)
     faults = []
     with compute_in_float64():
-        loss, values = _loss(whole, ids, mask, returns)
+        loss, values = _loss(single, ids, mask, returns)
         loss.backward()
-        gradients = {path: parameter.grad for path, parameter in whole.named_parameters()}
+        gradients = {path: parameter.grad for path, parameter in single.named_parameters()}
         for options in ({}, {"sequence_parallel": True, "activation_checkpointing": "block"}):
-            model = parallelize(copy.deepcopy(whole), mesh, **options)
+            model = parallelize(copy.deepcopy(single), mesh, **options)
             model.zero_grad()
             loss, found = _loss(model, ids[own], mask[own], returns[own])
             if isinstance(found, DTensor) or largest(found - values[own]) > BOUND:
@@ -173,6 +185,31 @@ def test_a_policy_with_a_value_head_trains_as_in_one_process_and_is_saved(four_r
         assert faults == []
         assert {"policy.lm_head.weight", "value_head.3.weight", "value_head.0.bias"} <= names
         assert same
+
+
+def test_the_plan_around_a_model_is_that_of_the_model_and_gathers_for_the_value_head() -> None:
+    model = ActorCritic(tiny_model("Qwen3ForCausalLM"))
+    for sequence_parallel in (False, True):
+        inner = resolve_plan("auto", model.policy, sequence_parallel=sequence_parallel).with_prefix("policy")
+        around = resolve_plan("auto", model, sequence_parallel=sequence_parallel)
+        changed = {pattern for pattern in {*inner, *around} if inner.get(pattern) != around.get(pattern)}
+        assert changed == ({"policy.model.norm"} if sequence_parallel else set())
+    assert around["policy.model.norm"] == SequenceParallel(full_output=True)
+
+
+def test_both_streams_of_an_encoder_with_a_decoder_are_split() -> None:
+    from architecture_matrix.heads import head_model
+
+    model = head_model(_row("t5", "seq2seq"))
+    plan = suggest(model).plan
+    for attention in ("encoder.block.*.layer.*.SelfAttention", "decoder.block.*.layer.*.EncDecAttention"):
+        assert plan[f"{attention}.q"] == ColwiseParallel(multiple_of=8)
+        assert isinstance(plan[f"{attention}.o"], RowwiseParallel)
+    for stack in ("encoder", "decoder"):
+        bias = plan[f"{stack}.block.*.layer.*.SelfAttention.relative_attention_bias"]
+        assert bias == ColwiseEmbedding(output_layouts=Shard(-1))
+        assert plan[f"{stack}.embed_tokens"] == plan["shared"] == VocabParallelEmbedding()
+    assert not check(plan, model, tp=2).errors
 
 
 # Refusals

@@ -27,7 +27,7 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
         "Every class that transformers maps an architecture to, on two ranks of `tp` against one process in float64: "
         "each output, the loss with labels, and every gradient on every rank agree to 1e-12, for rows with padding "
         "left and right. Classifiers have 3 labels, reward models 1; a trunk (`AutoModel`) gives its hidden states. "
-        "Where a model has no head of a kind, its cell is empty. See [heads](guides/heads.md)."
+        "An empty cell: there is no such class, or it was not measured. See [heads](guides/heads.md)."
     )
     yield ""
     for mode in modes:

@@ -254,7 +254,7 @@ class ModelTree:
     def final_norm(self) -> str | None:
         """The norm of the decoder's output: the last one after its stack, in the modules that hold the stack."""
         norms = [path for path in self.after_decoder if is_at_or_below(path, self.root) and self._is_hidden_norm(path)]
-        norms = [path for path in norms if "embed" not in _name(path)]  # BART's norm of the embeddings comes last
+        norms = [path for path in norms if not names_embedding(path)]  # BART's norm of the embeddings comes last
         return norms[-1] if norms else None
 
     @cached_property
@@ -369,6 +369,11 @@ def shared_parts(one: str, other: str) -> int:
         return 0
     pairs = list(zip(one.split("."), other.split("."), strict=False))
     return next((index for index, (left, right) in enumerate(pairs) if left != right), len(pairs))
+
+
+def names_embedding(path: str) -> bool:
+    """Return whether a module is named after the embeddings: ``layernorm_embedding``, not ``embedding_norm``."""
+    return _name(path).endswith(("embedding", "embeddings"))
 
 
 def _name(path: str) -> str:
