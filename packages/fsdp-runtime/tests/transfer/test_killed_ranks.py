@@ -63,7 +63,7 @@ class _Member:
     def join(self, name: str, tp: int, shared: bool = False) -> tuple[WeightSync, dict[str, Any]]:
         """This rank's end of updates in a new group."""
         store = dist.FileStore(str(self.folder / name), 2 + tp)
-        group = transfer_group(store, self.rank, 2 + tp, name=name, timeout=timedelta(seconds=60))
+        group = transfer_group(store, self.rank, 2 + tp, name=name, timeout=timedelta(seconds=240))
         source = None if self.trainer is None else self.trainer.shards
         sides = {"plan": self.plan(tp), "source": source, "destination": self.tensors, "group": group}
         return WeightSync(**sides, bucket_bytes=20_000, timeout=TIMEOUT, shared_memory=shared), sides
@@ -156,7 +156,7 @@ class _Processes:
         answers = {}
         for rank, (_, connection) in self._members.items():
             try:
-                answers[rank] = connection.recv() if connection.poll(120) else "no answer"
+                answers[rank] = connection.recv() if connection.poll(300) else "no answer"
             except (EOFError, ConnectionError):
                 answers[rank] = None
         return answers
