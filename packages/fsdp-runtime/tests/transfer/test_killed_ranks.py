@@ -63,13 +63,13 @@ class _Member:
     def join(self, name: str, tp: int, shared: bool = False) -> tuple[WeightSync, dict[str, Any]]:
         """This rank's end of updates in a new group."""
         store = dist.FileStore(str(self.folder / name), 2 + tp)
-        group = transfer_group(store, self.rank, 2 + tp, name=name, timeout=timedelta(seconds=60))
+        group = transfer_group(store, self.rank, 2 + tp, name=name, timeout=timedelta(seconds=240))
         source = None if self.trainer is None else self.trainer.shards
         sides = {"plan": self.plan(tp), "source": source, "destination": self.tensors, "group": group}
         return WeightSync(**sides, bucket_bytes=20_000, timeout=TIMEOUT, shared_memory=shared), sides
 
     def break_off(self, victim: int, phase: str, shared: bool) -> dict[str, Any]:
-        """Take part in an update in which a rank is killed; what this rank is told, and what it holds then."""
+        """Take part in an update in which a rank is killed; its error, and what it holds then."""
         sync, sides = self.join("first", 2, shared)
         sync.update(1)
         before = {name: tensor.clone() for name, tensor in self.tensors.items()}
@@ -83,15 +83,15 @@ class _Member:
                 sync._changes.exchange = _kill  # type: ignore[method-assign]
         elif phase == "full":
             sync._chain = 0
-        begun, told = time.monotonic(), ""
+        begun, message = time.monotonic(), ""
         try:
             sync.update(2)
         except WeightSyncError as error:
-            told = str(error)
+            message = str(error)
         kept = all(torch.equal(tensor, before[name]) for name, tensor in self.tensors.items())
         seconds = time.monotonic() - begun
         dist.destroy_process_group(sides["group"])
-        return {"told": told, "seconds": seconds, "kept": kept, "version": sync.version}
+        return {"message": message, "seconds": seconds, "kept": kept, "version": sync.version}
 
     def go_on(self, tp: int) -> dict[str, Any]:
         """Take part in the next update, in a new group."""
@@ -156,7 +156,7 @@ class _Processes:
         answers = {}
         for rank, (_, connection) in self._members.items():
             try:
-                answers[rank] = connection.recv() if connection.poll(120) else "no answer"
+                answers[rank] = connection.recv() if connection.poll(300) else "no answer"
             except (EOFError, ConnectionError):
                 answers[rank] = None
         return answers
@@ -190,7 +190,7 @@ def test_a_rank_killed_in_mid_update_ends_the_others_in_time_and_the_next_update
         assert answers.pop(victim) is None
         assert not list(Path("/dev/shm").glob("fsdp-runtime-*"))
         for rank, answer in answers.items():
-            assert answer["told"], rank
+            assert answer["message"], rank
             assert answer["seconds"] < 4 * TIMEOUT.total_seconds() + 2
             assert (answer["kept"], answer["version"]) == (True, 1), rank
         if victim < 2:

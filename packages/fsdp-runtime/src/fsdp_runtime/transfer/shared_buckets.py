@@ -42,6 +42,7 @@ class SharedBuckets:
 
     def __init__(self, rounds: Sequence[Round], rank: int, handshake: Handshake) -> None:
         self._rank, self._maps = rank, dict[int, mmap.mmap]()
+        self._buckets: Mapping[int, Tensor] = {}
         with handshake.agreement():
             host = _host()
         token = secrets.randbits(62)
@@ -84,7 +85,7 @@ class SharedBuckets:
 
     def close(self) -> None:
         """Give the memory back, once all ranks of the host have."""
-        self._buckets: Mapping[int, Tensor] = {}
+        self._buckets = {}
         for each in self._maps.values():
             with suppress(BufferError):  # a view is left somewhere: it is closed with that
                 each.close()
