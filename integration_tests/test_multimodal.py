@@ -185,7 +185,7 @@ def _properties(name: str, mode: str, options: dict[str, Any], checkpoint: str) 
             for path, parameter in sharded.named_parameters()
             if not parameter.requires_grad and parameter.grad is not None
         ],
-        "units of towers": len([path for path in units if path.startswith(tower) and path[-1].isdigit()]),
+        "units of towers": len([path for path in units if path.startswith(tower)]),
         "split": len([n for n, p in sharded.named_parameters() if isinstance(p, DTensor) and p.device_mesh.ndim == 2]),
         "streamed otherwise": _different(streamed, saved),
         "loaded otherwise": _different(loaded, saved),

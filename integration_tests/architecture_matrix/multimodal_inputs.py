@@ -95,6 +95,8 @@ def placeholder(config: Any, media: str) -> int:
     tower = getattr(config, {"image": "vision_config", "audio": "audio_config"}.get(media, ""), None)
     owners = [config, *([tower] if tower is not None else [])]
     ids = [value for owner in owners for name in names if isinstance(value := getattr(owner, name, None), int)]
+    if not ids and media == "image":
+        raise ValueError(f"{config.model_type} has no token for images: give one in CHANGES")
     return ids[0] if ids else placeholder(config, "image")  # frames of a video are images
 
 

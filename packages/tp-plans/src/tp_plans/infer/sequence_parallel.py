@@ -43,6 +43,7 @@ _WRAPPABLE_STYLES = (ParallelAttention, GatheredParameters, ExpertsParallel, All
 
 #: Inner models whose activations cannot be sharded on the sequence between blocks, with the reason.
 NO_SEQUENCE_PARALLELISM: dict[str, str] = {
+    "EvollaModel": "its blocks attend to features of a protein encoder, which is part of the decoder",
     "Gemma3nTextModel": "its blocks pass on several streams, stacked before the batch",
     "HrmTextModel": "its blocks sit in two stacks that run in turns and add learned states to the stream",
     "Inkling2TextModel": "its blocks read the outputs of all blocks before, collected outside of them",
@@ -149,13 +150,14 @@ def _rules_before_blocks(planned: PlannedTree) -> dict[str, Style]:
 
 
 def _adds_to_embeddings(tree: ModelTree) -> bool:
-    """Return whether modules between the embedding and the first block add to the embeddings: positions, a norm."""
+    """Return whether modules other than the embedding change the embeddings: positions, a norm, those of images."""
     embedding = tree.embedding or ""
     if parent(embedding) != tree.root:
         return True
     with_parameters = tree.children_with_parameters(tree.root)
     before = takewhile(lambda path: not is_at_or_below(tree.decoder or "", path), tree.children[tree.root])
-    return any(
+    others = (leaf(path) for path in tree.children[tree.root] if path != embedding)
+    return any("embed" in name and name in with_parameters for name in others) or any(
         leaf(path) in with_parameters or (tree.has_buffers(path) and "embed" in leaf(path))
         for path in before
         if path != embedding

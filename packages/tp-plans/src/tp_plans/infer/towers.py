@@ -164,7 +164,7 @@ def _is_activation(path: str, tree: ModelTree) -> bool:
 def _sublayer(path: str, tree: ModelTree) -> dict[str, Style] | None:
     """Return the rules of attention or an MLP that is split inside; ``None`` where one of its parts is unknown."""
     sub = _tower_sublayer(path, tree)
-    if sub is None:
+    if sub is None or tree.own_parameters(path):  # such as a bias for every head
         return None
     rules, _ = propose(sub, tree)
     if rules.get(sub.output_proj) is None or rules[sub.output_proj] == RowwiseParallel(input_layouts=Replicate()):
