@@ -94,9 +94,9 @@ def test_tensor_parallelism_in_bfloat16_is_as_near_to_exact_as_one_process(two_r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "graphs"), [("TP", (1, 2, 2)), ("SP", (2, 4, 4))])
-def test_a_second_length_compiles_once_more_and_a_third_does_not(
-    two_ranks: RankPool, mode: str, graphs: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("mode", ["TP", "SP"])
+def test_a_second_length_compiles_once_more_and_a_third_does_not(two_ranks: RankPool, mode: str) -> None:
     for found in two_ranks.run(measure_compiled, "llama", mode, backend="aot_eager", timeout=500):
-        assert found == Compiled((), graphs, {})
+        first, second, third = found.graphs
+        assert first < second <= 2 * first
+        assert (third, found.errors, found.breaks) == (second, (), {})
