@@ -111,23 +111,23 @@ def compiled_outcome(
 
 def kept(ranks: Sequence[Compiled]) -> dict[str, Any]:
     """Return what is kept of the ranks' findings: of counts the largest of all ranks."""
-    wrong = dict.fromkeys(text for rank in ranks for text in rank.errors)
+    wrong = dict.fromkeys(error for rank in ranks for error in rank.errors)
     worst = max(ranks, key=lambda rank: sum(rank.breaks.values()))
     data: dict[str, Any] = {
         "status": "wrong" if wrong else "right",
-        "graphs": [max(counts) for counts in zip(*(rank.graphs for rank in ranks), strict=True)],
+        "graphs": [max(each) for each in zip(*(rank.graphs for rank in ranks), strict=True)],
         "breaks": sum(worst.breaks.values()),
     }
     if wrong:
         data["note"] = "; ".join([*wrong][:_LISTED])
     if worst.breaks:
-        data["reasons"] = [_reason(text) for text in [*worst.breaks][:_LISTED]]
+        data["reasons"] = [_reason(break_) for break_ in [*worst.breaks][:_LISTED]]
     return data
 
 
-def _reason(text: str) -> str:
+def _reason(told: str) -> str:
     """Return the first lines of a break's reason, without paths of this machine."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
     return re.sub(r"/\S*/", "", " ".join(lines[:2]))[:200]
 
 

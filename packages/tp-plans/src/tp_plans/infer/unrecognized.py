@@ -70,10 +70,10 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_cod
         if tree.is_plain_linear(path) and wanted == ["weight"]:
             if tree.shape(path)[0] < MIN_ROWS or is_tied(path, tree):
                 continue
-            above = parent(path)
-            if path and reads_below(type(planned.modules[above]), leaf(path), "weight"):
-                if planned.style(above) is None and not planned.tree.is_numbered(above):
-                    yield above, GatheredParameters(names=(f"{leaf(path)}.weight",))
+            reader = parent(path)
+            if path and reads_below(type(planned.modules[reader]), leaf(path), "weight"):
+                if planned.style(reader) is None and not planned.tree.is_numbered(reader):
+                    yield reader, GatheredParameters(names=(f"{leaf(path)}.weight",))
             elif _reads_full_activations(path, planned):
                 yield path, ColwiseParallel(output_layouts=Replicate())
         elif hasattr(module, "num_embeddings"):
