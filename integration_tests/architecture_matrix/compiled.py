@@ -106,7 +106,7 @@ def compiled_outcome(
         return kept(pool.run(measure_compiled, name, mode, backend=backend, lengths=lengths, timeout=timeout))
     except RanksFailed as failed:
         found = failure(failed, 0.0)
-        return {"status": found.status, "note": found.note}
+        return {"status": found.status, "note": re.sub(r" \([^()]*<eval_with_key>.*", "", found.note)}  # numbered anew
 
 
 def kept(ranks: Sequence[Compiled]) -> dict[str, Any]:
