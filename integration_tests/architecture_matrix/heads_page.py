@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+#: The key of the results that holds the rows.
+KEY = "heads"
 #: Architecture to head to what is kept of it: its class, and by mode the outcome.
 HeadRows = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
@@ -15,7 +17,7 @@ _LONGEST_NOTE = 200
 
 def section(results: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the section; none where nothing was measured."""
-    rows: HeadRows = results.get("heads", {})
+    rows: HeadRows = results.get(KEY, {})
     if not rows:
         return
     heads = list(dict.fromkeys(head for row in rows.values() for head in row))

@@ -10,7 +10,7 @@ from typing import Any
 KEY = "multimodal"
 #: Columns: the name of what was measured, and its title.
 _OURS = {"TP": "TP", "SP": "SP"}
-_MEDIA = ("video", "audio")
+MEDIA = ("video", "audio")
 _MARKS = {"right": "✓", "wrong": "✗ wrong", "refused": "refused", "failed": "✗ fails", "hung": "✗ hangs"}
 #: What transformers' own refusal says, which the column tells by itself.
 _NO_PLAN = "transformers ships no plan for this model"
@@ -53,12 +53,12 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield from _summary(rows)
     yield ""
-    titles = ["model type", *_OURS.values(), "split", "inferred", *_MEDIA, "transformers' own", "split", "notes"]
+    titles = ["model type", *_OURS.values(), "split", "inferred", *MEDIA, "transformers' own", "split", "notes"]
     yield f"| {' | '.join(titles)} |"
     yield f"|{'---|' * len(titles)}"
     for name in sorted(rows):
         row = rows[name]
-        media = [_both(row, medium) for medium in _MEDIA]
+        media = [_both(row, medium) for medium in MEDIA]
         cells = [
             _mark(row, "TP"),
             _mark(row, "SP"),
@@ -79,7 +79,7 @@ def _summary(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         right = [each for each in found if each["status"] == "right"]
         mostly = sum(each["share"] >= _MOSTLY for each in right)
         yield f"- {title}, with images: {len(right)} of {len(found)} right ({mostly} with at least 95 % split)"
-    for medium in _MEDIA:
+    for medium in MEDIA:
         found = [row[f"{mode} {medium}"] for row in rows.values() for mode in _OURS if f"{mode} {medium}" in row]
         if found:
             right = [each for each in found if each["status"] == "right"]
@@ -103,7 +103,7 @@ def _share(row: Mapping[str, Any], mode: str) -> str:
     found = next(
         (
             row[key]
-            for key in (mode, *(f"{mode} {medium}" for medium in _MEDIA), *(["inferred"] * (mode == "TP")))
+            for key in (mode, *(f"{mode} {medium}" for medium in MEDIA), *(["inferred"] * (mode == "TP")))
             if key in row
         ),
         {},

@@ -23,6 +23,7 @@ from architecture_matrix.expert_parallel import MESHES, mixtures
 from architecture_matrix.measure import KINDS, warm_up
 from architecture_matrix.outcome import Outcome, evaluate, evaluate_experts, failure
 from architecture_matrix.packing import POOLED, packed_outcome
+from architecture_matrix.sections import SECTION_PARTS
 from architecture_matrix.table import UNBUILDABLE, Entry, coverage_entries
 from architecture_matrix.widths import WIDTH_KINDS, WIDTHS, is_due
 from harness.ranks import RankPool, RanksFailed
@@ -41,13 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = page.read(working)["rows"] if options.resume else {}
 
     for part in options.measure:
-        PARTS[part](options, chosen, rows, working)
+        if part in PARTS:
+            PARTS[part](options, chosen, rows, working)
+        else:
+            _measure_section(options, part)
 
     worse = page.regressions(checked_in["rows"], rows) if options.tp == checked_in.get("tp") else []
     for row in worse:
         _say(f"no longer right: {row}")
     if len(chosen) == len(_chosen(["*"])) and (options.accept or not worse) and not options.dry:
-        _record(options, checked_in, rows)
+        _record(options, page.read(options.results), rows)
     return int(bool(worse) and not options.accept)
 
 
@@ -199,6 +203,31 @@ def _measure_compiled(
                 _say(f"[{done}/{len(chosen)}] {name}, {mode}: {_told(row[mode])}")
 
 
+def _measure_section(options: argparse.Namespace, part: str) -> None:
+    """Measure one of the page's further sections on two ranks; with ``--dry``, only print what is found."""
+    key, measure = SECTION_PARTS[part]
+    results = page.read(options.results)
+    section = results.setdefault(key, {})
+
+    def keep(name: str, cells: dict[str, Any], column: str, found: Outcome) -> None:
+        _say(_line(name, column, found))
+        cells[column] = page.kept(found)
+        if not options.dry:
+            page.write(options.results, results)
+
+    modes = ("TP", "SP", *(["transformers"] if options.peers else []))
+    with _ranks(2) as pool:
+        measure(
+            pool,
+            section,
+            keep,
+            patterns=options.patterns,
+            modes=modes,
+            timeout=options.timeout,
+            resume=options.resume,
+        )
+
+
 def _told(found: dict[str, Any]) -> str:
     return " ".join(f"{name} {value}" for name, value in found.items())[:300]
 
@@ -224,10 +253,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--measure",
         nargs="+",
-        choices=[*PARTS],
+        choices=[*PARTS, *SECTION_PARTS],
         default=["tensor"],
         help="tensor and sequence parallelism (default), mixtures over ep, the ways over cp, FSDP2 in bfloat16, "
-        "tp in bfloat16, tp=4 and tp=8 and tp with FSDP2, compiled blocks",
+        "tp in bfloat16, tp=4 and tp=8 and tp with FSDP2, compiled blocks; heads and multimodal models by model type",
     )
     parser.add_argument(
         "--ranks", nargs="+", type=int, default=[4, 8], help="numbers of ranks of the part 'widths' (default 4 8)"
@@ -254,7 +283,8 @@ def _chosen(patterns: Sequence[str]) -> dict[str, Entry]:
 
 def _record(options: argparse.Namespace, before: dict[str, Any], rows: dict[str, Any]) -> None:
     """Write the JSON and the page; what was not run again (the peers, other sections' data) stays as it was."""
-    merged = {name: {**before["rows"].get(name, {}), **row} for name, row in rows.items()}
+    kept = before["rows"] if not rows else {}
+    merged = kept | {name: {**before["rows"].get(name, {}), **row} for name, row in rows.items()}
     results = {**before, "tp": options.tp, "versions": page.versions(), "rows": merged}
     page.write(options.results, results)
     options.results.with_suffix(".md").write_text(page.markdown(results, coverage_entries()))

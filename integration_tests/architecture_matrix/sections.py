@@ -1,0 +1,92 @@
+"""Measure the models of the page's further sections: every head of every architecture, and multimodal models.
+
+Each section has its own key in the results.  A row is kept on disk as soon as it is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from architecture_matrix import heads_page, multimodal_page
+from architecture_matrix.heads import head_rows
+from architecture_matrix.heads_measure import evaluate_head
+from architecture_matrix.multimodal import multimodal_classes
+from architecture_matrix.multimodal_measure import evaluate_multimodal
+from architecture_matrix.outcome import Outcome
+from harness.ranks import RankPool
+
+#: Takes a row, a column and its outcome: keeps and prints it.
+Keep = Callable[[str, dict[str, Any], str, Outcome], None]
+
+
+def measure_heads(
+    pool: RankPool,
+    section: dict[str, Any],
+    keep: Keep,
+    *,
+    patterns: Sequence[str],
+    modes: Sequence[str],
+    timeout: float,
+    resume: bool,
+) -> None:
+    """Measure every head of the chosen model types.
+
+    Args:
+        pool: the ranks of ``tp``.
+        section: the section's data, by model type and head, which is changed.
+        keep: takes what was found.
+        patterns: model types, as ``"qwen3*"``.
+        modes: ``"TP"``, ``"SP"``, ``"transformers"``.
+        timeout: seconds for one class in one mode.
+        resume: leave out what the data has.
+    """
+    for row in head_rows():
+        if not _is_chosen(row.model_type, patterns):
+            continue
+        cells = section.setdefault(row.model_type, {}).setdefault(row.head, {"class": row.class_name})
+        for mode in modes:
+            if not (resume and mode in cells):
+                found = evaluate_head(pool, row, mode, timeout=timeout)
+                keep(f"{row.model_type}, {row.head}", cells, mode, found)
+
+
+def measure_multimodal_models(
+    pool: RankPool,
+    section: dict[str, Any],
+    keep: Keep,
+    *,
+    patterns: Sequence[str],
+    modes: Sequence[str],
+    timeout: float,
+    resume: bool,
+) -> None:
+    """Measure the chosen multimodal model types with images, and with the other media that the data has of them.
+
+    A plan with doubts is measured with the doubts accepted, too.  The arguments are those of :func:`measure_heads`.
+    """
+    for name in multimodal_classes():
+        if name in multimodal_page.NOT_MEASURED or not _is_chosen(name, patterns):
+            continue
+        cells = section.setdefault(name, {})
+        others = [medium for medium in multimodal_page.MEDIA if f"TP {medium}" in cells]
+        todo = [(mode, "image", mode) for mode in modes]
+        todo += [(f"{mode} {medium}", medium, mode) for medium in others for mode in modes if mode != "transformers"]
+        for column, medium, mode in [*todo, ("inferred", "image", "inferred")]:
+            if column == "inferred" and cells.get("TP", {}).get("status") != "refused":
+                continue
+            if not (resume and column in cells):
+                found = evaluate_multimodal(pool, name, mode, media=medium, timeout=timeout)
+                keep(name, cells, column, found)
+
+
+def _is_chosen(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+#: The parts of a run, with the keys of their data.
+SECTION_PARTS = {
+    "heads": (heads_page.KEY, measure_heads),
+    "multimodal": (multimodal_page.KEY, measure_multimodal_models),
+}
