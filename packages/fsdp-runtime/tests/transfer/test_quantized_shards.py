@@ -51,7 +51,8 @@ def _full(seed: int, shape: tuple[int, int]) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    flat = tensor.contiguous().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def _quantized(layout: TransferLayout, full: Tensor, quantization: Quantization) -> list[QuantizedShards]:

@@ -147,7 +147,8 @@ def test_buckets_hold_one_dtype_so_that_bytes_stay_aligned() -> None:
 
 
 def test_unflatten_bucket_inverts_flatten_bucket() -> None:
-    tensors = [torch.randn(3, 5).T, torch.randn(()), torch.empty(0, 4), torch.randn(7)]
+    one_of_a_column = torch.randn(4, 2, dtype=torch.bfloat16)[:1, ::2]  # its stride is 2
+    tensors = [torch.randn(3, 5).T, torch.randn(()), torch.empty(0, 4), torch.randn(7), one_of_a_column]
     bucket = [(str(number), tensor.to(torch.bfloat16)) for number, tensor in enumerate(tensors)]
     described = [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
     for (name, tensor), (wanted_name, wanted) in zip(

@@ -88,7 +88,12 @@ def flatten_bucket(bucket: Bucket) -> Tensor:
     """
     if not bucket:
         raise OptionError("bucket is empty: give at least one name and tensor")
-    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
+    return torch.cat([_bytes_of(tensor) for _, tensor in bucket])
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 @checked
