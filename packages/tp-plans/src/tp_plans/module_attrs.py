@@ -7,7 +7,7 @@ from typing import Any
 
 from tp_plans._validate import is_integer
 from tp_plans.errors import PlanError
-from tp_plans.naming import HEAD_COUNTS
+from tp_plans.naming import HEAD_COUNTS, HEAD_DIM, KEY
 from tp_plans.styles import ColwiseParallel, MLAKVProjection, ParallelAttention, RowwiseParallel, Style
 
 
@@ -25,8 +25,12 @@ def getattr_path(owner: Any, path: str) -> object:
 def key_value_heads(attention: Any, style: ParallelAttention) -> int | None:
     """The number of an attention layer's key/value heads, or ``None`` where the layer does not tell it.
 
-    Layers whose config has other numbers for each of them tell it by the number of their groups.
+    The size of the layer's own key projection comes first: layers of one config may have different numbers (MiMo-V2).
+    Without one, layers whose config has no single number tell it by the number of their groups.
     """
+    features, size = getattr_path(attention, f"{KEY}.out_features"), getattr_path(attention, HEAD_DIM)
+    if is_integer(features, least=1) and is_integer(size, least=1) and features % size == 0:
+        return features // size
     found = getattr_path(attention, style.kv_heads_attr)
     if is_integer(found, least=1):
         return found

@@ -53,6 +53,16 @@ def test_key_value_heads_are_those_of_the_config_or_of_the_groups(config, groups
     assert key_value_heads(layer, ParallelAttention()) == heads
 
 
+def test_key_value_heads_are_those_of_the_layers_own_projection_where_the_config_has_another_number():
+    layer = SimpleNamespace(
+        config=SimpleNamespace(num_key_value_heads=4, num_attention_heads=8),
+        num_key_value_groups=1,
+        head_dim=16,
+        k_proj=SimpleNamespace(out_features=8 * 16),
+    )
+    assert key_value_heads(layer, ParallelAttention()) == 8
+
+
 def test_a_number_is_itself_and_a_name_the_owners_number():
     assert resolve_int(OWNER, 5) == 5
     assert resolve_int(OWNER, "config.num_key_value_heads") == 2
