@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
-from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.attention.bias import causal_lower_right
