@@ -62,6 +62,7 @@ OTHERS = [
     "qwen3_omni_moe_thinker",
     "qwen4_exp",
     "step3p7",
+    "t5gemma2",
 ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from architecture_matrix.heads_sizes import CHANGES, SIZES
 from architecture_matrix.shrink import VOCAB
-from architecture_matrix.table import coverage_entries, memory_filled, prepare, text_fields
+from architecture_matrix.table import UNBUILDABLE, coverage_entries, memory_filled, prepare, text_fields
 from harness.parity import padding_mask
 
 BATCH, LENGTH = 3, 7  # odd, so that the sequence divides by no axis
@@ -54,7 +54,9 @@ class HeadRow:
 @cache
 def head_rows() -> tuple[HeadRow, ...]:
     """Return every row: all heads of the coverage table's models, and of the masked and seq2seq ones."""
-    decoders = dict.fromkeys(entry.model_type for entry in coverage_entries().values() if entry.model_type)
+    decoders = dict.fromkeys(
+        entry.model_type for name, entry in coverage_entries().items() if entry.model_type and name not in UNBUILDABLE
+    )
     others = dict.fromkeys(name for head in OTHER_HEADS for name in _classes(head) if name not in decoders)
     chosen = [(name, DECODER_HEADS) for name in decoders] + [
         (name, {**OTHER_HEADS, **DECODER_HEADS}) for name in others

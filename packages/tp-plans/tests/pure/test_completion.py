@@ -372,6 +372,12 @@ def test_tables_are_split_on_the_vocabulary_and_norms_within_them_sum_their_grad
     }
 
 
+def test_a_table_whose_weight_has_a_rule_gets_no_other():
+    tree = model(Node(), embed_tokens=Table(VOCAB, HIDDEN))
+    rules = {"model.embed_tokens.weight": ParameterStyle(gathered=True)}
+    assert added(tree, rules) == {}
+
+
 def test_a_parameter_that_a_rule_above_gathers_already_is_left():
     tree = model(Node(), embed=Table(VOCAB, HIDDEN))
     assert added(tree, {"model": GatheredParameters(names=("embed.weight",))}) == {}

@@ -70,6 +70,8 @@ OVERRIDES: dict[str, dict[str, Style | None]] = {
     "Inkling2TextModel": {"embed_tokens": VocabParallelEmbedding()},
     # Its eager forward runs every index that a token has.
     "NemotronHExperts": {"": ExpertsParallel(skips_sentinel_index=False)},
+    # It compares the token ids with one that has an embedding of its own.
+    "T5Gemma2TextScaledWordEmbedding": {"": None, "weight": _STORED},
     # The table is indexed for the padding token outside its own forward.
     "Gemma4Model": {
         "": GatheredParameters(names=("language_model.embed_tokens.weight",)),

@@ -63,7 +63,11 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_cod
             yield path, GatheredParameters(names=names)
         if planned.style(path) is not None and not isinstance(planned.style(path), ParallelAttention):
             continue
-        own = {name: value for name, value in tree.own_parameters(path).items() if name not in names}
+        own = {
+            name: value
+            for name, value in tree.own_parameters(path).items()
+            if name not in names and planned.style(join(path, name)) is None
+        }
         wanted = [name for name, parameter in own.items() if _is_large(join(path, name), parameter.shape, large)]
         if not wanted or _is_stored_above(path, wanted[0], planned):
             continue
@@ -89,9 +93,8 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_cod
             hasattr(module, "kernel_size") and (not read_code or _is_read_above(path, planned))
         ):
             for name in wanted:
-                if planned.style(join(path, name)) is None:
-                    shape = list(own[name].shape)
-                    yield join(path, name), ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
+                shape = list(own[name].shape)
+                yield join(path, name), ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
 
 
 def _looks_up_otherwise(module: Any) -> bool:
