@@ -34,10 +34,10 @@ def notes(row: Row, modes: Iterable[str]) -> list[str]:
     return [f"{', '.join(told)}: {note}" for note, told in found.items()]
 
 
-def text(parts: Sequence[str]) -> str:
+def text(parts: Sequence[str], longest: int = _LONGEST) -> str:
     """Return notes as the text of a cell."""
     told = re.sub(r"\s+", " ", "; ".join(parts)).replace("|", "\\|")
-    return told if len(told) <= _LONGEST else f"{told[:_LONGEST]}…"
+    return told if len(told) <= longest else f"{told[:longest]}…"
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

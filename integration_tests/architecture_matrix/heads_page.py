@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from architecture_matrix.cells import mark, table
+
 #: The key of the results that holds the rows.
 KEY = "heads"
 #: Architecture to head to what is kept of it: its class, and by mode the outcome.
 HeadRows = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 _TITLES = {"TP": "TP", "SP": "SP", "transformers": "transformers' own TP"}
-_MARKS = {"right": "✓", "wrong": "✗ wrong", "refused": "refused", "failed": "✗ fails", "hung": "✗ hangs"}
 _LONGEST_NOTE = 200
 
 
@@ -33,19 +34,15 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
     )
     yield ""
     for mode in modes:
-        cells = [cell[mode]["status"] for row in rows.values() for cell in row.values() if mode in cell]
-        yield f"- {_TITLES[mode]}: {cells.count('right')} of {len(cells)} right, {cells.count('refused')} refused"
+        found = [cell[mode]["status"] for row in rows.values() for cell in row.values() if mode in cell]
+        yield f"- {_TITLES[mode]}: {found.count('right')} of {len(found)} right, {found.count('refused')} refused"
     yield ""
     titles = [f"{head}: {_TITLES[mode]}" for head in heads for mode in modes]
-    yield _line(["row", *titles, "notes"])
-    yield _line(["---"] * (len(titles) + 2))
-    for name, row in sorted(rows.items()):
-        marks = [_mark(row.get(head, {}), mode) for head in heads for mode in modes]
-        yield _line([name, *marks, "; ".join(_notes(row, modes))])
-
-
-def _mark(cell: Mapping[str, Any], mode: str) -> str:
-    return _MARKS[cell[mode]["status"]] if mode in cell else ""
+    cells = (
+        [name, *(mark(row.get(head, {}), mode) for head in heads for mode in modes), "; ".join(_notes(row, modes))]
+        for name, row in sorted(rows.items())
+    )
+    yield from table(["row", *titles, "notes"], cells)
 
 
 def _notes(row: Mapping[str, Mapping[str, Any]], modes: Sequence[str]) -> Iterator[str]:
@@ -58,7 +55,3 @@ def _notes(row: Mapping[str, Mapping[str, Any]], modes: Sequence[str]) -> Iterat
                 seen[note] = f"{head}, {_TITLES[mode]}"
     for note, where in seen.items():
         yield f"{where}: {note[:_LONGEST_NOTE]}{'…' * (len(note) > _LONGEST_NOTE)}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from architecture_matrix.cells import mark, table, text
 
 #: The key of the results that holds the rows.
 KEY = "multimodal"
 #: Columns: the name of what was measured, and its title.
 _OURS = {"TP": "TP", "SP": "SP"}
 MEDIA = ("video", "audio")
-_MARKS = {"right": "✓", "wrong": "✗ wrong", "refused": "refused", "failed": "✗ fails", "hung": "✗ hangs"}
 #: What transformers' own refusal says, which the column tells by itself.
 _NO_PLAN = "transformers ships no plan for this model"
 #: What comes before the reason why an inferred plan was not used.
@@ -54,23 +54,24 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
     yield from _summary(rows)
     yield ""
     titles = ["model type", *_OURS.values(), "split", "inferred", *MEDIA, "transformers' own", "split", "notes"]
-    yield f"| {' | '.join(titles)} |"
-    yield f"|{'---|' * len(titles)}"
-    for name in sorted(rows):
-        row = rows[name]
-        media = [_both(row, medium) for medium in MEDIA]
-        cells = [
-            _mark(row, "TP"),
-            _mark(row, "SP"),
-            _share(row, "TP"),
-            _mark(row, "inferred"),
-            *media,
-            _mark(row, "transformers"),
-        ]
-        yield f"| {' | '.join([name, *cells, _share(row, 'transformers'), _notes(row)])} |"
+    yield from table(titles, (_cells(name, rows[name]) for name in sorted(rows)))
     yield ""
     for name, reason in NOT_MEASURED.items():
         yield f"- not measured: {name}, {reason}"
+
+
+def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
+    return [
+        name,
+        mark(row, "TP"),
+        mark(row, "SP"),
+        _share(row, "TP"),
+        mark(row, "inferred"),
+        *(_both(row, medium) for medium in MEDIA),
+        mark(row, "transformers"),
+        _share(row, "transformers"),
+        _notes(row),
+    ]
 
 
 def _summary(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -86,16 +87,12 @@ def _summary(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             yield f"- {medium}: {len(right)} of {len(found)} right (TP and SP counted each)"
 
 
-def _mark(row: Mapping[str, Any], mode: str) -> str:
-    return _MARKS[row[mode]["status"]] if mode in row else ""
-
-
 def _both(row: Mapping[str, Any], medium: str) -> str:
     """Return one mark where TP and SP have the same outcome, else both."""
-    marks = {mode: _mark(row, f"{mode} {medium}") for mode in _OURS if f"{mode} {medium}" in row}
+    marks = {mode: mark(row, f"{mode} {medium}") for mode in _OURS if f"{mode} {medium}" in row}
     if len(set(marks.values())) <= 1:
         return next(iter(marks.values()), "")
-    return ", ".join(f"{mode} {mark}" for mode, mark in marks.items())
+    return ", ".join(f"{mode} {found}" for mode, found in marks.items())
 
 
 def _share(row: Mapping[str, Any], mode: str) -> str:
@@ -120,8 +117,7 @@ def _notes(row: Mapping[str, Any]) -> str:
     whole = next((found["whole"] for found in row.values() if found.get("whole")), {})
     if whole and row.get("TP", {}).get("share", 1) < _MOSTLY:
         told.append("replicated: " + ", ".join(f"`{pattern}` {100 * share:.0f} %" for pattern, share in whole.items()))
-    text = re.sub(r"\s+", " ", "; ".join(told)).replace("|", "\\|")
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return text(told, _LONGEST)
 
 
 def _reason(note: str) -> str:

@@ -23,7 +23,7 @@ from architecture_matrix.expert_parallel import MESHES, mixtures
 from architecture_matrix.measure import KINDS, warm_up
 from architecture_matrix.outcome import Outcome, evaluate, evaluate_experts, failure
 from architecture_matrix.packing import POOLED, packed_outcome
-from architecture_matrix.sections import SECTION_PARTS
+from architecture_matrix.sections import SECTION_PARTS, Choice
 from architecture_matrix.table import UNBUILDABLE, Entry, coverage_entries
 from architecture_matrix.widths import WIDTH_KINDS, WIDTHS, is_due
 from harness.ranks import RankPool, RanksFailed
@@ -216,16 +216,9 @@ def _measure_section(options: argparse.Namespace, part: str) -> None:
             page.write(options.results, results)
 
     modes = ("TP", "SP", *(["transformers"] if options.peers else []))
+    choice = Choice(options.patterns, modes, options.timeout, options.resume)
     with _ranks(2) as pool:
-        measure(
-            pool,
-            section,
-            keep,
-            patterns=options.patterns,
-            modes=modes,
-            timeout=options.timeout,
-            resume=options.resume,
-        )
+        measure(pool, section, keep, choice)
 
 
 def _told(found: dict[str, Any]) -> str:

@@ -5,7 +5,8 @@ Each section has its own key in the results.  A row is kept on disk as soon as i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,68 +22,70 @@ from harness.ranks import RankPool
 Keep = Callable[[str, dict[str, Any], str, Outcome], None]
 
 
-def measure_heads(
-    pool: RankPool,
-    section: dict[str, Any],
-    keep: Keep,
-    *,
-    patterns: Sequence[str],
-    modes: Sequence[str],
-    timeout: float,
-    resume: bool,
-) -> None:
+@dataclass(frozen=True)
+class Choice:
+    """What to measure.
+
+    Args:
+        patterns: model types, as ``"qwen3*"``.
+        modes: ``"TP"``, ``"SP"``, ``"transformers"``.
+        timeout: seconds for one class in one mode.
+        resume: leave out what the data has.
+    """
+
+    patterns: Sequence[str]
+    modes: Sequence[str]
+    timeout: float
+    resume: bool
+
+    def has(self, name: str) -> bool:
+        """Return whether a model type is chosen."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def is_due(self, cells: Mapping[str, Any], column: str) -> bool:
+        """Return whether a column of a row is to be measured."""
+        return not (self.resume and column in cells)
+
+
+def measure_heads(pool: RankPool, section: dict[str, Any], keep: Keep, choice: Choice) -> None:
     """Measure every head of the chosen model types.
 
     Args:
         pool: the ranks of ``tp``.
         section: the section's data, by model type and head, which is changed.
         keep: takes what was found.
-        patterns: model types, as ``"qwen3*"``.
-        modes: ``"TP"``, ``"SP"``, ``"transformers"``.
-        timeout: seconds for one class in one mode.
-        resume: leave out what the data has.
+        choice: what to measure.
     """
     for row in head_rows():
-        if not _is_chosen(row.model_type, patterns):
+        if not choice.has(row.model_type):
             continue
         cells = section.setdefault(row.model_type, {}).setdefault(row.head, {"class": row.class_name})
-        for mode in modes:
-            if not (resume and mode in cells):
-                found = evaluate_head(pool, row, mode, timeout=timeout)
+        for mode in choice.modes:
+            if choice.is_due(cells, mode):
+                found = evaluate_head(pool, row, mode, timeout=choice.timeout)
                 keep(f"{row.model_type}, {row.head}", cells, mode, found)
 
 
-def measure_multimodal_models(
-    pool: RankPool,
-    section: dict[str, Any],
-    keep: Keep,
-    *,
-    patterns: Sequence[str],
-    modes: Sequence[str],
-    timeout: float,
-    resume: bool,
-) -> None:
+def measure_multimodal_models(pool: RankPool, section: dict[str, Any], keep: Keep, choice: Choice) -> None:
     """Measure the chosen multimodal model types with images, and with the other media that the data has of them.
 
     A plan with doubts is measured with the doubts accepted, too.  The arguments are those of :func:`measure_heads`.
     """
     for name in multimodal_classes():
-        if name in multimodal_page.NOT_MEASURED or not _is_chosen(name, patterns):
+        if name in multimodal_page.NOT_MEASURED or not choice.has(name):
             continue
         cells = section.setdefault(name, {})
         others = [medium for medium in multimodal_page.MEDIA if f"TP {medium}" in cells]
-        todo = [(mode, "image", mode) for mode in modes]
-        todo += [(f"{mode} {medium}", medium, mode) for medium in others for mode in modes if mode != "transformers"]
+        todo = [(mode, "image", mode) for mode in choice.modes]
+        todo += [
+            (f"{mode} {medium}", medium, mode) for medium in others for mode in choice.modes if mode != "transformers"
+        ]
         for column, medium, mode in [*todo, ("inferred", "image", "inferred")]:
             if column == "inferred" and cells.get("TP", {}).get("status") != "refused":
                 continue
-            if not (resume and column in cells):
-                found = evaluate_multimodal(pool, name, mode, media=medium, timeout=timeout)
+            if choice.is_due(cells, column):
+                found = evaluate_multimodal(pool, name, mode, media=medium, timeout=choice.timeout)
                 keep(name, cells, column, found)
-
-
-def _is_chosen(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 #: The parts of a run, with the keys of their data.
