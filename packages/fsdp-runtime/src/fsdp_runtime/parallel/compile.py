@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fsdp_runtime._transformers_compat.models import disable_cache
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.parallel.async_tp import enable_async_tp
@@ -37,7 +38,9 @@ def apply_compile(model: nn.Module, parallelism: Parallelism) -> None:
 
     Names, classes and the state dict do not change, and blocks of one class share their compiled code.  The hooks of
     tensor parallelism and activation checkpointing are compiled too; FSDP2's hooks, applied later, run outside (the
-    order of torchtitan's ``parallelize_llama``).
+    order of torchtitan's ``parallelize_llama``).  A key/value cache has an entry for each layer, and would make the
+    compiler build a graph for each block until it gives up at ``torch._dynamo.config.recompile_limit``, so ``use_cache``
+    of the model's configs is set to ``False``; ``model(..., use_cache=True)`` and ``generate`` have one nevertheless.
 
     Args:
         model: the model.
@@ -59,4 +62,5 @@ def apply_compile(model: nn.Module, parallelism: Parallelism) -> None:
         enable_async_tp(parallelism.tp_mesh)
     for path in parallelism.structure.blocks:
         model.get_submodule(path).compile(**parallelism.compile_options)
+    disable_cache(model)
     logger.info("torch.compile: %d blocks", len(parallelism.structure.blocks))
