@@ -35,7 +35,9 @@ EXPERTS = "batched_mm"
 #: The ways in which blocks are compiled: under ``tp`` on all ranks, and in one process without a plan.
 WAYS = ("TP", "SP")
 ALONE = "one process"
-BACKENDS = ("aot_eager", "inductor")
+#: The second one differs from the first in what ``inductor`` does before it writes code: it takes operators apart and
+#: decides what to recompute.  It is for rows whose graphs the first one cannot run.
+BACKENDS = ("aot_eager", "aot_eager_decomp_partition", "inductor")
 #: Reasons of breaks that a note lists.
 _LISTED = 3
 
