@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,9 +41,7 @@ class PrepareModuleInputImpl(LocalTensorStyle):
     def post_forward(self, module: nn.Module, output: Any, context: ForwardContext) -> Any:
         if not getattr(self.style, "full_output", False):
             return output
-        if isinstance(output, tuple):
-            return (plain_full_tensor(output[0], context.mesh), *output[1:])
-        return plain_full_tensor(output, context.mesh)
+        return _with_first(output, lambda tensor: plain_full_tensor(tensor, context.mesh))
 
 
 class GatherSequenceImpl(LocalTensorStyle):
@@ -85,7 +83,15 @@ class GatherSequenceImpl(LocalTensorStyle):
         output = self.inner.post_forward(module, output, context)
         if self.style.full_output:
             return output
-        return cut(output) if isinstance(output, Tensor) else (cut(output[0]), *output[1:])
+        return _with_first(output, cut)
+
+
+def _with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the hidden states of an output: the output itself, or the first of a tuple or list."""
+    if not isinstance(output, (tuple, list)):
+        return change(output)
+    changed = (change(output[0]), *output[1:])
+    return [*changed] if isinstance(output, list) else changed
 
 
 def _as_stream(tensor: Tensor, shape: torch.Size | None) -> Tensor:
@@ -95,4 +101,4 @@ def _as_stream(tensor: Tensor, shape: torch.Size | None) -> Tensor:
     """
     if shape is None or isinstance(tensor, DTensor) or tensor.ndim != len(shape) - 1 or tensor.shape[-1] != shape[-1]:
         return tensor
-    return tensor.view(shape) if tensor.shape[:-1].numel() == shape[:-1].numel() else tensor
+    return tensor.reshape(shape) if tensor.shape[:-1].numel() == shape[:-1].numel() else tensor

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp_plans.checks import check
 from tp_plans.errors import CapabilityError, CheckFailedError, ModelError, PlanError, UnknownArchitectureError
+from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.infer.streams import token_blocks
 from tp_plans.infer.suggest import Suggestion, suggest
 from tp_plans.model_tree import ModelTree, is_at_or_below
@@ -19,6 +20,7 @@ from tp_plans.verification.parts import parts_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from tp_plans.verification.report import VerificationReport
     from tp_plans.verification.tiny import TinyModel
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,12 @@ class _Attempt:
     def suggestion(self, gathered: Sequence[str] = (), *, sequence_parallel: bool | None = None) -> Suggestion:
         wanted = self.sequence_parallel if sequence_parallel is None else sequence_parallel
         return suggest(self.tree, sequence_parallel=wanted, gathered=gathered)
+
+    def plan(self, gathered: Sequence[str], *, gather_blocks: bool) -> Plan:
+        plan = self.suggestion(gathered, sequence_parallel=False).plan
+        if not self.sequence_parallel:
+            return plan
+        return with_sequence_parallelism(plan, self.tree, gather_blocks=gather_blocks)
 
 
 def inferred_plan(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None) -> Plan:
@@ -94,15 +102,14 @@ def _proven(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
     tiny = tiny_model(attempt.tree.model, tp=tp)
     small = _Attempt(ModelTree.of(tiny.model), attempt.sequence_parallel)
     gathered = _gathered_until_right(attempt, small, tiny, tp, mesh)
-    if attempt.sequence_parallel:
-        _require_sequence_parallel_right(small, gathered, tiny, tp, mesh)
-    plan = attempt.suggestion(gathered).plan
-    if {p: type(style) for p, style in plan.items()} != {
-        p: type(style) for p, style in small.suggestion(gathered).plan.items()
-    }:
+    gather_blocks = attempt.sequence_parallel and _must_gather_blocks(small, gathered, tiny, tp, mesh)
+    plan, run = (each.plan(gathered, gather_blocks=gather_blocks) for each in (attempt, small))
+    if {p: type(style) for p, style in plan.items()} != {p: type(style) for p, style in run.items()}:
         raise _NotProvenError("the small copy gets other rules than the model")
-    stored = f"; stored sharded and gathered for use: {', '.join(gathered)}" if gathered else ""
-    return plan, f"and proven on {tp} ranks by running {type(tiny.model).__name__} {tiny.ran}{stored}"
+    how = f"and proven on {tp} ranks by running {type(tiny.model).__name__} {tiny.ran}"
+    if gathered:
+        how += f"; stored sharded and gathered for use: {', '.join(gathered)}"
+    return plan, f"{how}; the sequence is gathered for each entire block" if gather_blocks else how
 
 
 def _gathered_until_right(
@@ -141,27 +148,36 @@ def _is_in_blocks(place: str, tree: ModelTree) -> bool:
     return any(is_at_or_below(place, wildcard(block)) for block in token_blocks(tree))
 
 
-def _require_sequence_parallel_right(
+def _must_gather_blocks(
     small: _Attempt, gathered: Sequence[str], tiny: TinyModel, tp: int, mesh: DeviceMesh | None
-) -> None:
-    """Raise where the sequence-parallel form of a plan that is right is wrong.
+) -> bool:
+    """Return whether the sequence-parallel form has to gather the sequence for entire blocks to be right.
 
     Raises:
-        CapabilityError: it is, with what differs.
+        CapabilityError: it is wrong then too, with what differs.
     """
     from tp_plans.verification.verify import verify_tiny
 
     name = type(tiny.model).__name__
-    try:
-        plan = small.suggestion(gathered).plan
-    except PlanError as error:
-        raise CapabilityError(f"{name} has no sequence-parallel form: {error}; pass sequence_parallel=False") from error
-    report = verify_tiny(tiny, plan, tp=tp, mesh=mesh)
-    if not report.right:
-        raise CapabilityError(
-            f"{name} has no sequence-parallel form that is right. {report}\nPass sequence_parallel=False: its "
-            "tensor-parallel plan is right"
-        )
+    reports: list[VerificationReport] = []
+    for gather_blocks in (False, True):
+        try:
+            plan = small.plan(gathered, gather_blocks=gather_blocks)
+        except (CapabilityError, PlanError) as error:
+            if reports:
+                break  # this form cannot be derived
+            if isinstance(error, CapabilityError):
+                raise
+            raise CapabilityError(
+                f"{name} has no sequence-parallel form: {error}; pass sequence_parallel=False"
+            ) from error
+        reports.append(verify_tiny(tiny, plan, tp=tp, mesh=mesh))
+        if reports[-1].right:
+            return gather_blocks
+    raise CapabilityError(
+        f"{name} has no sequence-parallel form that is right. {reports[0]}\nPass sequence_parallel=False: its "
+        "tensor-parallel plan is right"
+    )
 
 
 def _computes(mesh: DeviceMesh) -> bool:
