@@ -38,9 +38,11 @@ def apply_compile(model: nn.Module, parallelism: Parallelism) -> None:
 
     Names, classes and the state dict do not change, and blocks of one class share their compiled code.  The hooks of
     tensor parallelism and activation checkpointing are compiled too; FSDP2's hooks, applied later, run outside (the
-    order of torchtitan's ``parallelize_llama``).  A key/value cache has an entry for each layer, and would make the
-    compiler build a graph for each block until it gives up at ``torch._dynamo.config.recompile_limit``, so ``use_cache``
-    of the model's configs is set to ``False``; ``model(..., use_cache=True)`` and ``generate`` have one nevertheless.
+    order of torchtitan's ``parallelize_llama``).
+
+    ``use_cache`` of the model's configs is set to ``False``: a key/value cache has an entry for each layer, so every
+    block would get a graph of its own until the compiler gives up, at ``torch._dynamo.config.recompile_limit``.
+    ``model(..., use_cache=True)`` and ``generate`` have a cache nevertheless.
 
     Args:
         model: the model.
