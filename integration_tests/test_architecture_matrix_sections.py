@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from architecture_matrix import bfloat16_tensor, compiled, widths
 from architecture_matrix.bfloat16_tensor import FACTOR, best_ratios, judged, measure_bfloat16_tensor
-from architecture_matrix.compiled import Compiled, kept, measure_compiled
+from architecture_matrix.compiled import Compiled, compile_is_due, kept, measure_compiled
 from architecture_matrix.measure import RankResult
 from architecture_matrix.outcome import ROUNDED, evaluate
+from harness.compiler import forget_compiled, graph_breaks
 from harness.ranks import RankPool
 
 RIGHT, REFUSED = {"status": "right", "share": 0.99}, {"status": "refused", "note": "6 heads"}
@@ -49,6 +51,39 @@ def test_the_page_shows_the_graphs_of_each_length_and_whose_the_breaks_are() -> 
     assert lines(compiled.section, row)[-1] == (
         "| llama | ✓ | 3, 4, 4 | 2 | refused |  |  | 1 | aot_eager SP: 6 heads; data |"
     )
+
+
+def test_the_page_says_where_one_process_fails_as_well_and_what_a_third_length_compiles() -> None:
+    right, failed = {"status": "right", "breaks": 0}, {"status": "failed", "note": "view"}
+    rows = {
+        "llama": {"aot_eager TP": {**right, "graphs": [1, 2, 2]}},
+        "mamba": {"aot_eager TP": {**right, "graphs": [1, 2, 3], "breaks": 1}},
+        "qwen3_next": {"aot_eager TP": failed, "aot_eager one process": failed},
+    }
+    text = [*compiled.section({"rows": rows})]
+    assert text[-1] == "| qwen3_next | fails in one process, too |  |  | failed | aot_eager TP: view |"
+    assert (
+        "- aot_eager TP: 2 of 3 right; 1 without a break; 1 that also fail in one process without a plan; "
+        "a third length compiles something in 1 of 2 rows"
+    ) in text
+
+
+def test_further_lengths_and_the_breaks_of_one_process_are_measured_where_they_say_more() -> None:
+    row = {"aot_eager TP": {"status": "right", "graphs": [1], "breaks": 0}, "aot_eager SP": REFUSED}
+    due = {mode: compile_is_due(row, mode, (7, 9)) for mode in (*row, "aot_eager one process", "inductor TP")}
+    assert due == {"aot_eager TP": True, "aot_eager SP": False, "aot_eager one process": False, "inductor TP": True}
+    assert not compile_is_due(row, "aot_eager TP", (7,))
+    row["aot_eager TP"]["breaks"] = 2
+    assert compile_is_due(row, "aot_eager one process", (7,))
+
+
+def test_code_that_a_backend_cannot_compile_counts_as_a_break() -> None:
+    def failing(*_: Any) -> Any:
+        raise DataDependentOutputException(torch.ops.aten.item.default)
+
+    forget_compiled()
+    assert torch.compile(torch.sin, backend=failing)(torch.zeros(1)) == 0
+    assert ["aten.item.default" in reason for reason in graph_breaks()] == [True]
 
 
 def outcome(*batches: float, problems: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -35,7 +35,9 @@ EXPERTS = "batched_mm"
 #: The ways in which blocks are compiled: under ``tp`` on all ranks, and in one process without a plan.
 WAYS = ("TP", "SP")
 ALONE = "one process"
-BACKENDS = ("aot_eager", "inductor")
+#: The second one differs from the first in what ``inductor`` does before it writes code: it takes operators apart and
+#: decides what to recompute.  It is for rows whose graphs the first one cannot run.
+BACKENDS = ("aot_eager", "aot_eager_decomp_partition", "inductor")
 #: Reasons of breaks that a note lists.
 _LISTED = 3
 
@@ -136,12 +138,25 @@ def breaks(found: Mapping[str, Any]) -> bool:
     return bool(found.get("breaks")) or found["status"] in ("wrong", "failed", "hung")
 
 
+def compile_is_due(row: Row, mode: str, lengths: Sequence[int]) -> bool:
+    """Return True where a mode has not been measured, or for fewer lengths; the model's own breaks matter after others.
+
+    What is wrong, refused or fails at its first length is not measured again.
+    """
+    backend, _, way = mode.partition(" ")
+    if way == ALONE and not any(breaks(row[tried]) for each in WAYS if (tried := f"{backend} {each}") in row):
+        return False
+    found = row.get(mode)
+    return found is None or (found["status"] == "right" and way != ALONE and len(found["graphs"]) < len(lengths))
+
+
 def section(results: Mapping[str, Any]) -> Iterator[str]:
     """Yield the section of the page, if anything was measured."""
-    modes = [f"{backend} {way}" for backend in BACKENDS for way in (*WAYS, ALONE)]
+    modes = [f"{backend} {way}" for backend in BACKENDS for way in WAYS]
     rows = {name: row for name, row in results["rows"].items() if {*modes} & row.keys()}
     if not rows:
         return
+    shown = [mode for mode in modes if any(mode in row for row in rows.values())]
     yield ""
     yield "## Compiled blocks"
     yield ""
@@ -151,23 +166,44 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
         "have been compiled after each step; each step has rows of another length, odd ones, of which the first "
         f"compiles for its own ({', '.join(map(str, LENGTHS))} tokens; one number: one step). A second graph for a "
         "second length is the one for any length. Breaks are places where the compiler leaves a block to Python, next "
-        "to those of the same blocks in one process without a plan."
+        "to those of the same blocks in one process without a plan. A row that fails there, too, is not for a plan to "
+        "mend: the compiler cannot take the model."
     )
     yield ""
-    yield from (f"- {mode}: {told}" for mode in modes if (told := counts(rows, mode)) and ALONE not in mode)
+    yield from (f"- {mode}: {_sums(rows, mode)}" for mode in shown)
     yield ""
-    shown = [mode for mode in modes if any(mode in row for row in rows.values()) and ALONE not in mode]
     yield from table(
         ["row", *(cell for mode in shown for cell in (mode, "graphs", "breaks")), "breaks in one process", "notes"],
         ([name, *_cells(row, shown)] for name, row in sorted(rows.items())),
     )
 
 
+def _sums(rows: Mapping[str, Row], mode: str) -> str:
+    """Return how many rows are right, break, fail in one process too, and compile anew for a third length."""
+    measured = [row for row in rows.values() if mode in row]
+    right = [row[mode] for row in measured if row[mode]["status"] == "right"]
+    told = [counts(rows, mode), f"{sum(not each['breaks'] for each in right)} without a break"]
+    if own := sum(_fails_alone(row, mode) for row in measured):
+        told.append(f"{own} that also fail in one process without a plan")
+    steps = [each["graphs"] for each in right if len(each["graphs"]) == len(LENGTHS)]
+    if steps:
+        new = sum(graphs[-1] > graphs[-2] for graphs in steps)
+        told.append(f"a third length compiles something in {new} of {len(steps)} rows")
+    return "; ".join(told)
+
+
+def _fails_alone(row: Row, mode: str) -> bool:
+    """Return True where blocks fail, and the same ones in one process without a plan."""
+    alone = row.get(f"{mode.partition(' ')[0]} {ALONE}", {})
+    return row.get(mode, {}).get("status") == alone.get("status") == "failed"
+
+
 def _cells(row: Row, shown: Sequence[str]) -> list[str]:
     cells = []
     for mode in shown:
         found = row.get(mode, {})
-        cells += [mark(row, mode), ", ".join(map(str, found.get("graphs", ()))), str(found.get("breaks", ""))]
+        told = "fails in one process, too" if _fails_alone(row, mode) else mark(row, mode)
+        cells += [told, ", ".join(map(str, found.get("graphs", ()))), str(found.get("breaks", ""))]
     alone = [row[mode] for mode in row if mode.endswith(ALONE)]
     own = [str(each["breaks"]) if "breaks" in each else each["status"] for each in alone]
     reasons = [reason for mode in shown for reason in row.get(mode, {}).get("reasons", ())]

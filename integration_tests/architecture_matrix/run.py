@@ -17,7 +17,7 @@ from typing import Any
 from architecture_matrix import context_parallel, page
 from architecture_matrix.bfloat16 import bfloat16_outcome
 from architecture_matrix.bfloat16_tensor import MODE_NAMES, bfloat16_tensor_outcomes
-from architecture_matrix.compiled import ALONE, BACKENDS, LENGTHS, WAYS, breaks, compiled_outcome
+from architecture_matrix.compiled import ALONE, BACKENDS, LENGTHS, WAYS, compile_is_due, compiled_outcome
 from architecture_matrix.expert_page import PREFIXES, mesh_mode
 from architecture_matrix.expert_parallel import MESHES, mixtures
 from architecture_matrix.measure import KINDS, warm_up
@@ -189,8 +189,8 @@ def _measure_compiled(
             row = rows.setdefault(name, {})
             for backend, way in product(options.backends, (*WAYS, ALONE)):
                 mode = f"{backend} {way}"
-                if mode in row or (way == ALONE and not any(breaks(row[f"{backend} {each}"]) for each in WAYS)):
-                    continue  # the model's own breaks matter where there are some
+                if not compile_is_due(row, mode, options.lengths):
+                    continue
                 row[mode] = compiled_outcome(
                     alone if way == ALONE else pool,
                     name,

@@ -23,5 +23,8 @@ def graphs_compiled() -> int:
 
 
 def graph_breaks() -> Mapping[str, int]:
-    """Return the breaks since ``forget_compiled`` by their reasons, as the compiler words them."""
-    return dict(counters["graph_break"])
+    """Return the breaks since ``forget_compiled`` by their reasons, as the compiler words them.
+
+    Code that is left to Python because its backend failed on it is counted with them.
+    """
+    return {**counters["unimplemented"], **counters["graph_break"]}

@@ -237,7 +237,7 @@ def resolve_parallelism(
                 plan,
                 model,
                 sequence_parallel=sequence_parallel,
-                mesh=mesh["tp"] if tp > 1 else None,
+                mesh=submesh(mesh, "tp") if tp > 1 else None,
                 towers_tp=tp if plan == "auto" and towers == "sharded" else None,
             )
             return with_logits(resolved, logits)
@@ -250,7 +250,7 @@ def resolve_parallelism(
     parallelism = resolve_on(
         model,
         resolve_plan=resolve_plan if plan is not None else None,
-        tp_mesh=mesh["tp"] if tp > 1 else None,
+        tp_mesh=submesh(mesh, "tp") if tp > 1 else None,
         cp_mesh=mesh["cp"] if cp > 1 and cp_attention else None,
         context_parallel=context_parallel,
         cp_load_balancer=cp_load_balancer,
@@ -261,7 +261,7 @@ def resolve_parallelism(
         fsdp_mesh=shards,
         fsdp=options,
         ep_mesh=submesh(mesh, "ep") if ep > 1 else None,
-        shared_mesh=mesh["tp"] if ep > 1 and tp > 1 else None,
+        shared_mesh=submesh(mesh, "tp") if ep > 1 and tp > 1 else None,
         expert_exchange=expert_exchange,
         expert_fsdp_mesh=expert_fsdp_mesh(mesh) if ep > 1 and shards is not None else None,
     )

@@ -99,6 +99,11 @@ def test_every_rank_learns_that_the_mesh_does_not_fill_the_world(four_ranks: Ran
     assert len(caught.value.errors) == 4
 
 
+def test_an_axis_of_a_mesh_is_one_object() -> None:  # compiled code guards on it
+    mesh = MeshSpec().build(device_type="cpu")
+    assert all(submesh(mesh, axis) is submesh(mesh, axis) for axis in ("tp", "dp"))
+
+
 def _unknown_axis() -> None:
     submesh(MeshSpec(tp=-1).build(device_type="cpu"), "expert")
 

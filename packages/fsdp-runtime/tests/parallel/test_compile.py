@@ -41,8 +41,6 @@ def test_blocks_of_one_class_are_compiled_once() -> None:
         return graph
 
     parallelize(model, MeshSpec().build(device_type="cpu"), compile={"backend": backend})
-    model(**tiny_inputs(model, batch=1, length=5), use_cache=False)
-    once = len(compiled)
-    assert once <= 2  # a second time where the compiler learns that a number differs between layers
-    model(**tiny_inputs(model, batch=1, length=5), use_cache=False)
-    assert len(compiled) == once
+    for _ in range(2):  # without use_cache=False: a cache has an entry for each layer, and a graph would be one layer's
+        model(**tiny_inputs(model, batch=1, length=5))
+        assert len(compiled) == 1

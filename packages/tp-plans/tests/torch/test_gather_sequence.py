@@ -78,7 +78,26 @@ class Dense(nn.Module):
         return torch.bmm(each, self.weight).view_as(hidden_states)
 
 
+class Flat(Recurrence):
+    """Gives its tokens flattened, as Llama 4's mixture does."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states).flatten(0, 1)
+
+
+class Viewing(nn.Module):
+    """Views the flattened tokens as the stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.flat = Flat()
+
+    def forward(self, hidden_states):
+        return hidden_states + self.flat(hidden_states).view(hidden_states.shape)
+
+
 KINDS = {
+    "flattened tokens": (Viewing, {"flat": GatherSequence()}),
     "alone": (Recurrence, {"": GatherSequence()}),
     "attention": (
         Projecting,

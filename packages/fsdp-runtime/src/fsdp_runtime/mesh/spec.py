@@ -30,6 +30,8 @@ FLATTENED: dict[str, tuple[str, ...]] = {
     "dp_shard_cp": ("dp_shard", "cp"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
 }
+#: Where a mesh keeps those of its axes that were asked for.
+_KEPT_AXES = "_fsdp_runtime_axes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +264,7 @@ def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     require_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     if axis in names:
-        return mesh[axis]
+        return _axis(mesh, axis)
     if axis in EXPERT_AXES:
         if (view := expert_view(mesh)) is None:
             raise MeshError(f"the mesh has no axis {axis!r}: build it with MeshSpec(..., ep=N)")
@@ -273,7 +275,19 @@ def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
             f"the mesh has no axis {axis!r}: its axes are {', '.join(names) or 'unnamed'}; adopt_mesh(mesh) "
             "gives it every axis, at size 1"
         )
-    return flatten_axes(mesh, parts, axis) if len(parts) > 1 else mesh[parts[0]]
+    return flatten_axes(mesh, parts, axis) if len(parts) > 1 else _axis(mesh, parts[0])
+
+
+def _axis(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """Return an axis of a mesh, the same object each time.
+
+    DTensor keeps layouts with the mesh that they were first met on, and compiled code guards on which object it is: the
+    blocks of a second model on an equal mesh would be compiled twice.
+    """
+    known: dict[str, DeviceMesh] = mesh.__dict__.setdefault(_KEPT_AXES, {})
+    if axis not in known:
+        known[axis] = mesh[axis]
+    return known[axis]
 
 
 def require_mesh(mesh: object) -> None:

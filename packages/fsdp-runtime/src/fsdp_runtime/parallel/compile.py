@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fsdp_runtime._transformers_compat.models import disable_cache
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.parallel.async_tp import enable_async_tp
@@ -39,6 +40,10 @@ def apply_compile(model: nn.Module, parallelism: Parallelism) -> None:
     tensor parallelism and activation checkpointing are compiled too; FSDP2's hooks, applied later, run outside (the
     order of torchtitan's ``parallelize_llama``).
 
+    ``use_cache`` of the model's configs is set to ``False``: a key/value cache has an entry for each layer, so every
+    block would get a graph of its own until the compiler gives up, at ``torch._dynamo.config.recompile_limit``.
+    ``model(..., use_cache=True)`` and ``generate`` have a cache nevertheless.
+
     Args:
         model: the model.
         parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``compile_options`` are ``None`` where nothing
@@ -59,4 +64,5 @@ def apply_compile(model: nn.Module, parallelism: Parallelism) -> None:
         enable_async_tp(parallelism.tp_mesh)
     for path in parallelism.structure.blocks:
         model.get_submodule(path).compile(**parallelism.compile_options)
+    disable_cache(model)
     logger.info("torch.compile: %d blocks", len(parallelism.structure.blocks))

@@ -86,7 +86,8 @@ class GatherSequence:
     """Gather the sequence for a module between activations that are sharded on it, and shard its output again.
 
     For a module that mixes tokens and is not sharded itself (a recurrence), or whose styles read full plain tensors (a
-    router and its experts).  Inside, tensors are plain and full on every rank.
+    router and its experts).  Inside, tensors are plain and full on every rank.  An output whose batch and sequence dims
+    the module has flattened leaves in the shape of its input, as which the caller has to view it to add it there.
 
     Args:
         sequence_dim: the dim on which activations are sharded.

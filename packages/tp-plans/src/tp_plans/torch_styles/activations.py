@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -71,11 +72,12 @@ class GatherSequenceImpl(LocalTensorStyle):
     ) -> tuple[Args, Kwargs]:
         args = tuple(plain_full_tensor(value, context.mesh) for value in args)
         kwargs = {name: plain_full_tensor(value, context.mesh) for name, value in kwargs.items()}
+        context.saved["stream"] = next((v.shape for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         return self.inner.pre_forward(module, args, kwargs, context)
 
     def post_forward(self, module: nn.Module, output: Any, context: ForwardContext) -> Any:
         def cut(tensor: Tensor) -> Tensor:
-            stream = as_dtensor(tensor, context.mesh, layouts.Replicate())
+            stream = as_dtensor(_as_stream(tensor, context.saved["stream"]), context.mesh, layouts.Replicate())
             return redistribute(stream, layouts.Shard(self.style.sequence_dim))
 
         output = self.inner.post_forward(module, output, context)
@@ -90,3 +92,13 @@ def _with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(output)
     changed = (change(output[0]), *output[1:])
     return [*changed] if isinstance(output, list) else changed
+
+
+def _as_stream(tensor: Tensor, shape: torch.Size | None) -> Tensor:
+    """Return an output whose tokens the module has flattened in the shape of the stream, as its caller will view it.
+
+    The flattened dim cannot be sharded on the sequence: torch would deal it out strided, and cannot compile that.
+    """
+    if shape is None or isinstance(tensor, DTensor) or tensor.ndim != len(shape) - 1 or tensor.shape[-1] != shape[-1]:
+        return tensor
+    return tensor.reshape(shape) if tensor.shape[:-1].numel() == shape[:-1].numel() else tensor

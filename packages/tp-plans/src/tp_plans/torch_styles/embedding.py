@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from tp_plans import layouts
 from tp_plans.styles import ColwiseEmbedding, VocabParallelEmbedding
 from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, first_argument
-from tp_plans.torch_styles.placement import plain_full_tensor, redistribute, reduce_output, to_output, wrap
+from tp_plans.torch_styles.gradients import contiguous_part
+from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, redistribute, to_output, wrap
 
 
 class VocabParallelEmbeddingImpl(LocalTensorStyle):
@@ -40,7 +41,8 @@ class VocabParallelEmbeddingImpl(LocalTensorStyle):
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         own = output.masked_fill(context.saved["foreign"].unsqueeze(-1), 0)
-        return reduce_output(own, context.mesh, self.style.output_layouts, use_local_output=self.style.use_local_output)
+        summed = redistribute(as_dtensor(own, context.mesh, layouts.Partial()), self.style.output_layouts)
+        return to_output(contiguous_part(summed), use_local_output=self.style.use_local_output)
 
     def _own_rows(self, rows: int, context: ForwardContext) -> tuple[int, int]:
         """Return the ids whose rows this rank holds; DTensor shards in ceiling-sized chunks."""
@@ -64,4 +66,4 @@ class ColwiseEmbeddingImpl(LocalTensorStyle):
         full = redistribute(
             wrap(output, context.mesh, layouts.Shard(output.ndim - 1), size=features), self.style.output_layouts
         )
-        return to_output(full, use_local_output=self.style.use_local_output)
+        return to_output(contiguous_part(full), use_local_output=self.style.use_local_output)

@@ -134,6 +134,29 @@ class _ToLocalWritable(torch.autograd.Function):
         )
 
 
+def contiguous_part(tensor: DTensor) -> DTensor:
+    """Return ``tensor`` with this rank's part contiguous, where parts of unequal length leave a view of padded rows.
+
+    Compiled code guards on strides, and would be compiled once more for such a view, on the ranks that have one.
+    """
+    return cast(DTensor, _ContiguousPart.apply(tensor))  # type: ignore[no-untyped-call]
+
+
+class _ContiguousPart(torch.autograd.Function):
+    """A copy of this rank's part where it is not contiguous; backward is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> DTensor:
+        own, shape, stride = tensor.to_local().contiguous(), tensor.shape, tensor.stride()
+        return DTensor.from_local(
+            own, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 def attach_zero_grads(output: Tensor, on: Iterable[object]) -> Tensor:
     """The output as if computed from tensors that it does not depend on: their gradients are zeros, not absent."""
     tensors = [value for value in on if isinstance(value, Tensor) and value.requires_grad]
