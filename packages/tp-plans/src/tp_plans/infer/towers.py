@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,20 +82,38 @@ def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
         ['projector.0', 'projector.2', 'text.layers.*.0']
     """
     require_size(tp)
-    tree = ModelTree.of(model)
+    return with_towers(plan, ModelTree.of(model), tp=tp)[0]
+
+
+def with_towers(
+    plan: Plan, tree: ModelTree, *, tp: int, among: Collection[str] | None = None
+) -> tuple[Plan, tuple[str, ...]]:
+    """Return a plan with rules for towers, and the parts of them that are split inside, as patterns.
+
+    Args:
+        plan: as in :func:`split_towers`.
+        tree: the model.
+        tp: the size of the axis.
+        among: the parts that may be split inside; the layers of others are stored sharded.  ``None`` for all.
+    """
     planned = PlannedTree(tree, plan)
     paths = [path for path in _outside(tree) if planned.style(path) is None]
     if not paths:
-        return plan
+        return plan, ()
     rules: dict[str, Style] = {}
+    split: list[str] = []
     for group in _by_wildcard(_parts(paths, planned)):
+        where = wildcard(group[0].path)
+        if among is not None and where not in among:
+            continue
         if (misfit := _misfit(group[0], tree, tp)) is None:
             rules |= {path: style for part in group for path, style in part.rules.items()}
+            split.append(where)
         else:
-            where, reason = wildcard(group[0].path), misfit.finding(tp).message
+            reason = misfit.finding(tp).message
             logger.warning("%s: %s, so its layers are stored sharded and their outputs gathered", where, reason)
     rules |= dict(_stored(paths, rules, planned, tp))
-    return plan.override(merge_per_block(rules.items(), tree)) if rules else plan
+    return plan.override(merge_per_block(rules.items(), tree)) if rules else plan, tuple(split)
 
 
 def _outside(tree: ModelTree) -> Iterator[str]:

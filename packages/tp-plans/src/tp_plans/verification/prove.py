@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +11,17 @@ from tp_plans.checks import check
 from tp_plans.errors import CapabilityError, CheckFailedError, ModelError, PlanError, UnknownArchitectureError
 from tp_plans.infer.streams import token_blocks
 from tp_plans.infer.suggest import Suggestion, suggest
+from tp_plans.infer.towers import with_towers
 from tp_plans.model_tree import ModelTree, is_at_or_below
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
+from tp_plans.styles import ExpertsParallel, RowwiseParallel
 from tp_plans.verification.parts import parts_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from tp_plans.verification.report import VerificationReport
     from tp_plans.verification.tiny import TinyModel
 
 logger = logging.getLogger(__name__)
@@ -36,13 +39,24 @@ class _Attempt:
 
     tree: ModelTree
     sequence_parallel: bool
+    towers_tp: int | None = None
 
     def suggestion(self, gathered: Sequence[str] = (), *, sequence_parallel: bool | None = None) -> Suggestion:
         wanted = self.sequence_parallel if sequence_parallel is None else sequence_parallel
         return suggest(self.tree, sequence_parallel=wanted, gathered=gathered)
 
+    def with_towers(self, plan: Plan, *, among: Sequence[str] | None = None) -> Plan:
+        """Return a plan with rules for towers, where they are wanted: see :func:`tp_plans.infer.towers.with_towers`."""
+        return plan if self.towers_tp is None else with_towers(plan, self.tree, tp=self.towers_tp, among=among)[0]
 
-def inferred_plan(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None) -> Plan:
+    def tower_parts(self, plan: Plan) -> tuple[str, ...]:
+        """Return the parts of towers that are split inside, as patterns."""
+        return () if self.towers_tp is None else with_towers(plan, self.tree, tp=self.towers_tp)[1]
+
+
+def inferred_plan(
+    model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None, towers_tp: int | None = None
+) -> Plan:
     """Return a plan that is inferred from a model's modules and certain: without doubts, or proven by running it.
 
     Parts that are split wrongly are stored sharded and gathered for their code instead, and the plan is run again.
@@ -51,26 +65,32 @@ def inferred_plan(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | Non
         model: the model, or its tree.
         sequence_parallel: whether the plan is to be a sequence-parallel one, which is always run.
         mesh: the axis whose ranks run the copy, all of which have to call this; ``None`` for new processes.
+        towers_tp: the size of the axis where the plan is to have rules for towers too: what of them is proven to be
+            right is split inside, the other layers are stored sharded.
 
     Raises:
         UnknownArchitectureError: no plan is certain; the message lists the doubts.
         CapabilityError: the model has no sequence-parallel form that is right.
     """
-    attempt = _Attempt(ModelTree.of(model), sequence_parallel)
+    attempt = _Attempt(ModelTree.of(model), sequence_parallel, towers_tp)
     name = type(attempt.tree.model).__name__
     try:
         suggestion = attempt.suggestion()
     except PlanError as error:
         raise UnknownArchitectureError(f"None can be inferred: {error}") from error
-    if not suggestion.doubts and not sequence_parallel:
+    without_doubts = not suggestion.doubts and not sequence_parallel
+    if without_doubts and not attempt.tower_parts(suggestion.plan):
         _log_once(name, "without doubts")
-        return suggestion.plan
+        return attempt.with_towers(suggestion.plan)
     if mesh is not None and not _computes(mesh):
         _log_once(name, "and not proven, since nothing is computed on a simulated mesh")
-        return suggestion.plan
+        return attempt.with_towers(suggestion.plan)
     try:
         plan, how = _proven(attempt, mesh)
     except (CheckFailedError, ModelError, PlanError, ImportError, _NotProvenError) as error:
+        if without_doubts:
+            _log_once(name, "without doubts; the layers of its towers are stored sharded, since it could not be run")
+            return attempt.with_towers(suggestion.plan, among=())
         doubts = "; ".join(map(str, suggestion.doubts)) or "the sequence-parallel form is derived"
         raise UnknownArchitectureError(
             f"A plan can be inferred, and is not certain. Doubts: {doubts}. They could not be decided by running it: "
@@ -92,16 +112,19 @@ def _proven(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
         raise _NotProvenError(reason)
     tp = _RANKS if mesh is None else mesh.size()
     tiny = tiny_model(attempt.tree.model, tp=tp)
-    small = _Attempt(ModelTree.of(tiny.model), attempt.sequence_parallel)
+    small = _Attempt(ModelTree.of(tiny.model), attempt.sequence_parallel, None if attempt.towers_tp is None else tp)
     gathered = _gathered_until_right(attempt, small, tiny, tp, mesh)
+    towers = _right_towers(small, gathered, tiny, tp, mesh)
     if attempt.sequence_parallel:
-        _require_sequence_parallel_right(small, gathered, tiny, tp, mesh)
+        _require_sequence_parallel_right(small, gathered, towers, tiny, tp, mesh)
     plan = attempt.suggestion(gathered).plan
     if {p: type(style) for p, style in plan.items()} != {
         p: type(style) for p, style in small.suggestion(gathered).plan.items()
     }:
         raise _NotProvenError("the small copy gets other rules than the model")
     stored = f"; stored sharded and gathered for use: {', '.join(gathered)}" if gathered else ""
+    if towers is not None:
+        plan = attempt.with_towers(plan, among=towers)
     return plan, f"and proven on {tp} ranks by running {type(tiny.model).__name__} {tiny.ran}{stored}"
 
 
@@ -120,15 +143,67 @@ def _gathered_until_right(
         ]
         why = "its sizes do not fit"
         if not wrong:
-            report = verify_tiny(tiny, small.suggestion((*gathered,), sequence_parallel=False).plan, tp=tp, mesh=mesh)
-            if report.right:
-                return (*gathered,)
+            plan = small.suggestion((*gathered,), sequence_parallel=False).plan
+            report = verify_tiny(tiny, plan, tp=tp, mesh=mesh)
             wrong, why = [part.where for part in report.wrong], str(report)
-        found = {place: None for place in wrong if place not in gathered and _is_in_blocks(place, small.tree)}
+            if report.right and not (wrong := _unreached(plan, small.tree, gathered, report)):
+                return (*gathered,)
+        found = {place: None for place in wrong if place not in gathered and _may_be_gathered(place, small.tree)}
         if not found:
             raise _NotProvenError(why)
         gathered |= found
     raise _NotProvenError(f"parts stayed wrong after {', '.join(gathered)} were gathered")
+
+
+def _unreached(plan: Plan, tree: ModelTree, gathered: Collection[str], report: VerificationReport) -> list[str]:
+    """Return the parts of blocks that are split and that the loss of the run did not depend on."""
+    parts = parts_of(plan, tree)
+    return [
+        place
+        for place, rules in parts.items()
+        if any(isinstance(style, (RowwiseParallel, ExpertsParallel)) for style in rules.values())
+        and place not in gathered
+        and _may_be_gathered(place, tree)
+        and not _is_reached(place, report)
+    ]
+
+
+def _right_towers(
+    small: _Attempt, gathered: Sequence[str], tiny: TinyModel, tp: int, mesh: DeviceMesh | None
+) -> tuple[str, ...] | None:
+    """Return the parts of towers that are right when they are split inside; what no input reaches is not among them.
+
+    The layers of the others are right when they are stored sharded; ``None`` where they are not.
+    """
+    from tp_plans.verification.verify import verify_tiny
+
+    plan = small.suggestion(gathered, sequence_parallel=False).plan
+    towers = small.tower_parts(plan)
+    while True:
+        tried = small.with_towers(plan, among=towers)
+        if tried == plan:
+            return None
+        report = verify_tiny(tiny, tried, tp=tp, mesh=mesh)
+        wrong = [part.where for part in report.wrong]
+        right = tuple(
+            part
+            for part in towers
+            if _is_reached(part, report) and not any(is_at_or_below(*pair) for each in wrong for pair in _both(part, each))
+        )
+        if report.right and right == towers:
+            return towers
+        if not towers:
+            return None
+        towers = right if len(right) < len(towers) else ()
+
+
+def _both(one: str, other: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    return (one, other), (other, one)
+
+
+def _is_reached(part: str, report: VerificationReport) -> bool:
+    """Return whether the loss of a run depends on a part, so that the run says whether it is right."""
+    return any(is_at_or_below(wildcard(path), part) for path in report.gradient_errors)
 
 
 def _unfit_parts(plan: Plan, tree: ModelTree, tp: int) -> list[str]:
@@ -137,12 +212,17 @@ def _unfit_parts(plan: Plan, tree: ModelTree, tp: int) -> list[str]:
     return [place for place in parts_of(plan, tree) if place and any(is_at_or_below(each, place) for each in where)]
 
 
-def _is_in_blocks(place: str, tree: ModelTree) -> bool:
-    return any(is_at_or_below(place, wildcard(block)) for block in token_blocks(tree))
+def _may_be_gathered(place: str, tree: ModelTree) -> bool:
+    return place == tree.lm_head or any(is_at_or_below(place, wildcard(block)) for block in token_blocks(tree))
 
 
 def _require_sequence_parallel_right(
-    small: _Attempt, gathered: Sequence[str], tiny: TinyModel, tp: int, mesh: DeviceMesh | None
+    small: _Attempt,
+    gathered: Sequence[str],
+    towers: Sequence[str] | None,
+    tiny: TinyModel,
+    tp: int,
+    mesh: DeviceMesh | None,
 ) -> None:
     """Raise where the sequence-parallel form of a plan that is right is wrong.
 
@@ -156,6 +236,8 @@ def _require_sequence_parallel_right(
         plan = small.suggestion(gathered).plan
     except PlanError as error:
         raise CapabilityError(f"{name} has no sequence-parallel form: {error}; pass sequence_parallel=False") from error
+    if towers is not None:
+        plan = small.with_towers(plan, among=towers)
     report = verify_tiny(tiny, plan, tp=tp, mesh=mesh)
     if not report.right:
         raise CapabilityError(
