@@ -64,7 +64,8 @@ def multimodal_config(model_type: str) -> Any:
             fields[name] = _tower(value, {**fields.get(name, {}), **changes.get(name, {})})
         elif name in TOWER and name not in fields and value is not None:
             fields[name] = TOWER[name]
-    fields |= {name: value for name, value in changes.items() if not isinstance(default.get(name), dict)}
+    configs = {name for name, value in default.items() if name.endswith("_config") or name in _PARTS}
+    fields |= {name: value for name, value in changes.items() if name not in configs or default[name] is None}
     if isinstance(fields.get("text_config"), dict):
         fields["text_config"] |= changes.get("text_config", {})
         _shrink_rotary(fields["text_config"], default["text_config"])

@@ -2,7 +2,8 @@
 
 Towers are transformers like any other, so that the recognisers of sub-layers serve them too: attention is split in
 heads, MLPs in features (Megatron-LM, arXiv:1909.08053).  Other linear layers are stored sharded and their outputs
-gathered.  Convolutions (patch embeddings), position tables and norms stay replicated.
+gathered.  Convolutions (patch embeddings), position tables and bare parameters that are a large share of the model are
+stored sharded and gathered for use; small ones and norms stay replicated.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ from typing import Any
 
 from tp_plans._validate import checked, require_size
 from tp_plans.checks.divisibility import Constraint, divisibility_constraints
-from tp_plans.infer.bytecode import referenced_names
+from tp_plans.infer.bytecode import reads_below, reads_weights
 from tp_plans.infer.rules import propose
 from tp_plans.infer.sublayers import Sublayer
-from tp_plans.infer.unrecognized import MIN_ROWS
-from tp_plans.layouts import Replicate
-from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, parent
+from tp_plans.infer.unrecognized import MIN_ROWS, is_large, large_patterns
+from tp_plans.layouts import Replicate, Shard
+from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, join, parent
 from tp_plans.naming import FUSED_MLPS, FUSED_QKV, OUTPUT_PROJECTION, leaf
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree, merge_per_block
-from tp_plans.styles import ColwiseParallel, ParallelAttention, PrepareModuleInput, RowwiseParallel, Style
+from tp_plans.styles import (
+    ColwiseParallel,
+    GatheredParameters,
+    ParallelAttention,
+    ParameterStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    Style,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +122,8 @@ def with_towers(
             reason = misfit.finding(tp).message
             logger.warning("%s: %s, so its layers are stored sharded and their outputs gathered", where, reason)
     rules |= dict(_stored(paths, rules, planned, tp))
-    return plan.override(merge_per_block(rules.items(), tree)) if rules else plan, tuple(split)
+    plan = plan.override(merge_per_block(rules.items(), tree))
+    return plan.override(merge_per_block(_stored_tensors(paths, PlannedTree(tree, plan)), tree)), tuple(split)
 
 
 def _outside(tree: ModelTree) -> Iterator[str]:
@@ -238,12 +248,42 @@ def _stored(
     for path in paths:
         above = parent(path)
         inside = any(each in split for each in ancestors(path))
-        if path in rules or inside or not tree.is_plain_linear(path) or "weight" in _names_read(above, tree):
+        if path in rules or inside or not tree.is_plain_linear(path) or reads_weights(type(tree.modules[above])):
             continue
         rows = tree.shape(path)[0]
         if rows >= MIN_ROWS and Constraint(path, rows).fits(tp):
             yield path, ColwiseParallel(output_layouts=Replicate())
 
 
-def _names_read(path: str, tree: ModelTree) -> set[str]:
-    return referenced_names(type(tree.modules[path]))
+def _stored_tensors(paths: Iterable[str], planned: PlannedTree) -> Iterator[tuple[str, Style]]:
+    """Iterate over rules that store large convolutions, tables and bare parameters sharded, and gather them for use.
+
+    A module's rule gathers all that its code reads, of its own and of modules below; a parameter's that parameter.
+    """
+    tree = planned.tree
+    large = large_patterns(planned)
+    split = {parent(path) for path, style in planned.styles.items() if isinstance(style, RowwiseParallel)}
+    tensors = {
+        join(path, name): _reader(path, name, tree)
+        for path in paths
+        if planned.style(path) is None and not any(above in split for above in ancestors(path))
+        for name, parameter in tree.own_parameters(path).items()
+        if is_large(join(path, name), parameter.shape, large)
+    }
+    readers: dict[str, list[str]] = {reader: [] for reader in tensors.values() if reader is not None}
+    for tensor, reader in tensors.items():
+        shape = tuple(tree.parameters[tensor].shape)
+        above = parent(tensor) if reader is None and parent(tensor) in readers else reader
+        if any(tensor in group for group in tree.tied):
+            continue
+        if above is None:
+            yield tensor, ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
+        elif shape[0] >= MIN_ROWS and planned.style(above) is None:
+            readers[above].append(tensor.removeprefix(f"{above}."))
+    yield from ((reader, GatheredParameters(names=tuple(names))) for reader, names in readers.items() if names)
+
+
+def _reader(path: str, name: str, tree: ModelTree) -> str | None:
+    """Return the outermost module whose code reads a tensor of a module below it."""
+    above = (each for each in ancestors(path) if reads_below(type(tree.modules[each]), leaf(path), name))
+    return next(iter(reversed([*above])), None)

@@ -41,11 +41,7 @@ def shard_storage(planned: PlannedTree, root: str, *, read_code: bool = False) -
         read_code: look into the code of modules for parameters that it reads from modules below, which are gathered for
             it; the weights of convolutions that nothing above reads are sharded too.
     """
-    sizes: dict[str, int] = defaultdict(int)
-    for path, parameter in planned.parameters.items():
-        sizes[wildcard(path)] += prod(parameter.shape)
-    large = {pattern for pattern, size in sizes.items() if size >= MIN_PARAM_SHARE * sum(sizes.values())}
-    found = list(_shard_storage(planned, root, large, read_code=read_code))
+    found = list(_shard_storage(planned, root, large_patterns(planned), read_code=read_code))
     readers: dict[str, tuple[str, ...]] = defaultdict(tuple)
     for path, style in found:
         if isinstance(style, GatheredParameters):  # one rule for all that a module reads
@@ -54,6 +50,14 @@ def shard_storage(planned: PlannedTree, root: str, *, read_code: bool = False) -
         ((path, GatheredParameters(names=readers[path]) if path in readers else style) for path, style in found),
         planned.tree,
     )
+
+
+def large_patterns(planned: PlannedTree) -> set[str]:
+    """Return the patterns of the parameters that are worth a gather of their own."""
+    sizes: dict[str, int] = defaultdict(int)
+    for path, parameter in planned.parameters.items():
+        sizes[wildcard(path)] += prod(parameter.shape)
+    return {pattern for pattern, size in sizes.items() if size >= MIN_PARAM_SHARE * sum(sizes.values())}
 
 
 def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_code: bool) -> Iterator[tuple[str, Style]]:
@@ -68,7 +72,7 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_cod
             for name, value in tree.own_parameters(path).items()
             if name not in names and planned.style(join(path, name)) is None
         }
-        wanted = [name for name, parameter in own.items() if _is_large(join(path, name), parameter.shape, large)]
+        wanted = [name for name, parameter in own.items() if is_large(join(path, name), parameter.shape, large)]
         if not wanted or _is_stored_above(path, wanted[0], planned):
             continue
         if tree.is_plain_linear(path) and wanted == ["weight"]:
@@ -117,7 +121,8 @@ def _is_read_above(path: str, planned: PlannedTree) -> bool:
     return "weight" in referenced_names(type(planned.modules[parent(path)]))
 
 
-def _is_large(parameter: str, shape: tuple[int, ...], large: set[str]) -> bool:
+def is_large(parameter: str, shape: tuple[int, ...], large: set[str]) -> bool:
+    """Return whether a parameter is one of large patterns, and a matrix with a dim to shard."""
     return wildcard(parameter) in large and len(shape) > 1 and max(shape) >= MIN_ROWS
 
 

@@ -103,8 +103,9 @@ class _Maker:
         if not reads_tokens and not decodes:
             return None
         try:
-            media = self._media(images)
-            inputs = {**media, **(self._of_tokens(self._with_placeholders(media, images), images) if reads_tokens else {})}
+            inputs = self._media(images)
+            if reads_tokens:
+                inputs |= self._of_tokens(self._with_placeholders(inputs, images), images)
         except Exception:  # noqa: BLE001 (the code of a model may raise anything)
             return None
         return {**inputs, "decoder_input_ids": self._ids(_ROWS, _DECODED)} if decodes else inputs
@@ -140,11 +141,17 @@ class _Maker:
             places = 1.0 + torch.cartesian_prod(torch.arange(_GRID), torch.arange(_GRID)).expand(_ROWS, -1, -1)
             patches = self._random(_ROWS, _GRID**2, self._of_tower("patch_embed_hidden_size"))
             return {"flattened_patches": torch.cat([places, patches], -1)}
-        several = () if images is None else (images,)
+        several = () if images is None else (images, self._tiles) if self._takes("aspect_ratio_ids") else (images,)
         size = self._of_tower("image_size") or _PIXELS
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         channels = self._of_tower("num_channels", "in_channels") or 3
-        return {"pixel_values": self._random(_ROWS, *several, channels, height, width)}
+        sizes = {"image_sizes": torch.tensor([[height, width]] * _ROWS)} if self._takes("image_sizes") else {}
+        return {"pixel_values": self._random(_ROWS, *several, channels, height, width), **sizes}
+
+    @property
+    def _tiles(self) -> int:
+        """The tiles that an image is cut into."""
+        return int(self._of_tower("max_num_tiles") or 1)
 
     def _with_placeholders(self, media: Mapping[str, Tensor], images: int | None) -> Tensor:
         """Return token ids, with a placeholder for every feature of the images where the model has one."""
@@ -156,9 +163,11 @@ class _Maker:
         return torch.cat([ids[:, :2], features, ids[:, 2:]], 1)
 
     def _features(self, media: Mapping[str, Tensor], images: int | None) -> int:
-        """Return the features of a row's images: those that the model makes, or that its config counts."""
+        """Return the placeholders of a row's images: the features that the model makes, or that its config counts."""
         if count := self._number("num_query_tokens"):
             return count * (images or 1)
+        if self._takes("aspect_ratio_ids"):  # blocks attend to the features, and one token stands for an image
+            return images or 1
         methods = [method for each in self.model.modules() if (method := getattr(each, "get_image_features", None))]
         known = signature(methods[0]).parameters
         with torch.no_grad():
@@ -178,6 +187,9 @@ class _Maker:
             "qformer_input_ids": lambda: self._ids(_ROWS, _DECODED) % asked,
             "bbox": lambda: box.expand(_ROWS, length, 4),
             "image_attention_mask": lambda: torch.ones(_ROWS, length, images or 1, dtype=torch.long),
+            "aspect_ratio_ids": lambda: torch.ones(_ROWS, images or 1, dtype=torch.long),
+            "aspect_ratio_mask": lambda: torch.ones(_ROWS, images or 1, self._tiles, dtype=torch.long),
+            "cross_attention_mask": lambda: torch.ones(_ROWS, length, images or 1, self._tiles, dtype=torch.long),
             "image_embeds_position_mask": lambda: (torch.arange(length) < queries).long().expand(_ROWS, -1),
         }
         return {name: make() for name, make in made.items() if self._takes(name)}

@@ -188,17 +188,14 @@ def _right_towers(
         right = tuple(
             part
             for part in towers
-            if _is_reached(part, report) and not any(is_at_or_below(*pair) for each in wrong for pair in _both(part, each))
+            if _is_reached(part, report)
+            and not any(is_at_or_below(part, each) or is_at_or_below(each, part) for each in wrong)
         )
         if report.right and right == towers:
             return towers
         if not towers:
             return None
         towers = right if len(right) < len(towers) else ()
-
-
-def _both(one: str, other: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    return (one, other), (other, one)
 
 
 def _is_reached(part: str, report: VerificationReport) -> bool:
