@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,13 @@ def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[s
         >>> tp_plans.suggest(torch.nn.ModuleDict(parts)).plan["embed"]
         VocabParallelEmbedding(output_layouts=Replicate(), use_local_output=True)
     """
-    tree = ModelTree.of(model)
+    return suggestion(ModelTree.of(model), sequence_parallel=sequence_parallel, gathered=gathered)
+
+
+def suggestion(
+    tree: ModelTree, *, sequence_parallel: bool, gathered: Sequence[str], large: Collection[str] | None = None
+) -> Suggestion:
+    """See :func:`suggest`; ``large`` has the patterns of the large parameters, where another model says them."""
     name = type(tree.model).__name__
     embedding = tree.embedding
     if embedding is None:
@@ -114,7 +120,7 @@ def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[s
         rules[tree.final_norm] = NoParallel()
     doubts += _add_head(rules, tree, is_gathered=tree.lm_head in gathered)
     plan = Plan(merge_per_block(rules.items(), tree), name=f"suggested for {name}")
-    plan = plan.override(shard_storage(PlannedTree(tree, plan), tree.root, read_code=True))
+    plan = plan.override(shard_storage(PlannedTree(tree, plan), tree.root, read_code=True, large=large))
     doubts += _of_unknown_role(rules, PlannedTree(tree, plan))
     if sequence_parallel:
         plan = with_sequence_parallelism(plan, tree)

@@ -95,7 +95,12 @@ def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
 
 
 def with_towers(
-    plan: Plan, tree: ModelTree, *, tp: int, among: Collection[str] | None = None
+    plan: Plan,
+    tree: ModelTree,
+    *,
+    tp: int,
+    among: Collection[str] | None = None,
+    large: Collection[str] | None = None,
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return a plan with rules for towers, and the parts of them that are split inside, as patterns.
 
@@ -104,6 +109,7 @@ def with_towers(
         tree: the model.
         tp: the size of the axis.
         among: the parts that may be split inside; the layers of others are stored sharded.  ``None`` for all.
+        large: the patterns of the large parameters, where another model of the same modules says it.
     """
     planned = PlannedTree(tree, plan)
     paths = [path for path in _outside(tree) if planned.style(path) is None]
@@ -123,7 +129,8 @@ def with_towers(
             logger.warning("%s: %s, so its layers are stored sharded and their outputs gathered", where, reason)
     rules |= dict(_stored(paths, rules, planned, tp))
     plan = plan.override(merge_per_block(rules.items(), tree))
-    return plan.override(merge_per_block(_stored_tensors(paths, PlannedTree(tree, plan)), tree)), tuple(split)
+    tensors = _stored_tensors(paths, PlannedTree(tree, plan), large_patterns(tree) if large is None else large)
+    return plan.override(merge_per_block(tensors, tree)), tuple(split)
 
 
 def _outside(tree: ModelTree) -> Iterator[str]:
@@ -255,13 +262,12 @@ def _stored(
             yield path, ColwiseParallel(output_layouts=Replicate())
 
 
-def _stored_tensors(paths: Iterable[str], planned: PlannedTree) -> Iterator[tuple[str, Style]]:
+def _stored_tensors(paths: Iterable[str], planned: PlannedTree, large: Collection[str]) -> Iterator[tuple[str, Style]]:
     """Iterate over rules that store large convolutions, tables and bare parameters sharded, and gather them for use.
 
     A module's rule gathers all that its code reads, of its own and of modules below; a parameter's that parameter.
     """
     tree = planned.tree
-    large = large_patterns(planned)
     split = {parent(path) for path, style in planned.styles.items() if isinstance(style, RowwiseParallel)}
     tensors = {
         join(path, name): _reader(path, name, tree)

@@ -58,16 +58,17 @@ def first_reference_run(model: nn.Module, given: Inputs | None, *, device: str) 
         device: the type of the device that it is on.
 
     Raises:
-        ModelError: it runs on none of them; the message is of the last ones, token ids alone.
+        ModelError: it runs on none of them, with the reasons.
     """
     tried = candidate_inputs(model) if given is None else iter([given])
-    failed = ModelError("no inputs")
+    reasons: dict[str, None] = {}
     for inputs in tried:
         try:
             return reference_run(model, _on_device(inputs, device))
         except ModelError as error:
-            failed = error
-    raise failed
+            reasons[str(error)] = None
+    first, *_, last = [*reasons] * 2  # with images, and on token ids alone
+    raise ModelError("; ".join(dict.fromkeys([first, last])))
 
 
 def reference_run(model: nn.Module, inputs: Inputs) -> Reference:

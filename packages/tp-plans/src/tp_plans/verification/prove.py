@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tp_plans.checks import check
 from tp_plans.errors import CapabilityError, CheckFailedError, ModelError, PlanError, UnknownArchitectureError
 from tp_plans.infer.streams import token_blocks
-from tp_plans.infer.suggest import Suggestion, suggest
+from tp_plans.infer.suggest import Suggestion, suggestion
 from tp_plans.infer.towers import with_towers
+from tp_plans.infer.unrecognized import large_patterns
 from tp_plans.model_tree import ModelTree, is_at_or_below
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
@@ -35,23 +36,34 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A model, and whether a sequence-parallel plan is wanted of it."""
+    """A model, and what is wanted of its plan.
+
+    Args:
+        tree: the model.
+        sequence_parallel: whether the plan is to be a sequence-parallel one.
+        towers_tp: the size of the axis where it is to have rules for towers too.
+        large: the patterns of the parameters that are worth a gather, alike for a model and its small copy.
+    """
 
     tree: ModelTree
     sequence_parallel: bool
-    towers_tp: int | None = None
+    towers_tp: int | None
+    large: Collection[str]
 
     def suggestion(self, gathered: Sequence[str] = (), *, sequence_parallel: bool | None = None) -> Suggestion:
         wanted = self.sequence_parallel if sequence_parallel is None else sequence_parallel
-        return suggest(self.tree, sequence_parallel=wanted, gathered=gathered)
+        return suggestion(self.tree, sequence_parallel=wanted, gathered=gathered, large=self.large)
 
     def with_towers(self, plan: Plan, *, among: Sequence[str] | None = None) -> Plan:
         """Return a plan with rules for towers, where they are wanted: see :func:`tp_plans.infer.towers.with_towers`."""
-        return plan if self.towers_tp is None else with_towers(plan, self.tree, tp=self.towers_tp, among=among)[0]
+        return plan if self.towers_tp is None else self._towers(plan, self.towers_tp, among)[0]
 
     def tower_parts(self, plan: Plan) -> tuple[str, ...]:
         """Return the parts of towers that are split inside, as patterns."""
-        return () if self.towers_tp is None else with_towers(plan, self.tree, tp=self.towers_tp)[1]
+        return () if self.towers_tp is None else self._towers(plan, self.towers_tp, None)[1]
+
+    def _towers(self, plan: Plan, tp: int, among: Sequence[str] | None) -> tuple[Plan, tuple[str, ...]]:
+        return with_towers(plan, self.tree, tp=tp, among=among, large=self.large)
 
 
 def inferred_plan(
@@ -72,26 +84,27 @@ def inferred_plan(
         UnknownArchitectureError: no plan is certain; the message lists the doubts.
         CapabilityError: the model has no sequence-parallel form that is right.
     """
-    attempt = _Attempt(ModelTree.of(model), sequence_parallel, towers_tp)
+    tree = ModelTree.of(model)
+    attempt = _Attempt(tree, sequence_parallel, towers_tp, large_patterns(tree))
     name = type(attempt.tree.model).__name__
     try:
-        suggestion = attempt.suggestion()
+        proposed = attempt.suggestion()
     except PlanError as error:
         raise UnknownArchitectureError(f"None can be inferred: {error}") from error
-    without_doubts = not suggestion.doubts and not sequence_parallel
-    if without_doubts and not attempt.tower_parts(suggestion.plan):
+    without_doubts = not proposed.doubts and not sequence_parallel
+    if without_doubts and not attempt.tower_parts(proposed.plan):
         _log_once(name, "without doubts")
-        return attempt.with_towers(suggestion.plan)
+        return attempt.with_towers(proposed.plan)
     if mesh is not None and not _computes(mesh):
         _log_once(name, "and not proven, since nothing is computed on a simulated mesh")
-        return attempt.with_towers(suggestion.plan)
+        return attempt.with_towers(proposed.plan)
     try:
         plan, how = _proven(attempt, mesh)
     except (CheckFailedError, ModelError, PlanError, ImportError, _NotProvenError) as error:
         if without_doubts:
             _log_once(name, "without doubts; the layers of its towers are stored sharded, since it could not be run")
-            return attempt.with_towers(suggestion.plan, among=())
-        doubts = "; ".join(map(str, suggestion.doubts)) or "the sequence-parallel form is derived"
+            return attempt.with_towers(proposed.plan, among=())
+        doubts = "; ".join(map(str, proposed.doubts)) or "the sequence-parallel form is derived"
         raise UnknownArchitectureError(
             f"A plan can be inferred, and is not certain. Doubts: {doubts}. They could not be decided by running it: "
             f'{error}. Accept them with plan="inferred", or correct the plan of tp_plans.suggest(model) and give it'
@@ -112,7 +125,9 @@ def _proven(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
         raise _NotProvenError(reason)
     tp = _RANKS if mesh is None else mesh.size()
     tiny = tiny_model(attempt.tree.model, tp=tp)
-    small = _Attempt(ModelTree.of(tiny.model), attempt.sequence_parallel, None if attempt.towers_tp is None else tp)
+    towers_tp = None if attempt.towers_tp is None else tp
+    tree = replace(ModelTree.of(tiny.model), known_decoder=attempt.tree.decoder)  # towers may be larger at small sizes
+    small = replace(attempt, tree=tree, towers_tp=towers_tp)
     gathered = _gathered_until_right(attempt, small, tiny, tp, mesh)
     towers = _right_towers(small, gathered, tiny, tp, mesh)
     if attempt.sequence_parallel:
