@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from architecture_matrix.shrink import HIDDEN
+from architecture_matrix.shrink import HIDDEN, VOCAB
 
 #: The tiny value of every size of a tower, whatever configs call it.
 TOWER: dict[str, Any] = {
@@ -154,8 +154,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "vision_config": {"num_hidden_layers": 2, "n_layers": 2, "patch_size": 4},
         "audio_config": {"mel_vocab_size": 8, "n_mel_bins": 4},
     },
-    "instructblip": {**_QUERIES, "qformer_config": {"num_hidden_layers": 2}},
-    "instructblipvideo": {**_QUERIES, "video_token_index": 120, "qformer_config": {"num_hidden_layers": 2}},
+    "instructblip": {**_QUERIES, "qformer_config": {"num_hidden_layers": 2, "vocab_size": VOCAB}},
+    "instructblipvideo": {**_QUERIES, "video_token_index": 120, "qformer_config": {"num_hidden_layers": 2, "vocab_size": VOCAB}},
     "janus": {
         "vision_config": {"projection_dim": HIDDEN},
         "vq_config": {**_CODES, "channel_multiplier": [1, 1], "projection_dim": HIDDEN, "num_patches": 4},

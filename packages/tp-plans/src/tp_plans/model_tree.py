@@ -29,6 +29,7 @@ class ModelTree:
         modules: every module by path, parents first; the model itself is at ``""``.
         parameters: every parameter by path; a tied one is listed at each of its paths.
         children: the paths of the modules directly below each module.
+        known_decoder: the container of the decoder's blocks where it is known, as of a model at other sizes.
 
     Example:
         >>> import tp_plans
@@ -44,6 +45,7 @@ class ModelTree:
     modules: Mapping[str, Any]
     parameters: Mapping[str, Any]
     children: Mapping[str, tuple[str, ...]]
+    known_decoder: str | None = None
 
     @classmethod
     def of(cls, model: Any) -> ModelTree:
@@ -210,6 +212,8 @@ class ModelTree:
     @cached_property
     def decoder(self) -> str | None:
         """The container of the stack that the token embedding feeds; of several, the one with most parameters."""
+        if self.known_decoder is not None:
+            return self.known_decoder
         embedding = self.embedding or ""
         sizes = {path: sum(self._numel(block) for block in members) for path, members in self.stacks.items()}
         return max(sizes, key=lambda path: (shared_parts(path, embedding), sizes[path]), default=None)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tp_plans._validate import checked
+from tp_plans._validate import checked, require_size
 from tp_plans.errors import (
     CapabilityError,
     CustomPlanError,
@@ -19,6 +19,7 @@ from tp_plans.errors import (
 from tp_plans.hugging_face import from_hugging_face, style_from_name
 from tp_plans.hugging_face.translate import ships_plan_of_blocks
 from tp_plans.infer.suggest import suggest
+from tp_plans.infer.towers import split_towers
 from tp_plans.inner_models import inner_models, plan_around
 from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
@@ -34,7 +35,14 @@ _KINDS = "a Plan, a dict of pattern to style, or a dotted path to a dict or to a
 
 
 @checked
-def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False, mesh: DeviceMesh | None = None) -> Plan:
+def resolve_plan(
+    plan: object,
+    model: Any,
+    *,
+    sequence_parallel: bool = False,
+    mesh: DeviceMesh | None = None,
+    towers_tp: int | None = None,
+) -> Plan:
     """The plan that a user's ``plan`` argument means for a model.
 
     Args:
@@ -46,6 +54,8 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False, m
         sequence_parallel: wanted of ``"auto"``; a plan of the user's must then be a sequence-parallel one.
         mesh: the axis whose ranks run a small copy of the model where an inferred plan has doubts, all of which have
             to call this; by default new processes of this machine's CPU do.
+        towers_tp: the size of the axis where ``"auto"`` is to shard vision and audio towers too, as
+            :func:`tp_plans.split_towers` does; next to an inferred plan they are split inside where that is proven.
 
     Returns:
         The plan.
@@ -55,14 +65,17 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False, m
         UnknownStyleError: it holds a word that names no style.
         UnknownArchitectureError: ``"auto"`` found no plan that is certain.
         CapabilityError: sequence parallelism was asked of a model that has no such form.
+        PlanError: ``towers_tp`` is not a positive number.
 
     Example:
         >>> import tp_plans
         >>> tp_plans.resolve_plan({"up": "colwise", "down": "rowwise"}, model=None)
         <Plan the custom plan: TP, 2 rules>
     """
+    if towers_tp is not None:
+        require_size(towers_tp)
     if plan == "auto":
-        return _automatic(model, sequence_parallel=sequence_parallel, mesh=mesh)
+        return _automatic(model, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
     if plan == "inferred":
         return _with_doubts(model, sequence_parallel=sequence_parallel)
     named = _registered(plan, sequence_parallel=sequence_parallel)
@@ -75,10 +88,13 @@ def resolve_plan(plan: object, model: Any, *, sequence_parallel: bool = False, m
     return custom
 
 
-def _automatic(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None) -> Plan:
+def _automatic(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None, towers_tp: int | None) -> Plan:
     tree = ModelTree.of(model) if hasattr(model, "named_modules") and not isinstance(model, type) else None
     if tree is not None and (inner := inner_models(tree)):
-        plans = {path: _automatic(tree.modules[path], sequence_parallel=sequence_parallel, mesh=mesh) for path in inner}
+        plans = {
+            path: _automatic(tree.modules[path], sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
+            for path in inner
+        }
         return plan_around(plans, tree)
     source = model if tree is None else tree  # which is read once
     try:
@@ -92,14 +108,14 @@ def _automatic(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None) 
             raise
         except TpPlansError as error:
             try:
-                return inferred_plan(source, sequence_parallel=sequence_parallel, mesh=mesh)
+                return inferred_plan(source, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
             except UnknownArchitectureError as uncertain:
                 raise UnknownArchitectureError(
                     f"{unknown} Its Hugging Face plan does not serve either: {error} {uncertain}"
                 ) from error
         logger.warning("no plan of our own for %s: using the one that transformers ships", type(model).__name__)
     logger.info("tensor-parallel plan: %r", plan)
-    return plan
+    return plan if towers_tp is None else split_towers(plan, source, tp=towers_tp)
 
 
 def _with_doubts(model: Any, *, sequence_parallel: bool) -> Plan:

@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from tp_plans import ColwiseParallel, ParallelAttention, Plan, Replicate, RowwiseParallel, split_towers
+from tp_plans import (
+    ColwiseParallel,
+    GatheredParameters,
+    ParallelAttention,
+    ParameterStyle,
+    Plan,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    split_towers,
+)
 
 
 class FusedAttention(nn.Module):
@@ -94,8 +104,39 @@ def test_fused_projections_of_classes_outside_transformers_are_stored_sharded():
     assert "visual.blocks.*.attn" not in found
 
 
-def test_convolutions_and_the_language_model_are_left_alone():
-    assert {path for path in rules() if not path.startswith(("visual.blocks", "projector"))} == {"text.layers.*.up"}
+def test_large_tensors_of_towers_are_stored_sharded_and_the_language_model_is_left_alone():
+    found = rules()
+    assert {path for path in found if not path.startswith(("visual", "projector"))} == {"text.layers.*.up"}
+    assert found["visual.patches.weight"] == ParameterStyle(layout=Shard(0), gathered=True)
+    assert "visual.patches.bias" not in found
+
+
+class Embeddings(nn.Module):
+    """Patches and positions, of which the tower around reads the table."""
+
+    def __init__(self):
+        super().__init__()
+        self.position_embedding = nn.Embedding(20, 32)
+        self.kind = nn.Parameter(torch.zeros(1, 48, 32))
+
+
+class Tower(nn.Module):
+    """A tower that reads a table of a module below."""
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings = Embeddings()
+
+    def forward(self, hidden):
+        return hidden + self.embeddings.position_embedding.weight.mean(0)
+
+
+def test_a_table_is_gathered_for_the_module_whose_code_reads_it():
+    multimodal = model()
+    multimodal["visual"]["extra"] = Tower()
+    found = split_towers(Plan({"text.layers.*.up": ColwiseParallel()}), multimodal, tp=2)
+    assert found["visual.extra"] == GatheredParameters(names=("embeddings.position_embedding.weight",))
+    assert found["visual.extra.embeddings.kind"] == ParameterStyle(layout=Shard(1), gathered=True)
 
 
 def test_heads_that_do_not_divide_are_stored_sharded_and_logged(caplog: pytest.LogCaptureFixture):

@@ -261,6 +261,87 @@ def test_doubts_that_cannot_be_decided_are_listed_with_the_way_to_accept_them(ca
     assert any("was not run, and may be wrong" in record.message for record in caplog.records)
 
 
+class AcrossHeads(nn.Module):
+    """Attention whose weights are normalized over the heads too."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, SIZE
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, HEADS * SIZE) for _ in range(3))
+        self.out_proj = nn.Linear(HEADS * SIZE, WIDTH)
+
+    def forward(self, x):
+        q, k, v = (proj(x).unflatten(-1, (-1, SIZE)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k)
+        shares = scores.flatten(1).softmax(-1).view_as(scores)
+        return self.out_proj(torch.einsum("bhqk,bkhd->bqhd", shares, v).flatten(-2))
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x):
+        return self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
+class Seeing(nn.Module):
+    """A language model next to a tower whose attention cannot be split in heads, and a part that images do not reach."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.Sequential(OrderedDict(attention=AcrossHeads(), mlp=Plain()))
+        self.eye = nn.ModuleDict({"patches": nn.Conv2d(3, WIDTH, 16, 16), "blocks": nn.ModuleList([block])})
+        self.ear = nn.ModuleList([nn.Sequential(OrderedDict(mlp=Plain()))])
+        self.text = Own(in_turn=True)
+
+    def forward(self, input_ids, pixel_values=None, sound=None):
+        x = self.text.words(input_ids)
+        if pixel_values is not None:
+            seen = self.eye["patches"](pixel_values).flatten(2).transpose(1, 2)
+            x = x + self.eye["blocks"][0](seen).mean(1, keepdim=True)
+        if sound is not None:
+            x = x + self.ear[0](sound)
+        for block in self.text.tower:
+            x = block(x)
+        return self.text.speak(self.text.finish(x))
+
+
+def test_parts_of_towers_are_split_where_a_run_with_images_proves_it():
+    model = Seeing()
+    guessed = tp_plans.split_towers(suggest(model).plan, model, tp=2)
+    parts = ("eye.blocks.*.attention.out_proj", "eye.blocks.*.mlp.fc2", "ear.*.mlp.fc2")
+    assert all(guessed[path].input_layouts == tp_plans.Shard(-1) for path in parts)
+    found = resolve_plan("auto", model, towers_tp=2)
+    stored = ColwiseParallel(output_layouts=tp_plans.Replicate())
+    assert [found[path] for path in parts] == [stored, RowwiseParallel(), stored]
+
+
+class Writing(Own):
+    """A model that writes into its logits, and whose blocks have a part that token ids do not reach."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.tower:
+            block.mlp = Plain()
+
+    def forward(self, ids, sound=None):
+        if sound is not None:
+            self.tower[0].mlp(sound)
+        logits = super().forward(ids)
+        logits[..., torch.tensor([1, 5])] = -9.0
+        return logits
+
+
+def test_a_head_whose_logits_are_written_into_is_gathered_and_so_are_parts_that_no_run_reaches():
+    assert suggest(Writing()).plan["tower.*.mlp.fc2"] == RowwiseParallel()
+    found = resolve_plan("auto", Writing())
+    assert found["speak"] == ColwiseParallel(output_layouts=tp_plans.Replicate())
+    assert found["tower.*.mlp"] == tp_plans.GatheredParameters(names=("fc1.weight", "fc2.weight"))
+    assert found["tower.*.gate.narrow"] == RowwiseParallel()
+
+
 def test_a_model_on_the_meta_device_is_run_with_random_weights():
     with torch.device("meta"):
         model = nn.Sequential(OrderedDict(words=nn.Embedding(9, 8), up=nn.Linear(8, 16), down=nn.Linear(16, 8)))

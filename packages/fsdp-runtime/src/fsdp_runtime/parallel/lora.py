@@ -38,7 +38,6 @@ from tp_plans import (
     adapter_styles,
     resolve_plan,
     resolve_style,
-    split_towers,
 )
 
 _FILE = "adapter_model.safetensors"
@@ -68,9 +67,7 @@ def resolve_adapted_plan(
         tp_plans.TpPlansError: no plan is known, or a layer's style does not support adapters.
     """
     base = base_model(model) if is_peft_model(model) else model
-    resolved = resolve_plan(plan, base, sequence_parallel=sequence_parallel, mesh=mesh)
-    if towers_tp is not None:
-        resolved = split_towers(resolved, base, tp=towers_tp)
+    resolved = resolve_plan(plan, base, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
     return resolved if base is model else adapted_plan(resolved, base).with_prefix(BASE)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tp_plans._validate import is_integer
 from tp_plans.infer.bytecode import counts_used, first_argument, non_elementwise_op, reads_weights
+from tp_plans.infer.full_output import is_tied
 from tp_plans.infer.sublayers import Sublayer, rules_for
 from tp_plans.infer.unrecognized import MIN_ROWS
 from tp_plans.layouts import Replicate, Shard
@@ -258,7 +259,9 @@ def _head_tables(sub: Sublayer, tree: ModelTree) -> tuple[str, ...]:
     head = _head(sub, tree)
     heads = 0 if head is None else sub.inner_dim // head[1]
     return tuple(
-        path for path in tree.children[sub.path] if tree.is_embedding(path) and tree.size(path, 1) == heads > 1
+        path
+        for path in tree.children[sub.path]
+        if tree.is_embedding(path) and tree.size(path, 1) == heads > 1 and not is_tied(path, tree)
     )
 
 

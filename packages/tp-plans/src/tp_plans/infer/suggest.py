@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[s
         model: a ``torch.nn.Module`` on any device (meta is enough).
         sequence_parallel: give the plan's sequence-parallel form (arXiv:2205.05198).
         gathered: modules of the blocks, as patterns, whose matrices are stored sharded and gathered for their code,
-            whatever it computes.
+            whatever it computes; the head, for logits that are not sharded.
 
     Returns:
         The plan, to be checked as any other, and the doubts to resolve before it is used.
@@ -85,7 +85,13 @@ def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[s
         >>> tp_plans.suggest(torch.nn.ModuleDict(parts)).plan["embed"]
         VocabParallelEmbedding(output_layouts=Replicate(), use_local_output=True)
     """
-    tree = ModelTree.of(model)
+    return suggestion(ModelTree.of(model), sequence_parallel=sequence_parallel, gathered=gathered)
+
+
+def suggestion(
+    tree: ModelTree, *, sequence_parallel: bool, gathered: Sequence[str], large: Collection[str] | None = None
+) -> Suggestion:
+    """See :func:`suggest`; ``large`` has the patterns of the large parameters, where another model says them."""
     name = type(tree.model).__name__
     embedding = tree.embedding
     if embedding is None:
@@ -104,7 +110,7 @@ def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[s
         )
         rules.update(dict.fromkeys(scales, NoParallel()))
         rules.update({path: _STACK for path in tree.below(block) if _holds_only_experts(path, tree)})
-    for path in _gathered(gathered, tree):
+    for path in (each for each in _gathered(gathered, tree) if each != tree.lm_head):
         rules.update(stored_rules(path, tree, deep=path not in token_blocks(tree)))
     for found, more in _sublayers(tree, rules):
         rules.update(found)
@@ -112,9 +118,9 @@ def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[s
     doubts += [Doubt(wildcard(path), _STACK_DOUBT) for path, style in rules.items() if style == _STACK]
     if tree.final_norm is not None and tree.own_parameters(tree.final_norm):
         rules[tree.final_norm] = NoParallel()
-    doubts += _add_head(rules, tree)
+    doubts += _add_head(rules, tree, is_gathered=tree.lm_head in gathered)
     plan = Plan(merge_per_block(rules.items(), tree), name=f"suggested for {name}")
-    plan = plan.override(shard_storage(PlannedTree(tree, plan), tree.root, read_code=True))
+    plan = plan.override(shard_storage(PlannedTree(tree, plan), tree.root, read_code=True, large=large))
     doubts += _of_unknown_role(rules, PlannedTree(tree, plan))
     if sequence_parallel:
         plan = with_sequence_parallelism(plan, tree)
@@ -175,12 +181,12 @@ def _is_gathered(sub: Sublayer, proposed: Mapping[str, Style]) -> bool:
     return proposed.get(sub.output_proj) == RowwiseParallel(input_layouts=Replicate())
 
 
-def _add_head(rules: dict[str, Style], tree: ModelTree) -> Iterator[Doubt]:
+def _add_head(rules: dict[str, Style], tree: ModelTree, *, is_gathered: bool) -> Iterator[Doubt]:
     tables = token_tables(tree)
     head = tree.lm_head or next((path for path in reversed(tree.shaped_as_embedding) if path not in tables), None)
     if head is None:
         yield Doubt("", "no layer has the shape of the embedding: a head, if there is one, stays replicated")
-    elif tree.is_linear(head) and tree.has_buffers(parent(head)):  # its code may add them to the logits: BART's bias
+    elif tree.is_linear(head) and (is_gathered or tree.has_buffers(parent(head))):  # which may be added: BART's bias
         rules[head] = ColwiseParallel(output_layouts=Replicate())
     elif tree.is_linear(head):
         rules[head] = ColwiseParallel(use_local_output=False)

@@ -2,7 +2,8 @@
 
 Towers are transformers like any other, so that the recognisers of sub-layers serve them too: attention is split in
 heads, MLPs in features (Megatron-LM, arXiv:1909.08053).  Other linear layers are stored sharded and their outputs
-gathered.  Convolutions (patch embeddings), position tables and norms stay replicated.
+gathered.  Convolutions (patch embeddings), position tables and bare parameters that are a large share of the model are
+stored sharded and gathered for use; small ones and norms stay replicated.
 """
 
 from __future__ import annotations
@@ -10,23 +11,31 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tp_plans._validate import checked, require_size
 from tp_plans.checks.divisibility import Constraint, divisibility_constraints
-from tp_plans.infer.bytecode import referenced_names
+from tp_plans.infer.bytecode import reads_below, reads_weights
 from tp_plans.infer.rules import propose
 from tp_plans.infer.sublayers import Sublayer
-from tp_plans.infer.unrecognized import MIN_ROWS
-from tp_plans.layouts import Replicate
-from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, parent
+from tp_plans.infer.unrecognized import MIN_ROWS, is_large, large_patterns
+from tp_plans.layouts import Replicate, Shard
+from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, join, parent
 from tp_plans.naming import FUSED_MLPS, FUSED_QKV, OUTPUT_PROJECTION, leaf
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree, merge_per_block
-from tp_plans.styles import ColwiseParallel, ParallelAttention, PrepareModuleInput, RowwiseParallel, Style
+from tp_plans.styles import (
+    ColwiseParallel,
+    GatheredParameters,
+    ParallelAttention,
+    ParameterStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    Style,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -82,20 +91,46 @@ def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
         ['projector.0', 'projector.2', 'text.layers.*.0']
     """
     require_size(tp)
-    tree = ModelTree.of(model)
+    return with_towers(plan, ModelTree.of(model), tp=tp)[0]
+
+
+def with_towers(
+    plan: Plan,
+    tree: ModelTree,
+    *,
+    tp: int,
+    among: Collection[str] | None = None,
+    large: Collection[str] | None = None,
+) -> tuple[Plan, tuple[str, ...]]:
+    """Return a plan with rules for towers, and the parts of them that are split inside, as patterns.
+
+    Args:
+        plan: as in :func:`split_towers`.
+        tree: the model.
+        tp: the size of the axis.
+        among: the parts that may be split inside; the layers of others are stored sharded.  ``None`` for all.
+        large: the patterns of the large parameters, where another model of the same modules says it.
+    """
     planned = PlannedTree(tree, plan)
     paths = [path for path in _outside(tree) if planned.style(path) is None]
     if not paths:
-        return plan
+        return plan, ()
     rules: dict[str, Style] = {}
+    split: list[str] = []
     for group in _by_wildcard(_parts(paths, planned)):
+        where = wildcard(group[0].path)
+        if among is not None and where not in among:
+            continue
         if (misfit := _misfit(group[0], tree, tp)) is None:
             rules |= {path: style for part in group for path, style in part.rules.items()}
+            split.append(where)
         else:
-            where, reason = wildcard(group[0].path), misfit.finding(tp).message
+            reason = misfit.finding(tp).message
             logger.warning("%s: %s, so its layers are stored sharded and their outputs gathered", where, reason)
     rules |= dict(_stored(paths, rules, planned, tp))
-    return plan.override(merge_per_block(rules.items(), tree)) if rules else plan
+    plan = plan.override(merge_per_block(rules.items(), tree))
+    tensors = _stored_tensors(paths, PlannedTree(tree, plan), large_patterns(tree) if large is None else large)
+    return plan.override(merge_per_block(tensors, tree)), tuple(split)
 
 
 def _outside(tree: ModelTree) -> Iterator[str]:
@@ -220,12 +255,41 @@ def _stored(
     for path in paths:
         above = parent(path)
         inside = any(each in split for each in ancestors(path))
-        if path in rules or inside or not tree.is_plain_linear(path) or "weight" in _names_read(above, tree):
+        if path in rules or inside or not tree.is_plain_linear(path) or reads_weights(type(tree.modules[above])):
             continue
         rows = tree.shape(path)[0]
         if rows >= MIN_ROWS and Constraint(path, rows).fits(tp):
             yield path, ColwiseParallel(output_layouts=Replicate())
 
 
-def _names_read(path: str, tree: ModelTree) -> set[str]:
-    return referenced_names(type(tree.modules[path]))
+def _stored_tensors(paths: Iterable[str], planned: PlannedTree, large: Collection[str]) -> Iterator[tuple[str, Style]]:
+    """Iterate over rules that store large convolutions, tables and bare parameters sharded, and gather them for use.
+
+    A module's rule gathers all that its code reads, of its own and of modules below; a parameter's that parameter.
+    """
+    tree = planned.tree
+    split = {parent(path) for path, style in planned.styles.items() if isinstance(style, RowwiseParallel)}
+    tensors = {
+        join(path, name): _reader(path, name, tree)
+        for path in paths
+        if planned.style(path) is None and not any(above in split for above in ancestors(path))
+        for name, parameter in tree.own_parameters(path).items()
+        if is_large(join(path, name), parameter.shape, large)
+    }
+    readers: dict[str, list[str]] = {reader: [] for reader in tensors.values() if reader is not None}
+    for tensor, reader in tensors.items():
+        shape = tuple(tree.parameters[tensor].shape)
+        above = parent(tensor) if reader is None and parent(tensor) in readers else reader
+        if any(tensor in group for group in tree.tied):
+            continue
+        if above is None:
+            yield tensor, ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
+        elif shape[0] >= MIN_ROWS and planned.style(above) is None:
+            readers[above].append(tensor.removeprefix(f"{above}."))
+    yield from ((reader, GatheredParameters(names=tuple(names))) for reader, names in readers.items() if names)
+
+
+def _reader(path: str, name: str, tree: ModelTree) -> str | None:
+    """Return the outermost module whose code reads a tensor of a module below it."""
+    above = (each for each in ancestors(path) if reads_below(type(tree.modules[each]), leaf(path), name))
+    return next(iter(reversed([*above])), None)

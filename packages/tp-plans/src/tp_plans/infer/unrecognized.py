@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import takewhile
 from math import prod
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from tp_plans.infer.bytecode import reads_below, referenced_names
 from tp_plans.infer.full_output import is_tied
 from tp_plans.layouts import Replicate, Shard
-from tp_plans.model_tree import ancestors, join, parent
+from tp_plans.model_tree import ModelTree, ancestors, join, parent
 from tp_plans.naming import KERNEL_ARGUMENTS, leaf
 from tp_plans.patterns import wildcard
 from tp_plans.planned_tree import PlannedTree, merge_per_block
@@ -32,7 +32,9 @@ MIN_PARAM_SHARE = 0.003
 MIN_ROWS = 16
 
 
-def shard_storage(planned: PlannedTree, root: str, *, read_code: bool = False) -> Mapping[str, Style]:
+def shard_storage(
+    planned: PlannedTree, root: str, *, read_code: bool = False, large: Collection[str] | None = None
+) -> Mapping[str, Style]:
     """Return rules for the large parameters that the plan leaves replicated.
 
     Args:
@@ -40,12 +42,11 @@ def shard_storage(planned: PlannedTree, root: str, *, read_code: bool = False) -
         root: the path of the language model.
         read_code: look into the code of modules for parameters that it reads from modules below, which are gathered for
             it; the weights of convolutions that nothing above reads are sharded too.
+        large: the patterns of the large parameters, where another model of the same modules says it.
     """
-    sizes: dict[str, int] = defaultdict(int)
-    for path, parameter in planned.parameters.items():
-        sizes[wildcard(path)] += prod(parameter.shape)
-    large = {pattern for pattern, size in sizes.items() if size >= MIN_PARAM_SHARE * sum(sizes.values())}
-    found = list(_shard_storage(planned, root, large, read_code=read_code))
+    found = list(
+        _shard_storage(planned, root, large_patterns(planned.tree) if large is None else large, read_code=read_code)
+    )
     readers: dict[str, tuple[str, ...]] = defaultdict(tuple)
     for path, style in found:
         if isinstance(style, GatheredParameters):  # one rule for all that a module reads
@@ -56,7 +57,17 @@ def shard_storage(planned: PlannedTree, root: str, *, read_code: bool = False) -
     )
 
 
-def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_code: bool) -> Iterator[tuple[str, Style]]:
+def large_patterns(tree: ModelTree) -> frozenset[str]:
+    """Return the patterns of the parameters that are worth a gather of their own."""
+    sizes: dict[str, int] = defaultdict(int)
+    for path, parameter in tree.parameters.items():
+        sizes[wildcard(path)] += prod(parameter.shape)
+    return frozenset(pattern for pattern, size in sizes.items() if size >= MIN_PARAM_SHARE * sum(sizes.values()))
+
+
+def _shard_storage(
+    planned: PlannedTree, root: str, large: Collection[str], *, read_code: bool
+) -> Iterator[tuple[str, Style]]:
     tree = planned.tree
     for path, module in planned.within(root):
         if (names := _kernel_arguments(path, planned)) and planned.style(path) is None:
@@ -68,7 +79,7 @@ def _shard_storage(planned: PlannedTree, root: str, large: set[str], *, read_cod
             for name, value in tree.own_parameters(path).items()
             if name not in names and planned.style(join(path, name)) is None
         }
-        wanted = [name for name, parameter in own.items() if _is_large(join(path, name), parameter.shape, large)]
+        wanted = [name for name, parameter in own.items() if is_large(join(path, name), parameter.shape, large)]
         if not wanted or _is_stored_above(path, wanted[0], planned):
             continue
         if tree.is_plain_linear(path) and wanted == ["weight"]:
@@ -117,7 +128,8 @@ def _is_read_above(path: str, planned: PlannedTree) -> bool:
     return "weight" in referenced_names(type(planned.modules[parent(path)]))
 
 
-def _is_large(parameter: str, shape: tuple[int, ...], large: set[str]) -> bool:
+def is_large(parameter: str, shape: tuple[int, ...], large: Collection[str]) -> bool:
+    """Return whether a parameter is one of large patterns, and a matrix with a dim to shard."""
     return wildcard(parameter) in large and len(shape) > 1 and max(shape) >= MIN_ROWS
 
 

@@ -18,8 +18,7 @@ from tp_plans.errors import ModelError
 from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
 from tp_plans.torch_styles import styles_by_path
-
-Inputs = Mapping[str, Any] | tuple[Any, ...]
+from tp_plans.verification.inputs import Inputs, candidate_inputs
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,28 @@ class Differences:
     output_error: float = 0.0
     gradient_errors: Mapping[str, float] | None = None
     error: str = ""
+
+
+def first_reference_run(model: nn.Module, given: Inputs | None, *, device: str) -> Reference:
+    """Run a model on the inputs given, or on the first that it runs on.
+
+    Args:
+        model: the model.
+        given: the arguments of its forward; ``None`` for token ids, and images where it takes them.
+        device: the type of the device that it is on.
+
+    Raises:
+        ModelError: it runs on none of them, with the reasons.
+    """
+    tried = candidate_inputs(model) if given is None else iter([given])
+    reasons: dict[str, None] = {}
+    for inputs in tried:
+        try:
+            return reference_run(model, _on_device(inputs, device))
+        except ModelError as error:
+            reasons[str(error)] = None
+    first, *_, last = [*reasons] * 2  # with images, and on token ids alone
+    raise ModelError("; ".join(dict.fromkeys([first, last])))
 
 
 def reference_run(model: nn.Module, inputs: Inputs) -> Reference:
@@ -90,6 +111,15 @@ def compare(reference: Reference, plan: Plan, mesh: DeviceMesh) -> Differences:
     wanted = reference.output
     off = _largest(output.detach() - wanted) / max(_largest(wanted), 1e-30)
     return Differences(off, dict(_gradient_errors(reference, ModelTree.of(candidate))))
+
+
+def _on_device(inputs: Inputs, device: str) -> Inputs:
+    def moved(value: Any) -> Any:
+        return value.to(device) if hasattr(value, "to") else value
+
+    if isinstance(inputs, Mapping):
+        return {name: moved(value) for name, value in inputs.items()}
+    return tuple(map(moved, inputs))
 
 
 def _run(model: nn.Module, inputs: Inputs) -> Tensor:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tp_plans.checks import check
 from tp_plans.errors import CapabilityError, CheckFailedError, ModelError, PlanError, UnknownArchitectureError
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.infer.streams import token_blocks
-from tp_plans.infer.suggest import Suggestion, suggest
+from tp_plans.infer.suggest import Suggestion, suggestion
+from tp_plans.infer.towers import with_towers
+from tp_plans.infer.unrecognized import large_patterns
 from tp_plans.model_tree import ModelTree, is_at_or_below
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
+from tp_plans.styles import ExpertsParallel, RowwiseParallel
 from tp_plans.verification.parts import parts_of
 
 if TYPE_CHECKING:
@@ -34,14 +37,34 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A model, and whether a sequence-parallel plan is wanted of it."""
+    """A model, and what is wanted of its plan.
+
+    Args:
+        tree: the model.
+        sequence_parallel: whether the plan is to be a sequence-parallel one.
+        towers_tp: the size of the axis where it is to have rules for towers too.
+        large: the patterns of the parameters that are worth a gather, alike for a model and its small copy.
+    """
 
     tree: ModelTree
     sequence_parallel: bool
+    towers_tp: int | None
+    large: Collection[str]
 
     def suggestion(self, gathered: Sequence[str] = (), *, sequence_parallel: bool | None = None) -> Suggestion:
         wanted = self.sequence_parallel if sequence_parallel is None else sequence_parallel
-        return suggest(self.tree, sequence_parallel=wanted, gathered=gathered)
+        return suggestion(self.tree, sequence_parallel=wanted, gathered=gathered, large=self.large)
+
+    def with_towers(self, plan: Plan, *, among: Sequence[str] | None = None) -> Plan:
+        """Return a plan with rules for towers, where they are wanted: see :func:`tp_plans.infer.towers.with_towers`."""
+        return plan if self.towers_tp is None else self._towers(plan, self.towers_tp, among)[0]
+
+    def tower_parts(self, plan: Plan) -> tuple[str, ...]:
+        """Return the parts of towers that are split inside, as patterns."""
+        return () if self.towers_tp is None else self._towers(plan, self.towers_tp, None)[1]
+
+    def _towers(self, plan: Plan, tp: int, among: Sequence[str] | None) -> tuple[Plan, tuple[str, ...]]:
+        return with_towers(plan, self.tree, tp=tp, among=among, large=self.large)
 
     def plan(self, gathered: Sequence[str], *, gather_blocks: bool) -> Plan:
         plan = self.suggestion(gathered, sequence_parallel=False).plan
@@ -50,7 +73,9 @@ class _Attempt:
         return with_sequence_parallelism(plan, self.tree, gather_blocks=gather_blocks)
 
 
-def inferred_plan(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None) -> Plan:
+def inferred_plan(
+    model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None, towers_tp: int | None = None
+) -> Plan:
     """Return a plan that is inferred from a model's modules and certain: without doubts, or proven by running it.
 
     Parts that are split wrongly are stored sharded and gathered for their code instead, and the plan is run again.
@@ -59,27 +84,34 @@ def inferred_plan(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | Non
         model: the model, or its tree.
         sequence_parallel: whether the plan is to be a sequence-parallel one, which is always run.
         mesh: the axis whose ranks run the copy, all of which have to call this; ``None`` for new processes.
+        towers_tp: the size of the axis where the plan is to have rules for towers too: what of them is proven to be
+            right is split inside, the other layers are stored sharded.
 
     Raises:
         UnknownArchitectureError: no plan is certain; the message lists the doubts.
         CapabilityError: the model has no sequence-parallel form that is right.
     """
-    attempt = _Attempt(ModelTree.of(model), sequence_parallel)
+    tree = ModelTree.of(model)
+    attempt = _Attempt(tree, sequence_parallel, towers_tp, large_patterns(tree))
     name = type(attempt.tree.model).__name__
     try:
-        suggestion = attempt.suggestion()
+        proposed = attempt.suggestion()
     except PlanError as error:
         raise UnknownArchitectureError(f"None can be inferred: {error}") from error
-    if not suggestion.doubts and not sequence_parallel:
+    without_doubts = not proposed.doubts and not sequence_parallel
+    if without_doubts and not attempt.tower_parts(proposed.plan):
         _log_once(name, "without doubts")
-        return suggestion.plan
+        return attempt.with_towers(proposed.plan)
     if mesh is not None and not _computes(mesh):
         _log_once(name, "and not proven, since nothing is computed on a simulated mesh")
-        return suggestion.plan
+        return attempt.with_towers(proposed.plan)
     try:
         plan, how = _proven(attempt, mesh)
     except (CheckFailedError, ModelError, PlanError, ImportError, _NotProvenError) as error:
-        doubts = "; ".join(map(str, suggestion.doubts)) or "the sequence-parallel form is derived"
+        if without_doubts:
+            _log_once(name, "without doubts; the layers of its towers are stored sharded, since it could not be run")
+            return attempt.with_towers(proposed.plan, among=())
+        doubts = "; ".join(map(str, proposed.doubts)) or "the sequence-parallel form is derived"
         raise UnknownArchitectureError(
             f"A plan can be inferred, and is not certain. Doubts: {doubts}. They could not be decided by running it: "
             f'{error}. Accept them with plan="inferred", or correct the plan of tp_plans.suggest(model) and give it'
@@ -100,12 +132,17 @@ def _proven(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
         raise _NotProvenError(reason)
     tp = _RANKS if mesh is None else mesh.size()
     tiny = tiny_model(attempt.tree.model, tp=tp)
-    small = _Attempt(ModelTree.of(tiny.model), attempt.sequence_parallel)
+    towers_tp = None if attempt.towers_tp is None else tp
+    tree = replace(ModelTree.of(tiny.model), known_decoder=attempt.tree.decoder)  # towers may be larger at small sizes
+    small = replace(attempt, tree=tree, towers_tp=towers_tp)
     gathered = _gathered_until_right(attempt, small, tiny, tp, mesh)
-    gather_blocks = attempt.sequence_parallel and _must_gather_blocks(small, gathered, tiny, tp, mesh)
+    towers = _right_towers(small, gathered, tiny, tp, mesh)
+    gather_blocks = attempt.sequence_parallel and _must_gather_blocks(small, gathered, towers, tiny, tp, mesh)
     plan, run = (each.plan(gathered, gather_blocks=gather_blocks) for each in (attempt, small))
     if {p: type(style) for p, style in plan.items()} != {p: type(style) for p, style in run.items()}:
         raise _NotProvenError("the small copy gets other rules than the model")
+    if towers is not None:
+        plan = attempt.with_towers(plan, among=towers)
     how = f"and proven on {tp} ranks by running {type(tiny.model).__name__} {tiny.ran}"
     if gathered:
         how += f"; stored sharded and gathered for use: {', '.join(gathered)}"
@@ -127,15 +164,64 @@ def _gathered_until_right(
         ]
         why = "its sizes do not fit"
         if not wrong:
-            report = verify_tiny(tiny, small.suggestion((*gathered,), sequence_parallel=False).plan, tp=tp, mesh=mesh)
-            if report.right:
-                return (*gathered,)
+            plan = small.suggestion((*gathered,), sequence_parallel=False).plan
+            report = verify_tiny(tiny, plan, tp=tp, mesh=mesh)
             wrong, why = [part.where for part in report.wrong], str(report)
-        found = {place: None for place in wrong if place not in gathered and _is_in_blocks(place, small.tree)}
+            if report.right and not (wrong := _unreached(plan, small.tree, gathered, report)):
+                return (*gathered,)
+        found = {place: None for place in wrong if place not in gathered and _may_be_gathered(place, small.tree)}
         if not found:
             raise _NotProvenError(why)
         gathered |= found
     raise _NotProvenError(f"parts stayed wrong after {', '.join(gathered)} were gathered")
+
+
+def _unreached(plan: Plan, tree: ModelTree, gathered: Collection[str], report: VerificationReport) -> list[str]:
+    """Return the parts of blocks that are split and that the loss of the run did not depend on."""
+    parts = parts_of(plan, tree)
+    return [
+        place
+        for place, rules in parts.items()
+        if any(isinstance(style, (RowwiseParallel, ExpertsParallel)) for style in rules.values())
+        and place not in gathered
+        and _may_be_gathered(place, tree)
+        and not _is_reached(place, report)
+    ]
+
+
+def _right_towers(
+    small: _Attempt, gathered: Sequence[str], tiny: TinyModel, tp: int, mesh: DeviceMesh | None
+) -> tuple[str, ...] | None:
+    """Return the parts of towers that are right when they are split inside; what no input reaches is not among them.
+
+    The layers of the others are right when they are stored sharded; ``None`` where they are not.
+    """
+    from tp_plans.verification.verify import verify_tiny
+
+    plan = small.suggestion(gathered, sequence_parallel=False).plan
+    towers = small.tower_parts(plan)
+    while True:
+        tried = small.with_towers(plan, among=towers)
+        if tried == plan:
+            return None
+        report = verify_tiny(tiny, tried, tp=tp, mesh=mesh)
+        wrong = [part.where for part in report.wrong]
+        right = tuple(
+            part
+            for part in towers
+            if _is_reached(part, report)
+            and not any(is_at_or_below(part, each) or is_at_or_below(each, part) for each in wrong)
+        )
+        if report.right and right == towers:
+            return towers
+        if not towers:
+            return None
+        towers = right if len(right) < len(towers) else ()
+
+
+def _is_reached(part: str, report: VerificationReport) -> bool:
+    """Return whether the loss of a run depends on a part, so that the run says whether it is right."""
+    return any(is_at_or_below(wildcard(path), part) for path in report.gradient_errors)
 
 
 def _unfit_parts(plan: Plan, tree: ModelTree, tp: int) -> list[str]:
@@ -144,12 +230,17 @@ def _unfit_parts(plan: Plan, tree: ModelTree, tp: int) -> list[str]:
     return [place for place in parts_of(plan, tree) if place and any(is_at_or_below(each, place) for each in where)]
 
 
-def _is_in_blocks(place: str, tree: ModelTree) -> bool:
-    return any(is_at_or_below(place, wildcard(block)) for block in token_blocks(tree))
+def _may_be_gathered(place: str, tree: ModelTree) -> bool:
+    return place == tree.lm_head or any(is_at_or_below(place, wildcard(block)) for block in token_blocks(tree))
 
 
 def _must_gather_blocks(
-    small: _Attempt, gathered: Sequence[str], tiny: TinyModel, tp: int, mesh: DeviceMesh | None
+    small: _Attempt,
+    gathered: Sequence[str],
+    towers: Sequence[str] | None,
+    tiny: TinyModel,
+    tp: int,
+    mesh: DeviceMesh | None,
 ) -> bool:
     """Return whether the sequence-parallel form has to gather the sequence for entire blocks to be right.
 
@@ -171,6 +262,8 @@ def _must_gather_blocks(
             raise CapabilityError(
                 f"{name} has no sequence-parallel form: {error}; pass sequence_parallel=False"
             ) from error
+        if towers is not None:
+            plan = small.with_towers(plan, among=towers)
         reports.append(verify_tiny(tiny, plan, tp=tp, mesh=mesh))
         if reports[-1].right:
             return gather_blocks

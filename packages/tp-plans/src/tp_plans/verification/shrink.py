@@ -11,14 +11,19 @@ from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
+from tp_plans._validate import is_integer
+from tp_plans.verification.inputs import SPECIAL_TOKEN
+
 _VOCABULARY, _HIDDEN, _HEAD = 131, 64, 16
+#: Tokens that may share an id.
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 #: Lists with one entry a layer, of which every kind is kept.
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
 #: Fields that count the layers of the decoder.
 _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"),
-    *("encoder_layers", "decoder_layers", "num_decoder_layers"),
+    *("encoder_layers", "decoder_layers", "num_decoder_layers", "layers"),
 )
 _INNER = (
     *("intermediate_size", "ffn_dim", "ffn_hidden_size", "dff", "dim_ff", "n_inner"),
@@ -30,9 +35,19 @@ _HEADS = (
 )
 
 
+#: One width serves the language model, its towers and what goes from these to it.
+_WIDTHS = (
+    *("hidden_size", "n_embd", "d_model", "lru_width", "attention_hidden_size", "embed_dim"),
+    *("encoder_hidden_size", "vision_embed_dim", "projection_dim", "out_hidden_size", "text_hidden_size"),
+    *("decoder_hidden_size", "upsample_groups"),
+)
+#: Lists with one entry a stage of a tower.
+_STAGES = {"embed_dim": "embed_dim", "num_heads": "num_heads", "num_groups": "num_heads", "depths": "depths"}
+
+
 def _sizes(tp: int) -> dict[str, int]:
     heads = 4 * tp
-    widths = dict.fromkeys(("hidden_size", "n_embd", "d_model", "lru_width", "attention_hidden_size"), 16 * heads)
+    widths = dict.fromkeys(_WIDTHS, 16 * heads)
     inner = dict.fromkeys(_INNER, 24 * tp)
     counts = dict.fromkeys(_HEADS, heads)
     kv_counts = dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_n_heads"), 2 * tp)
@@ -57,6 +72,8 @@ def _sizes(tp: int) -> dict[str, int]:
         "v_head_dim": 16,
         **dict.fromkeys(("sliding_window", "attention_window_size", "window_size"), 4),
         **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 4),
+        "cross_layer_interval": 2,
+        "num_filters": 16,
         **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
     }
 
@@ -77,14 +94,30 @@ def _shrunk(fields: Mapping[str, Any], tp: int) -> dict[str, Any]:
     for name, size in _sizes(tp).items():
         if isinstance(small.get(name), int) and not isinstance(small[name], bool):
             small[name] = min(size, small[name]) if name in ("num_experts_per_tok", "moe_k") else size
+    if fields.get("word_embed_proj_dim") == fields.get("hidden_size"):  # else OPT has projections in between
+        small |= {name: small["hidden_size"] for name in ("word_embed_proj_dim",) if name in small}
+    for name, size in _STAGES.items():
+        if isinstance(stages := small.get(name), (list, tuple)):
+            small[name] = [_sizes(tp).get(size, 1)] * len(stages)
     kinds = {name: list(dict.fromkeys(small[name])) for name in _KINDS if isinstance(small.get(name), list)}
     layers = max([2, *map(len, kinds.values())])
     small |= {name: list(islice(cycle(each), layers)) for name, each in kinds.items() if each}
     small |= {name: layers for name in _LAYERS if isinstance(small.get(name), int)}
-    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if isinstance(small.get(token), int) and small[token] >= _VOCABULARY:
-            small[token] = 0
+    if small.get("cross_attention_layers"):  # numbers of layers
+        small["cross_attention_layers"] = [layers - 1]
+    if inner := small.get("intermediate_layers_indices"):  # whose outputs go next to that of the last layer
+        small |= {
+            "intermediate_layers_indices": [0] * len(inner),
+            "vision_output_dim": small["hidden_size"] * (1 + len(inner)),
+        }
+    beyond = [
+        name
+        for name, value in small.items()
+        if SPECIAL_TOKEN.fullmatch(name) and is_integer(value) and value >= _VOCABULARY
+    ]
+    for index, name in enumerate(beyond):  # those of media have to differ from all others
+        small[name] = 0 if name in _TOKENS else _VOCABULARY - 1 - index
     for name, value in small.items():
-        if name in ("text_config", "attn_config", "ffn_config", "encoder", "decoder") and isinstance(value, dict):
+        if (name.endswith("_config") or name in ("encoder", "decoder")) and isinstance(value, dict):
             small[name] = _shrunk(value, tp)
     return small

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import nn
 from tp_plans._torch_compat import own_buffers, own_parameters
 from tp_plans._transformers_compat import kept_in_float32
 from tp_plans.errors import ModelError
-from tp_plans.infer.bytecode import takes_argument
 from tp_plans.model_tree import ModelTree
 from tp_plans.patterns import wildcard
 from tp_plans.verification.shrink import shrunk_config
@@ -142,6 +141,9 @@ def _fill(tree: ModelTree) -> None:
 def _prepared(model: nn.Module) -> nn.Module:
     """The model in float64 without dropout, every parameter moved a little and trained."""
     model.to(device="cpu", dtype=torch.float64).eval()
+    if hasattr(model, "set_experts_implementation"):
+        with suppress(ValueError):  # of a class whose experts have one implementation
+            model.set_experts_implementation("eager")  # kernels of grouped products take no float64
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False  # type: ignore[union-attr]  # states that decoding keeps may not be trained
     tree, single = ModelTree.of(model), kept_in_float32(model)
@@ -176,28 +178,3 @@ def _seeded() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
-
-
-def model_inputs(model: nn.Module, given: Mapping[str, Any] | None) -> Mapping[str, Any] | tuple[Any, ...]:
-    """Return the arguments of a run: those given, else token ids of an odd length."""
-    if given is not None:
-        return given
-    tree = ModelTree.of(model)
-    vocabulary = tree.size(tree.embedding or "", 0)
-    if vocabulary is None:
-        raise ModelError(f"{type(model).__name__} has no token embedding: give inputs, as inputs={{'hidden': tensor}}")
-    generator = torch.Generator().manual_seed(1)
-
-    def ids(rows: int, length: int) -> torch.Tensor:
-        return torch.randint(min(3, vocabulary - 1), vocabulary, (rows, length), generator=generator)
-
-    config = getattr(model, "config", None)
-    pools = type(model).__name__.endswith("ForSequenceClassification")
-    if not takes_argument(model, "decoder_input_ids"):
-        # Without an id for padding, the last token of a row is found for one row only.
-        return (ids(1 if pools and getattr(config, "pad_token_id", None) is None else 2, 7),)
-    if not pools:
-        return {"input_ids": ids(2, 7), "decoder_input_ids": ids(2, 5)}
-    rows = ids(2, 7)
-    rows[:, -1] = getattr(config, "eos_token_id", None) or 0  # the token whose hidden state is classified
-    return {"input_ids": rows}

@@ -13,11 +13,11 @@ from tp_plans.checks import check
 from tp_plans.model_tree import ModelTree, parent
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree
-from tp_plans.verification.compare import Differences, Inputs, Reference, compare, reference_run
+from tp_plans.verification.compare import Differences, Reference, compare, first_reference_run
 from tp_plans.verification.parts import part_of, parts_of
 from tp_plans.verification.ranks import Work, on_new_ranks, on_ranks_of, require_axis
 from tp_plans.verification.report import GRADIENT_BOUND, OUTPUT_BOUND, VerificationReport, WrongPart, differences
-from tp_plans.verification.tiny import TinyModel, model_inputs, tiny_model
+from tp_plans.verification.tiny import TinyModel, tiny_model
 
 
 def verify(
@@ -46,8 +46,7 @@ def verify_tiny(
     check(plan, tiny.model, tp=tp).raise_on_error()
     device = "cpu" if mesh is None else mesh.device_type
     tiny.model.to(device)
-    given = _on_device(model_inputs(tiny.model, inputs), device)
-    reference = reference_run(tiny.model, given)
+    reference = first_reference_run(tiny.model, inputs, device=device)
 
     def attempt(plans: Sequence[Plan]) -> list[Differences]:
         def work(ranks: DeviceMesh) -> list[Differences]:
@@ -133,12 +132,3 @@ def _wrong_part(place: str, rules: Plan, tree: ModelTree, found: Differences) ->
         return WrongPart(place, tuple(dict.fromkeys(rule for rule in named if rule)), differences(0.0, own))
     shown = own if any(not error <= GRADIENT_BOUND for error in own.values()) else errors
     return WrongPart(place, tuple(rules), differences(found.output_error, shown))
-
-
-def _on_device(inputs: Inputs, device: str) -> Inputs:
-    def moved(value: Any) -> Any:
-        return value.to(device) if hasattr(value, "to") else value
-
-    if isinstance(inputs, Mapping):
-        return {name: moved(value) for name, value in inputs.items()}
-    return tuple(map(moved, inputs))
