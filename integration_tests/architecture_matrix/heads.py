@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from architecture_matrix.heads_sizes import CHANGES, SIZES
+from architecture_matrix.heads_sizes import CHANGES, OTHER_INPUTS, SIZES
 from architecture_matrix.shrink import VOCAB
 from architecture_matrix.table import UNBUILDABLE, coverage_entries, memory_filled, prepare, text_fields
 from harness.parity import padding_mask
@@ -57,7 +57,8 @@ def head_rows() -> tuple[HeadRow, ...]:
     decoders = dict.fromkeys(
         entry.model_type for name, entry in coverage_entries().items() if entry.model_type and name not in UNBUILDABLE
     )
-    others = dict.fromkeys(name for head in OTHER_HEADS for name in _classes(head) if name not in decoders)
+    known = {*decoders, *OTHER_INPUTS}
+    others = dict.fromkeys(name for head in OTHER_HEADS for name in _classes(head) if name not in known)
     chosen = [(name, DECODER_HEADS) for name in decoders] + [
         (name, {**OTHER_HEADS, **DECODER_HEADS}) for name in others
     ]

@@ -37,6 +37,29 @@ def is_encoder_decoder(model: Any) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
+def is_masked_language_model(config: Any) -> bool:
+    """Return True for a config of an encoder that is trained on masked tokens, and is not set up as a decoder."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
+        return False
+    return has_model_for(transformers.AutoModelForMaskedLM, config)
+
+
+def pooler(model: Any) -> str | None:
+    """Return the path of a module that gives one vector a row, in a class that may output it or score it.
+
+    Modules are called so by their names or those of their classes.
+    """
+    endings = ("ForMaskedLM", "ForCausalLM", "ForTokenClassification", "ForQuestionAnswering")
+    if type(model).__name__.endswith(endings):
+        return None
+    return next((path for path, module in model.named_modules() if _is_pooler(path, module)), None)
+
+
+def _is_pooler(path: str, module: nn.Module) -> bool:
+    return path.rpartition(".")[2] == "pooler" or type(module).__name__.endswith("Pooler")
+
+
 def is_stateful(model: Any) -> bool:
     """Return True if the model's class says that it carries a state from token to token, as ``generate`` asks."""
     return bool(getattr(model, "_is_stateful", False))

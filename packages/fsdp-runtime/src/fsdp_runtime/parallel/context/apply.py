@@ -19,12 +19,14 @@ from fsdp_runtime._transformers_compat.attention import attention_in_force, use_
 from fsdp_runtime._transformers_compat.models import (
     is_encoder_decoder,
     is_transformers_model,
+    original_class,
     picks_one_token,
+    pooler,
     rope_types,
 )
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
-from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.model.structure import ModelStructure, inspect_model
 from fsdp_runtime.parallel.context.attention import ContextAttention
 from fsdp_runtime.parallel.context.exchange import gather_tokens
 from fsdp_runtime.parallel.context.gathered import (
@@ -37,7 +39,18 @@ from fsdp_runtime.parallel.context.gathered import (
 from fsdp_runtime.parallel.context.ways import ContextParallel, check_attention, check_heads
 from fsdp_runtime.parallel.packing.by_functions import mixes_by_functions
 from fsdp_runtime.parallel.packing.documents import find_documents
-from fsdp_runtime.parallel.packing.mixers import makes_own_masks, token_mixers
+from fsdp_runtime.parallel.packing.mixers import (
+    attends_both_ways,
+    bidirectional_without_mask,
+    makes_own_masks,
+    token_mixers,
+)
+from fsdp_runtime.parallel.packing.positions import (
+    derived_positions,
+    ignores_position_ids,
+    masks_embeddings,
+    needs_full_row,
+)
 from fsdp_runtime.parallel.packing.recompute import take_documents
 from fsdp_runtime.runtime_state import runtime_state
 
@@ -56,8 +69,9 @@ def check_context_parallel(model: Any, structure: ModelStructure, way: ContextPa
     """Check that the modules that mix tokens are known, and that attention can be replaced.
 
     Raises:
-        ModelError: the model is not a transformers model, scores one token of each row, has an encoder and a decoder,
-            its token mixers cannot span the full sequence, or this way cannot compute its attention.
+        ModelError: the model is not a transformers model, scores one token of each row or pools rows, has an encoder
+            and a decoder, embeds tokens by more than their ids and positions, its token mixers cannot span the full
+            sequence, or this way cannot compute its attention.
     """
     name = type(model).__name__
     if not is_transformers_model(model):
@@ -73,6 +87,19 @@ def check_context_parallel(model: Any, structure: ModelStructure, way: ContextPa
     if is_encoder_decoder(model):
         raise ModelError(
             f"{name} has an encoder and a decoder, whose attention to each other is not spread over cp: use cp=1"
+        )
+    if (path := pooler(model)) is not None and attends_both_ways(model, structure):
+        raise ModelError(
+            f"{path} of {name} makes one vector of each row, and a rank of cp holds a part of the row: use cp=1, or "
+            "build the model with add_pooling_layer=False and pool gathered hidden states"
+        )
+    if (path := ignores_position_ids(structure)) is not None:
+        raise ModelError(f"{name} looks up {path} by a token's place in a rank's row, not by position_ids: use cp=1")
+    if (reason := needs_full_row(structure)) is not None:
+        raise ModelError(f"{name} cannot run on a part of a row: its {reason}; use cp=1")
+    if (path := masks_embeddings(structure)) is not None:
+        raise ModelError(
+            f"{path} of {name} multiplies this rank's embeddings with the padding mask of the full row: use cp=1"
         )
     config = model.config.get_text_config()
     if attention_in_force(config) not in ("sdpa", "eager"):
@@ -146,7 +173,7 @@ def replace_attention(
 ) -> None:
     """Replace a model's attention except in some modules, and complete its inputs in a hook."""
     use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask, keep=keep)
-    model.register_forward_pre_hook(_Inputs(attention, shared_prefixes), with_kwargs=True)
+    model.register_forward_pre_hook(_Inputs(attention, shared_prefixes, model), with_kwargs=True)
 
 
 def gather_mixers(model: Any, parallelism: Parallelism) -> None:
@@ -202,8 +229,11 @@ def _hooks(model: nn.Module) -> Iterator[_Inputs]:
 class _Inputs:
     """A forward pre-hook that completes the inputs of a rank and refuses inputs that cannot be sharded."""
 
-    def __init__(self, attention: ContextAttention, shared_prefixes: bool = False) -> None:
+    def __init__(self, attention: ContextAttention, shared_prefixes: bool, model: nn.Module) -> None:
         self.attention, self.shared_prefixes = attention, shared_prefixes
+        structure = inspect_model(model)
+        self.derived = derived_positions(structure)
+        self.unmasked = bidirectional_without_mask(model, structure)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -246,8 +276,20 @@ class _Inputs:
             attention.subtree_end = gather_tokens(subtree_end, layout, attention.group, dim=-1)
             full = gather_tokens(positions, layout, attention.group, dim=-1)
             attention.positions = full[0] if full.dim() == 3 else full
+        if documents is not None and self.unmasked is not None:
+            raise LayoutError(
+                f"position_ids restart within a row, and {self.unmasked.path} ({self.unmasked.kind}), which attends to "
+                "later tokens, is not kept to a document by its attention mask: give one document a row"
+            )
+        places = layout.positions.to(tokens.device)
+        if self.derived is not None and subtree_end is None and self.derived.differ(positions, places, mask):
+            raise LayoutError(
+                f"{self.derived.path} of {original_class(module).__name__} derives positions from the token ids or the "
+                "padding of the full row: compute position_ids of the full row, and give them to "
+                "SequenceLayout.shard_batch"
+            )
         if positions is None:
-            positions = layout.positions.to(tokens.device).expand(tokens.shape[0], -1)
+            positions = places.expand(tokens.shape[0], -1)
         return args, {**kwargs, "attention_mask": mask, "position_ids": positions, "use_cache": False}
 
 

@@ -18,7 +18,8 @@ from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.context.apply import gather_mixers
 from fsdp_runtime.parallel.packing.by_functions import compute_rows
 from fsdp_runtime.parallel.packing.documents import find_documents
-from fsdp_runtime.parallel.packing.mixers import Way, makes_own_masks, token_mixers
+from fsdp_runtime.parallel.packing.mixers import Way, bidirectional_without_mask, makes_own_masks, token_mixers
+from fsdp_runtime.parallel.packing.positions import ignores_position_ids
 from fsdp_runtime.parallel.packing.recompute import take_documents
 from fsdp_runtime.parallel.packing.run import BOUNDARIES, CurrentDocuments, keep_documents_apart
 from fsdp_runtime.parallel.packing.warn import warn_of_packed_rows
@@ -34,7 +35,8 @@ def check_packing(model: Any, structure: ModelStructure) -> None:
     """Check that the modules that mix tokens are known.
 
     Raises:
-        ModelError: the model is not a transformers model, or none of its blocks has such a module.
+        ModelError: the model is not a transformers model, none of its blocks has such a module, it does not read
+            ``position_ids``, or it attends to later tokens in modules that are not kept apart by a mask.
     """
     name = type(model).__name__
     if not is_transformers_model(model):
@@ -51,6 +53,15 @@ def check_packing(model: Any, structure: ModelStructure) -> None:
         raise ModelError(
             f"no module in the blocks of {name} takes an attention mask, a cache or a state, so that it is not known "
             "which ones mix tokens: keep documents apart in your own code and leave packed_sequences out"
+        )
+    if (path := ignores_position_ids(structure)) is not None:
+        raise ModelError(
+            f"{name} looks up {path} by a token's place in the row, not by position_ids: use one document a row"
+        )
+    if (unmasked := bidirectional_without_mask(model, structure)) is not None:
+        raise ModelError(
+            f"{name} attends to later tokens, and {unmasked.path} ({unmasked.kind}) is not kept to a document by its "
+            "attention mask: use one document a row"
         )
 
 

@@ -99,7 +99,7 @@ class Documents:
             true_allows: what true means in a bool mask.
         """
         if id(mask) not in self._masks:
-            same = (self.numbers[:, :, None] == self.numbers[:, None, :]).unsqueeze(1)
+            same = self.same
             if mask.dtype == torch.bool:
                 restricted = mask & same if true_allows else mask | ~same
             else:
@@ -111,13 +111,18 @@ class Documents:
     def causal(self) -> Tensor:
         """``[batch, 1, seq, seq]`` bool: true where a query may attend to a key of its document."""
         index = torch.arange(self.begins.shape[1], device=self.begins.device)
-        same = self.numbers[:, :, None] == self.numbers[:, None, :]
-        return (same & (index[:, None] >= index[None, :])).unsqueeze(1)
+        return self.same & (index[:, None] >= index[None, :])
+
+    @cached_property
+    def same(self) -> Tensor:
+        """``[batch, 1, seq, seq]`` bool: true where query and key are of one document."""
+        return (self.numbers[:, :, None] == self.numbers[:, None, :]).unsqueeze(1)
 
     def forget_masks(self) -> None:
         """Free the masks of this forward."""
         self._masks.clear()
-        self.__dict__.pop("causal", None)
+        for name in ("causal", "same"):
+            self.__dict__.pop(name, None)
 
 
 @dataclass(frozen=True, eq=False)

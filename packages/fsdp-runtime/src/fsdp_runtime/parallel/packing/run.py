@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.parallel.packing.documents import DocumentBatch, Documents
-from fsdp_runtime.parallel.packing.mixers import MASK, Way
+from fsdp_runtime.parallel.packing.mixers import MASK, Way, is_bidirectional
 from tp_plans.infer.bytecode import referenced_names
 
 #: Inputs that tell kernels of boundaries, which rows of one document do not have.
@@ -174,7 +174,7 @@ def restricted(
     if mask is None:
         if not documents.packed:
             return args, kwargs
-        mask = documents.causal
+        mask = documents.same if is_bidirectional(module) else documents.causal
         if implementation != "sdpa":
             hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
             mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
