@@ -157,8 +157,7 @@ RANKS = {
     "granitemoe": ["TP", "cp, recomputed"],  # a softmax after top-k
 }
 REDUCED = {("mixtral", "TP"), ("mixtral", "cp, recomputed"), ("mixtral", "cp, contiguous")}
-REDUCED |= {("deepseek_v3", "SP, recomputed"), ("phimoe", "dp_shard, recomputed")}
-REDUCED |= {("gemma4_text", "SP, recomputed"), ("doge, mixture", "SP, recomputed"), ("granitemoe", "cp, recomputed")}
+REDUCED |= {("deepseek_v3", "SP, recomputed"), ("phimoe", "dp_shard, recomputed"), ("doge, mixture", "SP, recomputed")}
 
 
 def _on_two_ranks(name: str, mode: str) -> dict[str, float]:

@@ -24,6 +24,22 @@ def preloaded_context() -> ForkServerContext:
     return context
 
 
+def server_address() -> str | None:
+    """Return the address of the fork server that this process started, for :func:`share_server`.
+
+    Python has no public form of it.  ``None`` where there is no server, or it wants a key too (Python 3.14).
+    """
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    return None if hasattr(server, "_forkserver_authkey") else server._forkserver_address
+
+
+def share_server(address: str) -> None:
+    """Let this process, a descendant of a fork server, fork from that server instead of starting its own."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address, server.ensure_running = address, lambda: None
+    forkserver.ensure_running = server.ensure_running
+
+
 @contextmanager
 def _environment(**changes: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in changes}

@@ -51,7 +51,7 @@ def test_a_rank_that_raised_is_named_before_silent_ranks() -> None:
 
 
 def _one_raises(guilty: int, error: Exception) -> None:
-    with monitor_ranks(timeout=3.0) as monitor:
+    with monitor_ranks(timeout=2.0) as monitor:
         with monitor.phase("load"):
             dist.barrier()
         with monitor.phase("forward"):

@@ -52,7 +52,7 @@ FOUR = ({"dp_shard": 2, "tp": 2}, {"tp": 4}, {"dp_replicate": 2, "dp_shard": 2},
 
 
 #: The slow ones differ in names alone.
-SLOW = ("Qwen2ForCausalLM", "Gemma3ForCausalLM")
+SLOW = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma3ForConditionalGeneration")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def _missing_partner(how: str) -> str:
     return told
 
 
-@pytest.mark.parametrize("how", ["receiver", "sender"])
+@pytest.mark.parametrize("how", ["receiver", pytest.param("sender", marks=pytest.mark.slow)])
 def test_a_rank_that_does_not_come_is_named_in_time_and_a_new_group_works(two_ranks: RankPool, how: str) -> None:
     told = two_ranks.run(_missing_partner, how)
     present, absent = (0, 1) if how == "receiver" else (1, 0)
