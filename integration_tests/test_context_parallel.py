@@ -142,13 +142,16 @@ def test_grouped_heads_sliding_windows_and_a_vision_language_models_text(
     alternating_first(
         [
             ({"cp": 4}, {}),
-            ({"cp": 2, "tp": 2}, {}),
-            ({"dp_shard": 2, "cp": 2}, {}),
-            ({"cp": 2, "tp": 2}, {"sequence_parallel": True}),
             ({"dp_replicate": 2, "cp": 2}, {"activation_checkpointing": "block"}),
+            ({"cp": 2, "tp": 2}, {"sequence_parallel": True}),
         ],
         ["", "right"],
-    ),
+    )
+    + [
+        pytest.param((axes, {}), kind, marks=pytest.mark.slow)
+        for axes in ({"cp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2})
+        for kind in ("", "right")
+    ],
     ids=str,
 )
 def test_context_parallelism_composes_with_every_other_axis(four_ranks: RankPool, case: Any, kind: str) -> None:

@@ -64,7 +64,7 @@ def all_tiles() -> Iterator[None]:
     [
         (Model, "linear", {"seq_len": 11, "micro_batch": 3}),
         pytest.param(Model, "linear", {"seq_len": 60}, marks=pytest.mark.slow),
-        (Frozen, "linear", {"seq_len": 33}),
+        pytest.param(Frozen, "linear", {"seq_len": 33}, marks=pytest.mark.slow),
         pytest.param(Frozen, "linear", {"seq_len": 60}, marks=pytest.mark.slow),
         (Model, "logits", {"seq_len": 11, "micro_batch": 3}),
     ],

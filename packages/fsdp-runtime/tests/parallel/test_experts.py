@@ -210,18 +210,21 @@ def _calls(layers: int, options: dict[str, Any]) -> Counter[str]:
     return found
 
 
-def _calls_of_a_layer() -> list[dict[str, int]]:
+def _calls_of_a_layer(options_of_cases: list[dict[str, Any]]) -> list[dict[str, int]]:
     found = []
-    for options in ({}, {"sequence_parallel": True}):
+    for options in options_of_cases:
         fewer, more = _calls(1, options), _calls(2, options)
         found.append({name: count - fewer[name] for name, count in more.items() if count != fewer[name]})
     return found
 
 
-def test_a_layer_exchanges_five_times_forward_and_three_times_backward(four_ranks: RankPool) -> None:
+@pytest.mark.parametrize("options", [SP, pytest.param({}, marks=pytest.mark.slow)], ids=["SP", "TP"])
+def test_a_layer_exchanges_five_times_forward_and_three_times_backward(
+    four_ranks: RankPool, options: dict[str, Any]
+) -> None:
     # Forward two of counts, and rows, pairs and sums; backward sums, the weights of pairs, and rows.
     layer = {"forward all_to_all": 5, "backward all_to_all": 3}
-    assert four_ranks.run(_calls_of_a_layer) == [[layer, layer]] * 4
+    assert four_ranks.run(_calls_of_a_layer, [options]) == [[layer]] * 4
 
 
 class _Dies(AllToAllExchange):

@@ -306,13 +306,15 @@ MOMENTS = {
 @pytest.mark.parametrize(
     ("rank", "moment"),
     [
-        (0, "before the rename"),
         (0, "old state half gone"),
         (1, "first tensor"),
         *(
             pytest.param(rank, moment, marks=pytest.mark.slow)
             for rank, moment in (
-                *((0, moment) for moment in ("first tensor", "after the tensors", "after the rename")),
+                *(
+                    (0, moment)
+                    for moment in ("first tensor", "after the tensors", "before the rename", "after the rename")
+                ),
                 (1, "after the tensors"),
             )
         ),

@@ -119,7 +119,13 @@ def _to_engine(model_type: str, tp: int, ep: int) -> tuple[bool, int, int, int]:
 
 @pytest.mark.parametrize(
     ("model_type", "tp", "ep"),
-    [("qwen3", 2, 1), ("qwen3", 4, 1), ("qwen3_moe", 2, 2), ("qwen3_moe", 4, 2), ("deepseek_v3", 2, 1)],
+    [
+        ("qwen3", 2, 1),
+        pytest.param("qwen3", 4, 1, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 2, 2, marks=pytest.mark.slow),
+        ("qwen3_moe", 4, 2),
+        ("deepseek_v3", 2, 1),
+    ],
 )
 def test_an_engine_of_another_size_gets_its_slices_with_one_bucket_of_extra_memory(
     four_ranks: RankPool, model_type: str, tp: int, ep: int
