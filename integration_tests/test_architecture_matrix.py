@@ -66,15 +66,13 @@ TP_ONLY = [
 HALVES = (KINDS[::2], KINDS[1::2])
 #: What the default tests run: a row for each way to split a layer. All others are slow, and rows of the coverage page.
 DEFAULT = {
-    ("aria_text", "SP"),
     ("deepseek_v3", "SP"),
     ("gemma3_text", "SP"),
     ("gpt_neox", "SP"),
-    ("granite_swa", "TP"),
     ("mixtral", "SP"),
     ("nemotron_h", "SP"),
     ("olmo2", "SP"),
-    ("olmo_hybrid", "TP"),
+    ("granite_swa", "TP"),
     ("phi3", "SP"),
     ("gemma3n_text", "TP"),
     ("llama4_text", "TP"),

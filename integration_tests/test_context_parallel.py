@@ -374,5 +374,5 @@ def _padded_errors(names: list[str]) -> list[float]:
 
 
 def test_padding_reaches_mixers_on_full_sequences(two_ranks: RankPool) -> None:
-    for errors in two_ranks.run(_padded_errors, ["jamba", "lfm2_moe", "qwen3_next", "bloom", "openai-gpt"]):
+    for errors in two_ranks.run(_padded_errors, ["jamba", "qwen3_next", "openai-gpt"]):
         assert max(errors) < OUTPUT_BOUND

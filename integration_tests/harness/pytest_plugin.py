@@ -20,7 +20,7 @@ from harness.ranks import RankPool
 # Ranks run one thread each; more threads in the process of the tests would compete with them for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("any machine", deadline=None)  # a busy one exceeds hypothesis's 200 ms at times
+settings.register_profile("any machine", deadline=None, max_examples=50)  # a busy one exceeds 200 ms at times
 settings.load_profile("any machine")
 
 #: Fixtures whose tests run on several processes.
