@@ -40,7 +40,7 @@ def ranks(request: pytest.FixtureRequest, mesh: dict[str, int]) -> RankPool:
 
 @pytest.mark.parametrize(
     ("architecture", "mesh", "options", "tied"),
-    pairwise_first(ARCHITECTURES, [TP, TP_FSDP, HSDP_TP], [{}, SP], [False, True], limit=6),
+    pairwise_first(ARCHITECTURES, [TP, TP_FSDP, HSDP_TP], [{}, SP], [False, True], limit=5),
     ids=identifier,
 )
 def test_tensor_parallel_model_equals_single_process(
