@@ -1,7 +1,8 @@
 """Processes that start with torch, transformers and the packages already imported.
 
 A fork server imports ``harness.preload`` once. Each process that it forks starts in about 0.1 s, where an
-interpreter of its own needs several seconds of CPU time for the same imports.
+interpreter of its own needs several seconds of CPU time for the same imports. The test processes of ``pytest -n`` are
+forked from it too, and share it for their ranks.
 """
 
 from __future__ import annotations

@@ -90,6 +90,17 @@ def _quiet_work(seconds: float) -> str:
     return "done"
 
 
+def _seconds_to_end() -> float:
+    with monitor_ranks(timeout=300.0) as monitor, monitor.phase("forward"):
+        dist.barrier()
+        begun = time.monotonic()
+    return time.monotonic() - begun
+
+
+def test_the_end_does_not_wait_for_a_round(two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(_seconds_to_end)) < 15  # of 30 between rounds
+
+
 def test_a_slow_rank_is_not_lost(two_ranks: RankPool) -> None:
     assert two_ranks.run(_quiet_work, 2.5) == ["done", "done"]
 
