@@ -30,6 +30,14 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 WITH_CODE = [page for page in PAGES if pages.parts(page)]
+#: Pages whose code takes long; other tests run every function that they show.
+LONG = {
+    "guides/compile.md",
+    "guides/dry-run.md",
+    "guides/heads.md",
+    "migration/nemo-rl.md",
+    "migration/transformers.md",
+}
 NOX_SESSIONS = {
     node.name for node in ast.parse((ROOT / "noxfile.py").read_text()).body if isinstance(node, ast.FunctionDef)
 }
@@ -47,7 +55,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=_name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if _name(page) in LONG else page for page in WITH_CODE],
+    ids=_name,
+)
 def test_the_code_of_a_page_runs_and_prints_what_it_says(
     page: Path, checkpoint: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

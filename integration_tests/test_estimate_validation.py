@@ -57,7 +57,7 @@ def config_of(name: str) -> Any:
             vocab_size=VOCAB,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=2,
+            num_hidden_layers=1 if name == "moe, all experts" else 2,
             num_attention_heads=4,
             num_key_value_heads=4,
             num_local_experts=4,
@@ -65,7 +65,8 @@ def config_of(name: str) -> Any:
         )
     if name == "vlm":
         return tiny_config("Gemma3ForConditionalGeneration")
-    return tiny_config("Qwen3ForCausalLM", tied=name == "tied", num_hidden_layers=2 if name == "tied" else 4)
+    layers = {"dense": 4, "tied": 2, "shallow": 1}[name]
+    return tiny_config("Qwen3ForCausalLM", tied=name == "tied", num_hidden_layers=layers)
 
 
 def real_step(name: str, axes: dict[str, int], options: dict[str, Any], logprobs: str, rank: int) -> Any:
@@ -143,17 +144,22 @@ def predicted(name: str, axes: dict[str, int], options: dict[str, Any], logprobs
 
 
 SP, BLOCKS = {"sequence_parallel": True}, {"activation_checkpointing": "block"}
+SELECTIVE = {"activation_checkpointing": "selective", "master": True}
 ON_TWO = [
     pytest.param(("dense", {"tp": 2}, {}, "logits"), marks=pytest.mark.slow),
-    ("dense", {"tp": 2}, SP, "linear"),
-    ("moe", {"tp": 2}, {"activation_checkpointing": "mlp"}, "logits"),
+    pytest.param(("dense", {"tp": 2}, SP, "linear"), marks=pytest.mark.slow),
+    ("shallow", {"tp": 2}, SP, "linear"),
+    pytest.param(("moe", {"tp": 2}, {"activation_checkpointing": "mlp"}, "logits"), marks=pytest.mark.slow),
 ]
 ON_FOUR = [
-    ("tied", {"dp_shard": 2, "tp": 2}, SP | BLOCKS, "logits"),
+    pytest.param(("tied", {"dp_shard": 2, "tp": 2}, SP | BLOCKS, "logits"), marks=pytest.mark.slow),
     pytest.param(("moe", {"dp_shard": 2, "tp": 2}, {}, "logits"), marks=pytest.mark.slow),
     ("moe, all experts", {"dp_shard": 2, "tp": 2, "ep": 2}, BLOCKS, "logits"),  # the only routes known without data
-    ("vlm", {"dp_shard": 2, "tp": 2}, SP, "logits"),
-    ("dense", {"dp_replicate": 2, "dp_shard": 2}, {"activation_checkpointing": "selective", "master": True}, "logits"),
+    pytest.param(("vlm", {"dp_shard": 2, "tp": 2}, SP, "logits"), marks=pytest.mark.slow),
+    *(
+        pytest.param((name, {"dp_replicate": 2, "dp_shard": 2}, SELECTIVE, "logits"), marks=marks)
+        for name, marks in (("shallow", []), ("dense", [pytest.mark.slow]))
+    ),
 ]
 
 

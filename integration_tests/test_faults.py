@@ -8,6 +8,6 @@ from faults.campaign import Campaign
 
 
 def test_a_killed_rank_is_named_in_time_and_training_resumes_with_the_same_losses(tmp_path: Path) -> None:
-    (row,) = Campaign(tmp_path, timeout=8.0, axes={"dp_shard": 2}).run("kill -9 during backward")
+    (row,) = Campaign(tmp_path, timeout=5.0, axes={"dp_shard": 2}).run("kill -9 during backward")
     assert row.problems == ()
     assert (row.resumed, row.lost) == (4, 0)

@@ -60,7 +60,7 @@ def bare_loop(sequence_parallel: bool) -> tuple[list[str], list[float], list[flo
     return faults, *(loop.train(model, data, lr=1e-3) for model in (whole, split))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_bare_loop_trains_as_in_one_process(two_ranks: RankPool, sequence_parallel: bool) -> None:
     for faults, whole, split in two_ranks.run(bare_loop, sequence_parallel):
         assert faults == []
@@ -94,7 +94,7 @@ def own_model(sequence_parallel: bool) -> tuple[list[str], list[float], list[flo
     return faults, *losses, _bytes(split) / _bytes(whole)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_custom_model_trains_as_in_one_process(two_ranks: RankPool, sequence_parallel: bool) -> None:
     for faults, whole, split, share in two_ranks.run(own_model, sequence_parallel):
         assert faults == []

@@ -1,4 +1,4 @@
-"""The GRPO example with very few steps: once as a user starts it, on four ranks under torchrun, then on two ranks."""
+"""The GRPO example with very few steps, as a user starts it: under torchrun on two ranks, and on four in slow tests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SMALL = ("--warmup-batch=16", "--prompts=8", "--group=4", "--held-out=24", "--re
 FLOAT32_ROUNDING = 5e-5
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The output folder and the printed text of one run on two data-parallel times two tensor-parallel ranks."""
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The output folder and the printed text of one run on two tensor-parallel ranks, alone or times two with data."""
     output = tmp_path_factory.mktemp("grpo")
     steps = ("--warmup-steps=2", "--steps=2", "--score-every=1", "--top-p=0.9")
-    job = torchrun(TRAIN, "--device=cpu", *SMALL, f"--output={output}", *steps, ranks=4, cwd=output)
+    job = torchrun(TRAIN, "--device=cpu", *SMALL, f"--output={output}", *steps, ranks=request.param, cwd=output)
     assert job.returncode == 0, job.stderr
     return output, job.stdout
 
@@ -34,13 +34,14 @@ def metrics(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "metrics.json").read_text())
 
 
-def test_prints_one_row_a_step_and_every_score(finished: tuple[Path, str]) -> None:
+def test_prints_one_row_a_step_and_every_score(finished: tuple[Path, str], request: pytest.FixtureRequest) -> None:
     _, printed = finished
     lines = printed.splitlines()
     header = next(index for index, line in enumerate(lines) if "reward" in line and "tokens/s" in line)
     assert [line.split()[0] for line in lines[header + 1 :] if line.split()[0].isdigit()] == ["1", "2"]
     assert sum("held-out exact match" in line for line in lines) == 4  # before, after the warm-up, and two steps
-    assert "dp_shard=2, tp=2, sequence parallelism on" in printed
+    shards = request.node.callspec.params["finished"] // 2
+    assert f"dp_shard={shards}, tp=2, sequence parallelism on" in printed
 
 
 def test_trainer_and_generator_agree_to_rounding(finished: tuple[Path, str]) -> None:

@@ -36,15 +36,15 @@ from tp_plans import (
 #: Model type, head and mode: each kind of head, and each way in which hidden states reach one.
 CASES = [
     ("qwen3", "sequence classification", "SP"),  # three labels, which do not divide; the last token of each row
-    ("gemma3_text", "reward", "TP"),
-    ("llama", "question answering", "SP"),  # a trunk of another name
     ("qwen3", "trunk", "SP"),  # hidden states for the caller
     ("eurobert", "sequence classification", "SP"),  # a head of several layers, on the first token
-    ("t5gemma", "seq2seq", "SP"),  # two streams of tokens
-    ("t5", "seq2seq", "SP"),  # tied tables of three modules, relative position biases
+    ("t5", "seq2seq", "SP"),  # two streams of tokens, tied tables of three modules, relative position biases
 ]
 #: Further cases of the slow runs.
 OTHERS = [
+    ("gemma3_text", "reward", "TP"),
+    ("llama", "question answering", "SP"),  # a trunk of another name
+    ("t5gemma", "seq2seq", "SP"),  # two streams of tokens
     ("qwen3", "token classification", "SP"),
     ("gpt2", "sequence classification", "SP"),
     ("deepseek_v3", "token classification", "SP"),

@@ -25,7 +25,6 @@ from harness.ranks import RankPool
 #: Model types with every way in which towers are built, and the modes in which each is measured by default.
 PAIRS = [
     ("qwen3_vl", "SP"),  # fused queries, keys and values; features added between blocks
-    ("qwen3_vl_moe", "TP"),  # norms of heads that transformers' plan leaves out
     ("llava", "TP"),  # separate projections
 ]
 #: Further model types that are measured in the slow runs.
@@ -60,6 +59,7 @@ OTHERS = [
     "qwen2_5_vl",
     "qwen3_5",
     "qwen3_omni_moe_thinker",
+    "qwen3_vl_moe",  # norms of heads that transformers' plan leaves out
     "qwen4_exp",
     "step3p7",
     "t5gemma2",

@@ -40,7 +40,7 @@ def ranks(request: pytest.FixtureRequest, mesh: dict[str, int]) -> RankPool:
 
 @pytest.mark.parametrize(
     ("architecture", "mesh", "options", "tied"),
-    pairwise_first(ARCHITECTURES, [TP, TP_FSDP, HSDP_TP], [{}, SP], [False, True], limit=9),
+    pairwise_first(ARCHITECTURES, [TP, TP_FSDP, HSDP_TP], [{}, SP], [False, True], limit=5),
     ids=identifier,
 )
 def test_tensor_parallel_model_equals_single_process(
@@ -60,7 +60,9 @@ def test_data_parallel_model_equals_single_process(
     assert_parity(ranks.run(compare, Case(architecture, mesh, parallelize, {}, {"tied": tied})))
 
 
-@pytest.mark.parametrize("length", [1, pytest.param(2, marks=pytest.mark.slow), 3, 8])
+@pytest.mark.parametrize(
+    "length", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("mesh", [{"tp": 4}], ids=identifier)
 def test_sequence_parallel_takes_any_length(ranks: RankPool, mesh: dict[str, int], length: int) -> None:
     assert_parity(ranks.run(compare, Case("Qwen3ForCausalLM", mesh, parallelize, SP, {"tied": True}, length=length)))
@@ -76,8 +78,9 @@ def test_padding_masks_reach_sequence_parallel_attention(
     assert_parity(ranks.run(compare, Case(architecture, mesh, parallelize, SP, padding=padding)))
 
 
-@pytest.mark.parametrize("inputs", ["positions", "embeddings"])
-@pytest.mark.parametrize("options", [{}, SP], ids=identifier)
+@pytest.mark.parametrize(
+    ("inputs", "options"), alternating_first(["positions", "embeddings"], [{}, SP]), ids=identifier
+)
 @pytest.mark.parametrize("mesh", [TP], ids=identifier)
 def test_position_ids_and_embeddings_may_be_given(
     ranks: RankPool, mesh: dict[str, int], options: dict[str, Any], inputs: str

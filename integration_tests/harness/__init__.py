@@ -13,7 +13,7 @@ puts its cases into few calls.  To run without ranks: ``pytest -m "not ranks"``;
 
 =====================  ================================================================================================
 ranks                  the pools; a world that may be out of step after a failure is replaced
-processes, preload     the server that ranks are forked from, with torch, transformers and the packages imported
+processes, preload     the server that test processes and ranks are forked from, with torch and the packages imported
 interpreter, torchrun  programs ``python`` and ``torchrun`` forked from that server, for tests of scripts and launchers
 launched               scripts of several ranks without an agent above them
 pytest_plugin          the fixtures, the marks ``ranks`` and ``slow``, and what a report says of the versions

@@ -113,4 +113,4 @@ def tiny_inputs(model: nn.Module, *, batch: int, length: int, seed: int = 1) -> 
 
 
 def _gemma(text: dict[str, Any]) -> dict[str, Any]:
-    return {**text, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    return {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], **text}

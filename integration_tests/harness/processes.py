@@ -1,7 +1,8 @@
 """Processes that start with torch, transformers and the packages already imported.
 
 A fork server imports ``harness.preload`` once. Each process that it forks starts in about 0.1 s, where an
-interpreter of its own needs several seconds of CPU time for the same imports.
+interpreter of its own needs several seconds of CPU time for the same imports. The test processes of ``pytest -n`` are
+forked from it too, and share it for their ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,22 @@ def preloaded_context() -> ForkServerContext:
     with _environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
     return context
+
+
+def server_address() -> str | None:
+    """Return the address of the fork server that this process started, for :func:`share_server`.
+
+    Python has no public form of it.  ``None`` where there is no server, or it wants a key too (Python 3.14).
+    """
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    return None if hasattr(server, "_forkserver_authkey") else server._forkserver_address
+
+
+def share_server(address: str) -> None:
+    """Let this process, a descendant of a fork server, fork from that server instead of starting its own."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address, server.ensure_running = address, lambda: None
+    forkserver.ensure_running = server.ensure_running
 
 
 @contextmanager

@@ -6,18 +6,21 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from _pytest.junitxml import xml_key
 from hypothesis import settings
 
 from harness.environment import environment
+from harness.interpreter import programs
+from harness.processes import server_address, share_server
 from harness.ranks import RankPool
 
 # Ranks run one thread each; more threads in the process of the tests would compete with them for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("any machine", deadline=None)  # a busy one exceeds hypothesis's 200 ms at times
+settings.register_profile("any machine", deadline=None, max_examples=50)  # a busy one exceeds 200 ms at times
 settings.load_profile("any machine")
 
 #: Fixtures whose tests run on several processes.
@@ -38,6 +41,25 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--slow``."""
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow (see nox -s slow)")
+
+
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Fork the test processes of ``-n`` from the preloaded server, so that they do not import torch each."""
+    processes = getattr(config.option, "tx", None) or ()
+    if processes and set(processes) == {"popen"}:
+        config.option.tx = [f"popen//python={programs() / 'python'}"] * len(processes)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a test process of pytest-xdist the address of that server."""
+    node.workerinput["fork_server"] = server_address()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the ranks of a test process be forked from the server that the process was forked from."""
+    if address := getattr(config, "workerinput", {}).get("fork_server"):
+        share_server(address)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -290,7 +290,7 @@ def test_right_arguments_are_taken(name):
     use(CALLS[name].function(**CALLS[name].valid()))
 
 
-@pytest.mark.parametrize("examples", [12, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_arguments_are_refused_or_understood(name, examples):
     mesh()
@@ -298,6 +298,7 @@ def test_wrong_arguments_are_refused_or_understood(name, examples):
     try_wrong_arguments(CALLS[name], fsdp_runtime, *ERRORS, examples=few)
 
 
+@pytest.mark.parametrize("examples", [5, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DRY_RUNS)
-def test_wrong_arguments_of_a_dry_run_are_refused_or_understood(name):
-    try_wrong_arguments(DRY_RUNS[name], fsdp_runtime, *ERRORS, examples=12)
+def test_wrong_arguments_of_a_dry_run_are_refused_or_understood(name, examples):
+    try_wrong_arguments(DRY_RUNS[name], fsdp_runtime, *ERRORS, examples=examples)

@@ -32,7 +32,6 @@ from fsdp_runtime.parallel import tensor
 from fsdp_runtime.parallel.packing.warn import PackedRowsWatch
 from fsdp_runtime.parallel.tensor import with_logits
 from harness.models import tiny_inputs, tiny_model
-from harness.pairwise import alternating_first
 from harness.parity import Case, assert_parity, compare
 from harness.ranks import RankPool, RanksFailed
 from tp_plans import ColwiseParallel, Plan, TpPlansError, plan_for
@@ -166,7 +165,11 @@ def test_a_model_wrapped_elsewhere_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "options"),
-    alternating_first(["selective", "mlp", "none", "block"], [{"sequence_parallel": True}, {}]),
+    [
+        pytest.param(mode, options, marks=[pytest.mark.slow] if mode == "none" or (mode == "mlp") == sp else [])
+        for mode in ("selective", "mlp", "none", "block")
+        for sp, options in ((True, {"sequence_parallel": True}), (False, {}))
+    ],
     ids=str,
 )
 def test_every_mode_of_checkpointing_composes_with_the_mesh(

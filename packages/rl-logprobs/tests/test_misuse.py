@@ -174,7 +174,7 @@ def test_right_arguments_are_taken(name):
     call.function(**call.valid())
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_arguments_are_refused_or_understood(name, examples):
     try_wrong_arguments(CALLS[name], rl_logprobs, rl_logprobs.LogprobsError, examples=examples)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import rl_logprobs
+from harness.pairwise import alternating_first
 from rl_logprobs import SamplingFilter, token_logprobs, token_statistics
 
 FILTERS = {
@@ -150,9 +151,13 @@ def on_mesh(vocab, name, dtype):
     return found.logprobs, found.entropy, counter.get_total_counts()
 
 
-@pytest.mark.parametrize("name", FILTERS)
-@pytest.mark.parametrize(("vocab", "dtype"), [(5, torch.float64), (130, torch.float64), (130, torch.bfloat16)])
-def test_every_split_keeps_the_same_tokens(four_ranks, vocab, dtype, name):
+@pytest.mark.parametrize(
+    ("name", "problem_of"),
+    alternating_first([*FILTERS], [(130, torch.float64), (130, torch.bfloat16), (5, torch.float64)]),
+    ids=str,
+)
+def test_every_split_keeps_the_same_tokens(four_ranks, problem_of, name):
+    vocab, dtype = problem_of
     logits, targets = problem(vocab, dtype)
     expected = token_statistics(logits, targets, entropy=True, sampling=FILTERS[name], temperature=0.8)
     tolerance = 1e-12 if dtype is torch.float64 else 2e-6

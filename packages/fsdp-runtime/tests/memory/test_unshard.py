@@ -138,6 +138,10 @@ def _loss(model: nn.Module, inputs: dict[str, torch.Tensor], *, below: bool) -> 
     return model(**inputs, use_cache=False).logits.square().mean()
 
 
-@pytest.mark.parametrize("compile_options", [False, {"backend": "aot_eager"}], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compile_options",
+    [False, pytest.param({"backend": "aot_eager"}, marks=pytest.mark.slow)],
+    ids=["eager", "compiled"],
+)
 def test_gradients_of_gathered_parameters_are_those_of_one_process(two_ranks: RankPool, compile_options: Any) -> None:
     assert two_ranks.run(_with_gradients, compile_options) == [[], []]

@@ -51,7 +51,7 @@ def test_a_rank_that_raised_is_named_before_silent_ranks() -> None:
 
 
 def _one_raises(guilty: int, error: Exception) -> None:
-    with monitor_ranks(timeout=3.0) as monitor:
+    with monitor_ranks(timeout=2.0) as monitor:
         with monitor.phase("load"):
             dist.barrier()
         with monitor.phase("forward"):
@@ -88,6 +88,17 @@ def _quiet_work(seconds: float) -> str:
                 time.sleep(wait)
             dist.barrier()
     return "done"
+
+
+def _seconds_to_end() -> float:
+    with monitor_ranks(timeout=300.0) as monitor, monitor.phase("forward"):
+        dist.barrier()
+        begun = time.monotonic()
+    return time.monotonic() - begun
+
+
+def test_the_end_does_not_wait_for_a_round(two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(_seconds_to_end)) < 15  # of 30 between rounds
 
 
 def test_a_slow_rank_is_not_lost(two_ranks: RankPool) -> None:

@@ -18,8 +18,8 @@ from harness.ranks import RankPool, RanksFailed
 class _Mesh(SimpleNamespace):
     """The part of a mesh that is looked at."""
 
-    def __getitem__(self, axis: str) -> Any:
-        return SimpleNamespace(size=lambda: self.sizes[axis])
+    def size(self, axis: int) -> int:
+        return self.sizes[self.mesh_dim_names[axis]]
 
 
 CUDA = _Mesh(device_type="cuda", mesh_dim_names=("dp_shard", "tp"), sizes={"dp_shard": 1, "tp": 2})

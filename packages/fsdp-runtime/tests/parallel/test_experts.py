@@ -65,17 +65,12 @@ def _compare_all(names: tuple[str, ...]) -> dict[str, RankReport]:
     }
 
 
-#: Those of the default tests: every mesh, every way of recomputing and every option of FSDP once.
+#: Those of the default tests: ``ep`` smaller and larger than ``tp``, replicas, sequence parallelism, recomputation.
 DEFAULT = (
-    "ep is the world, without tp",
-    "ep is smaller than dp_shard",
     "ep is smaller than tp, without data parallelism",
     "replicas of both",
-    "replicas of one tp group",
     "sequence parallelism, ep is the world",
-    "layers replicated over tp",
     "mlp checkpointing",
-    "parameters kept after forward",
     "every expert is chosen",
 )
 
@@ -95,7 +90,8 @@ def test_dispatched_experts_equal_one_process(four_ranks: RankPool, names: tuple
 
 
 def _compare_gpt_oss() -> list[RankReport]:
-    return [compare(Case(OSS, mesh, parallelize, {"plan": plan})) for mesh, plan in ((ALL, "auto"), (TWO, None))]
+    model = {"num_hidden_layers": 1}
+    return [compare(Case(OSS, mesh, parallelize, {"plan": plan}, model)) for mesh, plan in ((ALL, "auto"), (TWO, None))]
 
 
 def test_a_model_with_a_plan_for_experts_alone_equals_one_process(four_ranks: RankPool) -> None:
@@ -105,7 +101,7 @@ def test_a_model_with_a_plan_for_experts_alone_equals_one_process(four_ranks: Ra
 
 def _divided(factor: float | None, mesh: dict[str, int]) -> dict[str, float]:
     """The ratio of each gradient to that of the default."""
-    reference = tiny_model(MOE)
+    reference = tiny_model(MOE, num_hidden_layers=1)
     inputs = tiny_inputs(reference, batch=2, length=5)
     gradients = []
     for options in (FSDPOptions(), FSDPOptions(gradient_divide_factor=factor)):
@@ -164,7 +160,7 @@ def test_what_cannot_be_dispatched_is_refused_before_anything_changes(
 
 def _rounding(dtype: torch.dtype) -> tuple[float, float]:
     """The largest gradient errors, against float64, of ``eager`` in one process and of ``grouped_mm`` over ``ep``."""
-    every = {"num_experts_per_tok": 8}  # no choice that rounding could turn
+    every = {"num_experts_per_tok": 8, "num_hidden_layers": 1}  # no choice that rounding could turn
     eager = tiny_model(MOE, dtype=dtype, **every)
     exact = copy.deepcopy(eager).double()
     inputs = tiny_inputs(eager, batch=4, length=7)
@@ -214,18 +210,21 @@ def _calls(layers: int, options: dict[str, Any]) -> Counter[str]:
     return found
 
 
-def _calls_of_a_layer() -> list[dict[str, int]]:
+def _calls_of_a_layer(options_of_cases: list[dict[str, Any]]) -> list[dict[str, int]]:
     found = []
-    for options in ({}, {"sequence_parallel": True}):
+    for options in options_of_cases:
         fewer, more = _calls(1, options), _calls(2, options)
         found.append({name: count - fewer[name] for name, count in more.items() if count != fewer[name]})
     return found
 
 
-def test_a_layer_exchanges_five_times_forward_and_three_times_backward(four_ranks: RankPool) -> None:
+@pytest.mark.parametrize("options", [SP, pytest.param({}, marks=pytest.mark.slow)], ids=["SP", "TP"])
+def test_a_layer_exchanges_five_times_forward_and_three_times_backward(
+    four_ranks: RankPool, options: dict[str, Any]
+) -> None:
     # Forward two of counts, and rows, pairs and sums; backward sums, the weights of pairs, and rows.
     layer = {"forward all_to_all": 5, "backward all_to_all": 3}
-    assert four_ranks.run(_calls_of_a_layer) == [[layer, layer]] * 4
+    assert four_ranks.run(_calls_of_a_layer, [options]) == [[layer]] * 4
 
 
 class _Dies(AllToAllExchange):

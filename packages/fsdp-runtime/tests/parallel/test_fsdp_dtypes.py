@@ -123,7 +123,13 @@ def _resumed(model: nn.Module, plain: nn.Module, mesh: Any, policy: Any, folder:
     return problems
 
 
-@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"dp_replicate": 2}], ids=["shards", "replicas"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param({"dp_shard": 2}, id="shards"),
+        pytest.param({"dp_replicate": 2}, id="replicas", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_have_the_gradients_of_one_process_and_resume(
     two_ranks: RankPool, axes: dict[str, int], tmp_path: Any
 ) -> None:

@@ -49,7 +49,7 @@ def _routes_of_a_step(mode: str) -> tuple[list[list[Any]], bool]:
     return [index.tolist() for index in _routes], finite
 
 
-@pytest.mark.parametrize("mode", ["block", "mlp", "selective"])
+@pytest.mark.parametrize("mode", ["block", pytest.param("mlp", marks=pytest.mark.slow), "selective"])
 def test_recomputation_under_noise_sends_tokens_where_the_forward_did(two_ranks: RankPool, mode: str) -> None:
     for routes, finite in two_ranks.run(_routes_of_a_step, mode):
         first, second, *recomputed = routes  # two layers forward; backward recomputes the last first

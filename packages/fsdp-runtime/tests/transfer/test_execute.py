@@ -52,7 +52,7 @@ FOUR = ({"dp_shard": 2, "tp": 2}, {"tp": 4}, {"dp_replicate": 2, "dp_shard": 2},
 
 
 #: The slow ones differ in names alone.
-SLOW = ("Qwen2ForCausalLM", "Gemma3ForCausalLM")
+SLOW = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma3ForConditionalGeneration")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,13 @@ def _to_engine(model_type: str, tp: int, ep: int) -> tuple[bool, int, int, int]:
 
 @pytest.mark.parametrize(
     ("model_type", "tp", "ep"),
-    [("qwen3", 2, 1), ("qwen3", 4, 1), ("qwen3_moe", 2, 2), ("qwen3_moe", 4, 2), ("deepseek_v3", 2, 1)],
+    [
+        ("qwen3", 2, 1),
+        pytest.param("qwen3", 4, 1, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 2, 2, marks=pytest.mark.slow),
+        ("qwen3_moe", 4, 2),
+        ("deepseek_v3", 2, 1),
+    ],
 )
 def test_an_engine_of_another_size_gets_its_slices_with_one_bucket_of_extra_memory(
     four_ranks: RankPool, model_type: str, tp: int, ep: int
@@ -156,7 +162,7 @@ def _missing_partner(how: str) -> str:
     return told
 
 
-@pytest.mark.parametrize("how", ["receiver", "sender"])
+@pytest.mark.parametrize("how", ["receiver", pytest.param("sender", marks=pytest.mark.slow)])
 def test_a_rank_that_does_not_come_is_named_in_time_and_a_new_group_works(two_ranks: RankPool, how: str) -> None:
     told = two_ranks.run(_missing_partner, how)
     present, absent = (0, 1) if how == "receiver" else (1, 0)

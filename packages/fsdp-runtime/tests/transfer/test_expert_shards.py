@@ -75,7 +75,7 @@ def _synced(cases: list[int]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("cases", [[3, 4], pytest.param([0, 1, 2], marks=pytest.mark.slow)], ids=["some", "others"])
+@pytest.mark.parametrize("cases", [[3], pytest.param([0, 1, 2, 4], marks=pytest.mark.slow)], ids=["some", "others"])
 def test_experts_over_ep_reach_engines_bit_for_bit_and_so_do_differences(
     four_ranks: RankPool, cases: list[int]
 ) -> None:

@@ -82,7 +82,7 @@ def _loaded(name: str, axes: dict[str, int], experts: str, path: Path) -> dict[s
 #: On each mesh with ``tp`` a model takes one placement of its experts, the next model another; the slow session takes
 #: the others.
 CASES = [
-    pytest.param(name, axes, experts, marks=[pytest.mark.slow] if (row + column + number) % 3 else [])
+    pytest.param(name, axes, experts, marks=[pytest.mark.slow] if (row + column + 2 * number) % 5 else [])
     for row, name in enumerate(MODELS)
     for number, axes in enumerate(MESHES)
     for column, experts in enumerate(EXPERTS if "tp" in axes else ("experts",))

@@ -81,7 +81,7 @@ def _load(architecture: str, axes: dict[str, int], path: Path, *, meta: bool, **
 
 @pytest.mark.parametrize(
     ("architecture", "axes", "tied", "meta"),
-    pairwise_first(ARCHITECTURES, [*TWO, *FOUR], [True, False], [True, False], limit=12),
+    pairwise_first(ARCHITECTURES, [*TWO, *FOUR], [True, False], [True, False], limit=5),
     ids=str,
 )
 def test_every_rank_holds_its_shards_of_the_checkpoint(

@@ -33,6 +33,8 @@ from harness.ranks import RankPool
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MESHES = ({"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2})
+#: The number of a mesh, and ``init_lora_weights``: both axes at once, and each other way of drawing on one.
+DEFAULT = {(0, False), (1, "gaussian"), (2, True)}
 
 
 def _on_meta(**options: Any) -> Any:
@@ -73,7 +75,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("axes", "how"),
-    [(axes, how) for axes in MESHES for how in (True, False, "gaussian") if how is True or len(axes) == 1],
+    [
+        pytest.param(axes, how, marks=[] if (number, how) in DEFAULT else [pytest.mark.slow])
+        for number, axes in enumerate(MESHES)
+        for how in (True, False, "gaussian")
+        if how is True or len(axes) == 1
+    ],
     ids=str,
 )
 def test_initial_values_are_the_same_on_every_mesh(

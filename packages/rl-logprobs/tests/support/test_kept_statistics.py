@@ -260,7 +260,7 @@ def on_mesh(vocab):
     return results
 
 
-@pytest.mark.parametrize("vocab", [3, 29])
+@pytest.mark.parametrize("vocab", [pytest.param(3, marks=pytest.mark.slow), 29])
 def test_every_split_agrees_with_one_process_in_one_collective(four_ranks, vocab):
     logits, targets, kept, support = problem(vocab)
     options = {"support": support, "entropy": True, "argmax": True, "temperature": 0.9}

@@ -9,7 +9,7 @@ from harness.models import tiny_model
 from tp_plans import plan_for
 
 
-def compiled_faults(blocks, sequence_parallel):
+def compiled_faults(blocks, sequence_parallel, backend):
     """A whole Qwen3 with its blocks compiled as full graphs, against the single-process model."""
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
@@ -17,7 +17,7 @@ def compiled_faults(blocks, sequence_parallel):
     reference = tiny_model("Qwen3ForCausalLM", num_hidden_layers=blocks)
     compiled = parallelized(reference, plan_for(reference, sequence_parallel=sequence_parallel))
     for block in compiled.model.layers:
-        block.compile(backend="aot_eager", fullgraph=True)
+        block.compile(backend=backend, fullgraph=True)
     ids = torch.randint(3, 130, (2, 7), generator=torch.Generator().manual_seed(1))
     outputs = []
     for model in (reference, compiled):
@@ -33,8 +33,15 @@ def compiled_faults(blocks, sequence_parallel):
 
 # Seven tokens on two ranks: the last rank's part is the shorter one, and has the strides of any other nevertheless.
 # That several blocks share one graph under tensor parallelism is also tested in test_together.
+# The graphs do not depend on the backend, and most of the time goes to that of slow tests.
 @pytest.mark.parametrize(
-    ("blocks", "sequence_parallel"), [pytest.param(3, False, marks=pytest.mark.slow), (2, True)], ids=["TP", "SP"]
+    ("blocks", "sequence_parallel", "backend"),
+    [
+        pytest.param(3, False, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(2, True, "aot_eager", marks=pytest.mark.slow),
+        (2, True, "eager"),
+    ],
+    ids=["TP", "SP", "SP, graphs alone"],
 )
-def test_compiled_blocks_share_one_graph_and_are_right(two_ranks, blocks, sequence_parallel):
-    assert two_ranks.run(compiled_faults, blocks, sequence_parallel) == [(True, [], [], 1)] * 2
+def test_compiled_blocks_share_one_graph_and_are_right(two_ranks, blocks, sequence_parallel, backend):
+    assert two_ranks.run(compiled_faults, blocks, sequence_parallel, backend) == [(True, [], [], 1)] * 2

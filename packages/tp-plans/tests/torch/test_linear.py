@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from harness.layers import mismatches
+from harness.pairwise import alternating_first
 from tp_plans import ColwiseParallel, Partial, PrepareModuleInput, Replicate, RowwiseParallel, Shard
 
 INNER, OUTER = 9, 97
@@ -55,29 +56,37 @@ def over(function, *choices):
 BIAS, LENGTHS, LOCAL = (True, False), (1, 5), (True, False)
 
 
-@pytest.mark.parametrize("output", ["features", "replicate", "sequence"])
 @pytest.mark.parametrize(
-    ("arrives", "plain"),
-    [("replicate", True), ("replicate", False), ("sequence", False), ("features", False), ("partial", False)],
+    ("given", "output"),
+    alternating_first(
+        [("replicate", True), ("replicate", False), ("sequence", False), ("features", False), ("partial", False)],
+        ["features", "replicate", "sequence"],
+    ),
+    ids=str,
 )
-def test_a_column_wise_layer_equals_the_whole_one(two_ranks, arrives, plain, output):
+def test_a_column_wise_layer_equals_the_whole_one(two_ranks, given, output):
+    arrives, plain = given
     cases = (LENGTHS, BIAS, (arrives,), (plain,), (output,), LOCAL)
     assert two_ranks.run(over, column_faults, *cases) == [{}, {}]
 
 
-@pytest.mark.parametrize("output", ["replicate", "sequence"])
 @pytest.mark.parametrize(
-    ("arrives", "plain"),
-    [
-        ("features", True),
-        ("replicate", True),
-        ("features", False),
-        ("replicate", False),
-        ("sequence", False),
-        ("partial", False),
-    ],
+    ("given", "output"),
+    alternating_first(
+        [
+            ("features", True),
+            ("replicate", True),
+            ("features", False),
+            ("replicate", False),
+            ("sequence", False),
+            ("partial", False),
+        ],
+        ["replicate", "sequence"],
+    ),
+    ids=str,
 )
-def test_a_row_wise_layer_equals_the_whole_one(two_ranks, arrives, plain, output):
+def test_a_row_wise_layer_equals_the_whole_one(two_ranks, given, output):
+    arrives, plain = given
     cases = (LENGTHS, BIAS, (arrives,), (plain,), (output,), LOCAL)
     assert two_ranks.run(over, row_faults, *cases) == [{}, {}]
 

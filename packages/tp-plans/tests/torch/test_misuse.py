@@ -178,7 +178,7 @@ def test_right_arguments_are_taken(name):
     CALLS[name].function(**CALLS[name].valid())
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [10, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_arguments_are_refused_or_understood(name, examples):
     try_wrong_arguments(CALLS[name], tp_plans, *ERRORS, examples=examples)

@@ -141,14 +141,14 @@ def test_fsdp_on_top_shards_and_trains_every_kind_of_parameter(four_ranks):
     assert four_ranks.run(fsdp_faults) == [(True, [], [])] * 4
 
 
-def compiled_faults(number):
+def compiled_faults(number, backend):
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     reference = blocks(number)
     candidate = parallelized(reference, RULES)
     for block in candidate:
-        block.compile(backend="aot_eager", fullgraph=True)
+        block.compile(backend=backend, fullgraph=True)
     outputs = []
     for module in (reference, candidate):
         output = module(batch(2, 5, HIDDEN).requires_grad_())  # as what every block but the first is given
@@ -158,8 +158,9 @@ def compiled_faults(number):
     return off < 1e-10, list(gradient_mismatches(reference, candidate, bound=1e-10)), counters["stats"]["unique_graphs"]
 
 
-def test_compiled_blocks_of_every_kind_share_one_full_graph_and_are_right(two_ranks):
-    assert two_ranks.run(compiled_faults, 2) == [(True, [], 1)] * 2
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_compiled_blocks_of_every_kind_share_one_full_graph_and_are_right(two_ranks, backend):
+    assert two_ranks.run(compiled_faults, 2, backend) == [(True, [], 1)] * 2
 
 
 def copied_faults():

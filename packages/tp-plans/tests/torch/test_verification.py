@@ -218,7 +218,9 @@ def parallelized_with_automatic_plan(build, sequence_parallel):
     return max([*errors, (expected - actual).abs().max().item()]), sorted(found)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "SP"])
+@pytest.mark.parametrize(
+    "sequence_parallel", [pytest.param(False, id="TP", marks=pytest.mark.slow), pytest.param(True, id="SP")]
+)
 def test_parts_that_are_split_wrongly_are_gathered_until_the_plan_is_right(two_ranks, sequence_parallel):
     model = Own(head_by_head=True, in_turn=True)
     assert suggest(model).plan["tower.*.gate.wide"].fused_sizes == (1, 1)  # a wrong guess, with its doubt

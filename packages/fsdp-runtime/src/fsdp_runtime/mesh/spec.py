@@ -305,7 +305,8 @@ def require_mesh(mesh: object) -> None:
 def axis_size(mesh: DeviceMesh, axis: str) -> int:
     """Return the size of an axis, 1 if the mesh does not have it."""
     require_mesh(mesh)
-    return mesh[axis].size() if axis in (mesh.mesh_dim_names or ()) else 1
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(axis)) if axis in names else 1
 
 
 def require_axes(mesh: DeviceMesh) -> None:

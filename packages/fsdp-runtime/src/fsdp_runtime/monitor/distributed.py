@@ -29,6 +29,9 @@ _ROUNDS = 10
 #: Monitors are numbered equally on every rank.
 _numbers = itertools.count()
 
+#: How often rank 0 reads at its end whether the others have finished; rounds of the detector stay an interval apart.
+_END_SECONDS = 0.1
+
 
 class DistributedMonitor(RankMonitor):
     """A monitor of all ranks of the world.
@@ -44,7 +47,7 @@ class DistributedMonitor(RankMonitor):
         self._store = HeartbeatStore(clone_default_store, f"fsdp_runtime/monitor/{next(_numbers)}", timeout)
         self._detector = FailureDetector(self._interval, timeout)
         self._threads: list[threading.Thread] = []
-        self._stopping, self._lost_known, self._others_finished = (threading.Event() for _ in range(3))
+        self._ending, self._stopping, self._lost_known, self._others_finished = (threading.Event() for _ in range(4))
         self._post_lock = threading.Lock()
         self._heartbeat = Heartbeat()
         self._rank0_heartbeat = Heartbeat()
@@ -77,6 +80,7 @@ class DistributedMonitor(RankMonitor):
     def finish(self) -> None:
         """Report the end; rank 0 waits for all others, because it observes them and may host the store."""
         self._post(state="finished")
+        self._ending.set()
         while self.rank == 0 and not self._others_finished.wait(self._interval):
             if self._lost_known.is_set():
                 raise self._error()
@@ -104,6 +108,7 @@ class DistributedMonitor(RankMonitor):
     def stop(self) -> None:
         """End the threads."""
         self._stopping.set()
+        self._ending.set()
         for thread in self._threads:
             thread.join(timeout=3 * self._interval)
 
@@ -138,7 +143,11 @@ class DistributedMonitor(RankMonitor):
         self._record(lost)
         if self._detector.all_finished():
             self._others_finished.set()
-        self._stopping.wait(self._interval)
+        next_round = time.monotonic() + self._interval
+        if self._ending.wait(self._interval):
+            while not self._stopping.wait(min(_END_SECONDS, self._interval)) and time.monotonic() < next_round:
+                if all(beat.state == "finished" for beat in self._store.latest(self._observed).values()):
+                    self._others_finished.set()
 
     def _wait_for_rank0(self) -> None:
         """On the other ranks: wait for rank 0's next heartbeat and read its announcement."""

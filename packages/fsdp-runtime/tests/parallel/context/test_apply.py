@@ -240,7 +240,9 @@ def _gradients(**options: Any) -> float:
     "options",
     [
         {"activation_checkpointing": "selective"},
-        {"activation_checkpointing": "block", "compile": {"backend": "aot_eager"}},
+        pytest.param(
+            {"activation_checkpointing": "block", "compile": {"backend": "aot_eager"}}, marks=pytest.mark.slow
+        ),
     ],
     ids=["selective", "compiled"],
 )

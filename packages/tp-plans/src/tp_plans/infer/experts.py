@@ -100,7 +100,8 @@ def _style(path: str, tree: ModelTree) -> DispatchExperts:
 def _shipped(tree: ModelTree) -> Iterator[str]:
     """Yield the modules that the plans of transformers dispatch, those of inner models included."""
     for path, module in tree.modules.items():
-        words = own_expert_plan(module)
+        if not (words := own_expert_plan(module)):
+            continue
         patterns = {f"{path}.{pattern}" if path else pattern: word for pattern, word in words.items()}
         matched, _ = tree.match(patterns)
         for pattern, word in patterns.items():
