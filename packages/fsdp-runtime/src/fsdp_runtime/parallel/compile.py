@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 #: Graphs that a piece of code can have before torch leaves the rest to Python; torch's own limit is 8.  All decoder
 #: layers of transformers share the code that is counted (``GradientCheckpointingLayer``), and one kind of block has a
-#: graph for the first length and one for any, each with and without gradients, and again where ``tp`` divides the length.
+#: graph for the first length and one for any, each with and without gradients, and again where ``tp`` divides it.
 RECOMPILE_LIMIT = 64
 
 
