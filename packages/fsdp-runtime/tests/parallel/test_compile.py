@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
+from torch import nn
 
 from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
 from harness.models import tiny_inputs, tiny_model
@@ -46,3 +48,29 @@ def test_blocks_of_one_class_are_compiled_once() -> None:
     for _ in range(2):  # without use_cache=False: a cache has an entry for each layer, and a graph would be one layer's
         model(**tiny_inputs(model, batch=1, length=5))
         assert len(compiled) == 1
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        raised: torch.Tensor = self.up(hidden_states)
+        return raised.sin()
+
+
+def test_more_graphs_than_torch_allows_by_default_are_compiled() -> None:
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(len(graph.graph.nodes))
+        return graph
+
+    model = nn.Sequential(nn.ModuleList([Block()]))
+    parallelize(model, MeshSpec().build(device_type="cpu"), compile={"backend": backend, "dynamic": False})
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for length in (2, 3, 4):
+            model.get_submodule("0.0")(torch.ones(length, 4))
+    raised = "recompile_limit" in inspect.signature(torch.compile).parameters
+    assert len(graphs) == (3 if raised else 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from fsdp_runtime._transformers_compat.models import disable_cache
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
+
+#: Graphs that a piece of code can have before torch leaves the rest to Python; torch's own limit is 8.  All decoder
+#: layers of transformers share the code that is counted (``GradientCheckpointingLayer``), and one kind of block has a
+#: graph for the first length and one for any, each with and without gradients, and again where ``tp`` divides it.
+RECOMPILE_LIMIT = 64
 
 
 def check_compile_options(options: Mapping[str, Any]) -> None:
@@ -41,8 +48,8 @@ def apply_compile(model: nn.Module, parallelism: Parallelism) -> None:
     order of torchtitan's ``parallelize_llama``).
 
     ``use_cache`` of the model's configs is set to ``False``: a key/value cache has an entry for each layer, so every
-    block would get a graph of its own until the compiler gives up, at ``torch._dynamo.config.recompile_limit``.
-    ``model(..., use_cache=True)`` and ``generate`` have a cache nevertheless.
+    block would get a graph of its own until the compiler gives up.  ``model(..., use_cache=True)`` and ``generate``
+    have a cache nevertheless.  From torch 2.13 on, ``recompile_limit`` is 64 unless the options have one.
 
     Args:
         model: the model.
@@ -62,7 +69,13 @@ def apply_compile(model: nn.Module, parallelism: Parallelism) -> None:
         return
     if parallelism.async_tensor_parallel and parallelism.tp_mesh is not None:
         enable_async_tp(parallelism.tp_mesh)
+    options = _with_limit(parallelism.compile_options)
     for path in parallelism.structure.blocks:
-        model.get_submodule(path).compile(**parallelism.compile_options)
+        model.get_submodule(path).compile(**options)
     disable_cache(model)
     logger.info("torch.compile: %d blocks", len(parallelism.structure.blocks))
+
+
+def _with_limit(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    known = "recompile_limit" in inspect.signature(torch.compile).parameters  # not before torch 2.13
+    return {"recompile_limit": RECOMPILE_LIMIT, **options} if known else options
