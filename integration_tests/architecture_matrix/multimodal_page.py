@@ -48,8 +48,8 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
         "that of the bytes that the loss reaches whose storage is split; the second one is that of transformers' own "
         'tensor parallelism (`tp_plan="auto"`) on the same model and batch. The columns video and audio are the same '
         "with these media, with TP and with SP. Model types without a plan of transformers have one that is inferred "
-        "and proven by running a small copy with images. Where it is refused for its doubts, the column inferred has the "
-        'outcome of `plan="inferred"`, which accepts them. Less than 100 % are split where norms, biases and tensors '
+        "and proven by running a small copy with images. Where it is refused for its doubts, the column inferred has "
+        'the outcome of `plan="inferred"`, which accepts them. Less than 100 % are split where norms, biases and tensors '
         "of less than 0.3 % of the model, such as convolutions and position tables of few pixels, stay replicated."
     )
     yield ""
