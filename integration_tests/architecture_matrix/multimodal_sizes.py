@@ -155,7 +155,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         "audio_config": {"mel_vocab_size": 8, "n_mel_bins": 4},
     },
     "instructblip": {**_QUERIES, "qformer_config": {"num_hidden_layers": 2, "vocab_size": VOCAB}},
-    "instructblipvideo": {**_QUERIES, "video_token_index": 120, "qformer_config": {"num_hidden_layers": 2, "vocab_size": VOCAB}},
+    "instructblipvideo": {
+        **_QUERIES,
+        "video_token_index": 120,
+        "qformer_config": {"num_hidden_layers": 2, "vocab_size": VOCAB},
+    },
     "janus": {
         "vision_config": {"projection_dim": HIDDEN},
         "vq_config": {**_CODES, "channel_multiplier": [1, 1], "projection_dim": HIDDEN, "num_patches": 4},

@@ -289,7 +289,7 @@ class Plain(nn.Module):
 
 
 class Seeing(nn.Module):
-    """A language model next to a tower whose attention cannot be split in heads, and a part that images do not reach."""
+    """A language model next to a tower whose attention cannot be split in heads, and a part that no image reaches."""
 
     def __init__(self):
         super().__init__()

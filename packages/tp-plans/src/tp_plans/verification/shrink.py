@@ -95,10 +95,10 @@ def _shrunk(fields: Mapping[str, Any], tp: int) -> dict[str, Any]:
         if isinstance(small.get(name), int) and not isinstance(small[name], bool):
             small[name] = min(size, small[name]) if name in ("num_experts_per_tok", "moe_k") else size
     if fields.get("word_embed_proj_dim") == fields.get("hidden_size"):  # else OPT has projections in between
-        small |= {name: small["hidden_size"] for name in ("word_embed_proj_dim",) if name in small}
-    for name, size in _STAGES.items():
+        small |= {name: small["hidden_size"] for name in ("word_embed_proj_dim",) if name in fields}
+    for name, like in _STAGES.items():
         if isinstance(stages := small.get(name), (list, tuple)):
-            small[name] = [_sizes(tp).get(size, 1)] * len(stages)
+            small[name] = [_sizes(tp).get(like, 1)] * len(stages)
     kinds = {name: list(dict.fromkeys(small[name])) for name in _KINDS if isinstance(small.get(name), list)}
     layers = max([2, *map(len, kinds.values())])
     small |= {name: list(islice(cycle(each), layers)) for name, each in kinds.items() if each}

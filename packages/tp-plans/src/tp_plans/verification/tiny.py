@@ -141,9 +141,10 @@ def _fill(tree: ModelTree) -> None:
 def _prepared(model: nn.Module) -> nn.Module:
     """The model in float64 without dropout, every parameter moved a little and trained."""
     model.to(device="cpu", dtype=torch.float64).eval()
-    if hasattr(model, "set_experts_implementation"):
-        with suppress(ValueError):  # of a class whose experts have one implementation
-            model.set_experts_implementation("eager")  # kernels of grouped products take no float64
+    set_experts: Any = getattr(model, "set_experts_implementation", None)
+    if callable(set_experts):
+        with suppress(ValueError, RuntimeError):  # of a class whose experts have one implementation
+            set_experts("eager")  # kernels of grouped products take no float64
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False  # type: ignore[union-attr]  # states that decoding keeps may not be trained
     tree, single = ModelTree.of(model), kept_in_float32(model)
