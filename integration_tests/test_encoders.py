@@ -15,8 +15,8 @@ from architecture_matrix.measure import gradient_errors
 from architecture_matrix.packing import PACKED_BOUND, measure_packing
 from fsdp_runtime import LayoutError, ModelError, inspect_model, parallelize, sequence_layout
 from fsdp_runtime.parallel.context.apply import check_context_parallel
+from fsdp_runtime.parallel.packing import run
 from fsdp_runtime.parallel.packing.apply import check_packing
-from fsdp_runtime.parallel.packing.documents import Documents
 from fsdp_runtime.parallel.packing.positions import derived_positions
 from harness.float64 import compute_in_float64
 from harness.models import VOCAB
@@ -72,7 +72,7 @@ def over_ranks() -> tuple[dict[str, float], str, dict[str, float]]:
     prepare = partial(parallelize, mesh=mesh, plan=None, packed_sequences=True)
     with pytest.MonkeyPatch.context() as patch:
         packed = _packing(prepare)
-        patch.setattr(Documents, "same", Documents.causal)
+        patch.setattr(run, "is_bidirectional", lambda module: False)
         planted = _packing(prepare)
     return found | {"packed": max(packed.values())}, refused, planted
 

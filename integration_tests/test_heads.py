@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from transformers.models.bert.modeling_bert import BertLayer
 
-from architecture_matrix.heads import HeadRow, head_rows
+from architecture_matrix.heads import HeadRow, head_model, head_rows
 from architecture_matrix.heads_measure import BOUND, measure_head
 from fsdp_runtime import load_weights, parallelize, save_weights, stream_weights
 from harness.float64 import compute_in_float64
@@ -23,6 +24,7 @@ from tp_plans import (
     CapabilityError,
     ColwiseEmbedding,
     ColwiseParallel,
+    GatheredParameters,
     RowwiseParallel,
     SequenceParallel,
     Shard,
@@ -39,6 +41,7 @@ CASES = [
     ("qwen3", "trunk", "SP"),  # hidden states for the caller
     ("eurobert", "sequence classification", "SP"),  # a head of several layers, on the first token
     ("t5", "seq2seq", "SP"),  # two streams of tokens, tied tables of three modules, relative position biases
+    ("camembert", "masked", "SP"),  # layers of a block in modules apart, a head that is defined before the trunk
 ]
 #: Further cases of the slow runs.
 OTHERS = [
@@ -198,8 +201,6 @@ def test_the_plan_around_a_model_is_that_of_the_model_and_gathers_for_the_value_
 
 
 def test_both_streams_of_an_encoder_with_a_decoder_are_split() -> None:
-    from architecture_matrix.heads import head_model
-
     model = head_model(_row("t5", "seq2seq"))
     plan = suggest(model).plan
     for attention in ("encoder.block.*.layer.*.SelfAttention", "decoder.block.*.layer.*.EncDecAttention"):
@@ -210,6 +211,41 @@ def test_both_streams_of_an_encoder_with_a_decoder_are_split() -> None:
         assert bias == ColwiseEmbedding(output_layouts=Shard(-1))
         assert plan[f"{stack}.embed_tokens"] == plan["shared"] == VocabParallelEmbedding()
     assert not check(plan, model, tp=2).errors
+
+
+def test_the_layers_of_berts_blocks_are_split_though_they_sit_in_modules_apart() -> None:
+    model = head_model(_row("bert", "masked"))
+    plan, sequence_parallel = (suggest(model, sequence_parallel=each).plan for each in (False, True))
+    block = "bert.encoder.layer.*"
+    for name in ("query", "key", "value"):
+        assert plan[f"{block}.attention.self.{name}"] == ColwiseParallel(multiple_of=8)
+    assert plan[f"{block}.attention.output.dense"] == RowwiseParallel(multiple_of=8)
+    assert plan[f"{block}.intermediate.dense"] == ColwiseParallel()
+    assert plan[f"{block}.output.dense"] == RowwiseParallel()
+    scattered = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    assert sequence_parallel[f"{block}.output.dense"] == scattered
+    assert sequence_parallel[f"{block}.output.LayerNorm"] == SequenceParallel()
+
+
+class _Flipped(BertLayer):
+    """A block that reverses the features between the two modules of its MLP."""
+
+    def feed_forward_chunk(self, attention_output: Tensor) -> Any:
+        return self.output(self.intermediate(attention_output).flip(-1), attention_output)
+
+
+def resolved_with_flipped_features() -> dict[str, Any]:
+    """Return the rules of an MLP whose features are mixed between its modules, as two ranks prove them."""
+    model = head_model(_row("bert", "masked"))
+    for block in model.bert.encoder.layer:
+        block.__class__ = _Flipped
+    return dict(resolve_plan("auto", model, mesh=mesh_for({"tp": 2})["tp"]))
+
+
+def test_modules_apart_whose_features_are_mixed_in_between_are_gathered(two_ranks: RankPool) -> None:
+    for plan in two_ranks.run(resolved_with_flipped_features):
+        assert plan["bert.encoder.layer.*.intermediate"] == GatheredParameters(names=("dense.weight",))
+        assert plan["bert.encoder.layer.*.attention.output.dense"] == RowwiseParallel(multiple_of=8)
 
 
 # Refusals
@@ -225,7 +261,5 @@ def test_adapters_inside_a_module_around_the_model_are_refused() -> None:
 
 
 def test_a_trunk_whose_stream_cannot_be_sharded_is_refused() -> None:
-    from architecture_matrix.heads import head_model
-
     with pytest.raises(CapabilityError, match="has no sequence-parallel form"):
         resolve_plan("auto", head_model(_row("gemma3n_text", "trunk")), sequence_parallel=True)

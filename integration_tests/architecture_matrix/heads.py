@@ -107,6 +107,8 @@ def head_inputs(model: nn.Module, row: HeadRow, kind: str) -> dict[str, Tensor]:
         ids[torch.arange(BATCH), mask.cumsum(1).argmax(1)] = 2  # the last token, whose hidden state is classified
     inputs = {"input_ids": ids * mask, "attention_mask": mask}  # the tiny models pad with id 0
     inputs |= _labels(row, mask, generator) if {"labels", "start_positions"} & takes.keys() else {}
+    if row.model_type == "fsmt" and row.head == "seq2seq":  # its code makes them of input_ids, not of labels
+        inputs["decoder_input_ids"] = inputs["labels"]
     if "decoder_input_ids" in takes and "labels" not in inputs and "start_positions" not in inputs:
         inputs["decoder_input_ids"] = torch.randint(3, VOCAB, (BATCH, LENGTH - 2), generator=generator)
     return inputs

@@ -52,6 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_encoder_position_embeddings": 128,
         "max_decoder_position_embeddings": 128,
     },
+    "longformer": {"attention_window": 4},
     "longt5": {**_T5, "local_radius": 3, "global_block_size": 4},
     "luke": {"entity_vocab_size": 32, "entity_emb_size": 16},
     "marian": {**_BART, "decoder_vocab_size": VOCAB, "decoder_start_token_id": 0, "forced_eos_token_id": 2},

@@ -69,7 +69,7 @@ INTERLEAVED_QKV = re.compile(r"query_key_value")
 HEAD_NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?norm")
 #: Attributes that count heads or features, and those that look so and do not.
 COUNT = re.compile(r"head|hidden|embed|dim|size|width|^h$|^n_")
-NO_COUNT = re.compile(r"head_(dim|size)|per_head|proj_dim|group|idx|index|rotary|rope")
+NO_COUNT = re.compile(r"(?<!all_)head_(dim|size)|per_head|proj_dim|group|idx|index|rotary|rope")
 
 
 def leaf(path: str) -> str:

@@ -27,7 +27,8 @@ def is_read_in_full(tree: ModelTree) -> bool:
     """
     if tree.lm_head is None and not any(base.__name__.startswith("GenericFor") for base in type(tree.model).__mro__):
         return True
-    return any(_is_head(path, tree) for path in tree.after_decoder)
+    holders = (path for path in ancestors(tree.lm_head or "") if not is_at_or_below(tree.decoder or "", path))
+    return any(_is_head(path, tree) for path in (*tree.after_decoder, *holders))  # a head may be defined first
 
 
 def is_tied(path: str, tree: ModelTree) -> bool:

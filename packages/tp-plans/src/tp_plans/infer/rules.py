@@ -19,6 +19,7 @@ from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, join
 from tp_plans.module_attrs import getattr_path
 from tp_plans.naming import HEAD_COUNTS, HEAD_DIMS, KV_HEAD_COUNTS, KV_PROJECTION, MLA_HEADS, leaf
+from tp_plans.patterns import wildcard
 from tp_plans.styles import (
     ColwiseEmbedding,
     ColwiseParallel,
@@ -51,6 +52,8 @@ def propose(sub: Sublayer, tree: ModelTree) -> Proposal:
         doubts.append(
             Doubt(sub.output_proj, "assumed to be the output projection by its name, since the shapes are ambiguous")
         )
+    if sub.is_apart:
+        doubts.append(Doubt(sub.output_proj, f"assumed to read what {wildcard(sub.path)} outputs, alone"))
     if reads_weights(type(tree.modules[sub.path])):
         what = (
             "its code reads weights directly, so they are stored sharded and gathered for it: correct, but not faster"
@@ -150,6 +153,8 @@ def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
     if head is None:
         return {}, [Doubt(sub.path, "its head size is unknown")]
     unit, size = head
+    if sub.is_apart:  # the module with the output projection has no attribute of that name
+        unit = size
     widths = {reader: tree.shape(reader)[0] for reader in sub.input_projs}
     fused_sizes = _fused_sizes(sub, tree, size, widths)
     if fused_sizes is None:

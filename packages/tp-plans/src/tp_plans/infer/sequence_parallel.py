@@ -226,6 +226,8 @@ def _block_rules(path: str, planned: PlannedTree) -> dict[str, Style] | None:
         own = planned.style(child)
         if tree.is_norm(child):
             rules[child] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
+        elif (inside := _rules_apart(child, planned)) is not None:
+            rules |= inside
         elif (row := _only_rowwise(child, planned)) is not None:
             prepared = own if isinstance(own, (ParallelAttention, PrepareModuleInput)) else PrepareModuleInput()
             rules[child] = replace(prepared, layout=Replicate())
@@ -237,6 +239,30 @@ def _block_rules(path: str, planned: PlannedTree) -> dict[str, Style] | None:
         else:
             rules[child] = _gather_rule(child, planned)
     return rules
+
+
+def _rules_apart(path: str, planned: PlannedTree) -> dict[str, Style] | None:
+    """Return the rules of a module with a part of a sub-layer whose layers sit in modules apart; ``None`` for others.
+
+    One that outputs local features gathers the tokens, one that reads them scatters its sums, and ends in a norm.
+    """
+    tree, own = planned.tree, planned.style(path)
+    owners = [join(path, name) for name in sorted(tree.children_with_parameters(path))]
+    if tree.own_parameters(path) or not owners or not (own is None or isinstance(own, PrepareModuleInput)):
+        return None
+    if own is not None and not all(map(planned.outputs_local_shard, owners)):
+        return None
+    if own is not None:
+        return {path: replace(own, layout=Replicate())}
+    rows = [each for each in owners if isinstance(planned.style(each), RowwiseParallel)]
+    if len(rows) == 1 and _rowwise(rows[0], planned).input_layouts == Shard(-1) and not planned.split_children(path):
+        if not all(tree.is_norm(each) for each in owners if each not in rows):
+            return None
+        norms = {each: SequenceParallel(sequence_dim=SEQUENCE_DIM) for each in owners if each not in rows}
+        scattered = replace(_rowwise(rows[0], planned), output_layouts=_STREAM, use_local_output=False)
+        return {rows[0]: scattered, **norms}
+    parts = [_rules_apart(each, planned) for each in owners] if not rows else [None]
+    return None if None in parts else {place: style for each in parts for place, style in (each or {}).items()}
 
 
 def _only_rowwise(path: str, planned: PlannedTree) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tp_plans._validate import is_integer
-from tp_plans.model_tree import ModelTree, join
+from tp_plans.model_tree import ModelTree, join, parent
 from tp_plans.naming import (
     ATTENTION_GATES,
     ATTENTION_MODULE,
@@ -74,6 +74,11 @@ class Sublayer:
         names = [leaf(each) for each in self.input_projs]
         queries = any(QUERY_PROJECTION.fullmatch(name) or "qkv" in name.lower() for name in names)
         return bool(ATTENTION_MODULE.search(leaf(self.path).lower())) or queries
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the output projection is in another module."""
+        return parent(self.output_proj) != self.path
 
     @property
     def is_interleaved(self) -> bool:

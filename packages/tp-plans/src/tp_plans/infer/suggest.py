@@ -8,6 +8,7 @@ from typing import Any
 
 from tp_plans._validate import checked
 from tp_plans.errors import PlanError
+from tp_plans.infer.apart import sublayers_apart
 from tp_plans.infer.rules import Doubt, Proposal, gathered_rules, propose, stored_rules
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.infer.streams import token_blocks, token_streams, token_tables
@@ -153,10 +154,16 @@ def _sublayers(tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Proposal
 
 def _of_block(block: str, tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Sublayer]:
     """Iterate over the sub-layers of a block, without those inside modules that have a rule."""
-    for path in (block, *tree.below(block)):
+
+    def is_stored(path: str) -> bool:
         above = (path, *(each for each in ancestors(path) if each != block))
-        inside = any(isinstance(rules.get(each), _STORED) for each in above)
-        sub = None if inside else recognize(path, tree)
+        return any(isinstance(rules.get(each), _STORED) for each in above)
+
+    apart = [sub for sub in sublayers_apart(block, tree) if not is_stored(sub.path) and not is_stored(sub.output_proj)]
+    yield from apart
+    known = {path for sub in apart for path in (sub.path, parent(sub.output_proj))}
+    for path in (block, *tree.below(block)):
+        sub = None if path in known or is_stored(path) else recognize(path, tree)
         if sub is not None:
             yield sub
 
@@ -186,7 +193,7 @@ def _add_head(rules: dict[str, Style], tree: ModelTree, *, is_gathered: bool) ->
     head = tree.lm_head or next((path for path in reversed(tree.shaped_as_embedding) if path not in tables), None)
     if head is None:
         yield Doubt("", "no layer has the shape of the embedding: a head, if there is one, stays replicated")
-    elif tree.is_linear(head) and (is_gathered or tree.has_buffers(parent(head))):  # which may be added: BART's bias
+    elif tree.is_linear(head) and (is_gathered or _adds_to_logits(parent(head), head, tree)):
         rules[head] = ColwiseParallel(output_layouts=Replicate())
     elif tree.is_linear(head):
         rules[head] = ColwiseParallel(use_local_output=False)
@@ -196,6 +203,12 @@ def _add_head(rules: dict[str, Style], tree: ModelTree, *, is_gathered: bool) ->
     bias = join(head or "", "bias")
     tied = next((group for group in tree.tied if head in rules and bias in group), ())
     rules.update({path: ParameterStyle() for path in tied if path != bias})  # BERT keeps the bias above the head too
+
+
+def _adds_to_logits(path: str, head: str, tree: ModelTree) -> bool:
+    """Return whether the module with the head may add buffers or parameters of its own: the biases of BART and ESM."""
+    tied = next((group for group in tree.tied if join(head, "bias") in group), ())
+    return tree.has_buffers(path) or any(join(path, name) not in tied for name in tree.own_parameters(path))
 
 
 def _of_unknown_role(rules: Mapping[str, Style], planned: PlannedTree) -> Iterator[Doubt]:

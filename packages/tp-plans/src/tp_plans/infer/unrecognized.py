@@ -92,6 +92,8 @@ def _shard_storage(
             elif _reads_full_activations(path, planned):
                 yield path, ColwiseParallel(output_layouts=Replicate())
         elif hasattr(module, "num_embeddings"):
+            if _has_further_lookup(module):
+                continue
             if read_code and _looks_up_otherwise(module):
                 yield join(path, "weight"), ParameterStyle(gathered=True)
             else:
@@ -112,6 +114,12 @@ def _looks_up_otherwise(module: Any) -> bool:
     """Return whether a table computes the indices itself, as BART's positions from the shape of the token ids."""
     bases = takewhile(lambda base: base.__name__ != "Embedding", type(module).__mro__)
     return any("forward" in vars(base) for base in bases)
+
+
+def _has_further_lookup(module: Any) -> bool:
+    """Return whether code may look a table up by another method than forward, as ProphetNet's decoder does."""
+    bases = takewhile(lambda base: base.__name__ != "Embedding", type(module).__mro__)
+    return any("_forward" in vars(base) for base in bases)
 
 
 def _reader_above(path: str, names: list[str], planned: PlannedTree) -> str | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from tp_plans.layouts import Shard
 from tp_plans.model_tree import ModelTree, ancestors, parent
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree
+from tp_plans.styles import RowwiseParallel
 
 
 def parts_of(plan: Plan, tree: ModelTree) -> Mapping[str, Plan]:
@@ -28,11 +30,25 @@ def parts_of(plan: Plan, tree: ModelTree) -> Mapping[str, Plan]:
         for path, place in places.items():
             if place in tied:
                 places[path] = tied[0]
+    places = _together(places, planned)
     rules: dict[str, dict[str, None]] = defaultdict(dict)
     for path, place in places.items():
         for pattern in planned.rules[path][:1]:
             rules[place][pattern] = None
     return {place: Plan({p: plan[p] for p in patterns}, name=plan.name) for place, patterns in rules.items()}
+
+
+def _together(places: Mapping[str, str], planned: PlannedTree) -> dict[str, str]:
+    """Return the places with one part for layers of a block that output shards and those apart that read them."""
+    columns = {places[path] for path in places if planned.outputs_local_shard(path)}
+    rows = {places[path] for path in places if _reads_shard(path, planned)}
+    partners = {row: next((c for c in columns - rows if parent(c) == parent(row)), row) for row in rows - columns}
+    return {path: partners.get(place, place) for path, place in places.items()}
+
+
+def _reads_shard(path: str, planned: PlannedTree) -> bool:
+    style = planned.style(path)
+    return isinstance(style, RowwiseParallel) and style.input_layouts == Shard(-1)
 
 
 def part_of(parameter: str, tree: ModelTree) -> str:
