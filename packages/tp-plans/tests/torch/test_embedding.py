@@ -76,6 +76,22 @@ def test_a_subclass_that_changes_the_output_is_right(two_ranks):
     assert two_ranks.run(scaled_faults) == [[], []]
 
 
+def scaled_in_place():
+    """The outputs of both styles, which code above scales in place, and the gradients that it sees."""
+    found = []
+    for style in (DEFAULT, FEATURES):
+        embedding = parallelized(nn.Embedding(VOCAB, WIDTH), {"": style})
+        output = embedding(ids_of("all"))
+        output *= 2  # as CTRL's code does
+        output.sum().backward()
+        found.append(embedding.weight.grad.full_tensor().sum().item())
+    return found
+
+
+def test_code_above_may_change_the_local_output_in_place(two_ranks):
+    assert two_ranks.run(scaled_in_place) == [[2 * 15 * WIDTH] * 2] * 2
+
+
 def padding_after(ids):
     embedding = parallelized(nn.Embedding(VOCAB, WIDTH, padding_idx=70), {"": VocabParallelEmbedding()})
     embedding(torch.tensor(ids))
