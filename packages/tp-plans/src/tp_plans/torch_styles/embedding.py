@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
 from tp_plans.styles import ColwiseEmbedding, VocabParallelEmbedding
@@ -42,7 +43,7 @@ class VocabParallelEmbeddingImpl(LocalTensorStyle):
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         own = output.masked_fill(context.saved["foreign"].unsqueeze(-1), 0)
         summed = redistribute(as_dtensor(own, context.mesh, layouts.Partial()), self.style.output_layouts)
-        return to_output(contiguous_part(summed), use_local_output=self.style.use_local_output)
+        return _output(summed, use_local_output=self.style.use_local_output)
 
     def _own_rows(self, rows: int, context: ForwardContext) -> tuple[int, int]:
         """Return the ids whose rows this rank holds; DTensor shards in ceiling-sized chunks."""
@@ -66,4 +67,9 @@ class ColwiseEmbeddingImpl(LocalTensorStyle):
         full = redistribute(
             wrap(output, context.mesh, layouts.Shard(output.ndim - 1), size=features), self.style.output_layouts
         )
-        return to_output(contiguous_part(full), use_local_output=self.style.use_local_output)
+        return _output(full, use_local_output=self.style.use_local_output)
+
+
+def _output(output: DTensor, *, use_local_output: bool) -> Tensor:
+    """Return a plain tensor that model code may change in place, or a DTensor with the strides of every other one."""
+    return to_output(output, use_local_output=True) if use_local_output else contiguous_part(output)
