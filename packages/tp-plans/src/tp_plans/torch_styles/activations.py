@@ -72,7 +72,8 @@ class GatherSequenceImpl(LocalTensorStyle):
     ) -> tuple[Args, Kwargs]:
         args = tuple(plain_full_tensor(value, context.mesh) for value in args)
         kwargs = {name: plain_full_tensor(value, context.mesh) for name, value in kwargs.items()}
-        context.saved["stream"] = next((v.shape for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        shapes = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        context.saved["stream"] = shapes[0] if shapes else None
         return self.inner.pre_forward(module, args, kwargs, context)
 
     def post_forward(self, module: nn.Module, output: Any, context: ForwardContext) -> Any:
