@@ -129,7 +129,14 @@ def test_eight_ranks_equal_single_process(eight_ranks: RankPool, name: str, mode
     assert (found.status, found.note) == ("right", "")
 
 
-@pytest.mark.parametrize(("name", "mode"), [("llama", "SP"), pytest.param("mixtral", "TP", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("llama", "SP"),
+        pytest.param("mixtral", "TP", marks=pytest.mark.slow),
+        pytest.param("doge, mixture", "TP", marks=pytest.mark.slow),  # its router reads the other rows of a batch
+    ],
+)
 def test_tensor_parallelism_with_fsdp2_equals_single_process(four_ranks: RankPool, name: str, mode: str) -> None:
     found = summarize(four_ranks.run(measure, name, mode, tp=2, dp_shard=2, kinds=("ids",)))
     assert (found.status, found.note) == ("right", "")

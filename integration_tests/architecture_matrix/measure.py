@@ -101,15 +101,16 @@ def measure(
 
 
 def _measure(name: str, mode: str, axes: Mapping[str, int], kinds: tuple[str, ...], *, float64: bool) -> RankResult:
-    rows = BATCH // axes.get("dp_shard", 1)
-    reference, runs = _reference(name, kinds, mesh_for(axes).size() > NARROW, float64)
+    ranks = axes.get("dp_shard", 1)
+    rows = BATCH // ranks
+    reference, runs = _reference(name, kinds, mesh_for(axes).size() > NARROW, float64, rows)
     candidate, mesh = copy.deepcopy(reference), mesh_for(axes)
     try:
         candidate = MODES[mode](candidate, mesh, **coverage_entries()[name].options)
     except (TpPlansError, FsdpRuntimeError, NoPlanError) as error:
         raise Refused(str(error)) from error
     first = rows * submesh(mesh, "dp").get_local_rank()
-    own = {kind: run.part(slice(first, first + rows), axes.get("dp_shard", 1)) for kind, run in runs.items()}
+    own = {kind: run.part(slice(first, first + rows), ranks) for kind, run in runs.items()}
     return compared(reference, candidate, own)
 
 
@@ -148,13 +149,15 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, Run]) -
 
 
 @lru_cache(maxsize=1)
-def _reference(name: str, kinds: tuple[str, ...], wide: bool, _: bool) -> tuple[nn.Module, dict[str, Run]]:
+def _reference(name: str, kinds: tuple[str, ...], wide: bool, _: bool, rows: int) -> tuple[nn.Module, dict[str, Run]]:
+    """Run the model in one process, ``rows`` rows at a time as a data-parallel rank: some routers read other rows."""
     model = tiny_model(replace(coverage_entries()[name], wide=wide))
     runs = {}
     for kind in kinds:
         inputs = _inputs(kind)
         running = copy.deepcopy(model)  # some modules keep a state of their last forward
-        expected = logits_of(running, inputs)
+        parts = [{key: value[first : first + rows] for key, value in inputs.items()} for first in range(0, BATCH, rows)]
+        expected = torch.cat([logits_of(running, part) for part in parts])
         weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
         if (mask := inputs.get("attention_mask")) is not None and mask.shape == weights.shape[:2]:
             weights = weights * mask.unsqueeze(-1)  # what padding positions compute is undefined

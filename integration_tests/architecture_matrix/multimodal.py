@@ -64,14 +64,17 @@ def multimodal_config(model_type: str) -> Any:
             fields[name] = _tower(value, {**fields.get(name, {}), **changes.get(name, {})})
         elif name in TOWER and name not in fields and value is not None:
             fields[name] = TOWER[name]
-    configs = {name for name, value in default.items() if name.endswith("_config") or name in _PARTS}
-    fields |= {name: value for name, value in changes.items() if name not in configs or default[name] is None}
+    fields |= {name: value for name, value in changes.items() if not (_is_config(name) and default.get(name))}
     if isinstance(fields.get("text_config"), dict):
         fields["text_config"] |= changes.get("text_config", {})
         _shrink_rotary(fields["text_config"], default["text_config"])
     else:
         _shrink_rotary(fields, default)
     return config_class(**fields, **_tokens({**default, **fields}, fields))
+
+
+def _is_config(name: str) -> bool:
+    return name in _PARTS or name.endswith("_config")
 
 
 def _part(default: Mapping[str, Any]) -> dict[str, Any]:

@@ -170,10 +170,42 @@ def test_a_planted_error_that_check_cannot_see_is_found_and_named(name):
         report.raise_on_error()
 
 
-def parallelized_with_automatic_plan(sequence_parallel):
+class Handing(Mix):
+    """Attention that returns a list, with a bias that the block adds."""
+
+    def __init__(self):
+        super().__init__(head_by_head=False)
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return [super().forward(x), self.shift]
+
+
+class Adding(Block):
+    def __init__(self):
+        super().__init__(head_by_head=False, in_turn=False)
+        self.mix = Handing()
+
+    def forward(self, x):
+        mixed, shift = self.mix(self.one(x))
+        x = x + mixed + shift.expand_as(x)
+        return x + self.gate(self.two(x))
+
+
+def fused_in_turn():
+    return Own(head_by_head=True, in_turn=True)
+
+
+def adding():
+    model = Own()
+    model.tower = nn.ModuleList(Adding() for _ in range(2))
+    return model
+
+
+def parallelized_with_automatic_plan(build, sequence_parallel):
     """The errors of output and gradients of a model that only inference has a plan for, on one rank."""
     torch.manual_seed(0)
-    whole = Own(head_by_head=True, in_turn=True).double()
+    whole = build().double()
     mesh = mesh_for({"tp": 2})["tp"]
     found = resolve_plan("auto", whole, sequence_parallel=sequence_parallel, mesh=mesh)
     split = torch.distributed.tensor.parallel.parallelize_module(copy.deepcopy(whole), mesh, found.to_torch())
@@ -191,10 +223,18 @@ def parallelized_with_automatic_plan(sequence_parallel):
 def test_parts_that_are_split_wrongly_are_gathered_until_the_plan_is_right(two_ranks, sequence_parallel):
     model = Own(head_by_head=True, in_turn=True)
     assert suggest(model).plan["tower.*.gate.wide"].fused_sizes == (1, 1)  # a wrong guess, with its doubt
-    for error, patterns in two_ranks.run(parallelized_with_automatic_plan, sequence_parallel):
+    for error, patterns in two_ranks.run(parallelized_with_automatic_plan, fused_in_turn, sequence_parallel):
         assert error < 1e-10
         assert "tower.*.gate" in patterns
         assert "tower.*.gate.wide" not in patterns
+
+
+def test_the_sequence_is_gathered_for_entire_blocks_where_their_code_mixes_it_with_other_tensors(two_ranks):
+    """The derived form gathers it for each sub-layer, and torch refuses to add a plain tensor to a sharded one."""
+    assert "tower.*" not in suggest(adding(), sequence_parallel=True).plan
+    for error, patterns in two_ranks.run(parallelized_with_automatic_plan, adding, sequence_parallel=True):
+        assert error < 1e-10
+        assert "tower.*" in patterns
 
 
 def test_automatic_says_once_that_a_plan_was_proven(caplog):

@@ -50,12 +50,14 @@ NO_SEQUENCE_PARALLELISM: dict[str, str] = {
 }
 
 
-def with_sequence_parallelism(plan: Plan, model: Any) -> Plan:
+def with_sequence_parallelism(plan: Plan, model: Any, *, gather_blocks: bool = False) -> Plan:
     """Return the sequence-parallel form of a plan.
 
     Args:
         plan: a tensor-parallel plan.
         model: the model that it is for, or its :class:`~tp_plans.model_tree.ModelTree`.
+        gather_blocks: gather the sequence for each entire block, so that activations are sharded between blocks only.
+            Right for any code of a block; otherwise the form of one sub-layer at a time is given where it can be.
 
     Returns:
         The plan, with rules that shard the activations between sub-layers on the sequence.
@@ -68,8 +70,8 @@ def with_sequence_parallelism(plan: Plan, model: Any) -> Plan:
     tree = planned.tree
     _require_sequence_parallel_form(tree)
     if streams := token_streams(tree):
-        return _of_each_stream(planned, streams)
-    block_rules = {path: _block_rules(path, planned) for path in _blocks(tree)}
+        return _of_each_stream(planned, streams, gather_blocks=gather_blocks)
+    block_rules = {path: None if gather_blocks else _block_rules(path, planned) for path in _blocks(tree)}
     per_sublayer = all(rules is not None for rules in block_rules.values())
     places = (path for group in tree.by_wildcard.values() for path in group)
     rules = {path: planned.styles[path] for path in places if path in planned.styles}
@@ -84,14 +86,14 @@ def with_sequence_parallelism(plan: Plan, model: Any) -> Plan:
     return with_full_output(derived, tree) if is_read_in_full(tree) else derived
 
 
-def _of_each_stream(planned: PlannedTree, streams: tuple[str, ...]) -> Plan:
+def _of_each_stream(planned: PlannedTree, streams: tuple[str, ...], *, gather_blocks: bool) -> Plan:
     """Return the plan of an encoder and a decoder: each shards its own tokens, and outputs full hidden states."""
     plan, tree = planned.plan, planned.tree
     rules = {path: planned.styles[path] for path in (*tree.modules, *tree.parameters) if path in planned.styles}
     for path in streams:
         inside = {each: rules.pop(each) for each in [*rules] if each != path and is_at_or_below(each, path)}
         own = Plan({each.removeprefix(f"{path}."): style for each, style in inside.items()}, name=plan.name)
-        rules |= with_sequence_parallelism(own, tree.modules[path]).with_prefix(path)
+        rules |= with_sequence_parallelism(own, tree.modules[path], gather_blocks=gather_blocks).with_prefix(path)
     return Plan(_merged(rules, tree), name=plan.name, sequence_parallel=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,9 +40,7 @@ class PrepareModuleInputImpl(LocalTensorStyle):
     def post_forward(self, module: nn.Module, output: Any, context: ForwardContext) -> Any:
         if not getattr(self.style, "full_output", False):
             return output
-        if isinstance(output, tuple):
-            return (plain_full_tensor(output[0], context.mesh), *output[1:])
-        return plain_full_tensor(output, context.mesh)
+        return _with_first(output, lambda tensor: plain_full_tensor(tensor, context.mesh))
 
 
 class GatherSequenceImpl(LocalTensorStyle):
@@ -83,4 +81,12 @@ class GatherSequenceImpl(LocalTensorStyle):
         output = self.inner.post_forward(module, output, context)
         if self.style.full_output:
             return output
-        return cut(output) if isinstance(output, Tensor) else (cut(output[0]), *output[1:])
+        return _with_first(output, cut)
+
+
+def _with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the hidden states of an output: the output itself, or the first of a tuple or list."""
+    if not isinstance(output, (tuple, list)):
+        return change(output)
+    changed = (change(output[0]), *output[1:])
+    return [*changed] if isinstance(output, list) else changed

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp_plans.checks import check
 from tp_plans.errors import CapabilityError, CheckFailedError, ModelError, PlanError, UnknownArchitectureError
+from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.infer.streams import token_blocks
 from tp_plans.infer.suggest import Suggestion, suggestion
 from tp_plans.infer.towers import with_towers
@@ -64,6 +65,12 @@ class _Attempt:
 
     def _towers(self, plan: Plan, tp: int, among: Sequence[str] | None) -> tuple[Plan, tuple[str, ...]]:
         return with_towers(plan, self.tree, tp=tp, among=among, large=self.large)
+
+    def plan(self, gathered: Sequence[str], *, gather_blocks: bool) -> Plan:
+        plan = self.suggestion(gathered, sequence_parallel=False).plan
+        if not self.sequence_parallel:
+            return plan
+        return with_sequence_parallelism(plan, self.tree, gather_blocks=gather_blocks)
 
 
 def inferred_plan(
@@ -130,17 +137,16 @@ def _proven(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
     small = replace(attempt, tree=tree, towers_tp=towers_tp)
     gathered = _gathered_until_right(attempt, small, tiny, tp, mesh)
     towers = _right_towers(small, gathered, tiny, tp, mesh)
-    if attempt.sequence_parallel:
-        _require_sequence_parallel_right(small, gathered, towers, tiny, tp, mesh)
-    plan = attempt.suggestion(gathered).plan
-    if {p: type(style) for p, style in plan.items()} != {
-        p: type(style) for p, style in small.suggestion(gathered).plan.items()
-    }:
+    gather_blocks = attempt.sequence_parallel and _must_gather_blocks(small, gathered, towers, tiny, tp, mesh)
+    plan, run = (each.plan(gathered, gather_blocks=gather_blocks) for each in (attempt, small))
+    if {p: type(style) for p, style in plan.items()} != {p: type(style) for p, style in run.items()}:
         raise _NotProvenError("the small copy gets other rules than the model")
-    stored = f"; stored sharded and gathered for use: {', '.join(gathered)}" if gathered else ""
     if towers is not None:
         plan = attempt.with_towers(plan, among=towers)
-    return plan, f"and proven on {tp} ranks by running {type(tiny.model).__name__} {tiny.ran}{stored}"
+    how = f"and proven on {tp} ranks by running {type(tiny.model).__name__} {tiny.ran}"
+    if gathered:
+        how += f"; stored sharded and gathered for use: {', '.join(gathered)}"
+    return plan, f"{how}; the sequence is gathered for each entire block" if gather_blocks else how
 
 
 def _gathered_until_right(
@@ -228,34 +234,43 @@ def _may_be_gathered(place: str, tree: ModelTree) -> bool:
     return place == tree.lm_head or any(is_at_or_below(place, wildcard(block)) for block in token_blocks(tree))
 
 
-def _require_sequence_parallel_right(
+def _must_gather_blocks(
     small: _Attempt,
     gathered: Sequence[str],
     towers: Sequence[str] | None,
     tiny: TinyModel,
     tp: int,
     mesh: DeviceMesh | None,
-) -> None:
-    """Raise where the sequence-parallel form of a plan that is right is wrong.
+) -> bool:
+    """Return whether the sequence-parallel form has to gather the sequence for entire blocks to be right.
 
     Raises:
-        CapabilityError: it is, with what differs.
+        CapabilityError: it is wrong then too, with what differs.
     """
     from tp_plans.verification.verify import verify_tiny
 
     name = type(tiny.model).__name__
-    try:
-        plan = small.suggestion(gathered).plan
-    except PlanError as error:
-        raise CapabilityError(f"{name} has no sequence-parallel form: {error}; pass sequence_parallel=False") from error
-    if towers is not None:
-        plan = small.with_towers(plan, among=towers)
-    report = verify_tiny(tiny, plan, tp=tp, mesh=mesh)
-    if not report.right:
-        raise CapabilityError(
-            f"{name} has no sequence-parallel form that is right. {report}\nPass sequence_parallel=False: its "
-            "tensor-parallel plan is right"
-        )
+    reports: list[VerificationReport] = []
+    for gather_blocks in (False, True):
+        try:
+            plan = small.plan(gathered, gather_blocks=gather_blocks)
+        except (CapabilityError, PlanError) as error:
+            if reports:
+                break  # this form cannot be derived
+            if isinstance(error, CapabilityError):
+                raise
+            raise CapabilityError(
+                f"{name} has no sequence-parallel form: {error}; pass sequence_parallel=False"
+            ) from error
+        if towers is not None:
+            plan = small.with_towers(plan, among=towers)
+        reports.append(verify_tiny(tiny, plan, tp=tp, mesh=mesh))
+        if reports[-1].right:
+            return gather_blocks
+    raise CapabilityError(
+        f"{name} has no sequence-parallel form that is right. {reports[0]}\nPass sequence_parallel=False: its "
+        "tensor-parallel plan is right"
+    )
 
 
 def _computes(mesh: DeviceMesh) -> bool:
