@@ -20,6 +20,8 @@ _TEXT = 2
 _IDS = 100
 #: Tokens of a decoder that reads an encoder.
 _DECODED = 5
+#: Model types with such a decoder that do not say so; that of Diffusion Gemma draws random tokens without.
+DECODES = ("t5gemma2", "florence2", "diffusion_gemma")
 #: What marks a token in ``mm_token_type_ids``.
 _KINDS = {"image": 1, "video": 2, "audio": 3}
 
@@ -47,7 +49,7 @@ def multimodal_inputs(model: nn.Module, *, media: str = "image", seed: int = 1) 
         inputs["mm_token_type_ids"] = kinds * _KINDS[media]
     if "token_type_ids" in takes:
         inputs["token_type_ids"] = kinds
-    if getattr(config, "is_encoder_decoder", False) or config.model_type in ("t5gemma2", "florence2"):
+    if getattr(config, "is_encoder_decoder", False) or config.model_type in DECODES:
         inputs["decoder_input_ids"] = torch.randint(3, _IDS, (len(ids), _DECODED), generator=generator)
     return inputs
 

@@ -347,10 +347,14 @@ def test_the_layers_of_sharded_towers_take_half_of_their_bytes() -> None:
         estimate(config, {"tp": 2}, seq_len=16, towers=towers).memory.resident.parameters
         for towers in ("sharded", "replicated")
     )
-    tower = tiny_model("Gemma3ForConditionalGeneration").model.vision_tower
+    model = tiny_model("Gemma3ForConditionalGeneration").model
+    tower = model.vision_tower
     layers = {path: layer for path, layer in tower.named_modules() if type(layer) is nn.Linear}
     split = sum(layer.weight.numel() for layer in layers.values())
     split += sum(layer.bias.numel() for path, layer in layers.items() if not path.endswith(("out_proj", "fc2")))
+    others = [each for each in tower.modules() if type(each) is not nn.Linear] + [model.multi_modal_projector]
+    tensors = [each for module in others for each in module.parameters(recurse=False) if each.ndim > 1 < len(each)]
+    split += sum(each.numel() for each in tensors)  # patches, positions, fused attention, a bare projection
     assert replicated - sharded == 2 * split // 2  # half of them, of two bytes each
     with pytest.raises(OptionError, match="towers='none': write 'sharded' or 'replicated'"):
         estimate(config, {"tp": 2}, seq_len=16, towers="none")  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from tp_plans import (
     verify_plan,
 )
 from tp_plans.cli import main
+from tp_plans.verification.compare import first_reference_run
 from tp_plans.verification.shrink import shrunk_config
 from tp_plans.verification.tiny import tiny_model
 
@@ -396,6 +397,22 @@ class Decoder(nn.Module):
         gate, up = self.wide(self.words(ids)).chunk(2, -1)
         return self.narrow(gate.sigmoid() * up)
 """
+
+
+def test_a_large_multimodal_model_is_run_at_small_sizes_with_images():
+    from transformers import BlipConfig, BlipForConditionalGeneration
+
+    with torch.device("meta"):
+        model = BlipForConditionalGeneration(BlipConfig())
+    tiny = tiny_model(model, tp=2)
+    assert sum(parameter.numel() for parameter in tiny.model.parameters()) < 2e6
+    assert {tree.decoder for tree in map(tp_plans.ModelTree.of, (model, tiny.model))} == {
+        "text_decoder.bert.encoder.layer"
+    }
+    reference = first_reference_run(tiny.model, None, device="cpu")
+    assert {"pixel_values", "input_ids"} <= reference.inputs.keys()
+    reached = [path for path, gradient in reference.gradients.items() if gradient is not None]
+    assert any(path.startswith("vision_model") for path in reached)
 
 
 def test_the_command_line_verifies_a_model_of_a_dotted_path(tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ from typing import Any
 
 from tp_plans.infer.attention import per_head_norms, split_in_heads, with_replicated_kv_heads
 from tp_plans.infer.sublayers import split_sublayers
+from tp_plans.infer.tied_modules import tied_modules
 from tp_plans.infer.unrecognized import embedding_submodules, shard_storage
 from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
@@ -25,6 +26,7 @@ STEPS = (
     with_replicated_kv_heads,
     shard_storage,
     embedding_submodules,
+    tied_modules,
 )
 
 

@@ -110,6 +110,8 @@ def _shrunk(fields: Mapping[str, Any], tp: int) -> dict[str, Any]:
             "intermediate_layers_indices": [0] * len(inner),
             "vision_output_dim": small["hidden_size"] * (1 + len(inner)),
         }
+    if "max_num_tiles" in small:  # each tile is as large as an image
+        small["image_size"] = 4 * small["patch_size"]
     beyond = [
         name
         for name, value in small.items()
