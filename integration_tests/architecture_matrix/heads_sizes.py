@@ -81,8 +81,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "t5gemma": {"encoder": _T5GEMMA, "decoder": _T5GEMMA},
 }
-#: Models whose inputs are more than a few tokens: they are rows of the section on multimodal models, have no tiny config,
-#: or take rows of one length (Perceiver, Reformer).
+#: Models whose inputs are more than a few tokens: they are rows of the section on multimodal models, have no tiny
+#: config, or take rows of one length (Perceiver, Reformer).
 OTHER_INPUTS = (
     *("perceiver", "reformer"),
     *("audioflamingo3", "encoder-decoder", "glmasr", "granite_speech", "granite_speech_plus"),
