@@ -68,6 +68,12 @@ def over_ranks() -> tuple[dict[str, float], str, dict[str, float]]:
         refused = ""
     except LayoutError as error:
         refused = str(error)
+    model = parallelize(head_model(_row("bert", "masked")), mesh_for({"cp": 2}), plan=None)
+    restarted = {"input_ids": _inputs()["input_ids"], "position_ids": torch.arange(LENGTH).remainder(8).expand(3, -1)}
+    try:
+        model(**sequence_layout(mesh_for({"cp": 2}), LENGTH).shard_batch(restarted))
+    except LayoutError as error:
+        refused += str(error)
     mesh = mesh_for({"tp": 2})  # which plan=None leaves alone
     prepare = partial(parallelize, mesh=mesh, plan=None, packed_sequences=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -86,6 +92,7 @@ def test_encoders_over_cp_and_in_packed_rows_compute_what_one_process_does(two_r
     for found, refused, planted in two_ranks.run(over_ranks):
         assert {case: error for case, error in found.items() if not error <= max(BOUND, PACKED_BOUND)} == {}
         assert "derives positions from the token ids" in refused
+        assert "position_ids restart within a row" in refused
         assert max(planted.values()) > 1e-6  # a causal mask in place of the documents'
 
 

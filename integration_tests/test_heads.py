@@ -55,7 +55,7 @@ OTHERS = [
     ("gpt_oss", "trunk", "SP"),
     ("ultrabert", "masked", "SP"),
     ("esmc", "masked", "SP"),
-    ("neomme", "masked", "TP"),
+    ("neomme", "masked", "SP"),  # a norm of the embeddings before the blocks
     ("bert", "question answering", "SP"),
     ("bart", "seq2seq", "SP"),
     ("bart", "sequence classification", "TP"),

@@ -65,12 +65,6 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "nllb-moe": {**_BART, **_SPARSE, "encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "pegasus_x": {**_BART, "block_size": 4, "num_global_tokens": 4},
-    "perceiver": {
-        "d_model": 64,
-        "d_latents": 64,
-        "num_latents": 8,
-        "num_self_attends_per_block": 2,
-    },
     "prophetnet": {
         "encoder_ffn_dim": 96,
         "decoder_ffn_dim": 96,
@@ -79,24 +73,18 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_encoder_attention_heads": 8,
         "num_decoder_attention_heads": 8,
     },
-    "reformer": {
-        "hidden_size": 64,
-        "attention_head_size": 8,
-        "attn_layers": ["local", "local"],
-        "axial_pos_embds_dim": [32, 32],
-        "axial_pos_shape": [16, 8],
-        "feed_forward_size": 96,
-        "local_attn_chunk_length": 4,
-    },
     "roc_bert": {"pronunciation_embed_dim": 16, "pronunciation_vocab_size": 32, "shape_embed_dim": 16}
     | {"shape_vocab_size": 32},
     "squeezebert": {"embedding_size": 64},
     "switch_transformers": {**_T5, **_SPARSE, "encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "xlm": _XLM,
+    "xmod": {"default_language": "en_XX"},
     "t5gemma": {"encoder": _T5GEMMA, "decoder": _T5GEMMA},
 }
-#: Models whose inputs are more than tokens: they are rows of the section on multimodal models, or have no tiny config.
+#: Models whose inputs are more than a few tokens: they are rows of the section on multimodal models, have no tiny
+#: config, or take rows of one length (Perceiver, Reformer).
 OTHER_INPUTS = (
+    *("perceiver", "reformer"),
     *("audioflamingo3", "encoder-decoder", "glmasr", "granite_speech", "granite_speech_plus"),
     *("modernvbert", "moss_transcribe_diarize", "musicflamingo", "nemo_speechlm", "qwen2_audio", "qwen3_asr"),
     *("seamless_m4t", "seamless_m4t_v2", "t5gemma2", "ultravbert", "vibevoice_asr", "voxtral", "voxtral_realtime"),

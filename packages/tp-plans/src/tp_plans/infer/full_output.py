@@ -14,6 +14,7 @@ from tp_plans.infer.bytecode import first_argument
 from tp_plans.layouts import Shard
 from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, join, names_embedding, parent
 from tp_plans.models.spec import SEQUENCE_DIM
+from tp_plans.naming import leaf
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree
@@ -68,8 +69,9 @@ def with_full_output(plan: Plan, tree: ModelTree) -> Plan:
 def norm_after_blocks(tree: ModelTree) -> str | None:
     """Return the norm of the last block's output: after the blocks, else the first one next to them."""
     siblings = (path for path in tree.children[tree.root] if path != tree.decoder)
-    norms = (path for path in siblings if tree.is_norm(path) and not names_embedding(path))
-    return tree.final_norm or next(norms, None)
+    norms = [path for path in siblings if tree.is_norm(path) and not names_embedding(path)]
+    norms.sort(key=lambda path: "embed" in leaf(path))  # NeoMME's comes before its blocks, LFM2's only one after them
+    return tree.final_norm or next(iter(norms), None)
 
 
 def _is_head(path: str, tree: ModelTree) -> bool:

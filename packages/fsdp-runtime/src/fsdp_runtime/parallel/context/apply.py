@@ -189,6 +189,8 @@ def gather_mixers(model: Any, parallelism: Parallelism) -> None:
     attention.eager = eager_function if implementation == "eager" else None
     attention.packed_sequences = parallelism.packed_sequences
     mixers = gathered_mixers(parallelism.structure, implementation)
+    unmasked = bidirectional_without_mask(model, parallelism.structure)
+    attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
     runtime_state(model).gathered = gather_for(mixers, attention)
     take_documents(map(model.get_submodule, parallelism.recompute), attention.packing)
     spread, full = (
@@ -231,9 +233,7 @@ class _Inputs:
 
     def __init__(self, attention: ContextAttention, shared_prefixes: bool, model: nn.Module) -> None:
         self.attention, self.shared_prefixes = attention, shared_prefixes
-        structure = inspect_model(model)
-        self.derived = derived_positions(structure)
-        self.unmasked = bidirectional_without_mask(model, structure)
+        self.derived = derived_positions(inspect_model(model))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -276,10 +276,10 @@ class _Inputs:
             attention.subtree_end = gather_tokens(subtree_end, layout, attention.group, dim=-1)
             full = gather_tokens(positions, layout, attention.group, dim=-1)
             attention.positions = full[0] if full.dim() == 3 else full
-        if documents is not None and self.unmasked is not None:
+        if documents is not None and attention.unmasked:
             raise LayoutError(
-                f"position_ids restart within a row, and {self.unmasked.path} ({self.unmasked.kind}), which attends to "
-                "later tokens, is not kept to a document by its attention mask: give one document a row"
+                f"position_ids restart within a row, and {attention.unmasked}, which attends to later tokens, is not "
+                "kept to a document by its attention mask: give one document a row"
             )
         places = layout.positions.to(tokens.device)
         if self.derived is not None and subtree_end is None and self.derived.differ(positions, places, mask):

@@ -51,6 +51,7 @@ class ContextAttention:
         eager: returns the model's own attention function for a class of modules, where that is to compute the scores
             instead of torch's function: with sinks, soft caps or biases.
         packed_sequences: rows may hold several documents, so that a mask of padding is refused beside position ids.
+        unmasked: a module that attends to later tokens and takes no mask of documents; ``""`` where there is none.
         packing: the documents of the current rows, for modules that run on full sequences.
 
     Example:
@@ -75,6 +76,7 @@ class ContextAttention:
     subtree_end: Tensor | None = None
     eager: Callable[[type], Any] | None = None
     packed_sequences: bool = False
+    unmasked: str = ""
     packing: CurrentDocuments = field(default_factory=CurrentDocuments)
     _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _made_masks: bool = False  # in this forward
