@@ -57,8 +57,8 @@ def test_one_differing_element_is_found_on_the_ranks_that_replicate_it(four_rank
     assert f"{name}: over axis dp_replicate (ranks 1, 3) and axis tp (ranks 2, 3)" in told[3]
 
 
-def test_a_tower_without_rules_is_also_compared_over_tp(two_ranks: RankPool) -> None:
-    name = "model.multi_modal_projector.mm_input_projection_weight"
+def test_what_of_a_tower_has_no_rule_is_also_compared_over_tp(two_ranks: RankPool) -> None:
+    name = "model.multi_modal_projector.mm_soft_emb_norm.weight"
     for told in two_ranks.run(_drift, {"tp": 2}, name, 1, 1e-12):
         assert f"1 tensors differ between ranks that replicate them:\n  {name}: over axis tp (ranks 0, 1)" in told
 

@@ -31,7 +31,8 @@ def compiled_faults(blocks, sequence_parallel, backend):
     return off < 1e-5, list(gradient_mismatches(reference, compiled, bound=1e-4)), left, graphs
 
 
-# Seven tokens on two ranks: the last rank's part is the shorter one, and has the strides of any other nevertheless.
+# Seven tokens on two ranks: the last rank's part is the shorter one, and has the strides of any other nevertheless
+# (test_embedding).  With the backend "eager" the second block would have a graph of its own, and none after it.
 # That several blocks share one graph under tensor parallelism is also tested in test_together.
 # The graphs do not depend on the backend, and most of the time goes to that of slow tests.
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def compiled_faults(blocks, sequence_parallel, backend):
     [
         pytest.param(3, False, "aot_eager", marks=pytest.mark.slow),
         pytest.param(2, True, "aot_eager", marks=pytest.mark.slow),
-        (2, True, "eager"),
+        (1, True, "eager"),
     ],
     ids=["TP", "SP", "SP, graphs alone"],
 )

@@ -76,6 +76,20 @@ def test_a_subclass_that_changes_the_output_is_right(two_ranks):
     assert two_ranks.run(scaled_faults) == [[], []]
 
 
+def contiguous_parts():
+    """Whether this rank's part of a sharded sequence of odd length is contiguous, for both styles."""
+    styles = (
+        VocabParallelEmbedding(Shard(1), use_local_output=False),
+        ColwiseEmbedding(Shard(1), use_local_output=False),
+    )
+    outputs = [parallelized(nn.Embedding(VOCAB, WIDTH), {"": style})(ids_of("all")) for style in styles]
+    return [output.to_local().is_contiguous() for output in outputs]
+
+
+def test_the_shorter_part_of_a_sequence_has_the_strides_of_any_other(two_ranks):  # compiled code guards on them
+    assert two_ranks.run(contiguous_parts) == [[True, True]] * 2
+
+
 def scaled_in_place():
     """The outputs of both styles, which code above scales in place, and the gradients that it sees."""
     found = []
