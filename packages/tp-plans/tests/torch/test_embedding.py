@@ -79,8 +79,8 @@ def test_a_subclass_that_changes_the_output_is_right(two_ranks):
 def contiguous_parts():
     """Whether this rank's part of a sharded sequence of odd length is contiguous, for both styles."""
     styles = (
-        VocabParallelEmbedding(Shard(1), use_local_output=False),
-        ColwiseEmbedding(Shard(1), use_local_output=False),
+        VocabParallelEmbedding(output_layouts=Shard(1), use_local_output=False),
+        ColwiseEmbedding(output_layouts=Shard(1), use_local_output=False),
     )
     outputs = [parallelized(nn.Embedding(VOCAB, WIDTH), {"": style})(ids_of("all")) for style in styles]
     return [output.to_local().is_contiguous() for output in outputs]
