@@ -105,6 +105,8 @@ def head_inputs(model: nn.Module, row: HeadRow, kind: str) -> dict[str, Tensor]:
     mask = padding_mask(ids, kind.partition(" ")[0])
     if "decoder_input_ids" in takes and row.head in ("sequence classification", "reward"):
         ids[torch.arange(BATCH), mask.cumsum(1).argmax(1)] = 2  # the last token, whose hidden state is classified
+    if (row.model_type, row.head) == ("longformer", "question answering"):
+        ids[:, [LENGTH // 2 - 1, LENGTH // 2, LENGTH // 2 + 1]] = model.config.sep_token_id  # three, as it requires
     inputs = {"input_ids": ids * mask, "attention_mask": mask}  # the tiny models pad with id 0
     inputs |= _labels(row, mask, generator) if {"labels", "start_positions"} & takes.keys() else {}
     if row.model_type == "fsmt" and row.head == "seq2seq":  # its code makes them of input_ids, not of labels

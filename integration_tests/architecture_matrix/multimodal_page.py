@@ -31,6 +31,22 @@ NOT_MEASURED = {
     "qwen3_omni_moe": "generates only; its model with a loss is qwen3_omni_moe_thinker",
 }
 
+#: Those that take no images, with the media that they take.
+WITHOUT_IMAGES = {
+    "fun_asr_nano": "audio",
+    "glmasr": "audio",
+    "granite_speech": "audio",
+    "granite_speech_plus": "audio",
+    "instructblipvideo": "video",
+    "moss_transcribe_diarize": "audio",
+    "nemo_speechlm": "audio",
+    "qwen2_audio": "audio",
+    "qwen3_asr": "audio",
+    "vibevoice_asr": "audio",
+    "voxtral": "audio",
+    "voxtral_realtime": "audio",
+}
+
 
 def section(results: Mapping[str, Any]) -> Iterator[str]:
     """Yield the summary and the table of multimodal models, if any was measured."""

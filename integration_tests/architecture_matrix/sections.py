@@ -75,12 +75,13 @@ def measure_multimodal_models(pool: RankPool, section: dict[str, Any], keep: Kee
         if name in multimodal_page.NOT_MEASURED or not choice.has(name):
             continue
         cells = section.setdefault(name, {})
-        others = [medium for medium in multimodal_page.MEDIA if f"TP {medium}" in cells]
-        todo = [(mode, "image", mode) for mode in choice.modes]
+        alone = multimodal_page.WITHOUT_IMAGES.get(name)
+        others = [each for each in multimodal_page.MEDIA if f"TP {each}" in cells or each == alone]
+        todo = [(mode, "image", mode) for mode in choice.modes if alone is None]
         todo += [
             (f"{mode} {medium}", medium, mode) for medium in others for mode in choice.modes if mode != "transformers"
         ]
-        for column, medium, mode in [*todo, ("inferred", "image", "inferred")]:
+        for column, medium, mode in [*todo, ("inferred", alone or "image", "inferred")]:
             if column == "inferred" and cells.get("TP", {}).get("status") != "refused":
                 continue
             if choice.is_due(cells, column):
