@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import fsdp_runtime
 import rl_logprobs
@@ -20,7 +19,7 @@ from architecture_matrix.table import entries, tiny_model
 from fsdp_runtime import PackedRow, pack, parallelize, replay_routes, submesh
 from fsdp_runtime.routing.routers import find_routers
 from harness.float64 import compute_in_float64
-from harness.parity import largest, mesh_for, own_part
+from harness.parity import gradient_errors, largest, mesh_for
 from harness.ranks import RankPool
 from harness.rollouts import sample_completions
 
@@ -86,10 +85,10 @@ def _any_experts(tokens: int, experts: int, top_k: int, generator: torch.Generat
 
 @dataclass(frozen=True)
 class Found:
-    """The farthest log-probability from the generator's, and every gradient of a clipped policy-gradient loss."""
+    """The farthest log-probability from the generator's, and the model after backward of a clipped policy loss."""
 
     distance: float
-    gradients: dict[str, Tensor | None]
+    model: nn.Module
 
 
 def _train(
@@ -145,7 +144,7 @@ def _train(
         losses.append(rl_logprobs.global_mean(policy.loss, mask, plan, segments=segment))
     for loss in losses:  # recomputes after the contexts
         loss.backward()
-    return Found(distance, {name: parameter.grad for name, parameter in model.named_parameters()})
+    return Found(distance, model)
 
 
 def _samples(row: PackedRow) -> list[tuple[int, int]]:
@@ -170,29 +169,16 @@ def _errors(name: str, cases: list[tuple[dict[str, int], dict[str, Any]]]) -> di
     model, rollout = _model_and_rollout(name)
     errors: dict[str, float] = {}
     with compute_in_float64():
-        expected = _train(copy.deepcopy(model), rollout)
-        errors["one process: ratio"] = expected.distance
+        alone = _train(copy.deepcopy(model), rollout)
+        expected = {path: parameter.grad for path, parameter in alone.model.named_parameters()}
+        errors["one process: ratio"] = alone.distance
         for axes, options in cases:
             found = _train(copy.deepcopy(model), rollout, axes, **options)
             errors[f"{axes}: ratio"] = found.distance
-            errors |= {f"{axes}: {path}": error for path, error in _gradient_errors(found, expected).items()}
+            # A gradient that vanishes mathematically is rounding, in these units too.
+            gradients = gradient_errors(expected, found.model, least_share=1e-3)
+            errors |= {f"{axes}: {path}": error for path, error in gradients.items()}
     return {path: error for path, error in errors.items() if not error <= BOUND}
-
-
-def _gradient_errors(found: Found, expected: Found) -> dict[str, float]:
-    # A gradient that vanishes mathematically is rounding: errors are measured against no less than this share.
-    floor = 1e-3 * max(largest(gradient) for gradient in expected.gradients.values() if gradient is not None)
-    errors = {}
-    for path, wanted in expected.gradients.items():
-        actual = found.gradients[path]
-        if wanted is None or actual is None:
-            errors[path] = 0.0 if actual is wanted else float("inf")
-            continue
-        scale = max(largest(wanted), floor)
-        if isinstance(actual, DTensor):
-            wanted, actual = own_part(wanted, actual), actual.to_local()
-        errors[path] = largest(actual - wanted) / scale
-    return errors
 
 
 # Of the second's experts, groups are chosen first.

@@ -13,7 +13,7 @@ SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
 #: Documented as public, whatever they are called: a named tuple's, and the one that ends a process at once.
 DOCUMENTED = {"_replace", "_exit"}
 OTHERS = ("torch", "transformers", "peft", "megatron_fsdp", "safetensors")
-#: Files ``_torch_compat.py``, and those of folders ``_transformers_compat``.
+#: Files ``_torch_compat.py``, and those of folders of such names.
 COMPAT = [path for path in SOURCES if path.stem.endswith("_compat") or path.parent.name.endswith("_compat")]
 
 

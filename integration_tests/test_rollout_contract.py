@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import fsdp_runtime
 import rl_logprobs
 from harness.models import tiny_model
-from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, mesh_for, own_part
+from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, gradient_errors, mesh_for
 from harness.ranks import RankPool
 from harness.rollouts import Completions, sample_completions
 
@@ -115,19 +114,13 @@ def _errors(architecture: str, meshes: tuple[dict[str, int], ...], per: str) -> 
     rollout = _generate(single)
     _, reference = _gradients(copy.deepcopy(single), rollout, None, per)
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert all(gradient is not None for gradient in expected.values())
     errors: dict[str, float] = {}
     for axes in meshes:
         furthest, model = _gradients(copy.deepcopy(single), rollout, axes, per)
         errors[f"{axes} ratio"] = furthest / OUTPUT_BOUND
-        for name, parameter in model.named_parameters():
-            wanted, found = expected[name], parameter.grad
-            assert wanted is not None, name
-            assert found is not None, name
-            scale = wanted.abs().max().item() or 1.0
-            if isinstance(found, DTensor):
-                wanted, found = own_part(wanted, found), found.to_local()
-            if wanted.numel():
-                errors[f"{axes} {name}"] = (found - wanted).abs().max().item() / scale / GRADIENT_BOUND
+        for name, error in gradient_errors(expected, model).items():
+            errors[f"{axes} {name}"] = error / GRADIENT_BOUND
     return errors
 
 

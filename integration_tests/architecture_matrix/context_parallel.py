@@ -8,13 +8,25 @@ from typing import Any, get_args
 from architecture_matrix.packing import PACKED_BOUND, measure_packing_on_ranks
 from fsdp_runtime import FsdpRuntimeError
 from fsdp_runtime.parallel.context.ways import ContextParallel
+from harness.ranks import RankPool
 
 #: The ways, as modes of a row: ``"cp=2 ring"``.
 MODES = {f"cp=2 {way}": way for way in get_args(ContextParallel)}
 
 
-def context_outcomes(name: str) -> dict[str, dict[str, Any]]:
-    """Return what is kept of one row by mode, as this rank finds it; every rank of a world of two must call it."""
+def context_outcomes(pool: RankPool, name: str, *, timeout: float) -> dict[str, dict[str, Any]]:
+    """Measure one architecture on the two ranks of a pool, and return what is kept of each mode.
+
+    Args:
+        pool: the ranks.
+        name: the row.
+        timeout: seconds of one mode.
+    """
+    return of_all_ranks(pool.run(measure_context, name, timeout=len(MODES) * timeout))
+
+
+def measure_context(name: str) -> dict[str, dict[str, Any]]:
+    """Return what this rank finds, by mode; every rank of a world of two must call it."""
     return {mode: _outcome(name, way) for mode, way in MODES.items()}
 
 

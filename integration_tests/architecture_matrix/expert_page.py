@@ -62,7 +62,7 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "The rows whose model has stacked experts, on 4 ranks, each data-parallel rank with token ids of its own. A "
         "mixture is right (✓) where the logits and every parameter's gradient agree on every rank with one process. "
-        "Models that keep parts in float32 are in float32 throughout, since FSDP2 wants one dtype in a block."
+        "Parameters that a class keeps in float32 stay in it, and all code computes in float64."
     )
     if "transformers" in ways:
         yield (

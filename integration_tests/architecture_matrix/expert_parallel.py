@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,6 +18,7 @@ from architecture_matrix.shrink import VOCAB
 from architecture_matrix.table import UNBUILDABLE, Entry, built, entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, parallelize, submesh
 from harness import parity
+from harness.float64 import compute_in_float64
 from harness.parity import RankReport, largest, logits_of, mesh_for
 from tp_plans import ModelTree, TpPlansError
 from tp_plans.infer.experts import expert_stacks
@@ -48,7 +50,9 @@ def measure_experts(
     name: str, meshes: Sequence[Mapping[str, int]] = MESHES, way: str = "parallelize"
 ) -> list[RankReport]:
     """Measure one mixture on every mesh, in one of the ways; every rank of the world must call it."""
-    return [_measured(name, axes, WAYS[way]) for axes in meshes]
+    in_float64 = WAYS[way].dtype == torch.float64
+    with compute_in_float64() if in_float64 else nullcontext():
+        return [_measured(name, axes, WAYS[way]) for axes in meshes]
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,6 @@ def _not_divided(candidate: nn.Module) -> list[str]:
 @lru_cache(maxsize=1)
 def _reference(name: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor, Tensor, dict[str, Tensor | None]]:
     model = tiny_model(entries()[name], dtype=dtype)
-    if any(parameter.dtype == torch.float32 for parameter in model.parameters()):
-        model = tiny_model(entries()[name], dtype=torch.float32)  # FSDP2 wants one dtype in a block
     ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     expected = logits_of(model, {"input_ids": ids})
     weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))

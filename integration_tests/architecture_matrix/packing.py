@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from architecture_matrix.measure import gradient_errors
+from architecture_matrix.measure import default_dtype, gradient_errors
 from architecture_matrix.shrink import VOCAB
 from architecture_matrix.table import coverage_entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, MeshSpec, parallelize, sequence_layout
+from harness.float64 import compute_in_float64
 from harness.parity import largest, logits_of, mesh_for
 
 #: Tokens of the documents of each row: several lengths, one document of a single token, and equal lengths.
@@ -58,29 +58,6 @@ class PackedResult:
         return max(self.output_error, *self.gradient_errors.values())
 
 
-class _Double(TorchFunctionMode):
-    """Gives float64 where float32 is asked for."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-        kwargs = {n: torch.float64 if each is torch.float32 else each for n, each in (kwargs or {}).items()}
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def all_double() -> Iterator[None]:
-    """Compute in float64 whatever a model's code asks for."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Double():
-            yield
-    finally:
-        torch.set_default_dtype(default)
-
-
 def packed_positions(rows: Rows = ROWS) -> Tensor:
     """The position ids of rows."""
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
@@ -102,7 +79,7 @@ def measure_packing(model: nn.Module, prepare: Callable[[nn.Module], nn.Module])
         model: the plain model, in float64.
         prepare: changes a copy of it.
     """
-    with all_double():
+    with default_dtype(torch.float64), compute_in_float64():
         model = _doubled(copy.deepcopy(model))  # some modules keep a state of their last forward
         packed = prepare(copy.deepcopy(model))
         reference = _Alone.of(model)
@@ -139,7 +116,7 @@ def measure_packing_on_ranks(
         The error of the logits, and of each gradient relative to its largest element.
     """
     model, reference = _alone(name, rows)
-    with all_double():
+    with default_dtype(torch.float64), compute_in_float64():
         mesh = mesh_for(axes)
         candidate = parallelize(copy.deepcopy(model), mesh, packed_sequences=True, **options)
         layout = sequence_layout(mesh, LENGTH, load_balancer=options.get("cp_load_balancer", "headtail"))
@@ -152,7 +129,7 @@ def measure_packing_on_ranks(
 
 @lru_cache(maxsize=1)
 def _alone(name: str, rows: Rows) -> tuple[nn.Module, _Alone]:
-    with all_double():
+    with default_dtype(torch.float64), compute_in_float64():
         model = _doubled(tiny_model(coverage_entries()[name]))
         unused = copy.deepcopy(model)  # some modules keep a state of their last forward
         return unused, _Alone.of(model, rows)

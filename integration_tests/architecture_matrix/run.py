@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from itertools import product
@@ -120,16 +120,10 @@ def _measure_context(
     options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any], working: Path
 ) -> None:
     """Measure the chosen rows under context parallelism, on two ranks."""
-    with _ranks(2) as pool:
-        for done, name in enumerate(chosen, 1):
-            if name in POOLED or set(context_parallel.MODES) <= set(rows.setdefault(name, {})):
-                continue
-            found = pool.run(context_parallel.context_outcomes, name, timeout=3 * options.timeout)
-            rows[name].update(context_parallel.of_all_ranks(found))
-            page.write(working, {"rows": rows})
-            for mode in context_parallel.MODES:
-                kept = rows[name][mode]
-                _say(f"[{done}/{len(chosen)}] {name}, {mode}: {kept['status']} {kept.get('note', '')}")
+    chosen = {name: entry for name, entry in chosen.items() if name not in POOLED}
+    _measure_modes(
+        options, chosen, rows, working, modes=context_parallel.MODES, outcomes=context_parallel.context_outcomes
+    )
 
 
 def _measure_bfloat16(
@@ -171,13 +165,29 @@ def _measure_bfloat16_tensor(
     options: argparse.Namespace, chosen: dict[str, Entry], rows: dict[str, Any], working: Path
 ) -> None:
     """Measure the chosen rows in bfloat16 with tensor and sequence parallelism, on two ranks."""
+    modes = MODE_NAMES.values()
+    _measure_modes(options, chosen, rows, working, modes=modes, outcomes=bfloat16_tensor_outcomes)
+
+
+def _measure_modes(
+    options: argparse.Namespace,
+    chosen: dict[str, Entry],
+    rows: dict[str, Any],
+    working: Path,
+    *,
+    modes: Collection[str],
+    outcomes: Callable[..., dict[str, dict[str, Any]]],
+) -> None:
+    """Measure the chosen rows on two ranks with a function that returns what is kept of all ``modes`` of a row."""
     with _ranks(2) as pool:
         for done, name in enumerate(chosen, 1):
-            if not {*MODE_NAMES.values()} <= {*rows.setdefault(name, {})}:
-                rows[name].update(bfloat16_tensor_outcomes(pool, name, timeout=options.timeout))
-                page.write(working, {"rows": rows})
-                for mode in MODE_NAMES.values():
-                    _say(f"[{done}/{len(chosen)}] {name}, {mode}: {_told(rows[name][mode])}")
+            row = rows.setdefault(name, {})
+            if {*modes} <= {*row}:
+                continue
+            row.update(outcomes(pool, name, timeout=options.timeout))
+            page.write(working, {"rows": rows})
+            for mode in modes:
+                _say(f"[{done}/{len(chosen)}] {name}, {mode}: {_told(row[mode])}")
 
 
 def _measure_compiled(

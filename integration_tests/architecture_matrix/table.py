@@ -14,6 +14,7 @@ from torch import nn
 from architecture_matrix.extras import EXTRAS, WIDE_EXTRAS
 from architecture_matrix.shrink import tiny_fields, wider
 from architecture_matrix.unplanned import DEFAULT_FLOAT64, UNPLANNED
+from fsdp_runtime._transformers_compat.models import kept_in_float32
 from harness.models import jitter
 from harness.remote_code_models import REMOTE_CODE_MODELS
 
@@ -138,7 +139,9 @@ def prepare(model: nn.Module, dtype: torch.dtype) -> None:
 def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert a model in place, but for the parameters that its class keeps in float32."""
     model.to(dtype)
-    _restore_single_precision(model)
+    for path in kept_in_float32(model):  # its code casts what it reads to match
+        parameter = model.get_parameter(path)
+        parameter.data = parameter.data.float()
     return model
 
 
@@ -191,14 +194,6 @@ def _initialize_the_rest(model: nn.Module) -> None:
         for parameter in model.parameters():
             if not parameter.isfinite().all():
                 parameter.normal_(std=0.05)
-
-
-def _restore_single_precision(model: Any) -> None:
-    """Some code keeps a part in float32 whatever the model is in, and casts its input to match."""
-    names = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
-    for path, parameter in model.named_parameters():
-        if any(name in path for name in names):
-            parameter.data = parameter.data.float()
 
 
 def _fill_routing_tables(model: nn.Module) -> None:

@@ -196,11 +196,15 @@ def _own_rows(batch: int, mesh: DeviceMesh) -> slice:
     return slice(start, start + share)
 
 
-def gradient_errors(expected: Mapping[str, Tensor | None], candidate: nn.Module) -> dict[str, float]:
-    """Each parameter's gradient error on this rank, relative to the gradient's largest element."""
-    # Some gradients vanish mathematically (a key bias shifts every score of a query alike), and what is left of
-    # them is rounding: errors are measured against no less than this share of the model's largest gradient.
-    floor = 1e-9 * max(largest(gradient) for gradient in expected.values() if gradient is not None)
+def gradient_errors(
+    expected: Mapping[str, Tensor | None], candidate: nn.Module, *, least_share: float = 1e-9
+) -> dict[str, float]:
+    """Each parameter's gradient error on this rank, relative to the gradient's largest element.
+
+    Some gradients vanish mathematically (a key bias shifts every score of a query alike), and what is left of them is
+    rounding: errors are relative to no less than ``least_share`` of the model's largest gradient.
+    """
+    floor = least_share * max(largest(gradient) for gradient in expected.values() if gradient is not None)
     errors: dict[str, float] = {}
     for name, parameter in candidate.named_parameters():
         if name not in expected:  # a broken tie: reported as a structural problem

@@ -87,13 +87,22 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int) -> None:
         raise DtypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ShapeError(f"cu_seqlens must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
-    valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (cu_seqlens.diff() >= 0).all()
-    if cu_seqlens.device.type != "cpu":
-        assert_on_device(valid, f"cu_seqlens must ascend from 0 to {tokens}")
+    require_ascending(cu_seqlens, "cu_seqlens", tokens, "tokens")
+
+
+def require_ascending(offsets: torch.Tensor, name: str, last: int, counted: str) -> None:
+    """Check that offsets ascend from 0 to ``last``; on an accelerator without waiting for it.
+
+    Raises:
+        ShapeError: they do not; ``name`` is theirs in the message, and ``counted`` what there are ``last`` of.
+    """
+    valid = (offsets[0] == 0) & (offsets[-1] == last) & (offsets.diff() >= 0).all()
+    if offsets.device.type != "cpu":
+        assert_on_device(valid, f"{name} must ascend from 0 to {last}")
     elif not valid:
         raise ShapeError(
-            f"cu_seqlens must ascend from 0 to the {tokens} tokens; it goes from {cu_seqlens[0].item()} to "
-            f"{cu_seqlens[-1].item()}" + (" and descends in between" if (cu_seqlens.diff() < 0).any() else "")
+            f"{name} must ascend from 0 to the {last} {counted}, got values from {offsets[0].item()} to "
+            f"{offsets[-1].item()}" + (", with one that descends in between" if (offsets.diff() < 0).any() else "")
         )
 
 

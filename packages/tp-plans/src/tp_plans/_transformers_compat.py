@@ -5,7 +5,8 @@ By attribute alone: transformers is not imported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -35,6 +36,11 @@ def mark_expert_parallel(experts: Any) -> None:
         experts._is_expert_parallel = True
 
 
-def kept_in_float32(model: Any) -> tuple[str, ...]:
-    """Names in the paths of parameters that a model's class keeps in float32 whatever the dtype of the others."""
-    return tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+def kept_in_float32(model: Any, names: Iterable[str]) -> frozenset[str]:
+    """Return the names of those parameters that transformers loads in float32 where the model is in bfloat16.
+
+    ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.23).
+    """
+    found = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    patterns = [re.compile(each.replace("*", ".*")) for each in found]
+    return frozenset(name for name in names if any(pattern.search(name) for pattern in patterns))

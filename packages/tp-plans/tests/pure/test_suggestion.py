@@ -17,6 +17,7 @@ from tp_plans import (
     plan_for,
     suggest,
 )
+from tp_plans.infer.bytecode import reads_below
 
 
 class Attention(Module):
@@ -168,6 +169,15 @@ def test_counts_that_the_code_reads_are_told_and_given():
 class Kernel(Attention):
     def forward(self, tokens):
         return tokens @ self.alpha.weight
+
+
+def test_a_tensor_below_is_read_by_nested_functions_too():
+    class Reader:
+        def forward(self, states):
+            return sorted(states, key=lambda each: each @ self.child.weight)
+
+    assert reads_below(Reader, "child", "weight")
+    assert not reads_below(Reader, "child", "bias")
 
 
 def test_code_that_reads_weights_itself_gets_them_gathered():

@@ -15,6 +15,7 @@ from rl_logprobs.argument_types import checked
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import is_integral
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError, SupportError
+from rl_logprobs.targets import require_ascending
 
 
 class SamplingMask(Protocol):
@@ -80,7 +81,7 @@ class Support:
             )
         if self.ids.device != self.offsets.device:
             raise OptionError(f"ids are on {self.ids.device} and offsets on {self.offsets.device}; move one")
-        self._check_offsets()
+        require_ascending(self.offsets, "offsets", self.ids.shape[0], "ids")
         self._check_ids()
 
     @property
@@ -270,17 +271,6 @@ class Support:
         object.__setattr__(other, "ids", ids)
         object.__setattr__(other, "offsets", offsets)
         return other
-
-    def _check_offsets(self) -> None:
-        entries, offsets = self.ids.shape[0], self.offsets
-        valid = (offsets[0] == 0) & (offsets[-1] == entries) & (offsets.diff() >= 0).all()
-        if offsets.device.type != "cpu":
-            assert_on_device(valid, f"offsets must ascend from 0 to {entries}")
-        elif not valid:
-            raise ShapeError(
-                f"offsets must ascend from 0 to the {entries} ids; they go from {offsets[0].item()} to "
-                f"{offsets[-1].item()}" + (" and descend in between" if (offsets.diff() < 0).any() else "")
-            )
 
     def _check_ids(self) -> None:
         if self.ids.shape[0] == 0:

@@ -62,22 +62,19 @@ def counts_used(module: Any, values: set[int]) -> tuple[str, ...]:
 
 def referenced_names(cls: type) -> set[str]:
     """Return the names that the methods of a class read: attributes, functions and modules."""
-    return {name for code in _methods(cls) for name in _names(code)}
+    return {name for method in _methods(cls) for code in _with_nested(method) for name in code.co_names}
 
 
 def reads_weights(cls: type) -> bool:
     """Return whether the methods of a class read weights of layers, for more than their dtype, device or class."""
-    return any(_reads_weight(code) for code in _methods(cls))
-
-
-def _reads_weight(code: CodeType) -> bool:
-    steps = _steps(code)
-    for index, step in enumerate(steps):
-        if step.argval == "weight" and step.opname.startswith("LOAD") and "CONST" not in step.opname:
-            after = [following.argval for following in steps[index + 1 : index + 3]]
-            if after[:1] not in (["dtype"], ["device"]) and after != ["torch", "Tensor"]:
-                return True
-    return any(_reads_weight(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return any(
+        read.argval == "weight"
+        and read.opname.startswith("LOAD")
+        and "CONST" not in read.opname
+        and after[0] not in ("dtype", "device")
+        and after != ["torch", "Tensor"]
+        for _, read, after in _in_context(cls)
+    )
 
 
 def reads_below(cls: type, child: str, name: str) -> bool:
@@ -86,19 +83,18 @@ def reads_below(cls: type, child: str, name: str) -> bool:
     What reads no more than its dtype, device or shape does not count.
     """
     return any(
-        [each.argval for each in (first, second)] == [child, name] and after.argval not in _NO_VALUES
-        for code in _methods(cls)
-        for first, second, after in _triples(code)
+        [before.argval, read.argval] == [child, name] and after[0] not in _NO_VALUES
+        for before, read, after in _in_context(cls)
     )
 
 
-def _triples(code: CodeType) -> Iterator[tuple[Instruction, Instruction, Instruction]]:
-    steps = _steps(code)
-    yield from zip(steps, steps[1:], steps[2:], strict=False)
-
-
-def _steps(code: CodeType) -> list[Instruction]:
-    return [step for step in get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
+def _in_context(cls: type) -> Iterator[tuple[Instruction, Instruction, list[Any]]]:
+    """Iterate over the instructions of a class's methods: the one before, it, and the arguments of the two after."""
+    for code in _methods(cls):
+        for each in _with_nested(code):
+            steps = [step for step in get_instructions(each) if step.opname not in ("CACHE", "EXTENDED_ARG")]
+            for index in range(1, len(steps) - 1):
+                yield steps[index - 1], steps[index], [step.argval for step in steps[index + 1 : index + 3]]
 
 
 def _methods(cls: type) -> Iterator[CodeType]:
@@ -114,11 +110,12 @@ def _methods(cls: type) -> Iterator[CodeType]:
                 yield code
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _with_nested(code: CodeType) -> Iterator[CodeType]:
+    """Iterate over the code of a function and of those defined in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _with_nested(constant)
 
 
 def _counts(name: str, value: object, values: set[int]) -> bool:

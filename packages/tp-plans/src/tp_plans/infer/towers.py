@@ -20,8 +20,8 @@ from tp_plans.checks.divisibility import Constraint, divisibility_constraints
 from tp_plans.infer.bytecode import reads_below, reads_weights
 from tp_plans.infer.rules import propose
 from tp_plans.infer.sublayers import Sublayer
-from tp_plans.infer.unrecognized import MIN_ROWS, is_large, large_patterns
-from tp_plans.layouts import Replicate, Shard
+from tp_plans.infer.unrecognized import MIN_ROWS, is_large, large_patterns, stored_sharded
+from tp_plans.layouts import Replicate
 from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, join, parent
 from tp_plans.naming import FUSED_MLPS, FUSED_QKV, OUTPUT_PROJECTION, leaf
 from tp_plans.patterns import wildcard
@@ -31,7 +31,6 @@ from tp_plans.styles import (
     ColwiseParallel,
     GatheredParameters,
     ParallelAttention,
-    ParameterStyle,
     PrepareModuleInput,
     RowwiseParallel,
     Style,
@@ -251,11 +250,9 @@ def _stored(
 ) -> Iterator[tuple[str, Style]]:
     """Iterate over rules that store the other linear layers sharded."""
     tree = planned.tree
-    split = {parent(path) for path, style in rules.items() if isinstance(style, RowwiseParallel)}
-    for path in paths:
-        above = parent(path)
-        inside = any(each in split for each in ancestors(path))
-        if path in rules or inside or not tree.is_plain_linear(path) or reads_weights(type(tree.modules[above])):
+    for path in _outside_split_modules(paths, rules):
+        reader = type(tree.modules[parent(path)])
+        if path in rules or not tree.is_plain_linear(path) or reads_weights(reader):
             continue
         rows = tree.shape(path)[0]
         if rows >= MIN_ROWS and Constraint(path, rows).fits(tp):
@@ -268,11 +265,10 @@ def _stored_tensors(paths: Iterable[str], planned: PlannedTree, large: Collectio
     A module's rule gathers all that its code reads, of its own and of modules below; a parameter's that parameter.
     """
     tree = planned.tree
-    split = {parent(path) for path, style in planned.styles.items() if isinstance(style, RowwiseParallel)}
     tensors = {
         join(path, name): _reader(path, name, tree)
-        for path in paths
-        if planned.style(path) is None and not any(above in split for above in ancestors(path))
+        for path in _outside_split_modules(paths, planned.styles)
+        if planned.style(path) is None
         for name, parameter in tree.own_parameters(path).items()
         if is_large(join(path, name), parameter.shape, large)
     }
@@ -283,10 +279,16 @@ def _stored_tensors(paths: Iterable[str], planned: PlannedTree, large: Collectio
         if any(tensor in group for group in tree.tied):
             continue
         if above is None:
-            yield tensor, ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
+            yield tensor, stored_sharded(shape)
         elif shape[0] >= MIN_ROWS and planned.style(above) is None:
             readers[above].append(tensor.removeprefix(f"{above}."))
     yield from ((reader, GatheredParameters(names=tuple(names))) for reader, names in readers.items() if names)
+
+
+def _outside_split_modules(paths: Iterable[str], rules: Mapping[str, Style]) -> Iterator[str]:
+    """Iterate over the paths that are in no module whose computation is split, by its row-wise layer."""
+    split = {parent(path) for path, style in rules.items() if isinstance(style, RowwiseParallel)}
+    return (path for path in paths if not any(above in split for above in ancestors(path)))
 
 
 def _reader(path: str, name: str, tree: ModelTree) -> str | None:

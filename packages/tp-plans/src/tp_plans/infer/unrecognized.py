@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from math import prod
 from typing import Any
@@ -105,21 +105,27 @@ def _shard_storage(
         elif not planned.split_children(path) and not (
             hasattr(module, "kernel_size") and (not read_code or _is_read_above(path, planned))
         ):
-            for name in wanted:
-                shape = list(own[name].shape)
-                yield join(path, name), ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
+            yield from ((join(path, name), stored_sharded(own[name].shape)) for name in wanted)
+
+
+def stored_sharded(shape: Sequence[int]) -> ParameterStyle:
+    """Return the rule that shards the longest dim of a parameter, and gathers it for the code that reads it."""
+    return ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
 
 
 def _looks_up_otherwise(module: Any) -> bool:
     """Return whether a table computes the indices itself, as BART's positions from the shape of the token ids."""
-    bases = takewhile(lambda base: base.__name__ != "Embedding", type(module).__mro__)
-    return any("forward" in vars(base) for base in bases)
+    return _adds_to_embedding(module, "forward")
 
 
 def _has_further_lookup(module: Any) -> bool:
     """Return whether code may look a table up by another method than forward, as ProphetNet's decoder does."""
+    return _adds_to_embedding(module, "_forward")
+
+
+def _adds_to_embedding(module: Any, method: str) -> bool:
     bases = takewhile(lambda base: base.__name__ != "Embedding", type(module).__mro__)
-    return any("_forward" in vars(base) for base in bases)
+    return any(method in vars(base) for base in bases)
 
 
 def _reader_above(path: str, names: list[str], planned: PlannedTree) -> str | None:

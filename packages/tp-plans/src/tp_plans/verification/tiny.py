@@ -147,10 +147,9 @@ def _prepared(model: nn.Module) -> nn.Module:
             set_experts("eager")  # kernels of grouped products take no float64
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False  # type: ignore[union-attr]  # states that decoding keeps may not be trained
-    tree, single = ModelTree.of(model), kept_in_float32(model)
-    for path, parameter in tree.parameters.items():
-        if any(name in path for name in single):  # its code casts what it reads to match
-            parameter.data = parameter.data.float()
+    tree = ModelTree.of(model)
+    for path in kept_in_float32(model, tree.parameters):  # its code casts what it reads to match
+        tree.parameters[path].data = tree.parameters[path].data.float()
     with torch.no_grad():
         for parameter in dict.fromkeys(tree.parameters.values()):
             if parameter.is_floating_point():

@@ -1,0 +1,51 @@
+"""Backward nodes, and the tensors that are saved for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime._torch_compat.meshes import local_tensor
+
+
+@contextmanager
+def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
+    """Raise ``freed()`` where backward reads a tensor that was saved inside the ``with`` and has lost its storage.
+
+    torch's own error is about the storage, and torch turns its check for changes in place off for tensors with hooks
+    (2.10 to 2.15, since pytorch/pytorch#60975), so that is done here; the version of a tensor is not public.
+    """
+
+    def pack(tensor: Tensor) -> tuple[Tensor, int]:
+        return tensor, tensor._version
+
+    def unpack(saved: tuple[Tensor, int]) -> Tensor:
+        tensor, version = saved
+        local = local_tensor(tensor)
+        if local.numel() and local.device.type != "meta" and local.untyped_storage().nbytes() == 0:
+            raise freed()
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{tensor.dtype} tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected "
+                f"version {version}"
+            )
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def autograd_position() -> int:
+    """The number that the next operator's backward node will get in this thread (private in torch 2.10 to 2.15)."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def running_backward_of() -> int | None:
+    """The number of the backward node that runs now; ``None`` outside backward (private in torch 2.10 to 2.15)."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())

@@ -1,0 +1,83 @@
+"""Process groups and their collectives."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+
+def all_gather_flat(output: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
+    """Start an all-gather of flat tensors; torch 2.13 renamed the function, and the old name warns."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work = gather(output, own, group=group, async_op=True)
+    return work
+
+
+def reduce_scatter_flat(output: Tensor, full: Tensor, group: ProcessGroup) -> dist.Work:
+    """Start a reduce-scatter of flat tensors; torch 2.13 renamed the function."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work = scatter(output, full, group=group, async_op=True)
+    return work
+
+
+def clone_default_store() -> Store:
+    """A connection of one's own to the store of ``init_process_group``, which torch 2.10 to 2.15 hand out nowhere."""
+    store: Any = distributed_c10d._get_default_store()
+    copy: Store = store.clone()
+    return copy
+
+
+def separate_group(
+    store: Store, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
+) -> ProcessGroup:
+    """Form a process group apart from the world, which may be absent.
+
+    torch 2.10 to 2.15 form groups of the world's ranks alone (pytorch/pytorch#151960); SGLang and OpenRLHF call the
+    same function.  Point-to-point operations look up the ranks that are registered here.
+
+    Raises:
+        ValueError: this process has a group of that name.
+        RuntimeError: not all ranks came in time.
+    """
+    helper: Any = distributed_c10d._new_process_group_helper
+    world: Any = distributed_c10d._world
+    own_part = PrefixStore(name, store)
+    own_part.set_timeout(timeout)
+    group: ProcessGroup
+    group, _ = helper(world_size, rank, [], backend, own_part, group_name=f"separate/{name}", timeout=timeout)
+    world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    return group
+
+
+def group_of(value: object) -> ProcessGroup | None:
+    """The process group that an operator's argument is, as an object or by its name; ``None`` for other arguments.
+
+    Names are resolved by a private function in torch 2.10 to 2.15.
+    """
+    if isinstance(value, ProcessGroup):
+        return value
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return ProcessGroup.unbox(value)
+    if isinstance(value, str):
+        try:
+            return cast("ProcessGroup", getattr(distributed_c10d, "_resolve_process_group")(value))  # noqa: B009
+        except (RuntimeError, ValueError, LookupError):
+            return None
+    return None
+
+
+#: Inductor's switch for async tensor parallelism, private in torch 2.10 to 2.15; torchtitan sets the same.
+MICRO_PIPELINE = "_micro_pipeline_tp"
+
+
+def enable_symmetric_memory(group: ProcessGroup) -> None:
+    """Let ranks of a group read each other's memory; the module is private in torch 2.10 to 2.15."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(group.group_name)

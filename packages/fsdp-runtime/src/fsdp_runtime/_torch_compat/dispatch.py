@@ -1,0 +1,67 @@
+"""Operators and storages, as a mode that follows a program sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, in a private module
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of nested dicts, lists and tuples.
+
+    ``torch.utils._pytree`` is private in torch 2.10 to 2.15 (pytorch/pytorch#65761).
+    """
+    from torch.utils import _pytree
+
+    found: list[Any] = _pytree.tree_leaves(tree)
+    return found
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an ATen operator writes into; their schema is private in torch 2.10 to 2.15."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name) if argument.kwarg_only or position >= len(args) else args[position]
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """A tensor of a subclass with a shape and no storage (torch 2.10 to 2.15: documented, and not public)."""
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+
+
+def storage_key(held: Tensor | UntypedStorage) -> int:
+    """What is the same for a storage and all tensors on it while it lives.
+
+    ``data_ptr`` is public and 0 for every storage without data (torch 2.10 to 2.15).
+    """
+    return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
+
+
+@contextmanager
+def observe_storage_resizes(observe: Callable[[UntypedStorage], None]) -> Iterator[None]:
+    """Call ``observe`` after every ``UntypedStorage.resize_``.
+
+    FSDP2 allocates and frees gathered parameters by resizing their storages.  Under ``FakeTensorMode`` no operator is
+    dispatched for that, and torch 2.10 to 2.15 have no hook (pytorch/pytorch#122434), so the method is replaced.
+    """
+    original = UntypedStorage.resize_
+
+    def resize_(storage: UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        observe(storage)
+        return result
+
+    UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        UntypedStorage.resize_ = original  # type: ignore[method-assign]

@@ -1,0 +1,88 @@
+"""Tensors without memory, ranks without peers, and what DTensor keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any
+
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def fake_store() -> Any:
+    """The store of torch's process group without peers; both are under ``torch.testing._internal`` in 2.10 to 2.15.
+
+    Importing the module registers the backend ``"fake"``; importing another, what collectives of tensors without data
+    return, which torch 2.11 and later have built in.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with suppress(ImportError):
+        import torch.distributed._tools.fake_collectives  # noqa: F401
+
+    return FakeStore()
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """torch's mode of tensors without memory (private in 2.10 to 2.15), usable together with DTensor.
+
+    DTensor computes shard offsets with small tensors whose values it needs; those stay real.  Operators that it runs on
+    full shapes, to infer the shape of a result, are not part of the program and are hidden from other modes.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.tensor import _utils
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    outside = [
+        (_utils, "_compute_local_shape_and_global_offset"),
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
+    ]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in outside]
+    for owner, name, function in originals:
+        setattr(owner, name, _outside_modes(function))
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        for owner, name, function in originals:
+            setattr(owner, name, function)
+
+
+def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def outside_modes(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return outside_modes
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What fake tensors raise where a result depends on data, or an operator has no rule for shapes.
+
+    Private in torch 2.10 to 2.15.
+    """
+    from torch._subclasses import fake_tensor
+
+    return (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedOperatorException,
+    )
+
+
+def clear_dtensor_caches() -> None:
+    """Empty DTensor's caches of what it decided for a mesh, from which a later one that is equal would be served.
+
+    Meshes are equal by shape and names; the groups of one that is gone cannot be used, nor can another rank's offsets.
+    Private in torch 2.10 to 2.15, and not all there in 2.10.
+    """
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
+
+    debug._clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    debug._clear_fast_path_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _redistribute._gen_transform_infos.cache_clear()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

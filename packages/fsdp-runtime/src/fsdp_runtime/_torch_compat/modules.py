@@ -1,0 +1,41 @@
+"""A module's own parameters, buffers, children and hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a module that are part of its state dict.
+
+    Public API distinguishes them from other buffers only through ``state_dict()``, whose hooks drop FSDP2's gathered
+    parameters (torch 2.10 to 2.15).
+    """
+    hidden = module._non_persistent_buffers_set
+    return {name: buffer for name, buffer in module.named_buffers(recurse=False) if name not in hidden}
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return a module's own parameters, including absent ones and plain tensors in their place.
+
+    ``named_parameters`` hides both, and ``getattr`` runs the parametrisations of a module (torch 2.10 to 2.15).
+    """
+    found: dict[str, Any] = module._parameters
+    return found
+
+
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's own dict of its children, where one can be exchanged and the order stays (torch 2.10 to 2.15)."""
+    return module._modules
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """The hooks that run before a module's forward; torch 2.10 to 2.15 have no public way to ask for them."""
+    return list(module._forward_pre_hooks.values())
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if ``module.compile()`` was called (torch 2.10 to 2.15: there is no public way to ask)."""
+    return module._compiled_call_impl is not None
