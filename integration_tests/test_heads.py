@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -39,7 +40,7 @@ from tp_plans import (
 CASES = [
     ("qwen3", "sequence classification", "SP"),  # three labels, which do not divide; the last token of each row
     ("qwen3", "trunk", "SP"),  # hidden states for the caller
-    ("eurobert", "sequence classification", "SP"),  # a head of several layers, on the first token
+    ("eurobert", "sequence classification", "SP"),  # a head of several layers, on the first token; two labels
     ("t5", "seq2seq", "SP"),  # two streams of tokens, tied tables of three modules, relative position biases
     ("camembert", "masked", "SP"),  # layers of a block in modules apart, a head that is defined before the trunk
 ]
@@ -63,8 +64,13 @@ OTHERS = [
 ]
 
 
+#: Labels other than those of the coverage page: as many as ranks.
+LABELS = {"eurobert": 2}
+
+
 def _row(model_type: str, head: str) -> HeadRow:
-    return next(row for row in head_rows() if (row.model_type, row.head) == (model_type, head))
+    found = next(row for row in head_rows() if (row.model_type, row.head) == (model_type, head))
+    return replace(found, labels=LABELS.get(model_type))
 
 
 def measured(cases: list[tuple[str, str, str]]) -> list[dict[str, float]]:
