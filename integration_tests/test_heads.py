@@ -132,7 +132,7 @@ def test_planted_errors_are_found_on_every_rank(two_ranks: RankPool) -> None:
 
 
 class ActorCritic(nn.Module):
-    """A language model of transformers, and a value head of several layers on its last hidden states."""
+    """A language model of transformers, and a value head of several layers on hidden states of two depths."""
 
     def __init__(self, policy: Any) -> None:
         super().__init__()
@@ -141,7 +141,9 @@ class ActorCritic(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         found = self.policy(input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False)
-        return found.logits, self.value_head(found.hidden_states[-1]).squeeze(-1)
+        last, inner = found.hidden_states[-1], found.hidden_states[1]
+        inner = inner.full_tensor() if isinstance(inner, DTensor) else inner  # sharded on the sequence between blocks
+        return found.logits, self.value_head(last + inner).squeeze(-1)
 
 
 def _loss(model: nn.Module, ids: Tensor, mask: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
