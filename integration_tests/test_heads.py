@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,8 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 from architecture_matrix.heads import HeadRow, head_model, head_rows
 from architecture_matrix.heads_measure import BOUND, measure_head
-from fsdp_runtime import load_weights, parallelize, save_weights, stream_weights
+from fsdp_runtime import OptionError, load_weights, parallelize, save_weights, stream_weights
+from fsdp_runtime.parallel.lora import resolve_adapted_plan
 from harness.float64 import compute_in_float64
 from harness.models import HIDDEN, VOCAB, tiny_model
 from harness.parity import gradient_errors, largest, mesh_for, padding_mask
@@ -39,7 +42,7 @@ from tp_plans import (
 CASES = [
     ("qwen3", "sequence classification", "SP"),  # three labels, which do not divide; the last token of each row
     ("qwen3", "trunk", "SP"),  # hidden states for the caller
-    ("eurobert", "sequence classification", "SP"),  # a head of several layers, on the first token
+    ("eurobert", "sequence classification", "SP"),  # a head of several layers, on the first token; two labels
     ("t5", "seq2seq", "SP"),  # two streams of tokens, tied tables of three modules, relative position biases
     ("camembert", "masked", "SP"),  # layers of a block in modules apart, a head that is defined before the trunk
 ]
@@ -63,8 +66,13 @@ OTHERS = [
 ]
 
 
+#: Labels other than those of the coverage page: as many as ranks.
+LABELS = {"eurobert": 2}
+
+
 def _row(model_type: str, head: str) -> HeadRow:
-    return next(row for row in head_rows() if (row.model_type, row.head) == (model_type, head))
+    found = next(row for row in head_rows() if (row.model_type, row.head) == (model_type, head))
+    return replace(found, labels=LABELS.get(model_type))
 
 
 def measured(cases: list[tuple[str, str, str]]) -> list[dict[str, float]]:
@@ -126,7 +134,7 @@ def test_planted_errors_are_found_on_every_rank(two_ranks: RankPool) -> None:
 
 
 class ActorCritic(nn.Module):
-    """A language model of transformers, and a value head of several layers on its last hidden states."""
+    """A language model of transformers, and a value head of several layers on hidden states of two depths."""
 
     def __init__(self, policy: Any) -> None:
         super().__init__()
@@ -135,7 +143,13 @@ class ActorCritic(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         found = self.policy(input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False)
-        return found.logits, self.value_head(found.hidden_states[-1]).squeeze(-1)
+        last, inner = found.hidden_states[-1], found.hidden_states[1]
+        inner = inner.full_tensor() if isinstance(inner, DTensor) else inner  # sharded on the sequence between blocks
+        return found.logits, self.value_head(last + inner).squeeze(-1)
+
+
+#: Adapters around the outer module.
+ADAPTERS = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
 
 
 def _loss(model: nn.Module, ids: Tensor, mask: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,19 +173,24 @@ def actor_critic(folder: str) -> tuple[list[str], set[str], bool]:
     rank = mesh["dp_shard"].get_local_rank()
     own = slice(2 * rank, 2 * rank + 2)
     faults = []
+    adapted = peft.get_peft_model(copy.deepcopy(single), ADAPTERS, autocast_adapter_dtype=False).double()
+    adapted.base_model.model.value_head.requires_grad_(True)
+    sequence_parallel = {"sequence_parallel": True, "activation_checkpointing": "block"}
     with compute_in_float64():
-        loss, values = _loss(single, ids, mask, returns)
-        loss.backward()
-        gradients = {path: parameter.grad for path, parameter in single.named_parameters()}
-        for options in ({}, {"sequence_parallel": True, "activation_checkpointing": "block"}):
-            model = parallelize(copy.deepcopy(single), mesh, **options)
+        for reference, options in ((adapted, sequence_parallel), (single, {}), (single, sequence_parallel)):
+            reference.zero_grad()
+            loss, values = _loss(reference, ids, mask, returns)
+            loss.backward()
+            gradients = {path: parameter.grad for path, parameter in reference.named_parameters()}
+            model = parallelize(copy.deepcopy(reference), mesh, **options)
             model.zero_grad()
             loss, found = _loss(model, ids[own], mask[own], returns[own])
             if isinstance(found, DTensor) or largest(found - values[own]) > BOUND:
-                faults.append(f"{options}: values")
+                faults.append(f"{type(reference).__name__}, {options}: values")
             (2 * loss).backward()  # FSDP2 takes the mean
             errors = gradient_errors(gradients, model)
-            faults += [f"{options}: {path} off by {error:.1e}" for path, error in errors.items() if not error <= BOUND]
+            kind = f"{type(reference).__name__}, {options}"
+            faults += [f"{kind}: {path} off by {error:.1e}" for path, error in errors.items() if not error <= BOUND]
     names = {name for name, _ in stream_weights(model)}
     save_weights(model, folder)
     before = {name: tensor.clone() for name, tensor in stream_weights(model)}
@@ -252,12 +271,12 @@ def test_modules_apart_whose_features_are_mixed_in_between_are_gathered(two_rank
 
 
 def test_adapters_inside_a_module_around_the_model_are_refused() -> None:
-    import peft
-
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    model = ActorCritic(peft.get_peft_model(tiny_model("LlamaForCausalLM"), config))
+    model = ActorCritic(peft.get_peft_model(tiny_model("LlamaForCausalLM"), ADAPTERS))
     with pytest.raises(UnknownArchitectureError, match="policy of ActorCritic carries adapters inside a module"):
         resolve_plan("auto", model)
+    model = peft.inject_adapter_in_model(ADAPTERS, ActorCritic(tiny_model("LlamaForCausalLM")))
+    with pytest.raises(OptionError, match=r"q_proj of ActorCritic carries adapters, and the model is no PeftModel"):
+        resolve_adapted_plan("auto", model, sequence_parallel=False)
 
 
 def test_a_trunk_whose_stream_cannot_be_sharded_is_refused() -> None:

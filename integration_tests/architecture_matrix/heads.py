@@ -44,11 +44,13 @@ class HeadRow:
         model_type: the config's ``model_type``.
         head: the name of the head in :data:`HEADS`.
         class_name: the class.
+        labels: the number of labels; ``None`` for that of the head in :data:`HEADS`.
     """
 
     model_type: str
     head: str
     class_name: str
+    labels: int | None = None
 
 
 @cache
@@ -75,14 +77,14 @@ def _classes(head: str) -> Mapping[str, str]:
     return {name: found if isinstance(found, str) else found[0] for name, found in mapping.items()}
 
 
-def head_model(row: HeadRow, *, labels: int | None = None, seed: int = 0) -> nn.Module:
+def head_model(row: HeadRow, *, seed: int = 0) -> nn.Module:
     """Return the tiny jittered float64 model of a row, without dropout, the same on every rank."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(seed)
     entry = coverage_entries().get(row.model_type)
-    changes = {**(entry.changes if entry else {}), "num_labels": labels or HEADS[row.head][1]}
+    changes = {**(entry.changes if entry else {}), "num_labels": row.labels or HEADS[row.head][1]}
     changes = {**SIZES.get(row.model_type, {}), **changes, **CHANGES.get((row.model_type, row.head), {})}
     config = CONFIG_MAPPING[row.model_type](**text_fields(row.model_type, changes))
     model_class: Any = getattr(transformers, row.class_name)
@@ -117,7 +119,7 @@ def head_inputs(model: nn.Module, row: HeadRow, kind: str) -> dict[str, Tensor]:
 
 
 def _labels(row: HeadRow, mask: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    labels = HEADS[row.head][1]
+    labels = row.labels or HEADS[row.head][1]
     match row.head:
         case "sequence classification":
             return {"labels": torch.randint(labels, (BATCH,), generator=generator)}

@@ -283,6 +283,19 @@ def test_an_initialized_world_is_refused(tmp_path: Any) -> None:
         dist.destroy_process_group()
 
 
+class _Classifier(nn.Module):
+    """One vector of scores for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Block()])
+        self.score = nn.Linear(WIDTH, 3)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.score(self.layers[0](self.embed(input_ids))[:, -1])
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -293,6 +306,10 @@ def test_an_initialized_world_is_refused(tmp_path: Any) -> None:
         ({"micro_batch": -1}, "micro_batch=-1: give a positive integer"),
         ({"logprobs": "no.such.function"}, "package.module.function"),
         ({"model": twelve()}, "pass its config"),
+        (
+            {"model": _Classifier, "logprobs": "logits"},
+            r"logits of shape \[1, 3\], not of every token: pass logprobs=function",
+        ),
     ],
 )
 def test_invalid_values_are_refused_with_the_valid_ones(options: Any, says: str) -> None:

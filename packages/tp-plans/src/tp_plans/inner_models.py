@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from tp_plans.errors import UnknownArchitectureError
 from tp_plans.infer.full_output import with_full_output
-from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below
+from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, join
 from tp_plans.plan import Plan
 from tp_plans.styles import Style
 
@@ -19,7 +19,7 @@ def inner_models(tree: ModelTree) -> tuple[str, ...]:
     """Return the paths of the outermost language models of transformers inside a module that is none itself.
 
     Raises:
-        UnknownArchitectureError: one of them carries adapters, which no plan by names of layers describes.
+        UnknownArchitectureError: one of them is wrapped for adapters by itself, so that its layers have other names.
     """
     if _is_language_model("", tree):
         return ()
@@ -28,7 +28,8 @@ def inner_models(tree: ModelTree) -> tuple[str, ...]:
     if not any(is_at_or_below(tree.decoder or "", path) for path in outermost):
         return ()
     for path in outermost:
-        if any(module_path.endswith(".base_layer") for module_path in tree.below(path)):
+        adapted = any(module_path.endswith(".base_layer") for module_path in tree.below(path))
+        if adapted and join(path, "base_model") in tree.modules:  # peft's own module stands there
             raise UnknownArchitectureError(
                 f"{path} of {type(tree.model).__name__} carries adapters inside a module of yours: give "
                 "get_peft_model the outer module, or give a plan"

@@ -16,6 +16,7 @@ from tp_plans import (
     Replicate,
     RowwiseParallel,
     Shard,
+    check,
     split_towers,
 )
 
@@ -137,6 +138,23 @@ def test_a_table_is_gathered_for_the_module_whose_code_reads_it():
     found = split_towers(Plan({"text.layers.*.up": ColwiseParallel()}), multimodal, tp=2)
     assert found["visual.extra"] == GatheredParameters(names=("embeddings.position_embedding.weight",))
     assert found["visual.extra.embeddings.kind"] == ParameterStyle(layout=Shard(1), gathered=True)
+
+
+def test_layers_whose_weights_are_gathered_get_no_second_rule():
+    plan = Plan(
+        {
+            "text.layers.*.up": ColwiseParallel(),
+            "text.layers.*.down": RowwiseParallel(),
+            "visual.blocks.*.mlp": GatheredParameters(names=("fc1.weight", "fc2.weight")),
+            "visual.blocks.*": GatheredParameters(names=("attn.qkv.weight",)),
+        }
+    )
+    found = split_towers(plan, model(), tp=2)
+    assert not any(".mlp." in pattern or "qkv" in pattern for pattern in found)
+    assert found["visual.blocks.*.attn.proj"] == ColwiseParallel(output_layouts=Replicate())
+    assert not check(found, model(), tp=2).errors
+    twice = check(found.override({"visual.blocks.*.mlp.fc1": ColwiseParallel()}), model(), tp=2).errors
+    assert any("shard of a weight that a rule of" in each.message for each in twice), twice
 
 
 def test_heads_that_do_not_divide_are_stored_sharded_and_logged(caplog: pytest.LogCaptureFixture):

@@ -81,8 +81,14 @@ def _as_forward(function: Callable[..., Tensor]) -> Forward:
 def _on_logits(token_logprobs: Callable[..., Tensor]) -> Forward:
     def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
         logits = _logits(model(**inputs))
+        targets = inputs["input_ids"]
+        if logits.ndim != targets.ndim + 1:
+            raise EstimateError(
+                f"{type(model).__name__} gives logits of shape {[*logits.shape]}, not of every token: pass "
+                "logprobs=function(model, inputs) that returns the loss"
+            )
         begin_loss()
-        return -token_logprobs(logits, inputs["input_ids"]).mean()
+        return -token_logprobs(logits, targets).mean()
 
     return forward
 

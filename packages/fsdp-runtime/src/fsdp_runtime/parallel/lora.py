@@ -63,12 +63,19 @@ def resolve_adapted_plan(
         towers_tp: the size of ``tp`` where vision and audio towers are to be sharded too, else ``None``.
 
     Raises:
-        OptionError: a layer has adapters that cannot be sharded.
+        OptionError: a layer has adapters that cannot be sharded, or that no ``PeftModel`` is around.
         tp_plans.TpPlansError: no plan is known, or a layer's style does not support adapters.
     """
     base = base_model(model) if is_peft_model(model) else model
     resolved = resolve_plan(plan, base, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
-    return resolved if base is model else adapted_plan(resolved, base).with_prefix(BASE)
+    if base is not model:
+        return adapted_plan(resolved, base).with_prefix(BASE)
+    if plan == "auto" and (layer := next(lora_layers(model), None)) is not None:
+        raise OptionError(
+            f"{layer.path} of {type(model).__name__} carries adapters, and the model is no PeftModel: give the "
+            "outermost module to peft.get_peft_model, or give a plan"
+        )
+    return resolved
 
 
 def adapted_plan(plan: Plan, model: nn.Module) -> Plan:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tp_plans._torch_compat import own_parameters
 from tp_plans.checks.findings import Finding
 from tp_plans.layouts import Shard
-from tp_plans.model_tree import join
+from tp_plans.model_tree import join, parent
 from tp_plans.planned_tree import PlannedTree
 from tp_plans.styles import (
     ColwiseEmbedding,
@@ -21,7 +21,8 @@ from tp_plans.styles import (
     VocabParallelEmbedding,
 )
 
-_OF_MATRICES = (ColwiseParallel, RowwiseParallel, MLAKVProjection, VocabParallelEmbedding, ColwiseEmbedding)
+_OF_LINEAR_LAYERS = (ColwiseParallel, RowwiseParallel, MLAKVProjection)
+_OF_MATRICES = (*_OF_LINEAR_LAYERS, VocabParallelEmbedding, ColwiseEmbedding)
 
 #: Options of ``nn.Embedding`` that need the ids or features that other ranks hold.
 _WHOLE_TABLE_OPTIONS = {
@@ -88,6 +89,12 @@ def _gathered_names(path: str, names: tuple[str, ...], planned: PlannedTree) -> 
     if missing:
         what = f"{type(planned.modules[path]).__name__} has no parameter {', '.join(missing)} to gather"
         yield Finding("error", path, what, "name the parameters below it, as 'out_proj.weight'")
+    for layer in dict.fromkeys(parent(join(path, name)) for name in names):
+        if isinstance(style := planned.own_style(layer), _OF_LINEAR_LAYERS):
+            what = (
+                f"{type(style).__name__} computes with a shard of a weight that a rule of {path or 'the model'} gathers"
+            )
+            yield Finding("error", layer, what, "take the layer out of one of the two rules")
 
 
 def _expert_stack(path: str, planned: PlannedTree) -> Iterator[Finding]:

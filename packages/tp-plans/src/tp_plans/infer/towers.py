@@ -111,7 +111,7 @@ def with_towers(
         large: the patterns of the large parameters, where another model of the same modules says it.
     """
     planned = PlannedTree(tree, plan)
-    paths = [path for path in _outside(tree) if planned.style(path) is None]
+    paths = [path for path in _outside(tree) if planned.style(path) is None and not _is_gathered(path, planned)]
     if not paths:
         return plan, ()
     rules: dict[str, Style] = {}
@@ -149,6 +149,11 @@ def _outside(tree: ModelTree) -> Iterator[str]:
             yield path
 
 
+def _is_gathered(path: str, planned: PlannedTree) -> bool:
+    """Return whether a rule of a module above gathers a parameter of a module, whose code then has it in full."""
+    return any(planned.is_gathered(join(path, name)) for name in planned.tree.own_parameters(path))
+
+
 def _is_adapter(path: str, tree: ModelTree) -> bool:
     """Return whether a module is below a layer with low-rank adapters, whose rules follow from the layer's own."""
     return any(f"{above}.base_layer" in tree.modules for above in ancestors(path))
@@ -171,7 +176,7 @@ def _parts(paths: Iterable[str], planned: PlannedTree) -> Iterator[_Part]:
 
 
 def _has_rules(path: str, planned: PlannedTree) -> bool:
-    return any(planned.style(child) is not None for child in planned.children[path])
+    return any(planned.style(child) is not None or _is_gathered(child, planned) for child in planned.children[path])
 
 
 def _sequence(path: str, tree: ModelTree) -> dict[str, Style] | None:
