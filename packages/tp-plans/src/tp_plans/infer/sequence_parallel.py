@@ -250,10 +250,8 @@ def _rules_apart(path: str, planned: PlannedTree) -> dict[str, Style] | None:
     owners = [join(path, name) for name in sorted(tree.children_with_parameters(path))]
     if tree.own_parameters(path) or not owners or not (own is None or isinstance(own, PrepareModuleInput)):
         return None
-    if own is not None and not all(map(planned.outputs_local_shard, owners)):
-        return None
     if own is not None:
-        return {path: replace(own, layout=Replicate())}
+        return {path: replace(own, layout=Replicate())} if all(map(planned.outputs_local_shard, owners)) else None
     rows = [each for each in owners if isinstance(planned.style(each), RowwiseParallel)]
     if len(rows) == 1 and _rowwise(rows[0], planned).input_layouts == Shard(-1) and not planned.split_children(path):
         if not all(tree.is_norm(each) for each in owners if each not in rows):

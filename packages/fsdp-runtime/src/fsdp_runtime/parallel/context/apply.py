@@ -26,7 +26,7 @@ from fsdp_runtime._transformers_compat.models import (
 )
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
-from fsdp_runtime.model.structure import ModelStructure, inspect_model
+from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.context.attention import ContextAttention
 from fsdp_runtime.parallel.context.exchange import gather_tokens
 from fsdp_runtime.parallel.context.gathered import (
@@ -46,6 +46,7 @@ from fsdp_runtime.parallel.packing.mixers import (
     token_mixers,
 )
 from fsdp_runtime.parallel.packing.positions import (
+    DerivedPositions,
     derived_positions,
     ignores_position_ids,
     masks_embeddings,
@@ -161,7 +162,10 @@ def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
             gather_mixers(model, parallelism)
         gathered: Gathered = runtime_state(model).gathered
         shared_prefixes = parallelism.shared_prefixes
-        replace_attention(model, gathered.attention, keep=gathered.modules, shared_prefixes=shared_prefixes)
+        derived = derived_positions(parallelism.structure)
+        replace_attention(
+            model, gathered.attention, keep=gathered.modules, shared_prefixes=shared_prefixes, derived=derived
+        )
 
 
 def replace_attention(
@@ -170,10 +174,11 @@ def replace_attention(
     *,
     keep: Iterable[nn.Module] = (),
     shared_prefixes: bool = False,
+    derived: DerivedPositions | None = None,
 ) -> None:
     """Replace a model's attention except in some modules, and complete its inputs in a hook."""
     use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask, keep=keep)
-    model.register_forward_pre_hook(_Inputs(attention, shared_prefixes, model), with_kwargs=True)
+    model.register_forward_pre_hook(_Inputs(attention, shared_prefixes, derived), with_kwargs=True)
 
 
 def gather_mixers(model: Any, parallelism: Parallelism) -> None:
@@ -231,9 +236,9 @@ def _hooks(model: nn.Module) -> Iterator[_Inputs]:
 class _Inputs:
     """A forward pre-hook that completes the inputs of a rank and refuses inputs that cannot be sharded."""
 
-    def __init__(self, attention: ContextAttention, shared_prefixes: bool, model: nn.Module) -> None:
+    def __init__(self, attention: ContextAttention, shared_prefixes: bool, derived: DerivedPositions | None) -> None:
         self.attention, self.shared_prefixes = attention, shared_prefixes
-        self.derived = derived_positions(inspect_model(model))
+        self.derived = derived
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
