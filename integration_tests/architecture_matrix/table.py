@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from architecture_matrix.extras import EXTRAS, WIDE_EXTRAS
 from architecture_matrix.shrink import tiny_fields, wider
@@ -116,7 +116,7 @@ def unplanned_causal_models() -> list[Entry]:
 def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
     """The tiny jittered model of a row, without dropout, the same on every rank.
 
-    In float64 no parameter repeats a number, so that each tells where it belongs.
+    In float64 and float32 no parameter repeats a number, so that each tells where it belongs.
     """
     torch.manual_seed(seed)
     with memory_filled():
@@ -126,14 +126,24 @@ def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 
 
 
 def prepare(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert a new model, and fill and jitter its parameters; in float64 no parameter repeats a number."""
+    """Convert a new model, and fill and jitter its parameters; in float64 and float32 none repeats a number."""
     converted(model, dtype)
     _initialize_the_rest(model)
     _fill_routing_tables(model)
     jitter(model)
     for parameter in model.parameters():
-        while parameter.dtype == torch.float64 and parameter.unique().numel() < parameter.numel():  # by chance
-            parameter.data += torch.randn_like(parameter) * 0.01
+        if parameter.dtype in (torch.float64, torch.float32):
+            _change_repeated(parameter.data)
+
+
+def _change_repeated(values: Tensor) -> None:
+    """Add noise to the elements that repeat a number, until none does; in float32 some do by chance."""
+    while True:
+        _, place, times = values.unique(return_inverse=True, return_counts=True)
+        repeated = times[place] > 1
+        if not repeated.any():
+            return
+        values[repeated] += torch.randn_like(values[repeated]) * 0.01
 
 
 def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
