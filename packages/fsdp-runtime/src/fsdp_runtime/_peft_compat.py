@@ -5,6 +5,7 @@ peft is imported only where the model is one of its own, so this package does no
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,16 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if is_peft_model(model) else model
 
 
+def model_of_rows(model: Any) -> Any:
+    """Return the model inside a ``PeftModel`` that hands it its rows as they are; any other model itself.
+
+    Prompt learning (prompt, prefix and P-tuning) puts virtual tokens in front of every row.
+    """
+    if not is_peft_model(model) or any(each.is_prompt_learning for each in model.peft_config.values()):
+        return model
+    return base_model(model)
+
+
 def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
     """Iterate over the layers with low-rank adapters of the model inside a ``PeftModel``."""
     peft = sys.modules.get("peft")
@@ -99,6 +110,26 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
                 base if stacked else None,
                 layer.num_experts if stacked else 1,
             )
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """Return a copy of an adapted model's modules in which the layers have no adapters; it shares all tensors.
+
+    Args:
+        model: the model inside the ``PeftModel``, before it is sharded.
+    """
+    wrappers = {layer.module for layer in lora_layers(model)}
+    copies: dict[nn.Module, nn.Module] = {}
+
+    def bare(module: nn.Module) -> nn.Module:
+        while module in wrappers:
+            module = module.base_layer  # type: ignore[assignment]
+        if module not in copies:
+            copies[module] = found = copy.copy(module)
+            found._modules = {name: child and bare(child) for name, child in module._modules.items()}
+        return copies[module]
+
+    return bare(model)
 
 
 def adapter_settings(model: Any, adapter: str) -> dict[str, Any]:

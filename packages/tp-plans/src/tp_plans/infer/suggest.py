@@ -15,6 +15,7 @@ from tp_plans.infer.streams import token_blocks, token_streams, token_tables
 from tp_plans.infer.sublayers import Sublayer, recognize
 from tp_plans.infer.unrecognized import shard_storage
 from tp_plans.layouts import Replicate, Shard
+from tp_plans.lora import require_no_adapters
 from tp_plans.model_tree import ModelTree, ancestors, join, parent
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
@@ -93,6 +94,7 @@ def suggestion(
     tree: ModelTree, *, sequence_parallel: bool, gathered: Sequence[str], large: Collection[str] | None = None
 ) -> Suggestion:
     """See :func:`suggest`; ``large`` has the patterns of the large parameters, where another model says them."""
+    require_no_adapters(tree)
     name = type(tree.model).__name__
     embedding = tree.embedding
     if embedding is None:
