@@ -58,6 +58,7 @@ def _errors() -> dict[str, float]:
     cases: list[tuple[str, dict[str, int], dict[str, Any]]] = [
         ("deepseek_v3", {"tp": 2}, {"sequence_parallel": True, "activation_checkpointing": "block"}),
         ("doge", {"tp": 2}, {}),
+        ("mellum", {"tp": 2}, {}),  # its router is adapted by its parameter
         ("qwen3", {"cp": 2}, {"context_parallel": "ring"}),
         ("lfm2_moe", {"cp": 2}, {}),
     ]

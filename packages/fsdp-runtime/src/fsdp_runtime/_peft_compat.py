@@ -31,6 +31,7 @@ class LoraLayer:
         parameter: the name of the stacked parameter of ``experts`` that it adapts; ``None`` for a layer's weight.
         experts: the module that owns that parameter, below any other wrapper.
         number: of the experts that the factors stack.
+        matrix: the path of the one matrix that it adapts by its name (a router's), whose code reads the sum.
     """
 
     path: str
@@ -41,6 +42,7 @@ class LoraLayer:
     parameter: str | None = None
     experts: nn.Module | None = None
     number: int = 1
+    matrix: str | None = None
 
 
 def unwrapped(path: str) -> str:
@@ -109,6 +111,7 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
                 parameter if stacked else None,
                 base if stacked else None,
                 layer.num_experts if stacked else 1,
+                None if stacked or parameter is None else f"{unwrapped(path)}.base_layer.{parameter}",
             )
 
 

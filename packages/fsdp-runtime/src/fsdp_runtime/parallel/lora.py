@@ -99,7 +99,7 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
         tp_plans.PlanError: a layer's style does not support adapters.
     """
     layers = {layer.path: layer for layer in lora_layers(model)}
-    plan = _below_wrappers(plan, model, {path for path, layer in layers.items() if layer.parameter is None})
+    plan = _below_wrappers(plan, model, layers)
     _check_stacked(plan, layers)
     paths: dict[str, list[str]] = {}
     for path, _ in model.named_modules():
@@ -200,8 +200,13 @@ def _adapted(style: Style, path: str, plan: Plan, model: nn.Module) -> dict[str,
     return {"base_layer": layer, "lora_A.*": factors.a, "lora_B.*": factors.b}
 
 
-def _below_wrappers(plan: Plan, model: nn.Module, adapted: Set[str]) -> Plan:
-    """Return a plan whose rules for parameters of adapted layers have the paths below peft's wrappers."""
+def _below_wrappers(plan: Plan, model: nn.Module, layers: Mapping[str, LoraLayer]) -> Plan:
+    """Return a plan whose rules for parameters of adapted layers have the paths below peft's wrappers.
+
+    A matrix to which peft adds adapters where the layer's code reads it stays replicated: the sum is of plain tensors.
+    """
+    adapted = {path for path, layer in layers.items() if layer.parameter is None}
+    summed = {layer.matrix for layer in layers.values()}
     placed: dict[str, dict[str, Style]] = {pattern: {} for pattern in plan}
     moved: set[str] = set()
     for path, _ in model.named_modules():
@@ -214,7 +219,13 @@ def _below_wrappers(plan: Plan, model: nn.Module, adapted: Set[str]) -> Plan:
         original = f"{layer.removesuffix('.base_layer')}.{name}" if layer.endswith(".base_layer") else path
         for pattern in plan.match(original):
             moved |= {pattern} if original != path else set()
-            placed[pattern][path] = plan[pattern]
+            if path not in summed:
+                placed[pattern][path] = plan[pattern]
+            elif not getattr(plan[pattern], "gathered", False):
+                raise OptionError(
+                    f"{original} carries adapters, and each rank computes with its part of it: leave it out of "
+                    "target_parameters"
+                )
     rules: dict[str, Style] = {}
     for pattern, style in plan.items():
         rules |= placed[pattern] if pattern in moved else {pattern: style}
