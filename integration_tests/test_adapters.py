@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import peft
@@ -11,10 +12,11 @@ from torch import nn
 
 from architecture_matrix.packing import PACKED_BOUND, measure_packing_on_ranks
 from architecture_matrix.table import UNBUILDABLE, entries, tiny_model
-from fsdp_runtime import MeshSpec, ModelError, parallelize
+from fsdp_runtime import MeshSpec, ModelError, parallelize, stream_weights
 from fsdp_runtime.parallel.lora import resolve_adapted_plan
 from fsdp_runtime.parallel.tensor import check_plan
 from harness.models import tiny_model as tiny_decoder
+from harness.parity import mesh_for
 from harness.ranks import RankPool
 from tp_plans import PlanError, from_hugging_face, suggest
 
@@ -71,6 +73,17 @@ def _errors() -> dict[str, float]:
 
 def test_documents_of_adapted_models_are_computed_as_alone_on_ranks(two_ranks: RankPool) -> None:
     assert two_ranks.run(_errors) == [{}, {}]
+
+
+def _streamed() -> list[str]:
+    model: Any = adapted(tiny_model(entries()["mellum"]))
+    streamed = dict(stream_weights(parallelize(copy.deepcopy(model), mesh_for({"tp": 2}))))
+    wanted = dict(stream_weights(model.merge_and_unload()))
+    return [name for name in wanted if not torch.allclose(streamed[name], wanted[name], rtol=0, atol=1e-14)]
+
+
+def test_adapters_of_routers_are_merged_in_exports(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_streamed) == [[], []]
 
 
 def test_prompt_learning_is_refused_where_rows_are_read() -> None:

@@ -27,7 +27,7 @@ class LoraLayer:
         module: peft's wrapper, with the layer as ``base_layer`` and the factors in ``lora_A`` and ``lora_B``.
         scaling: the factor of every adapter that is in force, by its name.
         transposed: the layer's weight is ``[in, out]``.
-        plain: it is an ordinary linear layer, or stacked experts, with ordinary adapters, not merged.
+        plain: it is an ordinary linear layer, a matrix, or stacked experts, with ordinary adapters, not merged.
         parameter: the name of the stacked parameter of ``experts`` that it adapts; ``None`` for a layer's weight.
         experts: the module that owns that parameter, below any other wrapper.
         number: of the experts that the factors stack.
@@ -107,7 +107,7 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
                 module,
                 {} if layer.disable_adapters else {name: float(layer.scaling[name]) for name in active},
                 not is_out_first(layer) if stacked else bool(getattr(layer, "fan_in_fan_out", False)),
-                plain and (stacked or (parameter is None and isinstance(base, nn.Linear))),
+                plain and (parameter is not None or isinstance(base, nn.Linear)),
                 parameter if stacked else None,
                 base if stacked else None,
                 layer.num_experts if stacked else 1,

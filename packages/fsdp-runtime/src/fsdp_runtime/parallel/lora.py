@@ -108,7 +108,7 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
     rules: dict[str, Style] = {}
     for pattern, style in plan.items():
         carrying = [path for path in paths.get(pattern, ()) if path in layers]
-        if odd := [path for path in carrying if not layers[path].plain]:
+        if odd := [path for path in carrying if not layers[path].plain or layers[path].matrix is not None]:
             raise OptionError(
                 f"{odd[0]} carries adapters that are merged, or not plain LoRA on a linear layer or on stacked experts "
                 "(DoRA, a bias, an embedding): unmerge them, or leave it out of target_modules"
