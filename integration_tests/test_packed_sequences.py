@@ -171,3 +171,11 @@ def test_backward_recomputes_each_batch_with_its_own_documents(name: str) -> Non
 
     pairs = zip(gradients(one_after_another=True), gradients(one_after_another=False), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_selective_checkpointing_keeps_no_result_of_the_check_of_a_mixer() -> None:
+    mesh = MeshSpec().build(device_type="cpu")
+    options = {"plan": None, "packed_sequences": True, "activation_checkpointing": "selective"}
+    model = tiny_model(entries()["lfm2_moe"])
+    found = measure_packing(model, lambda each: parallelize(each, mesh, **options))
+    assert found.error <= PACKED_BOUND

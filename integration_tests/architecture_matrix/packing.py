@@ -102,7 +102,12 @@ def measure_packing(model: nn.Module, prepare: Callable[[nn.Module], nn.Module])
 
 
 def measure_packing_on_ranks(
-    name: str, axes: Mapping[str, int], *, rows: Rows = ROWS, **options: Any
+    name: str,
+    axes: Mapping[str, int],
+    *,
+    rows: Rows = ROWS,
+    change: Callable[[nn.Module], nn.Module] | None = None,
+    **options: Any,
 ) -> dict[str, float]:
     """Compare one architecture, parallelized for packed rows, with the plain model on each document, on this rank.
 
@@ -110,12 +115,13 @@ def measure_packing_on_ranks(
         name: the row.
         axes: the mesh, without data-parallel axes of several ranks.
         rows: tokens of the documents of each row.
+        change: of the plain model, as adding adapters.
         options: further keywords of ``parallelize``.
 
     Returns:
         The error of the logits, and of each gradient relative to its largest element.
     """
-    model, reference = _alone(name, rows)
+    model, reference = _alone(name, rows, change)
     with default_dtype(torch.float64), compute_in_float64():
         mesh = mesh_for(axes)
         candidate = parallelize(copy.deepcopy(model), mesh, packed_sequences=True, **options)
@@ -128,9 +134,10 @@ def measure_packing_on_ranks(
 
 
 @lru_cache(maxsize=1)
-def _alone(name: str, rows: Rows) -> tuple[nn.Module, _Alone]:
+def _alone(name: str, rows: Rows, change: Callable[[nn.Module], nn.Module] | None) -> tuple[nn.Module, _Alone]:
     with default_dtype(torch.float64), compute_in_float64():
         model = _doubled(tiny_model(coverage_entries()[name]))
+        model = model if change is None else change(model)
         unused = copy.deepcopy(model)  # some modules keep a state of their last forward
         return unused, _Alone.of(model, rows)
 

@@ -5,6 +5,7 @@ peft is imported only where the model is one of its own, so this package does no
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Iterator
@@ -26,10 +27,11 @@ class LoraLayer:
         module: peft's wrapper, with the layer as ``base_layer`` and the factors in ``lora_A`` and ``lora_B``.
         scaling: the factor of every adapter that is in force, by its name.
         transposed: the layer's weight is ``[in, out]``.
-        plain: it is an ordinary linear layer, or stacked experts, with ordinary adapters, not merged.
+        plain: it is an ordinary linear layer, a matrix, or stacked experts, with ordinary adapters, not merged.
         parameter: the name of the stacked parameter of ``experts`` that it adapts; ``None`` for a layer's weight.
         experts: the module that owns that parameter, below any other wrapper.
         number: of the experts that the factors stack.
+        matrix: the path of the one matrix that it adapts by its name (a router's), whose code reads the sum.
     """
 
     path: str
@@ -40,6 +42,7 @@ class LoraLayer:
     parameter: str | None = None
     experts: nn.Module | None = None
     number: int = 1
+    matrix: str | None = None
 
 
 def unwrapped(path: str) -> str:
@@ -77,6 +80,16 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if is_peft_model(model) else model
 
 
+def model_of_rows(model: Any) -> Any:
+    """Return the model inside a ``PeftModel`` that hands it its rows as they are; any other model itself.
+
+    Prompt learning (prompt, prefix and P-tuning) puts virtual tokens in front of every row.
+    """
+    if not is_peft_model(model) or any(each.is_prompt_learning for each in model.peft_config.values()):
+        return model
+    return base_model(model)
+
+
 def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
     """Iterate over the layers with low-rank adapters of the model inside a ``PeftModel``."""
     peft = sys.modules.get("peft")
@@ -94,11 +107,32 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
                 module,
                 {} if layer.disable_adapters else {name: float(layer.scaling[name]) for name in active},
                 not is_out_first(layer) if stacked else bool(getattr(layer, "fan_in_fan_out", False)),
-                plain and (stacked or (parameter is None and isinstance(base, nn.Linear))),
+                plain and (parameter is not None or isinstance(base, nn.Linear)),
                 parameter if stacked else None,
                 base if stacked else None,
                 layer.num_experts if stacked else 1,
+                None if stacked or parameter is None else f"{unwrapped(path)}.base_layer.{parameter}",
             )
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """Return a copy of an adapted model's modules in which the layers have no adapters; it shares all tensors.
+
+    Args:
+        model: the model inside the ``PeftModel``, before it is sharded.
+    """
+    wrappers = {layer.module for layer in lora_layers(model)}
+    copies: dict[nn.Module, nn.Module] = {}
+
+    def bare(module: nn.Module) -> nn.Module:
+        while module in wrappers:
+            module = module.base_layer  # type: ignore[assignment]
+        if module not in copies:
+            copies[module] = found = copy.copy(module)
+            found._modules = {name: child and bare(child) for name, child in module._modules.items()}
+        return copies[module]
+
+    return bare(model)
 
 
 def adapter_settings(model: Any, adapter: str) -> dict[str, Any]:

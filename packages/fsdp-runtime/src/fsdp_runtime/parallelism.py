@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fsdp_runtime._peft_compat import model_of_rows
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
@@ -40,6 +41,7 @@ from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_dtypes, fsdp_mesh
 from fsdp_runtime.parallel.fsdp_dtypes import FSDPDtypes
 from fsdp_runtime.parallel.fsdp_options import FSDPOptions, check_fsdp_options
 from fsdp_runtime.parallel.lora import resolve_adapted_plan
+from fsdp_runtime.parallel.optimizer_groups import step_meshes_apart
 from fsdp_runtime.parallel.packing.apply import apply_packing, check_packing
 from fsdp_runtime.parallel.refuse_pickle import refuse_pickle
 from fsdp_runtime.parallel.shared_prefixes import apply_shared_prefixes, check_shared_prefixes
@@ -131,6 +133,7 @@ class Parallelism:
             apply_ac(model, self)
             apply_compile(model, self)
             apply_fsdp(model, self)
+        step_meshes_apart()
         refuse_pickle(model)
         if self.check_inputs:
             apply_input_check(model, tp_mesh=self.tp_mesh, cp_mesh=self.cp_mesh)
@@ -266,7 +269,7 @@ def resolve_parallelism(
         expert_fsdp_mesh=expert_fsdp_mesh(mesh) if ep > 1 and shards is not None else None,
     )
     if shared_prefixes:
-        check_shared_prefixes(model, parallelism)
+        check_shared_prefixes(model_of_rows(model), parallelism)
     return replace(parallelism, check_inputs=check_inputs, shared_prefixes=shared_prefixes)
 
 
@@ -332,9 +335,9 @@ def resolve_on(
     recompute = modules_to_recompute(structure, activation_checkpointing)
     check_fsdp_options(model, options)
     if cp_mesh is not None:
-        check_context_parallel(model, structure, context_parallel)
+        check_context_parallel(model_of_rows(model), structure, context_parallel)
     if packed_sequences:
-        check_packing(model, structure)
+        check_packing(model_of_rows(model), structure)
     if compile_options is not None:
         check_compile_options(compile_options)
     plan = resolve_plan() if has_plan or (ep_mesh is not None and resolve_plan is not None) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -116,3 +117,37 @@ def _offloaded_devices() -> tuple[set[str], int]:
 
 def test_offloaded_gradients_and_optimizer_live_on_the_cpu(two_ranks: RankPool) -> None:
     assert two_ranks.run(_offloaded_devices)[0] == ({"cpu"}, 4)
+
+
+class _Stage(nn.Module):
+    """A container without a forward, whose layers the model calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+
+class _Staged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([_Stage() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = x + stage.down(stage.up(x).relu())  # type: ignore[operator, union-attr]
+        return x
+
+
+def _staged_errors() -> float:
+    torch.manual_seed(0)
+    plain = _Staged().double()
+    sharded = parallelize(copy.deepcopy(plain), MeshSpec(dp_shard=2).build(device_type="cpu"))
+    rows = torch.arange(12).view(2, 6).double()
+    for model in (plain, sharded):
+        model(rows).square().sum().backward()
+    pairs = zip(plain.parameters(), sharded.parameters(), strict=True)
+    return max((p.grad - s.grad.full_tensor()).abs().max().item() for p, s in pairs)  # type: ignore[operator, union-attr]
+
+
+def test_blocks_without_a_forward_are_gathered_with_the_root(two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(_staged_errors)) < 1e-12

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import FSDPOptions, MeshSpec, load_training_state, parallelize, save_training_state, stream_weights
+from fsdp_runtime._transformers_compat.models import kept_in_float32
 from fsdp_runtime.parallel import fsdp, fsdp_dtypes
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
@@ -199,3 +200,11 @@ def test_float32_adapters_of_peft_train_on_a_bfloat16_model_of_transformers(two_
         assert found["trained"] == {"torch.float32"}
         assert found["frozen"] == {"torch.bfloat16"}
         assert found["worst"] < 1e-6  # both compute in bfloat16 by the same operators, and reduce in float32
+
+
+def test_what_a_model_declares_is_found_inside_a_wrapper() -> None:
+    model = tiny_model("Qwen3ForCausalLM", num_hidden_layers=1)
+    model._keep_in_fp32_modules_strict = {"q_norm"}  # type: ignore[assignment]
+    name = "model.layers.0.self_attn.q_norm.weight"
+    assert kept_in_float32(model) == {name}
+    assert kept_in_float32(nn.ModuleDict({"policy": model})) == {f"policy.{name}"}

@@ -8,11 +8,20 @@ Source: Hu et al., arXiv:2106.09685; the layouts are those of S-LoRA (arXiv:2311
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tp_plans.errors import PlanError
-from tp_plans.layouts import Partial, Replicate
-from tp_plans.styles import ColwiseParallel, NoParallel, RowwiseParallel, SequenceParallel, Style
+from tp_plans.layouts import Partial, Replicate, Shard
+from tp_plans.model_tree import ModelTree, join, parent
+from tp_plans.styles import (
+    ColwiseParallel,
+    GatheredParameters,
+    MLAKVProjection,
+    NoParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    Style,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +57,36 @@ def adapter_styles(style: Style, *, sequence_dim: int | None = None) -> AdapterS
         NoParallel(gradient='full')
     """
     match style:
-        case ColwiseParallel():
+        case ColwiseParallel() | MLAKVProjection():
             a = NoParallel() if sequence_dim is None else SequenceParallel(sequence_dim=sequence_dim)
             return AdapterStyles(a=a, b=style)
+        case RowwiseParallel(output_layouts=Shard(dim=-1)):  # each rank keeps its features of the sum
+            return AdapterStyles(
+                a=replace(style, output_layouts=Replicate(), use_local_output=True), b=ColwiseParallel()
+            )
         case RowwiseParallel(output_layouts=output) if output != Partial():
             is_full = output == Replicate()
             return AdapterStyles(a=style, b=NoParallel(gradient="full" if is_full else "partial"))
         case NoParallel():
             return AdapterStyles(a=style, b=style)
+        case GatheredParameters() if sequence_dim is None:  # every rank computes the full layer
+            return AdapterStyles(a=NoParallel(), b=NoParallel())
     raise PlanError(
         f"a layer that is {style} cannot carry a low-rank adapter: leave it out of the adapter's target modules, or "
-        "give it a rule ColwiseParallel, RowwiseParallel or NoParallel"
+        "give it a rule ColwiseParallel, RowwiseParallel, MLAKVProjection or NoParallel"
     )
+
+
+def require_no_adapters(tree: ModelTree) -> None:
+    """Refuse a model with low-rank adapters, whose layers have other names and shapes than those of the architecture.
+
+    Raises:
+        PlanError: the model has a layer with adapters.
+    """
+    for path in tree.modules:
+        layer = parent(path)
+        if path.endswith(".base_layer") and join(layer, "lora_A") in tree.modules:
+            raise PlanError(
+                f"{layer} of {type(tree.model).__name__} carries low-rank adapters: make the plan before "
+                "peft.get_peft_model, and give it to fsdp_runtime.parallelize, which adds the rules of the adapters"
+            )

@@ -6,6 +6,8 @@ import pytest
 
 from tp_plans import (
     ColwiseParallel,
+    GatheredParameters,
+    MLAKVProjection,
     NoParallel,
     Partial,
     PlanError,
@@ -39,6 +41,25 @@ def test_beside_a_row_wise_layer_b_follows_the_sum(output: Replicate | Shard, gr
     found = adapter_styles(style)
     assert found.a == style
     assert found.b == NoParallel(gradient=gradient)  # type: ignore[arg-type]
+
+
+def test_beside_a_row_wise_layer_of_which_each_rank_keeps_features_b_is_split_by_them() -> None:
+    found = adapter_styles(RowwiseParallel(output_layouts=Shard(-1), multiple_of=8))
+    assert found.a == RowwiseParallel(multiple_of=8)
+    assert found.b == ColwiseParallel()
+
+
+def test_beside_a_layer_that_every_rank_computes_both_are_replicated() -> None:
+    found = adapter_styles(GatheredParameters())
+    assert found.a == found.b == NoParallel()
+    with pytest.raises(PlanError, match="leave it out of the adapter's target modules"):
+        adapter_styles(GatheredParameters(), sequence_dim=1)
+
+
+def test_beside_latent_keys_b_is_split_and_gathered_as_they_are() -> None:
+    found = adapter_styles(MLAKVProjection(rope_dim=8))
+    assert found.a == NoParallel()
+    assert found.b == MLAKVProjection(rope_dim=8)
 
 
 @pytest.mark.parametrize("style", [VocabParallelEmbedding(), RowwiseParallel(output_layouts=Partial())])

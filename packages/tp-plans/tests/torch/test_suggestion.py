@@ -13,7 +13,16 @@ from architecture_matrix.table import entries
 from architecture_matrix.table import tiny_model as small
 from harness.models import ARCHITECTURES, tiny_model
 from harness.parity import Case, assert_parity, compare, mesh_for
-from tp_plans import CapabilityError, NoParallel, PrepareModuleInput, TpPlansError, check, plan_for, suggest
+from tp_plans import (
+    CapabilityError,
+    GatheredParameters,
+    NoParallel,
+    PrepareModuleInput,
+    TpPlansError,
+    check,
+    plan_for,
+    suggest,
+)
 
 
 def with_any_argument(plan):
@@ -94,14 +103,28 @@ class Unknown(nn.Module):
         return self.speak(self.finish(x))
 
 
+class TiedByCode(Unknown):
+    """Its code multiplies with the table of the embedding: no module is the head."""
+
+    def __init__(self):
+        super().__init__()
+        del self.speak
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for layer in self.tower:
+            x = layer(x)
+        return nn.functional.linear(self.finish(x), self.words.weight)
+
+
 def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def errors_of_an_unknown_model():
+def errors_of_an_unknown_model(kind=Unknown):
     """The largest errors of the output and of any gradient."""
     torch.manual_seed(0)
-    whole = Unknown().double()
+    whole = kind().double()
     split = parallelize(copy.deepcopy(whole), mesh_for({"tp": 2}))
     ids = torch.arange(14).view(2, 7)
     expected, found = whole(ids), full(split(ids))
@@ -122,6 +145,13 @@ def test_a_model_of_unknown_names_and_code_trains_as_one_process(two_ranks):
     for error, split in two_ranks.run(errors_of_an_unknown_model):
         assert error < 1e-12
         assert split >= 2 + 2 * 6  # table, head, and in each block four matrices and the biases of three
+
+
+def test_a_table_that_the_code_multiplies_with_is_gathered_for_it(two_ranks):
+    assert suggest(TiedByCode()).plan[""] == GatheredParameters(names=("words.weight",))
+    for error, split in two_ranks.run(errors_of_an_unknown_model, TiedByCode):
+        assert error < 1e-12
+        assert split >= 1 + 2 * 6
 
 
 class Scale(nn.Module):
@@ -169,6 +199,15 @@ class TwoHeads(nn.Module):
         return self.speak(x), self.value(x)
 
 
+class OneOutput(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return [self.model(ids)]
+
+
 def rms_norm():
     return nn.RMSNorm(24)
 
@@ -179,12 +218,13 @@ OWN_MODELS = {
     "known norms": lambda: TwoHeads(rms_norm, nested=False),
     "known norms, in a trunk": lambda: TwoHeads(rms_norm, nested=True),
 }
+ALL_OWN_MODELS = {**OWN_MODELS, "tied by code": lambda: OneOutput(TiedByCode())}
 
 
 def sequence_parallel_errors():
     """The largest errors of outputs and gradients of each own model, or the error that its forward raised."""
     found = {}
-    for name, build in OWN_MODELS.items():
+    for name, build in ALL_OWN_MODELS.items():
         torch.manual_seed(0)
         reference = build().double()
         model = copy.deepcopy(reference)
@@ -207,7 +247,7 @@ def sequence_parallel_errors():
 def test_the_suggested_sequence_parallel_plan_of_an_own_model_trains_as_one_process(two_ranks):
     for errors in two_ranks.run(sequence_parallel_errors):
         assert {name: error for name, error in errors.items() if isinstance(error, str) or error > 1e-12} == {}
-        assert errors.keys() == OWN_MODELS.keys()
+        assert errors.keys() == ALL_OWN_MODELS.keys()
 
 
 @pytest.mark.parametrize("name", OWN_MODELS)

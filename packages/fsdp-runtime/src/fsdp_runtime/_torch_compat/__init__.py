@@ -45,6 +45,7 @@ from fsdp_runtime._torch_compat.meshes import flatten_axes, is_strided, join_axe
 from fsdp_runtime._torch_compat.modules import (
     children,
     forward_pre_hooks,
+    has_forward,
     is_compiled,
     own_parameters,
     persistent_buffers,
@@ -71,6 +72,7 @@ __all__ = [
     "gathered_bytes",
     "group_of",
     "has_flash_attention",
+    "has_forward",
     "initialize_root",
     "is_compiled",
     "is_strided",

@@ -39,3 +39,8 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Return True if ``module.compile()`` was called (torch 2.10 to 2.15: there is no public way to ask)."""
     return module._compiled_call_impl is not None
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return True if a module's class has a forward; torch 2.10 to 2.15 give ``nn.Module`` one that raises."""
+    return type(module).forward is not nn.Module.forward

@@ -69,11 +69,19 @@ def kept_in_float32(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that transformers loads in float32 where the model is in bfloat16.
 
     ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.23).
+    A model of transformers may be inside another module, such as a ``PeftModel``.
     """
-    found = getattr(model, "_keep_in_fp32_modules_strict", None) if is_transformers_model(model) else None
-    patterns = [re.compile(each.replace("*", ".*")) for each in found or ()]
-    names = (name for name, _ in model.named_parameters())
-    return frozenset(name for name in names if any(pattern.search(name) for pattern in patterns))
+    found: set[str] = set()
+    inside: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if module in inside or not is_transformers_model(module):
+            continue
+        inside |= set(module.modules())
+        declared = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+        patterns = [re.compile(each.replace("*", ".*")) for each in declared]
+        names = (name for name, _ in module.named_parameters() if any(pattern.search(name) for pattern in patterns))
+        found |= {f"{path}.{name}" if path else name for name in names}
+    return frozenset(found)
 
 
 def rope_types(config: Any) -> set[str]:

@@ -1,9 +1,8 @@
-"""Losses, log-probabilities and generation from logits that are sharded on the vocabulary."""
+"""Losses and log-probabilities from logits that are sharded on the vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,25 +22,6 @@ def full(values: Any) -> Any:
     if isinstance(values, dict):
         return type(values)({name: full(value) for name, value in values.items()})
     return values
-
-
-@contextmanager
-def full_logits(model: nn.Module) -> Iterator[nn.Module]:
-    """Let a model return plain logits inside the ``with``, for code such as ``generate``.
-
-    Generation asks for the logits of the last position only, so what is gathered is ``[batch, vocab]``.
-    """
-
-    def gather(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(getattr(output, "logits", None), DTensor):
-            output.logits = output.logits.full_tensor()
-        return output
-
-    handle = model.register_forward_hook(gather)
-    try:
-        yield model
-    finally:
-        handle.remove()
 
 
 def causal_lm_loss(loss_function: Callable[..., Tensor], *, is_causal_lm: bool) -> Callable[..., Tensor]:

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.integrations.fused_head import add_fused_lm_head
-from fsdp_runtime.integrations.logits import full_logits
 from fsdp_runtime.integrations.mesh_accelerator import replaced_globals
 from fsdp_runtime.integrations.mesh_trainer import MeshTrainerMixin, data_parallel_rank
 from fsdp_runtime.integrations.training_arguments import check_model
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import axis_size, submesh
+from fsdp_runtime.parallel.generation import full_logits
 
 
 class SFTTrainer(MeshTrainerMixin, trl.SFTTrainer):

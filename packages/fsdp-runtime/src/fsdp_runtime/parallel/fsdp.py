@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_runtime._torch_compat import join_axes
+from fsdp_runtime._torch_compat import has_forward, join_axes
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import MeshError, ModelError
 from fsdp_runtime.mesh.spec import axis_size, submesh
@@ -233,6 +233,8 @@ def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, options: FSDPOp
         trains = any(parameter.requires_grad for parameter in parameters)
         if not shared.isdisjoint(parameters):
             logger.info("%s shares parameters with another module: part of the root", path)
+        elif not has_forward(block):
+            logger.info("%s has no forward, only parts that are called one by one: part of the root", path)
         elif trains or options.frozen_params == "layer":
             found[path] = block
     return found

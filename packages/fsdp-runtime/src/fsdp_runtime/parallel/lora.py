@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +18,7 @@ from fsdp_runtime._peft_compat import (
     is_peft_model,
     lora_layers,
     unwrapped,
+    without_adapters,
 )
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
@@ -29,6 +32,7 @@ from fsdp_runtime.weights.adapters import adapter_tensors
 from tp_plans import (
     DispatchExperts,
     ExpertsParallel,
+    GatheredParameters,
     GatherSequence,
     NoParallel,
     ParallelAttention,
@@ -56,7 +60,8 @@ def resolve_adapted_plan(
     """Resolve a plan as ``tp_plans.resolve_plan`` does; for a ``PeftModel``, add styles for its adapters.
 
     Args:
-        plan: what the user gave as a plan.
+        plan: what the user gave as a plan; the paths of a plan for a ``PeftModel`` are its own, or those in the model
+            inside.
         model: the model.
         sequence_parallel: wanted of ``"auto"``.
         mesh: the axis ``tp``, whose ranks prove an inferred plan.
@@ -67,7 +72,10 @@ def resolve_adapted_plan(
         tp_plans.TpPlansError: no plan is known, or a layer's style does not support adapters.
     """
     base = base_model(model) if is_peft_model(model) else model
-    resolved = resolve_plan(plan, base, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
+    if base is not model and isinstance(plan, Mapping):
+        plan = _inside_wrapper(plan)
+    bare = model if base is model else without_adapters(base)
+    resolved = resolve_plan(plan, bare, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
     if base is not model:
         return adapted_plan(resolved, base).with_prefix(BASE)
     if plan == "auto" and (layer := next(lora_layers(model), None)) is not None:
@@ -91,6 +99,7 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
         tp_plans.PlanError: a layer's style does not support adapters.
     """
     layers = {layer.path: layer for layer in lora_layers(model)}
+    plan = _below_wrappers(plan, model, layers)
     _check_stacked(plan, layers)
     paths: dict[str, list[str]] = {}
     for path, _ in model.named_modules():
@@ -99,7 +108,7 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
     rules: dict[str, Style] = {}
     for pattern, style in plan.items():
         carrying = [path for path in paths.get(pattern, ()) if path in layers]
-        if odd := [path for path in carrying if not layers[path].plain]:
+        if odd := [path for path in carrying if not layers[path].plain or layers[path].matrix is not None]:
             raise OptionError(
                 f"{odd[0]} carries adapters that are merged, or not plain LoRA on a linear layer or on stacked experts "
                 "(DoRA, a bias, an embedding): unmerge them, or leave it out of target_modules"
@@ -173,6 +182,14 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
             move_into_place(fresh, target / _FILE)
 
 
+def _inside_wrapper(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a plan that was made for a ``PeftModel`` by the paths in the model inside; any other plan itself."""
+    if not all(pattern == BASE or pattern.startswith(f"{BASE}.") for pattern in plan):
+        return plan
+    rules = {pattern.removeprefix(BASE).removeprefix("."): rule for pattern, rule in plan.items()}
+    return Plan(rules, name=plan.name, sequence_parallel=plan.sequence_parallel) if isinstance(plan, Plan) else rules
+
+
 def _adapted(style: Style, path: str, plan: Plan, model: nn.Module) -> dict[str, Style]:
     """Return the styles of an adapted layer's parts, by their names in the layer."""
     parent = path.rpartition(".")[0]
@@ -181,6 +198,54 @@ def _adapted(style: Style, path: str, plan: Plan, model: nn.Module) -> dict[str,
     sharded_input = plan.sequence_parallel and not any(isinstance(plan[pattern], _GATHERING) for pattern in above)
     factors = adapter_styles(layer, sequence_dim=1 if sharded_input else None)
     return {"base_layer": layer, "lora_A.*": factors.a, "lora_B.*": factors.b}
+
+
+def _below_wrappers(plan: Plan, model: nn.Module, layers: Mapping[str, LoraLayer]) -> Plan:
+    """Return a plan whose rules for parameters of adapted layers have the paths below peft's wrappers.
+
+    A matrix to which peft adds adapters where the layer's code reads it stays replicated: the sum is of plain tensors.
+    """
+    adapted = {path for path, layer in layers.items() if layer.parameter is None}
+    summed = {layer.matrix for layer in layers.values()}
+    placed: dict[str, dict[str, Style]] = {pattern: {} for pattern in plan}
+    moved: set[str] = set()
+    for path, _ in model.named_modules():
+        for pattern in plan.match(path):
+            style = plan[pattern] if path in adapted else _with_moved_names(plan[pattern], path, adapted)
+            moved |= {pattern} if style != plan[pattern] else set()
+            placed[pattern][path] = style
+    for path, _ in model.named_parameters():
+        layer, _, name = path.rpartition(".")
+        original = f"{layer.removesuffix('.base_layer')}.{name}" if layer.endswith(".base_layer") else path
+        for pattern in plan.match(original):
+            moved |= {pattern} if original != path else set()
+            if path not in summed:
+                placed[pattern][path] = plan[pattern]
+            elif not getattr(plan[pattern], "gathered", False):
+                raise OptionError(
+                    f"{original} carries adapters, and each rank computes with its part of it: leave it out of "
+                    "target_parameters"
+                )
+    rules: dict[str, Style] = {}
+    for pattern, style in plan.items():
+        rules |= placed[pattern] if pattern in moved else {pattern: style}
+    return Plan(rules, name=plan.name, sequence_parallel=plan.sequence_parallel)
+
+
+def _with_moved_names(style: Style, path: str, adapted: Set[str]) -> Style:
+    match style:
+        case GatherSequence(inner=GatheredParameters() as inner):
+            return replace(style, inner=_with_moved_names(inner, path, adapted))
+        case GatheredParameters():
+            names = (_moved(f"{path}.{name}", adapted).removeprefix(f"{path}.") for name in style.names)
+            return replace(style, names=tuple(names))
+    return style
+
+
+def _moved(parameter: str, adapted: Set[str]) -> str:
+    """Return the path of a parameter in the adapted model."""
+    layer, _, name = parameter.rpartition(".")
+    return f"{layer}.base_layer.{name}" if layer in adapted else parameter
 
 
 def _check_stacked(plan: Plan, layers: Mapping[str, LoraLayer]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +20,18 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fsdp_runtime._torch_compat import TorchDispatchMode, storage_key, tree_leaves, written_arguments
 from fsdp_runtime.parallel.pinned_routes import pinned_routes
+
+_unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Keep no results inside the ``with``, for operators of one of the two forwards, such as a check that runs once."""
+    token = _unrecorded.set(True)
+    try:
+        yield
+    finally:
+        _unrecorded.reset(token)
 
 
 class SavedTensorWrittenError(Exception):
@@ -84,7 +97,7 @@ class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.saved:
+        if func in self.saved and not _unrecorded.get():
             return self.mode.__torch_dispatch__(func, types, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -99,6 +112,8 @@ class _WatchWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _unrecorded.get():
+            return func(*args, **kwargs)
         if self.kept:
             for written in written_arguments(func, args, kwargs):
                 if (operator := self.kept.get(storage_key(written))) is not None:

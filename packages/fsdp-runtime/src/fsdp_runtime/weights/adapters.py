@@ -92,6 +92,8 @@ def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, l
         weight = f"{layer.path}.weight"
         if layer.parameter is not None:
             weight = f"{unwrapped(layer.path)}.{layer.parameter}"
+        elif layer.matrix is not None:
+            weight = layer.matrix.replace(".base_layer.", ".")
         if not layer.plain or weight in tied:
             raise OptionError(
                 f"the adapters of {layer.path} cannot be merged for export: they are merged already, not plain LoRA "

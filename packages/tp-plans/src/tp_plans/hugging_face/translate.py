@@ -11,6 +11,7 @@ from tp_plans.hugging_face.style_names import IGNORED_STYLES, STYLE_BY_NAME, par
 from tp_plans.hugging_face.tp_plan import shipped_plan
 from tp_plans.infer.complete import complete_plan
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
+from tp_plans.lora import require_no_adapters
 from tp_plans.model_tree import ModelTree, is_at_or_below, parent
 from tp_plans.plan import Plan
 from tp_plans.styles import ColwiseParallel, ExpertsParallel, RowwiseParallel, Style, VocabParallelEmbedding
@@ -54,6 +55,7 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
             "none (build it on the meta device, or use tp_plans.plan_for)"
         )
     tree = ModelTree.of(model)
+    require_no_adapters(tree)
     words = shipped_plan(tree)
     name = type(tree.model).__name__
     if not words:

@@ -134,11 +134,12 @@ def _blocks(tree: ModelTree) -> tuple[str, ...]:
 def _rules_before_blocks(planned: PlannedTree) -> dict[str, Style]:
     """Return the rules that shard the embeddings on the sequence before the first block."""
     tree, embedding = planned.tree, planned.tree.embedding
-    if tree.root and planned.style(tree.root) is not None:
+    gathers = isinstance(planned.style(tree.root), GatheredParameters)
+    if tree.root and planned.style(tree.root) is not None and not gathers:
         return {}
     between_blocks = tree.root and takes_argument(tree.modules[tree.root], FEATURES_BETWEEN_BLOCKS[1])
     takes_embeddings = tree.root and takes_argument(tree.modules[tree.root], EMBEDDINGS_ARGUMENT)
-    if not takes_embeddings or between_blocks or _adds_to_embeddings(tree):
+    if gathers or not takes_embeddings or between_blocks or _adds_to_embeddings(tree):
         # Its code may add positions to the embeddings, or scale them: shard what it passes to the first block.
         block = _blocks(tree)[0]
         return {block: PrepareModuleInput(layout=_STREAM, argument=first_argument(tree.modules[block]))}

@@ -9,13 +9,16 @@ from typing import Any
 from tp_plans._validate import checked
 from tp_plans.errors import PlanError
 from tp_plans.infer.apart import sublayers_apart
+from tp_plans.infer.bytecode import reads_below
 from tp_plans.infer.rules import Doubt, Proposal, gathered_rules, propose, stored_rules
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.infer.streams import token_blocks, token_streams, token_tables
 from tp_plans.infer.sublayers import Sublayer, recognize
 from tp_plans.infer.unrecognized import shard_storage
 from tp_plans.layouts import Replicate, Shard
+from tp_plans.lora import require_no_adapters
 from tp_plans.model_tree import ModelTree, ancestors, join, parent
+from tp_plans.naming import leaf
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree, merge_per_block
@@ -93,6 +96,7 @@ def suggestion(
     tree: ModelTree, *, sequence_parallel: bool, gathered: Sequence[str], large: Collection[str] | None = None
 ) -> Suggestion:
     """See :func:`suggest`; ``large`` has the patterns of the large parameters, where another model says them."""
+    require_no_adapters(tree)
     name = type(tree.model).__name__
     embedding = tree.embedding
     if embedding is None:
@@ -132,6 +136,8 @@ def _add_embedding(rules: dict[str, Style], embedding: str, tree: ModelTree) -> 
     inside = [path for path in tree.below(embedding) if tree.own_parameters(path)]
     if inside:
         yield Doubt(embedding, f"the function of {inside[0]} in it is unknown: the embedding stays replicated")
+    elif tree.lm_head is None and reads_below(type(tree.modules[parent(embedding)]), leaf(embedding), "weight"):
+        rules[parent(embedding)] = GatheredParameters(names=(f"{leaf(embedding)}.weight",))
     else:
         rules[embedding] = VocabParallelEmbedding()
 

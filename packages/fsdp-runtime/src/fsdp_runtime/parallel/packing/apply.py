@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor, nn
 
+from fsdp_runtime._peft_compat import model_of_rows
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import is_transformers_model
@@ -134,7 +135,7 @@ class _PackedInputs:
             raise LayoutError("a key/value cache has no boundaries of documents: pass use_cache=False")
         if named.get("position_ids") is None:
             named["position_ids"] = documents.positions
-        takes = signature(type(module).forward).parameters
+        takes = signature(type(model_of_rows(module)).forward).parameters
         anything = any(each.kind is Parameter.VAR_KEYWORD for each in takes.values())
         hidden = () if self.varlen else BOUNDARIES
         kept = {n: v for n, v in named.items() if n not in hidden and (n in takes or anything)}

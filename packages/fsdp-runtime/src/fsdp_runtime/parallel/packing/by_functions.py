@@ -25,6 +25,7 @@ from fsdp_runtime.parallel.packing.sequence_functions import (
     takes_boundaries,
     with_functions,
 )
+from fsdp_runtime.parallel.saved_tensors import unrecorded
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ class ByFunctions:
         """Test once that without convolution and recurrence the module computes each token alone."""
         cls = type(self)
         if cls.proven is None:
-            found = _is_token_wise(lambda each: cls.of_single_tokens(self, each), tokens)
+            with unrecorded():
+                found = _is_token_wise(lambda each: cls.of_single_tokens(self, each), tokens)
             if found is None:
                 return True
             owner: Any = next(base for base in cls.__mro__ if "of_single_tokens" in vars(base))

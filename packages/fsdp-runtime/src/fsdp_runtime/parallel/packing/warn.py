@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_runtime._peft_compat import model_of_rows
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.packing.documents import Documents, find_documents
@@ -22,7 +23,7 @@ _WATCHED = 4
 
 def warn_of_packed_rows(model: nn.Module, structure: ModelStructure) -> None:
     """Watch the first forwards of a model with position ids, and warn where documents meet in some layer."""
-    mixers = token_mixers(structure) if is_transformers_model(model) else ()
+    mixers = token_mixers(structure) if is_transformers_model(model_of_rows(model)) else ()
     if mixers:
         model.register_forward_pre_hook(PackedRowsWatch(mixers), with_kwargs=True)
 

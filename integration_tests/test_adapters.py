@@ -1,0 +1,112 @@
+"""Low-rank adapters on all linear layers of other architectures, on packed rows, and over context parallelism."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from architecture_matrix.packing import PACKED_BOUND, measure_packing_on_ranks
+from architecture_matrix.table import UNBUILDABLE, entries, tiny_model
+from fsdp_runtime import MeshSpec, ModelError, parallelize, stream_weights
+from fsdp_runtime.parallel.lora import resolve_adapted_plan
+from fsdp_runtime.parallel.tensor import check_plan
+from harness.models import tiny_model as tiny_decoder
+from harness.parity import mesh_for
+from harness.ranks import RankPool
+from tp_plans import PlanError, from_hugging_face, suggest
+
+#: Rows whose plan has rules of other kinds for linear layers: latent attention and weights that are gathered for the
+#: code around them, experts next to dense layers, fused layers, and norms of the full width.
+KINDS = ("deepseek_v3", "qwen3_next", "granitemoe", "glm", "olmo2")
+#: Mixers that peft does not adapt, and experts of the identity, which it adapts by parameter.
+_NOT_ADAPTED = {"nemotron_h", "falcon_h1", "falcon_h1, norm", "longcat_flash"}
+ROWS = sorted(entries().keys() - UNBUILDABLE.keys() - _NOT_ADAPTED)
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """Add adapters to all linear layers, none of them zero."""
+    torch.manual_seed(7)
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules="all-linear")
+    found: Any = peft.get_peft_model(model, config, autocast_adapter_dtype=False).double()
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return found.eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"),
+    [
+        pytest.param(name, sp, marks=[] if name in KINDS and sp == (name == "deepseek_v3") else [pytest.mark.slow])
+        for name in ROWS
+        for sp in (False, True)
+        if not (sp and name == "gemma3n_text")  # it has no sequence-parallel form
+    ],
+)
+def test_a_plan_takes_adapters_on_all_linear_layers(name: str, sequence_parallel: bool) -> None:
+    entry = entries()[name]
+    model = adapted(tiny_model(entry))
+    plan = resolve_adapted_plan(entry.options.get("plan", "auto"), model, sequence_parallel=sequence_parallel)
+    check_plan(model, plan, tp=2)
+
+
+def _errors() -> dict[str, float]:
+    cases: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+        ("deepseek_v3", {"tp": 2}, {"sequence_parallel": True, "activation_checkpointing": "block"}),
+        ("doge", {"tp": 2}, {}),
+        ("mellum", {"tp": 2}, {}),  # its router is adapted by its parameter
+        ("qwen3", {"cp": 2}, {"context_parallel": "ring"}),
+        ("lfm2_moe", {"cp": 2}, {}),
+    ]
+    found = {
+        name: max(measure_packing_on_ranks(name, axes, change=adapted, **options).values())
+        for name, axes, options in cases
+    }
+    return {name: error for name, error in found.items() if not error <= PACKED_BOUND}
+
+
+def test_documents_of_adapted_models_are_computed_as_alone_on_ranks(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_errors) == [{}, {}]
+
+
+def _streamed() -> list[str]:
+    model: Any = adapted(tiny_model(entries()["mellum"]))
+    streamed = dict(stream_weights(parallelize(copy.deepcopy(model), mesh_for({"tp": 2}))))
+    wanted = dict(stream_weights(model.merge_and_unload()))
+    return [name for name in wanted if not torch.allclose(streamed[name], wanted[name], rtol=0, atol=1e-14)]
+
+
+def test_adapters_of_routers_are_merged_in_exports(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_streamed) == [[], []]
+
+
+def test_prompt_learning_is_refused_where_rows_are_read() -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(tiny_decoder("Qwen3ForCausalLM"), config)
+    with pytest.raises(ModelError, match="PeftModelForCausalLM is not a transformers model: packed_sequences"):
+        parallelize(model, MeshSpec().build(device_type="cpu"), packed_sequences=True)
+
+
+@pytest.mark.parametrize("make", [from_hugging_face, suggest])
+def test_plans_are_not_read_from_adapted_layers(make: Any) -> None:
+    model = adapted(tiny_decoder("Qwen3ForCausalLM"))
+    with pytest.raises(PlanError, match=r"0\.self_attn\.q_proj of PeftModel carries .* before peft\.get_peft_model"):
+        make(model)
+
+
+def test_a_plan_for_the_wrapped_model_means_the_same() -> None:
+    plain = tiny_decoder("Qwen3ForCausalLM")
+    plan = from_hugging_face(plain)
+    model = adapted(plain)
+    inside, outside = (
+        resolve_adapted_plan(each, model, sequence_parallel=False)
+        for each in (plan, plan.with_prefix("base_model.model"))
+    )
+    assert inside == outside
+    assert "base_model.model.lm_head" in inside

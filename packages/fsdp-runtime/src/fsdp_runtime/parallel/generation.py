@@ -1,0 +1,50 @@
+"""``generate`` of a model whose logits are sharded on the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._peft_compat import base_model
+
+
+@contextmanager
+def full_logits(model: nn.Module) -> Iterator[nn.Module]:
+    """Let a model return plain logits inside the ``with``, for code such as ``generate``.
+
+    Generation asks for the logits of the last position only, so what is gathered is ``[batch, vocab]``.
+    """
+
+    def gather(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(getattr(output, "logits", None), DTensor):
+            output.logits = output.logits.full_tensor()
+        return output
+
+    handle = model.register_forward_hook(gather)
+    try:
+        yield model
+    finally:
+        handle.remove()
+
+
+def gather_logits_in_generate(model: nn.Module) -> None:
+    """Let ``generate`` of a model, or of the one inside a ``PeftModel``, read full logits."""
+    model = base_model(model)
+    if callable(getattr(model, "generate", None)):
+        model.__dict__["generate"] = _Generate(model)
+
+
+@dataclass(frozen=True, eq=False)
+class _Generate:
+    """``generate`` of one model; a copy of the model gets one of its own."""
+
+    model: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with full_logits(self.model):
+            return type(self.model).generate(self.model, *args, **kwargs)
