@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.parallel.expert_adapters import adapt_experts
+from fsdp_runtime.parallel.hidden_states import return_full_hidden_states
 from tp_plans import ColwiseParallel, Plan, Replicate, Style, check, styles_by_path
 
 if TYPE_CHECKING:
@@ -97,3 +98,4 @@ def apply_tp(model: nn.Module, parallelism: Parallelism) -> None:
     if plan is not None and tp_mesh is not None:
         styles = styles_by_path(plan, model) if isinstance(plan, Plan) else plan
         parallelize_module(model, tp_mesh, dict(styles))
+        return_full_hidden_states(model)
