@@ -48,6 +48,14 @@ def test_lists_of_lists_are_one_stack() -> None:
     assert inspect_model(model).decoder == ("stages.0.0", "stages.0.1", "stages.1.0")
 
 
+def test_bare_modules_are_no_blocks_but_what_they_hold_is() -> None:
+    level = nn.Module()  # nothing calls it, as the levels of a VQ-VAE
+    level.resnets, level.downsample = nn.ModuleList([_block(), _block()]), nn.Linear(4, 4)
+    model = nn.Module()
+    model.levels = nn.ModuleList([level])
+    assert list(inspect_model(model).blocks) == ["levels.0.resnets.0", "levels.0.resnets.1"]
+
+
 def test_dicts_and_sequences_of_one_class_are_stacks() -> None:
     model = nn.Module()
     model.vision = nn.Sequential(_block(), _block())
