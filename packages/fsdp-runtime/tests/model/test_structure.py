@@ -28,7 +28,10 @@ def test_the_decoder_of_a_vision_language_model_lies_beside_its_token_embedding(
 
 
 def test_lists_inside_a_block_are_part_of_it() -> None:
-    block = nn.Module()
+    class Mixture(nn.Module):
+        pass
+
+    block = Mixture()
     block.experts = nn.ModuleList([_block(), _block()])
     model = nn.Module()
     model.encoder = nn.ModuleList([block])

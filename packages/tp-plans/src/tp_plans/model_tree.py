@@ -337,7 +337,7 @@ class ModelTree:
         return tuple(found) if is_list or uniform else ()
 
     def _is_namespace(self, path: str) -> bool:
-        """Whether a module is a bare ``nn.Module()`` that holds others, as in a VQ-VAE: it has no forward to be called."""
+        """Whether a module is a bare ``nn.Module()`` that holds others, as in a VQ-VAE: nothing calls it."""
         kind = type(self.modules[path])
         return kind.__name__ == "Module" and kind.__module__.startswith("torch.")
 
