@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from architecture_matrix.heads import KINDS, OTHER_HEADS, HeadRow, head_inputs, head_model
+from architecture_matrix.heads import KINDS, OTHER_HEADS, SPEECH_HEADS, HeadRow, head_inputs, head_model
 from architecture_matrix.measure import MODES, Refused, default_dtype, gradient_errors
 from architecture_matrix.outcome import Outcome, failure
 from architecture_matrix.peers import NoPlanError
@@ -92,7 +92,7 @@ def measure_head(row: HeadRow, mode: str, *, tp: int, **options: Any) -> dict[st
         reference = _model(row)
         candidate = copy.deepcopy(reference)
         try:
-            if mode != "transformers" and row.head in OTHER_HEADS:
+            if mode != "transformers" and row.head in OTHER_HEADS | SPEECH_HEADS:
                 options = {"logits": "full", **options}  # the class computes a loss from them
             candidate = MODES[mode](candidate, mesh_for({"tp": tp}), **options)
         except (TpPlansError, FsdpRuntimeError, NoPlanError) as error:

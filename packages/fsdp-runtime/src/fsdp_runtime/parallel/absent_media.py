@@ -32,8 +32,11 @@ _FIRST = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "inp
 _FILL = 0.5
 #: What the names of other media contain, as those of proteins, and of inputs that no tower reads.
 _OTHER, _NO_MEDIA = ("pixel", "patches", "values", "features", "_ids"), ("position", "type_ids", "past_")
-#: Results of a tower that no model adds to its tokens: parameters that only these depend on have no gradient.
-_INTERMEDIATE = {"hidden_states", "attentions", "quantized_last_hidden_state", "embedding_loss"}
+#: Results of a tower that models add to their tokens where its features are projected.  Parameters that only others
+#: depend on (logits of speakers, a loss of codes) have no gradient.
+_ADDED = {"pooler_output", "deepstack_features", "visual_indicator_features"}
+#: Results that no model adds.
+_INTERMEDIATE = {"hidden_states", "attentions"}
 
 
 @dataclass(eq=False)
@@ -103,8 +106,8 @@ class AbsentMedia:
             media = {name: _filled(value, output) for name, value in template.items()}
             features = getattr(self.owners[medium][0], _METHODS[medium])(**media, return_dict=True)
             projected = features.get("pooler_output") is not None
-            unused = {*_INTERMEDIATE, "last_hidden_state"} if projected else _INTERMEDIATE
-            used = {name: value for name, value in features.items() if name not in unused}
+            names = _ADDED if projected else {*features} - _INTERMEDIATE
+            used = {name: value for name, value in features.items() if name in names}
             projectors = () if projected else map(self.model.get_parameter, self.projectors)
             nothing += [_nothing(value) for value in (*_tensors(used), *_tensors(tuple(projectors)))]
         if not nothing:  # frozen towers
@@ -166,8 +169,9 @@ def _media(medium: str, owners: Sequence[nn.Module], given: Mapping[str, Any]) -
     """Return the arguments of a medium's method, empty where its first one, the media themselves, is absent."""
     methods = (getattr(owner, _METHODS[medium]) for owner in owners)
     declared = [*dict.fromkeys(name for method in methods for name in signature(method).parameters)]
+    declared = [name for name in declared if name not in ("args", "kwargs")]
     names = [name for name in declared if given.get(name) is not None]
-    first = _FIRST.get(medium, medium) if declared[:1] in ([], ["args"], ["kwargs"]) else declared[0]
+    first = declared[0] if declared else _FIRST.get(medium, medium)
     return {name: given[name] for name in names or [first]} if given.get(first) is not None else {}
 
 
