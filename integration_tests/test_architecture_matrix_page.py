@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from architecture_matrix import page
+from architecture_matrix.cells import NO_PLAN
 from architecture_matrix.expert_page import MODES
 from architecture_matrix.expert_parallel import MESHES
 from architecture_matrix.measure import RankResult
@@ -52,11 +53,17 @@ def failure(*errors: tuple[str, str]) -> Outcome:
 
 def test_heads_have_a_section_with_counts_and_each_reason_once() -> None:
     refused = {"status": "refused", "note": "no form | none"}
-    cells = {"trunk": {"TP": {"status": "right"}, "SP": refused}, "reward": {"TP": {"status": "wrong"}, "SP": refused}}
+    theirs = {"status": "refused", "note": NO_PLAN}
+    cells = {
+        "trunk": {"TP": {"status": "right"}, "SP": refused, "transformers": theirs},
+        "reward": {"TP": {"status": "wrong"}, "SP": refused, "transformers": {"status": "hung", "note": "late"}},
+    }
     text = page.markdown({**RESULTS, "heads": {"phi": cells}}, ENTRIES)
-    assert "- TP: 1 of 2 right, 0 refused" in text
+    assert "- TP: 1 of 2 right, 1 wrong" in text
     assert "- SP: 0 of 2 right, 2 refused" in text
-    assert "| phi | ✓ | refused | ✗ wrong | refused | trunk, SP: no form \\| none |" in text
+    assert "- transformers' own TP: 0 of 2 right, 1 refused, 1 hung" in text
+    marks = "✓ | refused | refused | ✗ wrong | refused | ✗ hangs"
+    assert f"| phi | {marks} | trunk, SP: no form \\| none; reward, transformers' own TP: late |" in text
 
 
 def test_agreement_on_every_rank_is_right() -> None:
@@ -186,8 +193,11 @@ def test_what_is_wrong_in_float64_alone_is_told_apart() -> None:
 def test_multimodal_rows_are_shown_next_to_transformers_own() -> None:
     row = {"TP": RIGHT, "SP": REFUSED, "TP video": RIGHT, "SP video": RIGHT, "TP audio": RIGHT, "SP audio": REFUSED}
     theirs = {"status": "right", "share": 0.5, "whole": {}}
-    text = page.markdown({**RESULTS, "multimodal": {"qwen3_vl": {**row, "transformers": theirs}}}, ENTRIES)
-    cells = ["qwen3_vl", "✓", "refused", "99.0 %", "", "✓", "TP ✓, SP refused", "✓", "50.0 %"]
+    without = {"media on one rank, dp_shard=2": {"status": "alone"}}
+    text = page.markdown({**RESULTS, "multimodal": {"qwen3_vl": {**row, **without, "transformers": theirs}}}, ENTRIES)
+    absent = ["one process fails", ""]
+    cells = ["qwen3_vl", "✓", "refused", "99.0 %", "", "✓", "TP ✓, SP refused", *absent, "✓", "50.0 %"]
+    assert "- media on one rank, dp_shard=2: 0 of 1 right, 1 fail in one process" in text
     assert f"| {' | '.join(cells)} | SP, SP audio: no heads \\| no split |" in text
     assert "- TP, with images: 1 of 1 right (1 with at least 95 % split)" in text
     assert "Vision-language" not in page.markdown(RESULTS, ENTRIES)

@@ -143,8 +143,7 @@ class ActorCritic(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         found = self.policy(input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False)
-        last, inner = found.hidden_states[-1], found.hidden_states[1]
-        inner = inner.full_tensor() if isinstance(inner, DTensor) else inner  # sharded on the sequence between blocks
+        last, inner = found.hidden_states[-1], found.hidden_states[1]  # the latter is sharded on the way to its block
         return found.logits, self.value_head(last + inner).squeeze(-1)
 
 

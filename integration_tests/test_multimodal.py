@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from architecture_matrix.measure import Refused
 from architecture_matrix.multimodal import multimodal_model
+from architecture_matrix.multimodal_absent import measure_absent_media
 from architecture_matrix.multimodal_inputs import multimodal_inputs
 from architecture_matrix.multimodal_measure import measure_multimodal
 from architecture_matrix.multimodal_media import IMAGES_PER_ROW
@@ -150,6 +152,35 @@ def test_a_rank_without_an_image_gets_the_gradients_of_all_rows(two_ranks: RankP
         for case, (output, gradient, missing) in zip(CASES, found, strict=True):
             assert not missing, (rank, case, missing)
             assert max(output / OUTPUT_BOUND, gradient / GRADIENT_BOUND) <= 1, (rank, case, output, gradient)
+
+
+#: Model types whose towers sit otherwise, and the reason for a refusal: blocks without a forward and codes as features;
+#: inputs of a tower that no method takes.
+ON_ONE_RANK = {"chameleon": "", "evolla": "protein_input_ids"}
+#: The same in the slow runs: the method of a module further in, arguments that only the method inside names.
+MORE_ON_ONE_RANK = {"diffusion_gemma": "", "minicpm_ocr": "", "kosmos-2.5": "flattened_patches", "udop": "image"}
+
+
+def _on_one_rank(names: list[str]) -> list[dict[str, float] | str]:
+    found: list[dict[str, float] | str] = []
+    for name in names:
+        try:
+            found.append(measure_absent_media(name, "TP", "image", tp=1))
+        except Refused as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(ON_ONE_RANK, id="two"), pytest.param(MORE_ON_ONE_RANK, id="more", marks=pytest.mark.slow)]
+)
+def test_a_rank_without_media_computes_what_one_process_does_or_is_refused_on_every_rank(
+    two_ranks: RankPool, cases: dict[str, str]
+) -> None:
+    for ranks in two_ranks.run(_on_one_rank, [*cases]):
+        for (name, reason), found in zip(cases.items(), ranks, strict=True):
+            told = f"some data-parallel ranks have rows with media ({reason}) and others have none"
+            assert found == {} if not reason else str(found).startswith(told), (name, found)
 
 
 #: What is measured of towers on two data-parallel ranks of two ranks of ``tp``: the model type, the mode, the options.

@@ -9,7 +9,16 @@ from typing import Any
 #: One row: mode to what is kept of its outcome.
 Row = Mapping[str, Mapping[str, Any]]
 
-MARKS = {"right": "✓", "wrong": "✗ wrong", "refused": "refused", "failed": "✗ fails", "hung": "✗ hangs"}
+MARKS = {
+    "right": "✓",
+    "wrong": "✗ wrong",
+    "refused": "refused",
+    "failed": "✗ fails",
+    "hung": "✗ hangs",
+    "alone": "one process fails",
+}
+#: What transformers' own refusal says, which the mark tells by itself.
+NO_PLAN = "transformers ships no plan for this model"
 #: The longest text of notes in a table.
 _LONGEST = 400
 
@@ -53,3 +62,16 @@ def counts(rows: Mapping[str, Row], mode: str) -> str:
     found = [row[mode]["status"] for row in rows.values() if mode in row]
     refused = f", {found.count('refused')} refused" if "refused" in found else ""
     return f"{found.count('right')} of {len(found)} right{refused}" if found else ""
+
+
+def tally(found: Sequence[str]) -> str:
+    """Return how many of some outcomes are right, and how many have each other status that occurs."""
+    others = {
+        "refused": "refused",
+        "wrong": "wrong",
+        "failed": "failed",
+        "hung": "hung",
+        "alone": "fail in one process",
+    }
+    told = [f"{found.count(status)} {word}" for status, word in others.items() if status in found]
+    return ", ".join([f"{found.count('right')} of {len(found)} right", *told])

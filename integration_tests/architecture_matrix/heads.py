@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from architecture_matrix.heads_sizes import CHANGES, OTHER_INPUTS, SIZES
-from architecture_matrix.shrink import VOCAB
+from architecture_matrix.heads_speech import SPEECH_INPUTS, SPEECH_SIZES
+from architecture_matrix.multimodal import multimodal_config
+from architecture_matrix.shrink import HIDDEN, VOCAB
 from architecture_matrix.table import UNBUILDABLE, coverage_entries, memory_filled, prepare, text_fields
 from harness.parity import padding_mask
 
@@ -33,7 +35,12 @@ OTHER_HEADS: dict[str, tuple[str, int]] = {
     "masked": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", 2),
     "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", 2),
 }
-HEADS = DECODER_HEADS | OTHER_HEADS
+#: Recognizers of speech that are not among the multimodal models.
+SPEECH = "speech seq2seq"
+SPEECH_HEADS = {SPEECH: ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", 2)}
+HEADS = DECODER_HEADS | OTHER_HEADS | SPEECH_HEADS
+#: Models with towers, whose heads are measured with text alone.
+_MULTIMODAL = ("t5gemma2",)
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ def head_rows() -> tuple[HeadRow, ...]:
     chosen = [(name, DECODER_HEADS) for name in decoders] + [
         (name, {**OTHER_HEADS, **DECODER_HEADS}) for name in others
     ]
+    chosen += [(name, SPEECH_HEADS) for name in SPEECH_INPUTS]
     return tuple(
         HeadRow(name, head, _classes(head)[name]) for name, heads in chosen for head in heads if name in _classes(head)
     )
@@ -85,8 +93,13 @@ def head_model(row: HeadRow, *, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     entry = coverage_entries().get(row.model_type)
     changes = {**(entry.changes if entry else {}), "num_labels": row.labels or HEADS[row.head][1]}
-    changes = {**SIZES.get(row.model_type, {}), **changes, **CHANGES.get((row.model_type, row.head), {})}
-    config = CONFIG_MAPPING[row.model_type](**text_fields(row.model_type, changes))
+    sizes = (SPEECH_SIZES if row.head == SPEECH else SIZES).get(row.model_type, {})
+    changes = {**sizes, **changes, **CHANGES.get((row.model_type, row.head), {})}
+    if row.model_type in _MULTIMODAL:
+        config = multimodal_config(row.model_type)
+        config.num_labels = changes["num_labels"]
+    else:
+        config = CONFIG_MAPPING[row.model_type](**text_fields(row.model_type, changes))
     model_class: Any = getattr(transformers, row.class_name)
     if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
@@ -94,7 +107,7 @@ def head_model(row: HeadRow, *, seed: int = 0) -> nn.Module:
     config.use_cache = False
     options = {"experts_implementation": "eager"} if model_class._can_set_experts_implementation() else {}
     with memory_filled():
-        model: nn.Module = model_class._from_config(config, **options).eval()
+        model: nn.Module = model_class._from_config(config, **options).train(row.model_type == "reformer")
     prepare(model, torch.float64)
     return model
 
@@ -102,7 +115,11 @@ def head_model(row: HeadRow, *, seed: int = 0) -> nn.Module:
 def head_inputs(model: nn.Module, row: HeadRow, kind: str) -> dict[str, Tensor]:
     """Return the keyword arguments of a forward, with labels where the class takes them."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=generator)
+    if row.head == SPEECH:
+        heard = SPEECH_INPUTS[row.model_type](generator)
+        return heard if "decoder_input_ids" in heard else {**heard, "labels": _decoded(generator)}
+    length = LENGTH + (row.model_type == "reformer")  # a multiple of its chunks
+    ids = torch.randint(3, VOCAB, (BATCH, length), generator=generator)
     takes = inspect.signature(type(model).forward).parameters
     mask = padding_mask(ids, kind.partition(" ")[0])
     if "decoder_input_ids" in takes and row.head in ("sequence classification", "reward"):
@@ -110,6 +127,8 @@ def head_inputs(model: nn.Module, row: HeadRow, kind: str) -> dict[str, Tensor]:
     if (row.model_type, row.head) == ("longformer", "question answering"):
         ids[:, [LENGTH // 2 - 1, LENGTH // 2, LENGTH // 2 + 1]] = model.config.sep_token_id  # three, as it requires
     inputs = {"input_ids": ids * mask, "attention_mask": mask}  # the tiny models pad with id 0
+    if "input_ids" not in takes:  # Perceiver alone
+        return {"inputs": torch.randn(BATCH, length, HIDDEN, generator=generator).double(), "attention_mask": mask}
     inputs |= _labels(row, mask, generator) if {"labels", "start_positions"} & takes.keys() else {}
     if row.model_type == "fsmt" and row.head == "seq2seq":  # its code makes them of input_ids, not of labels
         inputs["decoder_input_ids"] = inputs["labels"]
@@ -126,12 +145,16 @@ def _labels(row: HeadRow, mask: Tensor, generator: torch.Generator) -> dict[str,
         case "reward":
             return {"labels": torch.randn(BATCH, generator=generator).double()}
         case "token classification":
-            return {"labels": torch.randint(labels, (BATCH, LENGTH), generator=generator).where(mask.bool(), -100)}
+            return {"labels": torch.randint(labels, mask.shape, generator=generator).where(mask.bool(), -100)}
         case "question answering":
             spans = torch.randint(LENGTH, (2, BATCH), generator=generator)
             return {"start_positions": spans[0], "end_positions": spans[1]}
         case "masked":
-            return {"labels": torch.randint(3, VOCAB, (BATCH, LENGTH), generator=generator).where(mask.bool(), -100)}
+            return {"labels": torch.randint(3, VOCAB, mask.shape, generator=generator).where(mask.bool(), -100)}
         case "seq2seq":
-            return {"labels": torch.randint(3, VOCAB, (BATCH, LENGTH - 2), generator=generator)}
+            return {"labels": _decoded(generator)}
     return {}
+
+
+def _decoded(generator: torch.Generator) -> Tensor:
+    return torch.randint(3, VOCAB, (BATCH, LENGTH - 2), generator=generator)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from architecture_matrix.heads import KINDS, OTHER_HEADS, HeadRow, head_inputs, head_model
+from architecture_matrix.heads import KINDS, OTHER_HEADS, SPEECH_HEADS, HeadRow, head_inputs, head_model
 from architecture_matrix.measure import MODES, Refused, default_dtype, gradient_errors
 from architecture_matrix.outcome import Outcome, failure
 from architecture_matrix.peers import NoPlanError
@@ -89,18 +89,20 @@ def errors(reference: nn.Module, candidate: nn.Module, wanted: Answer, found: An
 def measure_head(row: HeadRow, mode: str, *, tp: int, **options: Any) -> dict[str, float]:
     """Return the errors of one class in one mode on this rank; every rank of the world must call it."""
     with default_dtype(torch.float64), compute_in_float64():
-        reference, answers = _reference(row)
+        reference = _model(row)
         candidate = copy.deepcopy(reference)
         try:
-            if mode != "transformers" and row.head in OTHER_HEADS:
+            if mode != "transformers" and row.head in OTHER_HEADS | SPEECH_HEADS:
                 options = {"logits": "full", **options}  # the class computes a loss from them
             candidate = MODES[mode](candidate, mesh_for({"tp": tp}), **options)
         except (TpPlansError, FsdpRuntimeError, NoPlanError) as error:
             raise Refused(str(error)) from error
+        if not any(isinstance(each, DTensor) for each in candidate.parameters()):
+            raise Refused("the plan splits no parameter of this class")
         if ties(reference) != ties(candidate):
             return {"ties": float("inf")}
         worst: dict[str, float] = {}
-        for kind, wanted in answers.items():
+        for kind, wanted in _answers(row).items():
             found = answer(candidate, head_inputs(candidate, row, kind))
             for name, error in errors(reference, candidate, wanted, found).items():
                 worst[name] = max(worst.get(name, 0.0), error)
@@ -108,16 +110,21 @@ def measure_head(row: HeadRow, mode: str, *, tp: int, **options: Any) -> dict[st
 
 
 @lru_cache(maxsize=1)
-def _reference(row: HeadRow) -> tuple[nn.Module, dict[str, Answer]]:
-    model = head_model(row)
+def _model(row: HeadRow) -> nn.Module:
+    return head_model(row)
+
+
+@lru_cache(maxsize=1)
+def _answers(row: HeadRow) -> dict[str, Answer]:
+    """Return what one process makes of each kind of rows; computed only for what is not refused."""
     answers = {}
     for kind in KINDS:
-        running = copy.deepcopy(model)
+        running = copy.deepcopy(_model(row))
         found = answer(running, head_inputs(running, row, kind))
         # Some eager attention gives NaN for a row that is masked entirely, which would reach every gradient.
         if all(bool(each.isfinite().all()) for each in found.gradients.values() if each is not None):
             answers[kind] = found
-    return model, answers
+    return answers
 
 
 def evaluate_head(pool: RankPool, row: HeadRow, mode: str, *, timeout: float) -> Outcome:

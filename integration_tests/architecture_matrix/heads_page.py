@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from architecture_matrix.cells import mark, table
+from architecture_matrix.cells import NO_PLAN, mark, table, tally
 
 #: The key of the results that holds the rows.
 KEY = "heads"
@@ -30,12 +30,14 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
         "Every class that transformers maps an architecture to, on two ranks of `tp` against one process in float64: "
         "each output, the loss with labels, and every gradient on every rank agree to 1e-12, for rows with padding "
         "left and right. Classifiers have 3 labels, reward models 1; a trunk (`AutoModel`) gives its hidden states. "
-        "An empty cell: there is no such class, or it was not measured. See [heads](guides/heads.md)."
+        "An empty cell: there is no such class, or it was not measured. transformers' own tensor parallelism "
+        '(`tp_plan="auto"`) runs the same classes on the same rows; it is refused where transformers has no plan for a '
+        "class, or one that splits none of its parameters. See [heads](guides/heads.md)."
     )
     yield ""
     for mode in modes:
         found = [cell[mode]["status"] for row in rows.values() for cell in row.values() if mode in cell]
-        yield f"- {_TITLES[mode]}: {found.count('right')} of {len(found)} right, {found.count('refused')} refused"
+        yield f"- {_TITLES[mode]}: {tally(found)}"
     yield ""
     titles = [f"{head}: {_TITLES[mode]}" for head in heads for mode in modes]
     cells = (
@@ -51,7 +53,7 @@ def _notes(row: Mapping[str, Mapping[str, Any]], modes: Sequence[str]) -> Iterat
     for head, cell in row.items():
         for mode in modes:
             note = " ".join(str(cell.get(mode, {}).get("note", "")).split()).replace("|", "\\|")
-            if note and note not in seen:
+            if note and note not in {*seen, NO_PLAN}:
                 seen[note] = f"{head}, {_TITLES[mode]}"
     for note, where in seen.items():
         yield f"{where}: {note[:_LONGEST_NOTE]}{'…' * (len(note) > _LONGEST_NOTE)}"

@@ -354,3 +354,5 @@ BUILDERS: dict[str, dict[str, _Builder]] = {
         ),
     },
 }
+#: Builders whose tensors begin with the rows of the batch.
+MEDIA_BY_ROW = (_images_by_row, _tiles_by_row)

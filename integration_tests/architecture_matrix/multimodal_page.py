@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from architecture_matrix.cells import mark, table, text
+from architecture_matrix.cells import NO_PLAN, mark, table, tally, text
+from architecture_matrix.multimodal_absent import COLUMNS
 
 #: The key of the results that holds the rows.
 KEY = "multimodal"
 #: Columns: the name of what was measured, and its title.
 _OURS = {"TP": "TP", "SP": "SP"}
 MEDIA = ("video", "audio")
-#: What transformers' own refusal says, which the column tells by itself.
-_NO_PLAN = "transformers ships no plan for this model"
 #: What comes before the reason why an inferred plan was not used.
 _UNDECIDED = "They could not be decided by running it: "
 _MOSTLY = 0.95
@@ -66,12 +65,17 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
         "with these media, with TP and with SP. Model types without a plan of transformers have one that is inferred "
         "and proven by running a small copy with images. Where it is refused for its doubts, the column inferred has "
         'the outcome of `plan="inferred"`, which accepts them. Less than 100 % are split where norms, biases and '
-        "tensors of less than 0.3 % of the model, such as small convolutions and position tables, stay replicated."
+        "tensors of less than 0.3 % of the model, such as small convolutions and position tables, stay replicated. "
+        "The columns media on one rank are FSDP2 over two data-parallel ranks, alone and with sequence parallelism "
+        "(or without it where that is not right): one has the rows with two images and with one (or with the medium "
+        "that the model takes), the other the row without any; logits of both, and every gradient, are those of one "
+        "process that runs the two batches. Some models do not run on rows without an image in one process."
     )
     yield ""
     yield from _summary(rows)
     yield ""
-    titles = ["model type", *_OURS.values(), "split", "inferred", *MEDIA, "transformers' own", "split", "notes"]
+    titles = ["model type", *_OURS.values(), "split", "inferred", *MEDIA, *COLUMNS]
+    titles += ["transformers' own", "split", "notes"]
     yield from table(titles, (_cells(name, rows[name]) for name in sorted(rows)))
     yield ""
     for name, reason in NOT_MEASURED.items():
@@ -92,6 +96,7 @@ def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
         _share(row, "TP"),
         mark(row, "inferred"),
         *(_both(row, medium) for medium in MEDIA),
+        *(mark(row, column) for column in COLUMNS),
         mark(row, "transformers"),
         _share(row, "transformers"),
         _notes(row),
@@ -109,6 +114,9 @@ def _summary(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         if found:
             right = [each for each in found if each["status"] == "right"]
             yield f"- {medium}: {len(right)} of {len(found)} right (TP and SP counted each)"
+    for column in COLUMNS:
+        if found := [row[column]["status"] for row in rows.values() if column in row]:
+            yield f"- {column}: {tally(found)}"
 
 
 def _both(row: Mapping[str, Any], medium: str) -> str:
@@ -134,7 +142,7 @@ def _share(row: Mapping[str, Any], mode: str) -> str:
 
 def _notes(row: Mapping[str, Any]) -> str:
     notes = {mode: _reason(found["note"]) for mode, found in row.items() if found.get("note")}
-    notes = {mode: note for mode, note in notes.items() if note != _NO_PLAN}
+    notes = {mode: note for mode, note in notes.items() if note != NO_PLAN}
     told = [
         f"{', '.join(mode for mode in notes if notes[mode] == note)}: {note}" for note in dict.fromkeys(notes.values())
     ]

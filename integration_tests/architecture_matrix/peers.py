@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from architecture_matrix.cells import NO_PLAN
+
 
 class NoPlanError(Exception):
     """transformers ships no plan for the model."""
@@ -21,7 +23,7 @@ def parallelize_by_transformers(model: nn.Module, mesh: DeviceMesh, **options: A
 
     hugging_face: Any = model
     if not getattr(model, "tp_plan", None):
-        raise NoPlanError("transformers ships no plan for this model")
+        raise NoPlanError(NO_PLAN)
     _untie(hugging_face)
     apply_tensor_parallelism(hugging_face, mesh["tp"], hugging_face._expand_parallel_plan(hugging_face.tp_plan))
     hugging_face.tie_weights()

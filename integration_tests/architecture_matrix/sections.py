@@ -14,6 +14,7 @@ from architecture_matrix import heads_page, multimodal_page
 from architecture_matrix.heads import head_rows
 from architecture_matrix.heads_measure import evaluate_head
 from architecture_matrix.multimodal import multimodal_classes
+from architecture_matrix.multimodal_absent import COLUMNS, evaluate_absent_media
 from architecture_matrix.multimodal_measure import evaluate_multimodal
 from architecture_matrix.outcome import Outcome
 from harness.ranks import RankPool
@@ -89,8 +90,33 @@ def measure_multimodal_models(pool: RankPool, section: dict[str, Any], keep: Kee
                 keep(name, cells, column, found)
 
 
+def measure_absent_media(pool: RankPool, section: dict[str, Any], keep: Keep, choice: Choice) -> None:
+    """Measure the chosen multimodal model types under FSDP2 with media on one of two data-parallel ranks.
+
+    With ``tp`` they are under sequence parallelism too, where the data has that as right.  The arguments are those of
+    :func:`measure_heads`.
+    """
+    four = RankPool(4)
+    try:
+        for name in multimodal_classes():
+            if name in multimodal_page.NOT_MEASURED or not choice.has(name):
+                continue
+            cells = section.setdefault(name, {})
+            alone = multimodal_page.WITHOUT_IMAGES.get(name)
+            in_sequence = cells.get(f"SP {alone}" if alone else "SP", {}).get("status") == "right"
+            mode, media = "SP" if in_sequence else "TP", alone or "image"
+            for column, tp in COLUMNS.items():
+                if choice.is_due(cells, column):
+                    ranks = pool if tp == 1 else four
+                    found = evaluate_absent_media(ranks, name, mode, media=media, timeout=choice.timeout)
+                    keep(name, cells, column, found)
+    finally:
+        four.close()
+
+
 #: The parts of a run, with the keys of their data.
 SECTION_PARTS = {
     "heads": (heads_page.KEY, measure_heads),
     "multimodal": (multimodal_page.KEY, measure_multimodal_models),
+    "absent-media": (multimodal_page.KEY, measure_absent_media),
 }

@@ -34,6 +34,7 @@ from fsdp_runtime.parallel.context.apply import (
     check_heads_over_cp,
     under_context_parallelism,
 )
+from fsdp_runtime.parallel.context.prove import prove_context_parallelism
 from fsdp_runtime.parallel.context.sharding import LoadBalancer, require_load_balancer
 from fsdp_runtime.parallel.context.ways import ContextParallel, require_context_parallel
 from fsdp_runtime.parallel.experts import ExpertExchange, apply_ep, check_adapted_experts, expert_modules
@@ -358,7 +359,7 @@ def resolve_on(
     dtypes = FSDPDtypes()
     if fsdp_mesh is not None:
         dtypes = fsdp_dtypes(model, structure, options, expert_modules(model, expert_plan))
-    return Parallelism(
+    resolved = Parallelism(
         structure=structure,
         plan=plan,
         findings=findings,
@@ -380,6 +381,8 @@ def resolve_on(
         fsdp=options,
         fsdp_dtypes=dtypes,
     )
+    prove_context_parallelism(model, resolved)
+    return resolved
 
 
 def _require_not_wrapped(model: nn.Module) -> None:

@@ -28,7 +28,10 @@ def test_the_decoder_of_a_vision_language_model_lies_beside_its_token_embedding(
 
 
 def test_lists_inside_a_block_are_part_of_it() -> None:
-    block = nn.Module()
+    class Mixture(nn.Module):
+        pass
+
+    block = Mixture()
     block.experts = nn.ModuleList([_block(), _block()])
     model = nn.Module()
     model.encoder = nn.ModuleList([block])
@@ -46,6 +49,14 @@ def test_lists_of_lists_are_one_stack() -> None:
     model = nn.Module()
     model.stages = nn.ModuleList([nn.ModuleList([_block(), _block()]), nn.ModuleList([_block()])])
     assert inspect_model(model).decoder == ("stages.0.0", "stages.0.1", "stages.1.0")
+
+
+def test_bare_modules_are_no_blocks_but_what_they_hold_is() -> None:
+    level = nn.Module()  # nothing calls it, as the levels of a VQ-VAE
+    level.resnets, level.downsample = nn.ModuleList([_block(), _block()]), nn.Linear(4, 4)
+    model = nn.Module()
+    model.levels = nn.ModuleList([level])
+    assert list(inspect_model(model).blocks) == ["levels.0.resnets.0", "levels.0.resnets.1"]
 
 
 def test_dicts_and_sequences_of_one_class_are_stacks() -> None:

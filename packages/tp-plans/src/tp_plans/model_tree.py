@@ -328,13 +328,18 @@ class ModelTree:
                 if not (inner := self._members(child)):
                     return ()
                 found += inner
-            elif self.children[child]:
+            elif self.children[child] and not self._is_namespace(child):
                 found.append(child)
             else:
                 return ()
         # Any other dict or sequence of modules is a model, not a stack.
         uniform = len({type(self.modules[path]) for path in found}) == 1 and len(found) > 1
         return tuple(found) if is_list or uniform else ()
+
+    def _is_namespace(self, path: str) -> bool:
+        """Whether a module is a bare ``nn.Module()`` that holds others, as in a VQ-VAE: nothing calls it."""
+        kind = type(self.modules[path])
+        return kind.__name__ == "Module" and kind.__module__.startswith("torch.")
 
     def _is_list(self, path: str) -> bool:
         """A ``ModuleList``, or what answers as one: numbered children, and no forward of its own."""

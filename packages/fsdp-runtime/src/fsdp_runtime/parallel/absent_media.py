@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime._transformers_compat.models import original_class
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure
 from tp_plans.model_tree import is_at_or_below
@@ -29,7 +30,12 @@ _METHODS = {"image": "get_image_features", "video": "get_video_features", "audio
 _FIRST = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 #: The value of all pixels and samples of media that stand for absent ones: some models drop images of zeros.
 _FILL = 0.5
-#: Results of a tower that no model adds to its tokens: parameters that only these depend on have no gradient.
+#: What the names of other media contain, as those of proteins, and of inputs that no tower reads.
+_OTHER, _NO_MEDIA = ("pixel", "patches", "values", "features", "_ids"), ("position", "type_ids", "past_")
+#: Results of a tower that models add to their tokens where its features are projected.  Parameters that only others
+#: depend on (logits of speakers, a loss of codes) have no gradient.
+_ADDED = {"pooler_output", "deepstack_features", "visual_indicator_features"}
+#: Results that no model adds.
 _INTERMEDIATE = {"hidden_states", "attentions"}
 
 
@@ -40,13 +46,16 @@ class AbsentMedia:
     One all-reduce of a few bytes, and one wait for its result, a forward and mesh axis.
 
     Args:
-        model: the model, whose media are the arguments of its ``get_image_features`` and the like.
+        model: the model.
+        owners: by medium, the modules with its method, as ``get_image_features``, outermost first; none where the model
+            has no such method.
         groups: the process groups of the FSDP mesh.
         projectors: the parameters of projectors, which some models call after the method.
         is_dry_run: there are no other ranks, and tensors have no values.
     """
 
     model: nn.Module
+    owners: Mapping[str, Sequence[nn.Module]]
     groups: Sequence[ProcessGroup]
     projectors: Sequence[str]
     is_dry_run: bool = False
@@ -55,7 +64,7 @@ class AbsentMedia:
     def agree(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Find out which media other ranks have; a forward pre-hook of the model."""
         given = _arguments(module, args, kwargs)
-        own = {medium: _media(self.model, medium, given) for medium in _media_of(self.model)}
+        own = {medium: _media(medium, owners, given) for medium, owners in self.owners.items()}
         flags = [given.get("input_ids") is None, *(bool(media) for media in own.values())]
         device = next((value.device for value in given.values() if isinstance(value, Tensor)), torch.device("cpu"))
         found = torch.tensor([*flags, *(not flag for flag in flags)], dtype=torch.int32, device=device)
@@ -69,11 +78,11 @@ class AbsentMedia:
         if not mixed:
             return
         present = [medium for medium, has in zip(own, some, strict=True) if has]
-        without = [medium for medium in mixed if _owner(self.model, medium) is None]
+        without = [medium for medium in mixed if not self.owners[medium]]
         if embedded or without:
-            why = (
-                f"{type(self.model).__name__} has no {_METHODS[without[0]]}()" if without else "a rank got no input_ids"
-            )
+            name = original_class(self.model).__name__
+            method = _METHODS.get(without[0], "method for them") if without else ""
+            why = f"{name} has no {method}" if without else "a rank got no input_ids"
             raise ModelError(
                 f"some data-parallel ranks have rows with media ({', '.join(mixed)}) and others have none, and {why}, "
                 "with which those could take part in the collectives of the towers: give every rank rows with media"
@@ -95,10 +104,10 @@ class AbsentMedia:
         nothing: list[Tensor] = []
         for medium, template in absent.items():
             media = {name: _filled(value, output) for name, value in template.items()}
-            features = getattr(_owner(self.model, medium), _METHODS[medium])(**media, return_dict=True)
+            features = getattr(self.owners[medium][0], _METHODS[medium])(**media, return_dict=True)
             projected = features.get("pooler_output") is not None
-            unused = {*_INTERMEDIATE, "last_hidden_state"} if projected else _INTERMEDIATE
-            used = {name: value for name, value in features.items() if name not in unused}
+            names = _ADDED if projected else {*features} - _INTERMEDIATE
+            used = {name: value for name, value in features.items() if name in names}
             projectors = () if projected else map(self.model.get_parameter, self.projectors)
             nothing += [_nothing(value) for value in (*_tensors(used), *_tensors(tuple(projectors)))]
         if not nothing:  # frozen towers
@@ -123,25 +132,31 @@ def apply_absent_media(model: nn.Module, structure: ModelStructure, mesh: Device
         mesh: the axis or axes of FSDP2.
     """
     tree = structure.tree
-    if mesh.size() == 1 or tree.embedding is None or not tree.root or not _media_of(model):
+    owners = _media_owners(model, several_stacks=len(tree.stacks) > 1)
+    if mesh.size() == 1 or tree.embedding is None or not owners:
         return
     projectors = [name for name in tree.parameters if "projector" in name and not is_at_or_below(name, tree.root)]
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     is_dry_run = any(dist.get_backend(group) == "fake" for group in groups)
-    hooks = AbsentMedia(model, groups, projectors, is_dry_run)
+    hooks = AbsentMedia(model, owners, groups, projectors, is_dry_run)
     model.register_forward_pre_hook(hooks.agree, with_kwargs=True, prepend=True)
     model.get_submodule(tree.embedding).register_forward_hook(hooks.run)
 
 
-def _media_of(model: nn.Module) -> list[str]:
+def _media_owners(model: nn.Module, *, several_stacks: bool) -> dict[str, list[nn.Module]]:
+    """Return the modules that run the tower of each medium; inputs of towers without such methods have none."""
     takes = signature(type(model).forward).parameters
-    return [medium for medium in _METHODS if _FIRST[medium] in takes or _owner(model, medium) is not None]
+    owners = {
+        medium: [module for module in model.modules() if callable(getattr(module, method, None))]
+        for medium, method in _METHODS.items()
+    }
+    found = {medium: modules for medium, modules in owners.items() if modules or _FIRST[medium] in takes}
+    return found or {name: [] for name in takes if several_stacks and _may_be_media(name)}
 
 
-def _owner(model: nn.Module, medium: str) -> nn.Module | None:
-    """Return the module that runs a medium's tower: the model, or the one inside its head."""
-    owners = (model, getattr(model, "model", None))
-    return next((owner for owner in owners if callable(getattr(owner, _METHODS[medium], None))), None)
+def _may_be_media(name: str) -> bool:
+    is_text = name in ("input_ids", "decoder_input_ids") or any(part in name for part in _NO_MEDIA)
+    return not is_text and any(part in name for part in _OTHER)
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,12 +165,13 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _media(model: nn.Module, medium: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _media(medium: str, owners: Sequence[nn.Module], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a medium's method, empty where its first one, the media themselves, is absent."""
-    owner = _owner(model, medium)
-    declared = [] if owner is None else list(signature(getattr(owner, _METHODS[medium])).parameters)
+    methods = (getattr(owner, _METHODS[medium]) for owner in owners)
+    declared = [*dict.fromkeys(name for method in methods for name in signature(method).parameters)]
+    declared = [name for name in declared if name not in ("args", "kwargs")]
     names = [name for name in declared if given.get(name) is not None]
-    first = _FIRST[medium] if declared[:1] in ([], ["args"], ["kwargs"]) else declared[0]
+    first = declared[0] if declared else _FIRST.get(medium, medium)
     return {name: given[name] for name in names or [first]} if given.get(first) is not None else {}
 
 

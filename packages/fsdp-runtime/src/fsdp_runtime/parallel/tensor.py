@@ -13,6 +13,7 @@ from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.parallel.expert_adapters import adapt_experts
 from fsdp_runtime.parallel.generation import gather_logits_in_generate
+from fsdp_runtime.parallel.hidden_states import return_full_hidden_states
 from tp_plans import ColwiseParallel, Plan, Replicate, Style, check, styles_by_path
 
 if TYPE_CHECKING:
@@ -99,3 +100,4 @@ def apply_tp(model: nn.Module, parallelism: Parallelism) -> None:
         styles = styles_by_path(plan, model) if isinstance(plan, Plan) else plan
         parallelize_module(model, tp_mesh, dict(styles))
         gather_logits_in_generate(model)
+        return_full_hidden_states(model)

@@ -15,7 +15,8 @@ from tp_plans.model_tree import ancestors, is_at_or_below, parent
 
 _POSITIONS = "position_ids"
 
-#: Modules outside of token mixers that read other tokens than their own, or the length of the row.
+#: Modules outside of token mixers that read other tokens than their own, or the length of the row: reasons that are
+#: known without running a model.  Others are found by ``context.prove``.
 _NEEDS_FULL_ROW = {
     "BigBirdModel": "chooses its sparse attention by the length of the row",
     "LongformerModel": "pads the row to a multiple of its window",
