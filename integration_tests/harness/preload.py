@@ -14,7 +14,7 @@ import torch.distributed.tensor.parallel
 import torch.export._trace
 import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
-import fsdp_runtime._api  # noqa: F401 what fsdp_runtime imports on first use
+import fsdp_runtime._api
 import fsdp_runtime.monitor  # noqa: F401
 import harness.parity  # noqa: F401
 import rl_logprobs  # noqa: F401
