@@ -94,11 +94,15 @@ def artifact(package: str, kind: str) -> Path:
     return path
 
 
-def install_editable(session: nox.Session, *groups: str, torch: str | None = None) -> None:
-    """Install the three packages from this tree, one torch (the pinned one by default) and some groups."""
+def install_editable(session: nox.Session, *groups: str, torch: str | None = None, compiled: bool = False) -> None:
+    """Install the three packages from this tree, one torch (the pinned one by default) and some groups.
+
+    Unless ``compiled``, modules are compiled when they are first imported, as most of transformers' never are.
+    """
     editable = [argument for package in PACKAGES for argument in ("-e", f"packages/{package}")]
     pinned = [f"torch=={torch}"] if torch else group("torch")
-    session.install(*editable, *pinned, *(requirement for name in groups for requirement in group(name)))
+    requirements = [requirement for name in groups for requirement in group(name)]
+    session.install("--compile" if compiled else "--no-compile", *editable, *pinned, *requirements)
 
 
 def install_alone(session: nox.Session, path: Path) -> None:
@@ -186,8 +190,7 @@ def next_versions(session: nox.Session) -> None:
 def ray(session: nox.Session) -> None:
     """Run the GRPO example as Ray actors on this machine: trainer ranks that stream weights to a generator."""
     # Ray's agents must be up within seconds, a bound that no setting moves; uncompiled imports take longer when busy.
-    session.env["UV_COMPILE_BYTECODE"] = "1"
-    install_editable(session, "test", "ray")
+    install_editable(session, "test", "ray", compiled=True)
     session.run("pytest", "integration_tests/with_ray/grpo_example.py", *session.posargs)
 
 

@@ -18,7 +18,7 @@ from rl_logprobs import clip_grad_norm_
 def _trained(mesh: dict[str, int], **options: Any) -> tuple[list[torch.Tensor], torch.Tensor, set[str]]:
     """Local parameters after a clipped step, the norm before clipping, and where gradients and states were."""
     model = parallelize(tiny_model("Qwen3ForCausalLM"), mesh_for(mesh), **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     model(**tiny_inputs(model, batch=2, length=5), use_cache=False).logits.sum().backward()
     norm = clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()

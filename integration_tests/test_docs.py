@@ -34,7 +34,9 @@ WITH_CODE = [page for page in PAGES if pages.parts(page)]
 LONG = {
     "guides/compile.md",
     "guides/dry-run.md",
+    "guides/expert-parallelism.md",
     "guides/heads.md",
+    "guides/logprobs.md",
     "migration/nemo-rl.md",
     "migration/transformers.md",
 }

@@ -14,7 +14,7 @@ from harness.launched import launch
 from harness.torchrun import torchrun
 
 TRAIN = Path(__file__).parents[1] / "docs" / "examples" / "grpo" / "train.py"
-SMALL = ("--warmup-batch=16", "--prompts=8", "--group=4", "--held-out=24", "--report-every=1")
+SMALL = ("--warmup-batch=8", "--prompts=4", "--group=2", "--held-out=8", "--report-every=1")
 
 # Sums of float32 logits taken in another order, by a cache and by two halves of every layer, stay within this.
 FLOAT32_ROUNDING = 5e-5

@@ -109,7 +109,7 @@ def _beyond(names: list[str], axes: dict[str, int], **options: Any) -> dict[str,
 @pytest.mark.parametrize(
     ("sequence_parallel", "names"),
     [
-        (False, ["falcon_h1"]),
+        pytest.param(False, ["falcon_h1"], marks=pytest.mark.slow),
         (True, ["lfm2_moe", "llama4_text"]),
         pytest.param(False, ["afmoe", "qwen3_next"], marks=pytest.mark.slow),
         pytest.param(True, ["kimi_linear", "minimax"], marks=pytest.mark.slow),

@@ -60,9 +60,7 @@ def test_data_parallel_model_equals_single_process(
     assert_parity(ranks.run(compare, Case(architecture, mesh, parallelize, {}, {"tied": tied})))
 
 
-@pytest.mark.parametrize(
-    "length", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("length", [1, *(pytest.param(length, marks=pytest.mark.slow) for length in (2, 3, 8))])
 @pytest.mark.parametrize("mesh", [{"tp": 4}], ids=identifier)
 def test_sequence_parallel_takes_any_length(ranks: RankPool, mesh: dict[str, int], length: int) -> None:
     assert_parity(ranks.run(compare, Case("Qwen3ForCausalLM", mesh, parallelize, SP, {"tied": True}, length=length)))

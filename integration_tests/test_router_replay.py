@@ -153,7 +153,7 @@ RANKS = {
     "granitemoe": ["TP", "cp, recomputed"],  # a softmax after top-k
 }
 REDUCED = {("mixtral", "TP"), ("mixtral", "cp, contiguous")}
-REDUCED |= {("deepseek_v3", "SP, recomputed"), ("phimoe", "dp_shard, recomputed"), ("doge, mixture", "SP, recomputed")}
+REDUCED |= {("deepseek_v3", "SP, recomputed"), ("phimoe", "dp_shard, recomputed")}
 
 
 def _on_two_ranks(name: str, mode: str) -> dict[str, float]:

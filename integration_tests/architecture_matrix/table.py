@@ -15,7 +15,7 @@ from architecture_matrix.extras import EXTRAS, WIDE_EXTRAS
 from architecture_matrix.shrink import tiny_fields, wider
 from architecture_matrix.unplanned import DEFAULT_FLOAT64, UNPLANNED
 from fsdp_runtime._transformers_compat.models import kept_in_float32
-from harness.models import jitter
+from harness.models import copy_of_one_build, jitter
 from harness.remote_code_models import REMOTE_CODE_MODELS
 
 
@@ -118,11 +118,15 @@ def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 
 
     In float64 and float32 no parameter repeats a number, so that each tells where it belongs.
     """
-    torch.manual_seed(seed)
-    with memory_filled():
-        model = built(entry)
-    prepare(model, dtype)
-    return model
+
+    def build() -> nn.Module:
+        torch.manual_seed(seed)
+        with memory_filled():
+            model = built(entry)
+        prepare(model, dtype)
+        return model
+
+    return copy_of_one_build(build, (repr(entry), dtype, seed))
 
 
 def prepare(model: nn.Module, dtype: torch.dtype) -> None:

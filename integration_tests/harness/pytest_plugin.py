@@ -14,8 +14,9 @@ from hypothesis import settings
 
 from harness.environment import environment
 from harness.interpreter import programs
-from harness.processes import server_address, share_server
+from harness.processes import preloaded_context, server_address, share_server
 from harness.ranks import RankPool
+from harness.rewriting import rewrite_tests
 
 # Ranks run one thread each; more threads in the process of the tests would compete with them for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,6 +48,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Fork the test processes of ``-n`` from the preloaded server, so that they do not import torch each."""
     processes = getattr(config.option, "tx", None) or ()
     if processes and set(processes) == {"popen"}:
+        preloaded_context()
+        rewrite_tests(config)  # while the server imports torch
         config.option.tx = [f"popen//python={programs() / 'python'}"] * len(processes)
 
 

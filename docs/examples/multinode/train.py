@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     torch.manual_seed(0)  # the same weights on every rank
     model = fsdp_runtime.parallelize(small_model().to(mesh.device_type), mesh, sequence_parallel=True, logits="full")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     for step, tokens in enumerate(own_batches(options.steps, mesh), start=1):
         optimizer.zero_grad()
         loss = model(tokens, labels=tokens, use_cache=False).loss

@@ -18,7 +18,7 @@ def main() -> None:
     to_engine = dist.new_group([0, len(ranks)])
     mesh = adopt_mesh(DeviceMesh.from_group(trainers, "cpu", mesh_dim_names=("tp",)))
     model = parallelize(small_model(), mesh, logits="full")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     tokens = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(0))
     engine = Client(ADDRESS, authkey=KEY) if dist.get_rank() == 0 else None
     group = to_engine if engine is not None else None

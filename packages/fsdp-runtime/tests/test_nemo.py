@@ -17,6 +17,7 @@ import fsdp_runtime
 from fsdp_runtime import BackendError, MeshSpec, ModelError, OptionError, describe_parallelism, nemo
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from harness.models import tiny_inputs, tiny_model
+from harness.pairwise import alternating_first
 from harness.parity import Case, assert_parity, compare
 from harness.ranks import RankPool, RanksFailed
 
@@ -56,8 +57,14 @@ def nemo_rl(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     return nemo._parallelize_model(model, mesh["dp_shard"], mesh["tp"], torch.float64, **options)
 
 
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "activation_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    alternating_first(
+        [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}],
+        [{}, {"sequence_parallel": True, "activation_checkpointing": True}],
+    ),
+    ids=str,
+)
 def test_automodels_strategy_computes_what_one_process_does(
     four_ranks: RankPool, mesh: dict[str, int], options: dict[str, Any]
 ) -> None:

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime import MeshSpec, no_sync, parallelize, submesh
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
-from harness.pairwise import alternating_first
 from harness.parity import own_part
 from harness.ranks import RankPool
 
@@ -51,7 +50,19 @@ def _accumulated(mesh: dict[str, int], options: dict[str, Any], **how: bool) -> 
 HOW = [{}, {"reduce_scatter": True}, {"reshard_after_backward": False}]
 
 
-@pytest.mark.parametrize(("options", "how"), alternating_first([{}, {"sequence_parallel": True}], HOW), ids=str)
+#: Without options accumulation is also tested by the collectives of the next test.
+DEFAULT = [({}, {"reshard_after_backward": False}), ({"sequence_parallel": True}, {"reduce_scatter": True})]
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        pytest.param(options, how, marks=[] if (options, how) in DEFAULT else [pytest.mark.slow])
+        for options in ({}, {"sequence_parallel": True})
+        for how in HOW
+    ],
+    ids=str,
+)
 def test_accumulated_gradients_are_those_of_the_whole_batch(
     four_ranks: RankPool, options: dict[str, Any], how: dict[str, bool]
 ) -> None:

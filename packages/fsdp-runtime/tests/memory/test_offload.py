@@ -37,7 +37,7 @@ def _journey(mesh: dict[str, int], architecture: str) -> dict[str, Any]:
     """Two steps with everything offloaded and back in between, beside a twin that stays."""
     built = MeshSpec(**mesh).build(device_type="cpu")
     models = [parallelize(tiny_model(architecture, tied=True), built) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         _step(model, optimizer, seed=1)
     model, optimizer = models[0], optimizers[0]

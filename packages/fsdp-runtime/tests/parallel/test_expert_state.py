@@ -122,6 +122,17 @@ def _norm_by_copies(model: nn.Module, *, experts_have_copies: bool) -> float:
     return total.sqrt().item()
 
 
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The experts and all other parameters, which are on other meshes: a fused optimizer takes tensors of one.
+
+    Fused, since DTensor derives the layouts of each operator of a step, once for each shape and placement.
+    """
+    parameters = list(model.named_parameters())
+    return [
+        {"params": [each for name, each in parameters if (".experts." in name) == experts]} for experts in (True, False)
+    ]
+
+
 def _clipped(axes: dict[str, int]) -> tuple[float, list[float], int, list[str]]:
     """The norm of one process, those of the ranks, the collectives of a clip, and ranks that differ after it.
 
@@ -137,7 +148,7 @@ def _clipped(axes: dict[str, int]) -> tuple[float, list[float], int, list[str]]:
     by_hand = [_norm_by_copies(model, experts_have_copies=correct) for correct in (True, False)]
     with RecordCollectives() as record:
         norm = rl_logprobs.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(_groups(model), lr=0.1, fused=True)
     optimizer.step()
     problems = []
     try:
@@ -171,7 +182,7 @@ def _resumed(directory: Path, meshes: Meshes) -> list[str]:
     results = {}
     for number, axes in enumerate(meshes):
         model = _parallel(axes)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(_groups(model), lr=1e-2, fused=True)
         if number:
             load_training_state(directory, model, optimizer)
         else:

@@ -71,7 +71,6 @@ DEFAULT = (
     "replicas of both",
     "sequence parallelism, ep is the world",
     "mlp checkpointing",
-    "every expert is chosen",
 )
 
 

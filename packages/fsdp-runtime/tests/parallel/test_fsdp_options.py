@@ -100,7 +100,9 @@ def frozen_tower(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     return parallelize(model, mesh, **options)
 
 
-@pytest.mark.parametrize("frozen", ["layer", pytest.param("root", marks=pytest.mark.slow), "replicate"])
+@pytest.mark.parametrize(
+    "frozen", ["layer", *(pytest.param(each, marks=pytest.mark.slow) for each in ("root", "replicate"))]
+)
 def test_frozen_towers_change_no_other_gradient(four_ranks: RankPool, frozen: str) -> None:
     options = {"fsdp": FSDPOptions(frozen_params=frozen), "sequence_parallel": True}  # type: ignore[arg-type]
     case = Case("Gemma3ForConditionalGeneration", {"dp_shard": 2, "tp": 2}, frozen_tower, options)

@@ -87,6 +87,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
             {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
         ],
         lr=1e-3,
+        fused=True,
     ),
     "sgd": lambda model: SGD(model.parameters(), lr=1e-3, momentum=0.9),
     "adafactor": lambda model: Adafactor(model.parameters(), lr=1e-3),

@@ -52,7 +52,7 @@ FOUR = ({"dp_shard": 2, "tp": 2}, {"tp": 4}, {"dp_replicate": 2, "dp_shard": 2},
 
 
 #: The slow ones differ in names alone.
-SLOW = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma3ForConditionalGeneration")
+SLOW = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForConditionalGeneration")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import copy
 import json
 import pickle
+import unicodedata
 from typing import get_args
 
 import pytest
@@ -82,13 +83,15 @@ styles = st.one_of(
         position=positions,
     ),
 )
-characters = st.characters(exclude_characters="./\\", exclude_categories=["Z", "C"])
-parts = st.text(characters, min_size=1, max_size=8).filter(lambda part: "**" not in part)
+#: Characters of every category: hypothesis takes seconds to list all that there are.
+SOME = [*map(chr, range(0x3100)), "\ud7ff", "\ue000", "\ufffd", "\uffff", "\U00010000", "\U0001f642", "\U0010ffff"]
+named = [each for each in SOME if each not in "./\\" and unicodedata.category(each)[0] not in "ZC"]
+parts = st.text(st.sampled_from(named), min_size=1, max_size=8).filter(lambda part: "**" not in part)
 paths = st.lists(parts, max_size=4).map(".".join)
 plans = st.builds(
     Plan,
     st.dictionaries(paths, styles, max_size=6),
-    name=st.text(max_size=8),
+    name=st.text(st.sampled_from(SOME), max_size=8),
     sequence_parallel=st.booleans(),
 )
 

@@ -34,12 +34,13 @@ def compiled_faults(blocks, sequence_parallel, backend):
 # Seven tokens on two ranks: the last rank's part is the shorter one, and has the strides of any other nevertheless
 # (test_embedding).  With the backend "eager" the second block would have a graph of its own, and none after it.
 # That several blocks share one graph under tensor parallelism is also tested in test_together.
-# The graphs do not depend on the backend, and most of the time goes to that of slow tests.
+# Slow: test_parallelize of fsdp_runtime compiles such blocks on a mesh with tp, and test_together all styles.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("blocks", "sequence_parallel", "backend"),
     [
-        pytest.param(3, False, "aot_eager", marks=pytest.mark.slow),
-        pytest.param(2, True, "aot_eager", marks=pytest.mark.slow),
+        (3, False, "aot_eager"),
+        (2, True, "aot_eager"),
         (1, True, "eager"),
     ],
     ids=["TP", "SP", "SP, graphs alone"],

@@ -158,16 +158,25 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_error_that_check_cannot_see_is_found_and_named(name):
-    options, changes, where, rules = PLANTED[name]
-    model, wrong = Own(**options), plan(**changes)
-    assert check(wrong, model, tp=2).errors == ()
-    report = verify_plan(model, wrong)
-    assert not report.right
-    assert [(part.where, set(part.rules)) for part in report.wrong] == [(where, set(rules))]
-    with pytest.raises(tp_plans.CheckFailedError, match=r"tower\.\*"):
-        report.raise_on_error()
+def reports_of_planted_errors():
+    """What two ranks that there are find of each; new ones would each derive the layouts of every operator again."""
+    found = {}
+    for name, (options, changes, _, _) in PLANTED.items():
+        model, wrong = Own(**options), plan(**changes)
+        assert check(wrong, model, tp=2).errors == ()
+        found[name] = verify_plan(model, wrong, mesh=mesh_for({"tp": 2})["tp"])
+    return found
+
+
+def test_planted_errors_that_check_cannot_see_are_found_and_named(two_ranks):
+    for found in two_ranks.run(reports_of_planted_errors):
+        assert found.keys() == PLANTED.keys()
+        for name, report in found.items():
+            _, _, where, rules = PLANTED[name]
+            assert not report.right
+            assert [(part.where, set(part.rules)) for part in report.wrong] == [(where, set(rules))], name
+            with pytest.raises(tp_plans.CheckFailedError, match=r"tower\.\*"):
+                report.raise_on_error()
 
 
 class Handing(Mix):
@@ -311,14 +320,18 @@ class Seeing(nn.Module):
         return self.text.speak(self.text.finish(x))
 
 
-def test_parts_of_towers_are_split_where_a_run_with_images_proves_it():
+def automatic_plan_of_towers():
+    return dict(resolve_plan("auto", Seeing(), towers_tp=2, mesh=mesh_for({"tp": 2})["tp"]))
+
+
+def test_parts_of_towers_are_split_where_a_run_with_images_proves_it(two_ranks):
     model = Seeing()
     guessed = tp_plans.split_towers(suggest(model).plan, model, tp=2)
     parts = ("eye.blocks.*.attention.out_proj", "eye.blocks.*.mlp.fc2", "ear.*.mlp.fc2")
     assert all(guessed[path].input_layouts == tp_plans.Shard(-1) for path in parts)
-    found = resolve_plan("auto", model, towers_tp=2)
     stored = ColwiseParallel(output_layouts=tp_plans.Replicate())
-    assert [found[path] for path in parts] == [stored, RowwiseParallel(), stored]
+    for found in two_ranks.run(automatic_plan_of_towers):
+        assert [found[path] for path in parts] == [stored, RowwiseParallel(), stored]
 
 
 class Writing(Own):
@@ -337,12 +350,16 @@ class Writing(Own):
         return logits
 
 
-def test_a_head_whose_logits_are_written_into_is_gathered_and_so_are_parts_that_no_run_reaches():
+def automatic_plan_of_writing():
+    return dict(resolve_plan("auto", Writing(), mesh=mesh_for({"tp": 2})["tp"]))
+
+
+def test_a_head_whose_logits_are_written_into_is_gathered_and_so_are_parts_that_no_run_reaches(two_ranks):
     assert suggest(Writing()).plan["tower.*.mlp.fc2"] == RowwiseParallel()
-    found = resolve_plan("auto", Writing())
-    assert found["speak"] == ColwiseParallel(output_layouts=tp_plans.Replicate())
-    assert found["tower.*.mlp"] == tp_plans.GatheredParameters(names=("fc1.weight", "fc2.weight"))
-    assert found["tower.*.gate.narrow"] == RowwiseParallel()
+    for found in two_ranks.run(automatic_plan_of_writing):
+        assert found["speak"] == ColwiseParallel(output_layouts=tp_plans.Replicate())
+        assert found["tower.*.mlp"] == tp_plans.GatheredParameters(names=("fc1.weight", "fc2.weight"))
+        assert found["tower.*.gate.narrow"] == RowwiseParallel()
 
 
 def test_a_model_on_the_meta_device_is_run_with_random_weights():
