@@ -69,3 +69,25 @@ def _restored() -> list[int]:
 
 def test_the_groups_are_the_users_again_after_a_step_that_raised(two_ranks: RankPool) -> None:
     assert two_ranks.run(_restored) == [[1, 1]] * 2
+
+
+class _Counting(torch.optim.Optimizer):
+    """An optimizer that counts its steps in the group, as schedule-free ones do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"foreach": True, "k": 0})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+
+
+def _steps_counted() -> list[int]:
+    optimizer = _Counting(_model().parameters())
+    optimizer.step()
+    optimizer.step()
+    return [group["k"] for group in optimizer.param_groups]
+
+
+def test_other_optimizers_keep_what_they_write_to_their_groups(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_steps_counted) == [[2]] * 2

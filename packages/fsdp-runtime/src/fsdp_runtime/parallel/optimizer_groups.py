@@ -1,7 +1,8 @@
 """Fused and ``foreach`` steps of optimizers that hold plain tensors next to DTensors, or DTensors of several meshes.
 
 One call of such a step takes the tensors of a parameter group together, and torch refuses lists of several kinds.
-During a step each group is divided by mesh; its state and its settings stay those of the group.
+During a step each group is divided by mesh; its state and its settings stay those of the group.  Only torch's own
+optimizers are served: others may write to the group that they step, as schedule-free ones do, and that would be lost.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def step_meshes_apart() -> None:
 
 def _divide(optimizer: Optimizer, *_: Any) -> None:
     _restore(optimizer)  # after a step that raised
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
     groups = optimizer.param_groups
     parts = [part for group in groups for part in _parts(group)]
     if len(parts) > len(groups):
