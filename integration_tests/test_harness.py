@@ -6,14 +6,18 @@ import os
 import sys
 import time
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from harness import mutants
+from harness.models import tiny_model
 from harness.pairwise import alternating_first, pairwise, pairwise_first
 from harness.parity import Case, assert_parity, compare
 from harness.ranks import RankPool, RanksFailed
+from harness.rewriting import rewrite_tests
 
 TP = {"tp": 2}
 
@@ -111,3 +115,28 @@ def test_a_dead_rank_is_reported(own_ranks: RankPool) -> None:
     with pytest.raises(RanksFailed) as caught:
         own_ranks.run(_die_on_rank_one)
     assert caught.value.errors[1].type_name == "Died"
+
+
+def test_models_of_one_build_are_alike_and_share_nothing() -> None:
+    first, numbers = tiny_model("Qwen3ForCausalLM"), torch.rand(3)
+    second = tiny_model("Qwen3ForCausalLM")
+    assert torch.equal(torch.rand(3), numbers)
+    assert all(torch.equal(one, other) for one, other in zip(first.parameters(), second.parameters(), strict=True))
+    with torch.no_grad():
+        first.lm_head.weight.zero_()
+    assert second.lm_head.weight.all()
+    assert second.config is not first.config
+    with torch.device("meta"):
+        assert all(parameter.is_meta for parameter in tiny_model("Qwen3ForCausalLM").parameters())
+
+
+def test_a_rewritten_test_is_found_by_the_next_process(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "test_one.py").write_text("def test():\n    assert 1 == 2\n")
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(request.config, "args", [str(tmp_path)])
+    rewrite_tests(request.config)
+    assert len(list(tmp_path.glob("__pycache__/test_one.*pytest*.pyc"))) == 1
+    assert len(list(tmp_path.glob("__pycache__/test_one.*"))) == 2

@@ -13,6 +13,7 @@ from architecture_matrix.measure import default_dtype
 from architecture_matrix.multimodal_sizes import CHANGES, TOWER
 from architecture_matrix.shrink import HEADS, HIDDEN, VOCAB
 from architecture_matrix.table import memory_filled, prepare, text_fields
+from harness.models import copy_of_one_build
 
 #: Ids of the tokens that stand for media, from the end of the vocabulary downwards.
 _PLACEHOLDERS = ("image", "video", "audio", "media", "vision")
@@ -35,6 +36,10 @@ def multimodal_classes() -> dict[str, str]:
 
 def multimodal_model(model_type: str, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
     """Return the tiny jittered model of a model type, without dropout, the same on every rank."""
+    return copy_of_one_build(lambda: _built(model_type, dtype, seed), ("multimodal", model_type, dtype, seed))
+
+
+def _built(model_type: str, dtype: torch.dtype, seed: int) -> nn.Module:
     import transformers
 
     torch.manual_seed(seed)

@@ -5,14 +5,11 @@ import gc
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
-import torch._dynamo.repro.after_dynamo  # what the first compilation of a process imports
 import torch._inductor.compile_fx
-import torch._inductor.compiler_bisector
 import torch.distributed.launcher.api
 import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel
-import torch.export._trace
-import torch.testing._internal.distributed.fake_pg  # noqa: F401
+import torch.testing._internal.distributed.fake_pg
 
 import fsdp_runtime._api
 import fsdp_runtime.monitor  # noqa: F401
@@ -20,6 +17,11 @@ import harness.parity  # noqa: F401
 import rl_logprobs  # noqa: F401
 import tp_plans.verification.prove
 import tp_plans.verification.tiny  # noqa: F401
+
+with contextlib.suppress(ImportError):  # what the first compilation of a process imports
+    import torch._dynamo.repro.after_dynamo
+    import torch._inductor.compiler_bisector
+    import torch.export._trace  # noqa: F401
 
 with contextlib.suppress(ImportError):
     import peft.utils.transformers_weight_conversion  # noqa: F401
