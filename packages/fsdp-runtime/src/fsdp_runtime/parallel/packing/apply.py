@@ -103,6 +103,11 @@ def apply_packing(model: Any, parallelism: Parallelism) -> None:
     logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.way})" for mixer in mixers)))
 
 
+def _is_padded(mask: Any) -> bool:
+    """Return True for a mask with padding, whose positions begin anew after it.  Waits for the device."""
+    return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+
+
 def packing_of(model: nn.Module) -> CurrentDocuments | None:
     """Return what :func:`apply_packing` gave a model's token mixers to share."""
     if (gathered := runtime_state(model).gathered) is not None:
@@ -130,9 +135,11 @@ class _PackedInputs:
         documents = find_documents(named.get("position_ids"), seq_idx, lengths, (tokens.shape[0], tokens.shape[1]))
         if documents is None:
             return None
-        self.packing.documents = documents
         if named.get("past_key_values") is not None or named.get("use_cache"):
-            raise LayoutError("a key/value cache has no boundaries of documents: pass use_cache=False")
+            if documents.packed and not _is_padded(named.get("attention_mask")):
+                raise LayoutError("a key/value cache has no boundaries of documents: pass use_cache=False")
+            return None  # one document a row, as in generation
+        self.packing.documents = documents
         if named.get("position_ids") is None:
             named["position_ids"] = documents.positions
         takes = signature(type(model_of_rows(module)).forward).parameters
