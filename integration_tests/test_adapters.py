@@ -28,7 +28,7 @@ _NOT_ADAPTED = {"nemotron_h", "falcon_h1", "falcon_h1, norm", "longcat_flash"}
 ROWS = sorted(entries().keys() - UNBUILDABLE.keys() - _NOT_ADAPTED)
 
 
-def adapted(model: nn.Module) -> nn.Module:
+def adapted(model: nn.Module) -> Any:
     """Add adapters to all linear layers, none of them zero."""
     torch.manual_seed(7)
     config = peft.LoraConfig(r=3, lora_alpha=7, target_modules="all-linear")
@@ -96,6 +96,17 @@ def test_routes_of_adapted_routers_are_recorded_and_replayed() -> None:
         assert torch.equal(model(input_ids=ids, use_cache=False).logits, wanted)
     with replay_routes(model, other), torch.no_grad():
         assert not torch.allclose(model(input_ids=ids, use_cache=False).logits, wanted)
+
+
+def test_an_adapted_model_of_packed_rows_generates_after_a_packed_forward() -> None:
+    plain = adapted(tiny_decoder("Qwen3ForCausalLM"))
+    packed: Any = parallelize(
+        copy.deepcopy(plain), MeshSpec().build(device_type="cpu"), plan=None, packed_sequences=True
+    )
+    ids = torch.arange(3, 9).view(1, 6)
+    packed(input_ids=ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+    wanted, found = (each.generate(input_ids=ids, max_new_tokens=3, do_sample=False) for each in (plain, packed))
+    assert torch.equal(found, wanted)
 
 
 def test_prompt_learning_is_refused_where_rows_are_read() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_runtime._torch_compat import has_forward
 from fsdp_runtime._transformers_compat.models import disable_cache
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
@@ -105,7 +106,9 @@ def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, 
         )
     if mode == "none":
         return ()
-    return _mlps(structure) if mode == "mlp" else tuple(structure.blocks)
+    if mode == "mlp":
+        return _mlps(structure)
+    return tuple(path for path, block in structure.blocks.items() if has_forward(block))
 
 
 @checked
