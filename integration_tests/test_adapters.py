@@ -12,7 +12,7 @@ from torch import nn
 
 from architecture_matrix.packing import PACKED_BOUND, measure_packing_on_ranks
 from architecture_matrix.table import UNBUILDABLE, entries, tiny_model
-from fsdp_runtime import MeshSpec, ModelError, parallelize, stream_weights
+from fsdp_runtime import MeshSpec, ModelError, parallelize, record_routes, replay_routes, stream_weights
 from fsdp_runtime.parallel.lora import resolve_adapted_plan
 from fsdp_runtime.parallel.tensor import check_plan
 from harness.models import tiny_model as tiny_decoder
@@ -28,7 +28,7 @@ _NOT_ADAPTED = {"nemotron_h", "falcon_h1", "falcon_h1, norm", "longcat_flash"}
 ROWS = sorted(entries().keys() - UNBUILDABLE.keys() - _NOT_ADAPTED)
 
 
-def adapted(model: nn.Module) -> nn.Module:
+def adapted(model: nn.Module) -> Any:
     """Add adapters to all linear layers, none of them zero."""
     torch.manual_seed(7)
     config = peft.LoraConfig(r=3, lora_alpha=7, target_modules="all-linear")
@@ -84,6 +84,29 @@ def _streamed() -> list[str]:
 
 def test_adapters_of_routers_are_merged_in_exports(two_ranks: RankPool) -> None:
     assert two_ranks.run(_streamed) == [[], []]
+
+
+def test_routes_of_adapted_routers_are_recorded_and_replayed() -> None:
+    model = adapted(tiny_model(entries()["mellum"]))
+    ids = torch.arange(3, 12).view(1, 9)
+    with record_routes(model) as routes, torch.no_grad():
+        wanted = model(input_ids=ids, use_cache=False).logits
+    other = routes.stacked().flip(-1)[:, torch.randperm(9, generator=torch.Generator().manual_seed(0))]
+    with replay_routes(model, routes), torch.no_grad():
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, wanted)
+    with replay_routes(model, other), torch.no_grad():
+        assert not torch.allclose(model(input_ids=ids, use_cache=False).logits, wanted)
+
+
+def test_an_adapted_model_of_packed_rows_generates_after_a_packed_forward() -> None:
+    plain = adapted(tiny_decoder("Qwen3ForCausalLM"))
+    packed: Any = parallelize(
+        copy.deepcopy(plain), MeshSpec().build(device_type="cpu"), plan=None, packed_sequences=True
+    )
+    ids = torch.arange(3, 9).view(1, 6)
+    packed(input_ids=ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+    wanted, found = (each.generate(input_ids=ids, max_new_tokens=3, do_sample=False) for each in (plain, packed))
+    assert torch.equal(found, wanted)
 
 
 def test_prompt_learning_is_refused_where_rows_are_read() -> None:

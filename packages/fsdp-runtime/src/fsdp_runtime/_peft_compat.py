@@ -90,6 +90,14 @@ def model_of_rows(model: Any) -> Any:
     return base_model(model)
 
 
+def entrances(model: nn.Module) -> set[nn.Module]:
+    """Return the modules whose call runs a model: itself, and the one inside a ``PeftModel``, which ``generate`` calls.
+
+    A call of the ``PeftModel`` runs the forward of the model inside without its hooks.
+    """
+    return {model, base_model(model)}
+
+
 def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
     """Iterate over the layers with low-rank adapters of the model inside a ``PeftModel``."""
     peft = sys.modules.get("peft")

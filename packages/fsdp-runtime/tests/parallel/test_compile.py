@@ -74,3 +74,17 @@ def test_more_graphs_than_torch_allows_by_default_are_compiled() -> None:
             model.get_submodule("0.0")(torch.ones(length, 4))
     raised = "recompile_limit" in inspect.signature(torch.compile).parameters
     assert len(graphs) == (3 if raised else 1)
+
+
+def test_packed_rows_are_recomputed_selectively_where_the_compiler_leaves_them_to_python() -> None:
+    plain = tiny_model("LlamaForCausalLM")
+    options = {"plan": None, "packed_sequences": True, "activation_checkpointing": "selective"}
+    mesh = MeshSpec().build(device_type="cpu")
+    compiled = parallelize(copy.deepcopy(plain), mesh, compile={"backend": "eager"}, **options)
+    tokens = torch.arange(3, 12).view(1, 9)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    compiled(input_ids=tokens, position_ids=positions).logits.square().sum().backward()
+    for part in (slice(0, 4), slice(4, 9)):
+        plain(input_ids=tokens[:, part], use_cache=False).logits.square().sum().backward()
+    for (name, wanted), found in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-5, atol=1e-6, msg=name)

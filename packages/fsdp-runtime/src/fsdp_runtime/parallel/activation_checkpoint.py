@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
+from fsdp_runtime._torch_compat import has_forward
 from fsdp_runtime._transformers_compat.models import disable_cache
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
@@ -21,7 +22,7 @@ from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.parallel.packing.apply import packing_of
 from fsdp_runtime.parallel.packing.recompute import pass_documents
 from fsdp_runtime.parallel.pinned_routes import pinned_routes
-from fsdp_runtime.parallel.saved_tensors import SelectiveContexts
+from fsdp_runtime.parallel.saved_tensors import SelectiveContexts, contexts_of_compiled
 from fsdp_runtime.routing.session import bound_to_routes
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 from tp_plans.naming import MLP_MODULES
@@ -105,7 +106,9 @@ def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, 
         )
     if mode == "none":
         return ()
-    return _mlps(structure) if mode == "mlp" else tuple(structure.blocks)
+    if mode == "mlp":
+        return _mlps(structure)
+    return tuple(path for path, block in structure.blocks.items() if has_forward(block))
 
 
 @checked
@@ -169,7 +172,7 @@ class _Recomputing:
         if contexts is None:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         if torch.compiler.is_compiling():  # the compiler replaces in-place operators before it decides what to keep
-            compiled_contexts = partial(create_selective_checkpoint_contexts, contexts.saved)
+            compiled_contexts = partial(contexts_of_compiled, contexts.saved)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
         context_fn = partial(contexts, replayed=forward is not plain)
         return contexts.run(partial(checkpoint, forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs))

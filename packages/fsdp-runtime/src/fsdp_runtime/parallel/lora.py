@@ -235,11 +235,15 @@ def _below_wrappers(plan: Plan, model: nn.Module, layers: Mapping[str, LoraLayer
 def _with_moved_names(style: Style, path: str, adapted: Set[str]) -> Style:
     match style:
         case GatherSequence(inner=GatheredParameters() as inner):
-            return replace(style, inner=_with_moved_names(inner, path, adapted))
+            return replace(style, inner=_of_moved(inner, path, adapted))
         case GatheredParameters():
-            names = (_moved(f"{path}.{name}", adapted).removeprefix(f"{path}.") for name in style.names)
-            return replace(style, names=tuple(names))
+            return _of_moved(style, path, adapted)
     return style
+
+
+def _of_moved(style: GatheredParameters, path: str, adapted: Set[str]) -> GatheredParameters:
+    names = (_moved(f"{path}.{name}", adapted).removeprefix(f"{path}.") for name in style.names)
+    return replace(style, names=tuple(names))
 
 
 def _moved(parameter: str, adapted: Set[str]) -> str:

@@ -80,6 +80,17 @@ class SelectiveContexts:
                 _restore_random_states(states)
 
 
+def contexts_of_compiled(saved: Sequence[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return torch's contexts for a module that is compiled in one graph; those that run eagerly for any other module.
+
+    A module with code that the compiler leaves to Python, such as that of packed rows, runs its checkpoint there.
+    """
+    kept, reused = create_selective_checkpoint_contexts(list(saved))  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling():
+        return kept, reused
+    return _Only(saved, kept), _Only(saved, reused)
+
+
 class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hands the operators whose results are kept on to torch's mode, which refuses a recomputation with any others.
 

@@ -84,7 +84,8 @@ def find_routers(model: nn.Module) -> Routers:
     tree = structure.tree
     routers, tables = {}, []
     for mixture in _mixtures(tree):
-        candidates = [path for path in (*tree.children[mixture], mixture) if selection_of(type(tree.modules[path]))]
+        parts = [_inside_adapters(tree, path) for path in (*tree.children[mixture], mixture)]
+        candidates = [path for path in parts if selection_of(type(tree.modules[path]))]
         if not candidates and (found := _tables(tree, mixture)):
             tables += found
             continue
@@ -114,9 +115,18 @@ def selection_of(cls: type[nn.Module]) -> SelectionKind | None:
 def _mixtures(tree: ModelTree) -> Iterator[str]:
     """Iterate over the modules that contain a router and experts, each once."""
     for path in tree.modules:
+        if f"{path}.base_layer" in tree.modules:  # one of peft's wrappers
+            continue
         experts = [child for child in tree.children[path] if _are_experts(tree, child)]
         if experts or (selection_of(type(tree.modules[path])) == "product_keys"):
             yield path
+
+
+def _inside_adapters(tree: ModelTree, path: str) -> str:
+    """Return the path of a module inside of peft's wrappers, which call it."""
+    while f"{path}.base_layer" in tree.modules:
+        path = f"{path}.base_layer"
+    return path
 
 
 def _are_experts(tree: ModelTree, path: str) -> bool:

@@ -130,3 +130,18 @@ def _warned_under_tensor_parallelism() -> list[str]:
 def test_layers_under_tensor_parallelism_are_examined_too(two_ranks: RankPool) -> None:
     for (message,) in two_ranks.run(_warned_under_tensor_parallelism):
         assert "2 layers of LlamaForCausalLM let documents read one another" in message
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_a_model_of_packed_rows_generates_from_prompts(padding: int) -> None:
+    plain = tiny_model("Qwen3ForCausalLM")
+    packed = _parallelized(copy.deepcopy(plain), plan=None, packed_sequences=True)
+    mask = (torch.arange(6).expand(2, -1) >= torch.tensor([[padding], [0]])).long()
+    tokens = torch.arange(3, 15).view(2, 6) * mask
+    wanted, found = (
+        model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=4, do_sample=False)  # type: ignore[operator]
+        for model in (plain, packed)
+    )
+    assert torch.equal(found, wanted)
+    with pytest.raises(LayoutError, match="a key/value cache has no boundaries of documents"):
+        _run(packed, use_cache=True)

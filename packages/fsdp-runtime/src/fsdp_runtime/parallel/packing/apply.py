@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import model_of_rows
+from fsdp_runtime._peft_compat import entrances, model_of_rows
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import is_transformers_model
@@ -98,9 +98,15 @@ def apply_packing(model: Any, parallelism: Parallelism) -> None:
     take_documents([model.get_submodule(path) for path in parallelism.recompute], packing)
     implementation = str(attention_in_force(model.config.get_text_config()))
     inputs = _PackedInputs(packing, varlen=implementation.startswith("flash"))
-    model.register_forward_pre_hook(inputs, with_kwargs=True)
-    model.register_forward_hook(inputs.after, always_call=True)
+    for entrance in entrances(model):
+        entrance.register_forward_pre_hook(inputs, with_kwargs=True)
+        entrance.register_forward_hook(inputs.after, always_call=True)
     logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.way})" for mixer in mixers)))
+
+
+def _is_padded(mask: Any) -> bool:
+    """Return True for a mask with padding, whose positions begin anew after it.  Waits for the device."""
+    return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
 
 
 def packing_of(model: nn.Module) -> CurrentDocuments | None:
@@ -130,9 +136,11 @@ class _PackedInputs:
         documents = find_documents(named.get("position_ids"), seq_idx, lengths, (tokens.shape[0], tokens.shape[1]))
         if documents is None:
             return None
-        self.packing.documents = documents
         if named.get("past_key_values") is not None or named.get("use_cache"):
-            raise LayoutError("a key/value cache has no boundaries of documents: pass use_cache=False")
+            if documents.packed and not _is_padded(named.get("attention_mask")):
+                raise LayoutError("a key/value cache has no boundaries of documents: pass use_cache=False")
+            return None  # one document a row, as in generation
+        self.packing.documents = documents
         if named.get("position_ids") is None:
             named["position_ids"] = documents.positions
         takes = signature(type(model_of_rows(module)).forward).parameters
