@@ -56,8 +56,10 @@ def _sizes(tp: int) -> dict[str, int]:
     kv_counts |= dict.fromkeys(("encoder_num_key_value_heads", "decoder_num_key_value_heads"), 2 * tp)
     experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     chosen = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
-    positions = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "model_max_length")
-    positions += ("max_source_positions", "max_target_positions")
+    positions = (
+        *("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "model_max_length"),
+        *("max_source_positions", "max_target_positions"),
+    )
     return {
         "vocab_size": _VOCABULARY,
         **widths,
