@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from architecture_matrix.multimodal_media import COUNT, FRAMES, IMAGES_PER_ROW, media_tensors
-from architecture_matrix.multimodal_rows import FEATURES, FRAMES_APART, FRAMES_ARE_IMAGES, WITHOUT_PLACEHOLDERS
+from architecture_matrix.multimodal_rows import (
+    FEATURES,
+    FRAMES_APART,
+    FRAMES_ARE_IMAGES,
+    VIDEO_SPANS,
+    WITHOUT_PLACEHOLDERS,
+)
 
 #: Text tokens before, between and after the media of a row.
 _TEXT = 2
@@ -43,6 +49,10 @@ def multimodal_inputs(model: nn.Module, *, media: str = "image", seed: int = 1) 
     counts = _features(model, media, tensors)
     parts = FRAMES if media == "video" and config.model_type in FRAMES_APART else 1
     ids, kinds = _rows(counts, placeholder(config, media), generator, parts=parts)
+    if media == "video" and config.model_type in VIDEO_SPANS:
+        steps = kinds.diff(dim=1)  # text stands before and after
+        ids[:, :-1][steps == 1] = config.video_start_token_id
+        ids[:, 1:][steps == -1] = config.video_end_token_id
     inputs = {"input_ids": ids, **tensors}
     takes = signature(type(model).forward).parameters
     if "mm_token_type_ids" in takes:

@@ -25,7 +25,9 @@ FRAMES_APART = {
     *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"),
 }
 #: Model types whose frames have the placeholder of images.
-FRAMES_ARE_IMAGES = {"glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"}
+FRAMES_ARE_IMAGES = {"glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmga"}
+#: Those of them that tell a video's placeholders from an image's by the tokens around it.
+VIDEO_SPANS = {"glm5_next"}
 
 
 def _ids(generator: torch.Generator, length: int = _LENGTH) -> torch.Tensor:

@@ -143,6 +143,19 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return bare(model)
 
 
+def saved_modules(model: nn.Module) -> dict[str, str]:
+    """Return the adapter in force of each module that an adapter trains in full (``modules_to_save``), by path.
+
+    Such a wrapper keeps the module of the base model as ``original_module``, and a copy of each adapter.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None:
+        return {}
+    found: dict[str, Any] = dict(model.named_modules())
+    wrapper = peft.utils.ModulesToSaveWrapper
+    return {path: module.active_adapter for path, module in found.items() if isinstance(module, wrapper)}
+
+
 def adapter_settings(model: Any, adapter: str) -> dict[str, Any]:
     """Return the fields of an adapter's config."""
     settings: dict[str, Any] = model.peft_config[adapter].to_dict()

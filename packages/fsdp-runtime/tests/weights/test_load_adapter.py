@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import (
@@ -26,6 +26,7 @@ from fsdp_runtime import (
     meta_device,
     parallelize,
     save_adapter,
+    stream_weights,
 )
 from harness.models import tiny_config, tiny_inputs, tiny_model
 from harness.parity import mesh_for
@@ -199,3 +200,63 @@ def test_what_has_no_such_adapter_is_refused(base: Path) -> None:
         init_adapters(model)
     with pytest.raises(ModelError, match="call init_adapters or load_adapter first"):
         load_weights(_on_meta(), base)
+
+
+class _WithValues(nn.Module):
+    """A language model, and a value head that the adapter trains in full."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.policy = policy
+        self.values = nn.Sequential(nn.Linear(policy.config.hidden_size, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.policy(ids, output_hidden_states=True, use_cache=False)
+        values: Tensor = self.values(found.hidden_states[-1])
+        return values
+
+
+def _with_values(seed: int) -> Any:
+    model = _WithValues(tiny_model("Qwen3ForCausalLM", dtype=torch.float32))
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["values"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad or ".values." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return adapted
+
+
+def _save_values(folder: Path) -> tuple[list[str], set[str]]:
+    """Return what is loaded otherwise than it was saved, and the names of the value head in the weights."""
+    single = _with_values(0)
+    save_adapter(parallelize(_with_values(0), mesh_for({"dp_shard": 2}), plan=None), folder)
+    model = parallelize(_with_values(1), mesh_for({"tp": 2}), sequence_parallel=True)
+    load_adapter(model, folder)
+    trained = {name: value for name, value in single.named_parameters() if value.requires_grad}
+    own = dict(model.named_parameters())
+    ids = torch.randint(3, 20, (2, 5), generator=torch.Generator().manual_seed(0))
+    same = torch.allclose(model(ids), single(ids), atol=1e-4)  # float32
+    wrong = [name for name, value in trained.items() if not torch.equal(_full(own[name].detach()), value)]
+    streamed = {name: value for name, value in stream_weights(model) if name.startswith("values")}
+    copies = single.base_model.model.values.modules_to_save["default"].state_dict()
+    exported = all(torch.equal(streamed[f"values.{name}"], value) for name, value in copies.items())
+    return [*wrong, *([] if same else ["values"]), *([] if exported else ["export"])], {*streamed}
+
+
+def test_modules_that_an_adapter_trains_in_full_are_saved_loaded_and_exported(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    names = {f"values.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")}
+    for found in two_ranks.run(_save_values, tmp_path):
+        assert found == ([], names)
+    single = _with_values(0)
+    theirs = peft.get_peft_model_state_dict(single)
+    ours = load_file(tmp_path / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    factors_alone = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    other = peft.get_peft_model(_WithValues(tiny_model("Qwen3ForCausalLM")), factors_alone)
+    with pytest.raises(MismatchError, match=r"values\.0\.weight: saved, and the model lacks it"):
+        load_adapter(other, tmp_path)

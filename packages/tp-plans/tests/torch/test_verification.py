@@ -432,6 +432,24 @@ def test_a_large_multimodal_model_is_run_at_small_sizes_with_images():
     assert any(path.startswith("vision_model") for path in reached)
 
 
+def test_a_recognizer_of_speech_is_run_on_a_spectrogram_and_a_speaker_on_codes():
+    import transformers
+
+    layers = {
+        f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")
+    }
+    config = transformers.WhisperConfig(vocab_size=9, d_model=4, max_source_positions=6, pad_token_id=0, **layers)
+    run = first_reference_run(transformers.WhisperForConditionalGeneration(config).double(), None, device="cpu")
+    assert run.inputs["input_features"].shape == (2, 80, 12)
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4, "vocab_size": 9}
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2)
+    cross = {"cross_num_attention_heads": 2, "cross_num_key_value_heads": 2, "cross_head_dim": 4}
+    decoder = {**sizes, **heads, **cross, "cross_hidden_size": 16, "num_channels": 3}
+    config = transformers.DiaConfig(encoder_config=sizes | heads, decoder_config=decoder, delay_pattern=[0, 1, 2])
+    run = first_reference_run(transformers.DiaForConditionalGeneration(config).double(), None, device="cpu")
+    assert run.inputs["decoder_input_ids"].shape == (2, 5, 3)
+
+
 def test_the_command_line_verifies_a_model_of_a_dotted_path(tmp_path, monkeypatch, capsys):
     (tmp_path / "own_decoder.py").write_text(OWN_DECODER)
     monkeypatch.syspath_prepend(tmp_path)

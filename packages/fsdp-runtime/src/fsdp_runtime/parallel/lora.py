@@ -28,7 +28,7 @@ from fsdp_runtime.sharded.fsync import move_into_place
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
-from fsdp_runtime.weights.adapters import adapter_tensors
+from fsdp_runtime.weights.adapters import saved_tensors
 from tp_plans import (
     DispatchExperts,
     ExpertsParallel,
@@ -133,6 +133,8 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
 def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter: str = "default") -> None:
     """Save one adapter of a ``PeftModel`` in peft's format, for ``PeftModel.from_pretrained``.
 
+    The modules of its ``modules_to_save``, as a value head, are saved with it.
+
     Collective: call it on every rank of the model.  One rename replaces an older file.
 
     Args:
@@ -160,7 +162,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     ranks = mesh_or_world_ranks(entries)
     target = require_path("directory", directory)
     with raise_on_all(ranks):
-        tensors = adapter_tensors(model, entries, adapter)
+        tensors = saved_tensors(model, entries, adapter)
         if ranks.is_first:
             target.mkdir(parents=True, exist_ok=True)
     full = dict(zip(tensors, full_tensors(list(tensors.values())), strict=True))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers, unwrapped
+from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers, saved_modules, unwrapped
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.state import StateEntry, state_entries
 from fsdp_runtime.weights.stacked_adapters import by_expert
@@ -40,25 +40,46 @@ class LoraFactors:
     experts: int | None = None
 
 
-def base_state_entries(model: nn.Module, entries: Sequence[StateEntry] | None = None) -> list[StateEntry]:
+def base_state_entries(
+    model: nn.Module, entries: Sequence[StateEntry] | None = None, *, exported: bool = False
+) -> list[StateEntry]:
     """Return the state entries of a model without its adapters, under the names of the base model.
+
+    Of a module that an adapter trains in full there are two copies: the base model's, and the adapter's.
 
     Args:
         model: any model, a ``PeftModel`` among them.
         entries: ``state_entries(model)``, where they are known already.
+        exported: take the copy of the adapter in force alone; else the base model's, and an adapter's without data.
     """
     if not is_peft_model(model):
         return state_entries(model) if entries is None else list(entries)
     base = base_model(model)
     prefixes = sorted((f"{layer.path}." for layer in lora_layers(base)), key=len, reverse=True)
-    return list(_without_adapters(state_entries(base), prefixes))
+    return list(_without_adapters(state_entries(base), prefixes, saved_modules(base), exported=exported))
 
 
-def _without_adapters(entries: Sequence[StateEntry], prefixes: Sequence[str]) -> Iterator[StateEntry]:
+def _without_adapters(
+    entries: Sequence[StateEntry], prefixes: Sequence[str], saved: Mapping[str, str], *, exported: bool
+) -> Iterator[StateEntry]:
     for entry in entries:
-        names = tuple(name for each in entry.names if (name := _base_name(each, prefixes)) is not None)
+        copied = (_name_of_copy(name, saved, exported=exported, on_meta=entry.tensor.is_meta) for name in entry.names)
+        names = tuple(name for each in copied if each is not None and (name := _base_name(each, prefixes)) is not None)
         if names:
             yield replace(entry, names=names)
+
+
+def _name_of_copy(name: str, saved: Mapping[str, str], *, exported: bool, on_meta: bool) -> str | None:
+    """Return the base model's name of a tensor in a module of which adapters have copies, ``None`` to leave it out."""
+    for path, adapter in saved.items():
+        if not name.startswith(f"{path}."):
+            continue
+        kind, _, rest = name.removeprefix(f"{path}.").partition(".")
+        if kind == "original_module":
+            return None if exported else f"{path}.{rest}"
+        copy, _, rest = rest.partition(".")
+        return f"{path}.{rest}" if (copy == adapter if exported else on_meta) else None
+    return name
 
 
 def _base_name(name: str, prefixes: Sequence[str]) -> str | None:
@@ -151,8 +172,20 @@ def require_materialized_adapters(model: nn.Module) -> None:
         )
 
 
+def saved_tensors(model: Any, entries: Sequence[StateEntry], adapter: str) -> dict[str, Tensor]:
+    """Return all that peft saves of an adapter: its factors, and its copies of the modules that it trains in full.
+
+    Raises:
+        OptionError: the model has no such adapter.
+    """
+    tensors = adapter_tensors(model, entries, adapter)
+    copies = f".modules_to_save.{adapter}."
+    named = ((name, entry.tensor) for entry in entries for name in entry.names[:1] if copies in name)
+    return tensors | {name.replace(copies, "."): tensor for name, tensor in named}
+
+
 def adapter_tensors(model: Any, entries: Sequence[StateEntry], adapter: str) -> dict[str, Tensor]:
-    """Return an adapter's tensors by the names that peft gives them on disk.
+    """Return an adapter's low-rank factors by the names that peft gives them on disk.
 
     Raises:
         OptionError: the model has no such adapter.

@@ -93,7 +93,7 @@ def export_groups(
     given: object = dtype
     if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise OptionError(f"dtype={dtype!r}: weights are exported in a floating-point dtype, such as torch.bfloat16")
-    base_entries = base_state_entries(model, entries)
+    base_entries = base_state_entries(model, entries, exported=True)
     require_unquantized(base_entries)
     factors = lora_factors(model, base_entries)
     model = base_model(model)

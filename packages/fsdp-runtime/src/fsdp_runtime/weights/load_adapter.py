@@ -21,7 +21,7 @@ from fsdp_runtime.model.materialize import compute_device, materialize_parameter
 from fsdp_runtime.model.state import StateEntry, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import Slices, fill_local, identity_chunk
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
-from fsdp_runtime.weights.adapters import adapter_tensors
+from fsdp_runtime.weights.adapters import adapter_tensors, saved_tensors
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -60,7 +60,8 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
         False
     """
     entries = state_entries(model)
-    tensors = _plain_adapter_tensors(model, entries, adapter)
+    tensors = adapter_tensors(model, entries, adapter)
+    _require_plain_adapters(model)
     how = adapter_settings(model, adapter)["init_lora_weights"]
     if how not in (True, False, "gaussian"):
         raise OptionError(
@@ -116,7 +117,8 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     ranks = mesh_or_world_ranks(entries)
     folder = Path(directory)
     with raise_on_all(ranks):
-        tensors = _plain_adapter_tensors(model, entries, adapter)
+        _require_plain_adapters(model)
+        tensors = saved_tensors(model, entries, adapter)
         saved = _saved_settings(folder)
         checkpoint = HubCheckpoint(folder / _WEIGHTS)
     with checkpoint:
@@ -132,15 +134,13 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
                 fill_local(tensor, [identity_chunk(name, tensor.shape)], checkpoint.read)
 
 
-def _plain_adapter_tensors(model: nn.Module, entries: Sequence[StateEntry], adapter: str) -> dict[str, Tensor]:
-    """Return :func:`adapter_tensors` of a model whose adapters are plain LoRA on linear layers, not merged."""
-    tensors = adapter_tensors(model, entries, adapter)
+def _require_plain_adapters(model: nn.Module) -> None:
+    """Check that the adapters are plain LoRA on linear layers or stacked experts, and not merged."""
     if odd := next((layer.path for layer in lora_layers(base_model(model)) if not layer.plain), None):
         raise OptionError(
             f"{odd} has adapters that are merged, or not plain LoRA on a linear layer or on stacked experts: unmerge "
             "them"
         )
-    return tensors
 
 
 def _materialize(model: nn.Module, entries: Sequence[StateEntry], tensors: Iterable[Tensor]) -> None:

@@ -1,10 +1,10 @@
-"""Inputs that the code of a model runs on: token ids, and images where its forward takes them."""
+"""Inputs that the code of a model runs on: token ids, and images or audio where its forward takes them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import product
 from typing import Any
@@ -27,6 +27,13 @@ _GRID, _PIXELS = 4, 32
 SPECIAL_TOKEN = re.compile(r".*(token|patch)_(id|index)")
 #: Those that stand for a feature of an image, or of a video.
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+#: Samples of a wave, and frames of a spectrogram where its number is free.
+_SAMPLES, _FRAMES = 3200, 64
+#: What configs call the bins of a spectrogram.
+_BINS = (
+    *("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim"),
+    *("encoder_config.num_mel_bins", "audio_config.num_mel_bins", "d_model"),
+)
 #: Where a config keeps that of the vision tower.
 _TOWERS = ("config.vision_config", "config.encoder.vision_config", "config.encoder", "config")
 
@@ -48,6 +55,8 @@ def candidate_inputs(model: nn.Module) -> Iterator[Inputs]:
         for images, reads_tokens in product((None, 1, 4), (True, False)):
             if (inputs := _Maker.of(model, vocabulary).with_images(images, reads_tokens=reads_tokens)) is not None:
                 yield inputs
+    if takes_argument(model, "decoder_input_ids"):
+        yield from _Maker.of(model, vocabulary).with_audio()
     yield _Maker.of(model, vocabulary).without_images()
     if (codebooks := getattr_path(model, "config.num_codebooks")) is not None and is_integer(codebooks, least=1):
         yield {"input_ids": _Maker.of(model, vocabulary).codes(codebooks)}
@@ -69,7 +78,9 @@ class _Maker:
 
     @classmethod
     def of(cls, model: nn.Module, vocabulary: int) -> _Maker:
-        return cls(model, vocabulary, torch.Generator().manual_seed(1))
+        maker = cls(model, vocabulary, torch.Generator().manual_seed(1))
+        encoded = maker._number("encoder_config.vocab_size")  # a decoder of codes may have the larger table
+        return maker if encoded is None else replace(maker, vocabulary=min(vocabulary, encoded))
 
     def without_images(self) -> Inputs:
         """Return token ids alone; for an encoder-decoder those of both."""
@@ -80,7 +91,7 @@ class _Maker:
             ids = self._ids(1 if pools and getattr(config, "pad_token_id", None) is None else _ROWS, _TOKENS)
             return {"input_ids": ids} if self._takes("input_ids") else (ids,)
         if not pools:
-            return {"input_ids": self._ids(_ROWS, _TOKENS), "decoder_input_ids": self._ids(_ROWS, _DECODED)}
+            return {"input_ids": self._ids(_ROWS, _TOKENS), "decoder_input_ids": self._decoded()}
         rows = self._ids(_ROWS, _TOKENS)
         rows[:, -1] = getattr(config, "eos_token_id", None) or 0  # the token whose hidden state is classified
         return {"input_ids": rows}
@@ -108,7 +119,26 @@ class _Maker:
                 inputs |= self._of_tokens(self._with_placeholders(inputs, images), images)
         except Exception:  # noqa: BLE001 (the code of a model may raise anything)
             return None
-        return {**inputs, "decoder_input_ids": self._ids(_ROWS, _DECODED)} if decodes else inputs
+        return {**inputs, "decoder_input_ids": self._decoded()} if decodes else inputs
+
+    def with_audio(self) -> Iterator[Inputs]:
+        """Iterate over waves and spectrograms next to the token ids of a decoder, where the model takes these."""
+        decoded = self._decoded()
+        if self._takes("input_values"):
+            yield {"input_values": self._random(_ROWS, _SAMPLES), "decoder_input_ids": decoded}
+        bins = next((number for name in _BINS if (number := self._number(name)) is not None), None)
+        if self._takes("input_features") and bins is not None:
+            exact = 2 * (self._number("max_source_positions") or 0)  # frames, of which a convolution leaves half
+            for shape in ((bins, exact or _FRAMES), (_FRAMES, bins)):
+                yield {"input_features": self._random(_ROWS, *shape), "decoder_input_ids": decoded}
+
+    def _decoded(self) -> Tensor:
+        """Return the token ids of a decoder ``[rows, tokens]``, or codes of audio ``[rows, tokens, channels]``."""
+        channels = self._number("decoder_config.num_channels")
+        if channels is None:
+            return self._ids(_ROWS, _DECODED)
+        size = self._number("decoder_config.vocab_size") or self.vocabulary
+        return torch.randint(0, min(size, self.vocabulary), (_ROWS, _DECODED, channels), generator=self.generator)
 
     def _takes(self, name: str) -> bool:
         return takes_argument(self.model, name)

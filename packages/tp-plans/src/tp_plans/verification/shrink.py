@@ -23,15 +23,17 @@ _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types"
 #: Fields that count the layers of the decoder.
 _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"),
-    *("encoder_layers", "decoder_layers", "num_decoder_layers", "layers"),
+    *("encoder_layers", "decoder_layers", "num_decoder_layers", "layers", "speech_encoder_layers"),
+    *("encoder_num_hidden_layers", "decoder_num_hidden_layers"),
 )
 _INNER = (
     *("intermediate_size", "ffn_dim", "ffn_hidden_size", "dff", "dim_ff", "n_inner"),
-    *("d_ff", "encoder_ffn_dim", "decoder_ffn_dim"),
+    *("d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "speech_encoder_intermediate_size"),
 )
 _HEADS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
-    *("encoder_attention_heads", "decoder_attention_heads"),
+    *("encoder_attention_heads", "decoder_attention_heads", "speech_encoder_attention_heads"),
+    *("encoder_num_attention_heads", "decoder_num_attention_heads"),
 )
 
 
@@ -51,9 +53,13 @@ def _sizes(tp: int) -> dict[str, int]:
     inner = dict.fromkeys(_INNER, 24 * tp)
     counts = dict.fromkeys(_HEADS, heads)
     kv_counts = dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_n_heads"), 2 * tp)
+    kv_counts |= dict.fromkeys(("encoder_num_key_value_heads", "decoder_num_key_value_heads"), 2 * tp)
     experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     chosen = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
-    positions = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "model_max_length")
+    positions = (
+        *("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "model_max_length"),
+        *("max_source_positions", "max_target_positions"),
+    )
     return {
         "vocab_size": _VOCABULARY,
         **widths,
