@@ -28,10 +28,10 @@ _NOT_ADAPTED = {"nemotron_h", "falcon_h1", "falcon_h1, norm", "longcat_flash"}
 ROWS = sorted(entries().keys() - UNBUILDABLE.keys() - _NOT_ADAPTED)
 
 
-def adapted(model: nn.Module) -> Any:
+def adapted(model: nn.Module, **options: Any) -> Any:
     """Add adapters to all linear layers, none of them zero."""
     torch.manual_seed(7)
-    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules="all-linear")
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", **options)
     found: Any = peft.get_peft_model(model, config, autocast_adapter_dtype=False).double()
     with torch.no_grad():
         for name, parameter in found.named_parameters():
@@ -98,8 +98,9 @@ def test_routes_of_adapted_routers_are_recorded_and_replayed() -> None:
         assert not torch.allclose(model(input_ids=ids, use_cache=False).logits, wanted)
 
 
-def test_an_adapted_model_of_packed_rows_generates_after_a_packed_forward() -> None:
-    plain = adapted(tiny_decoder("Qwen3ForCausalLM"))
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_an_adapted_model_of_packed_rows_generates_after_a_packed_forward(task: str | None) -> None:
+    plain = adapted(tiny_decoder("Qwen3ForCausalLM"), task_type=task)
     packed: Any = parallelize(
         copy.deepcopy(plain), MeshSpec().build(device_type="cpu"), plan=None, packed_sequences=True
     )

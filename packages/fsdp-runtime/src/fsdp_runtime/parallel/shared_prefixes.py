@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fsdp_runtime._peft_compat import entrances
+from fsdp_runtime._peft_compat import hook_calls
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.masks import PathMask, build_masks_along_paths
@@ -109,9 +109,7 @@ def apply_shared_prefixes(model: nn.Module, parallelism: Parallelism) -> None:
     if parallelism.shared_prefixes and parallelism.cp_mesh is None:  # attention over cp reads subtree_end itself
         build_masks_along_paths(_current, _ANY_MASK)
         hooks = _Hooks()
-        for entrance in entrances(model):
-            entrance.register_forward_pre_hook(hooks, with_kwargs=True)
-            entrance.register_forward_hook(hooks.after, always_call=True)
+        hook_calls(model, hooks, hooks.after)
         logger.info("shared prefixes: %s takes subtree_end", type(model).__name__)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import entrances
+from fsdp_runtime._peft_compat import hook_calls
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import attention_in_force, use_attention
 from fsdp_runtime._transformers_compat.models import (
@@ -179,8 +179,7 @@ def replace_attention(
 ) -> None:
     """Replace a model's attention except in some modules, and complete its inputs in a hook."""
     use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask, keep=keep)
-    for entrance in entrances(model):
-        entrance.register_forward_pre_hook(_Inputs(attention, shared_prefixes, derived), with_kwargs=True)
+    hook_calls(model, _Inputs(attention, shared_prefixes, derived))
 
 
 def gather_mixers(model: Any, parallelism: Parallelism) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import entrances, model_of_rows
+from fsdp_runtime._peft_compat import hook_calls, model_of_rows
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import is_transformers_model
@@ -98,9 +98,7 @@ def apply_packing(model: Any, parallelism: Parallelism) -> None:
     take_documents([model.get_submodule(path) for path in parallelism.recompute], packing)
     implementation = str(attention_in_force(model.config.get_text_config()))
     inputs = _PackedInputs(packing, varlen=implementation.startswith("flash"))
-    for entrance in entrances(model):
-        entrance.register_forward_pre_hook(inputs, with_kwargs=True)
-        entrance.register_forward_hook(inputs.after, always_call=True)
+    hook_calls(model, inputs, inputs.after)
     logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.way})" for mixer in mixers)))
 
 
