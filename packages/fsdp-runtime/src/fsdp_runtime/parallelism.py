@@ -381,7 +381,7 @@ def resolve_on(
         fsdp=options,
         fsdp_dtypes=dtypes,
     )
-    prove_context_parallelism(model, resolved)
+    prove_context_parallelism(model_of_rows(model), resolved)
     return resolved
 
 

@@ -131,7 +131,7 @@ def _difference(found: Outputs, expected: Outputs, layout: SequenceLayout) -> st
     errors: dict[tuple[str, int], float] = {}
     for key, own in found.items():
         full = expected.get(key)
-        if full is None or full.shape[:2] != real.shape or own.shape[1:2] != (layout.length // layout.ranks,):
+        if full is None or full.shape[:2] != real.shape or own.shape[:2] != (_ROWS, layout.length // layout.ranks):
             continue
         kept = layout.shard(real).to(own.device)
         wanted = layout.shard(full)[kept].double()
