@@ -170,7 +170,7 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
         "second length is the one for any length. Breaks are places where the compiler leaves a block to Python, next "
         "to those of the same blocks in one process without a plan. A row that fails there, too, is not for a plan to "
         "mend: the compiler cannot take the model. A row that is wrong there, too, differs between compiled and plain "
-        "code without any plan: it computes parts in float32, and the compiler rounds in another order."
+        "code without any plan."
     )
     yield ""
     yield from (f"- {mode}: {_sums(rows, mode)}" for mode in shown)
