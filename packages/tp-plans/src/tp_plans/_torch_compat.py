@@ -81,6 +81,12 @@ WORKAROUNDS = (
         "the compiler cannot trace the class patterns of a match statement",
     ),
     Workaround(
+        "placement._OwnPart",
+        (2, 14),
+        "https://github.com/pytorch/pytorch/issues/152954",
+        "the compiler recurses without end over the symbolic length of a replicated DTensor that is sharded",
+    ),
+    Workaround(
         "placement.plain_full_tensor",
         (2, 11),
         "no upstream issue found",

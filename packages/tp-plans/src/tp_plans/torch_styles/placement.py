@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -81,7 +81,29 @@ def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
         wanted = Shard(existing_dim(wanted.dim, tensor))
     if tensor.placements == (wanted,):
         return tensor
+    if isinstance(wanted, Shard) and tensor.placements == (Replicate(),):
+        return cast(DTensor, _OwnPart.apply(tensor, wanted.dim))  # type: ignore[no-untyped-call]
     return tensor.redistribute(placements=[wanted])
+
+
+class _OwnPart(torch.autograd.Function):
+    """``DTensor.redistribute`` from ``Replicate`` to ``Shard``, whose gradient the compiler takes for any length.
+
+    The gradient of torch's own ends in a ``RecursionError`` where the length is symbolic, up to torch 2.14; in torch
+    2.10 this one does too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, full: DTensor, dim: int) -> DTensor:
+        mesh, size = full.device_mesh, full.shape[dim]
+        chunk = -(-size // mesh.size())
+        start = min(size, chunk * mesh.get_local_rank())
+        own = full.to_local().narrow(dim, start, min(chunk, size - start)).clone()
+        return wrap(own, mesh, layouts.Shard(dim), size=size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
+        return gradient.redistribute(placements=[Replicate()]), None
 
 
 def plain_full_tensor(value: Any, mesh: DeviceMesh) -> Any:
