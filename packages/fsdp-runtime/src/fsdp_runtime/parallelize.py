@@ -59,7 +59,7 @@ def parallelize(
         packed_sequences: rows hold several documents, each of which is computed as it is alone: ``position_ids``
             restart, or ``seq_idx`` or ``cu_seq_lens_q`` tells where documents begin.
         logits: ``"sharded"`` on the vocabulary (a DTensor, which ``rl_logprobs`` takes), or ``"full"``: a plain tensor
-            on every rank, for code such as a Hugging Face loss with ``labels``.
+            on every rank.  A forward that gets ``labels`` gathers them for the model's own loss.
         towers: under ``plan="auto"``, the layers of vision and audio towers and projectors: ``"sharded"`` over ``tp``
             as those of the language model, or ``"replicated"``.
         activation_checkpointing: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts in

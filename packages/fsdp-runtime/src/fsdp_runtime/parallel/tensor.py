@@ -14,6 +14,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.parallel.expert_adapters import adapt_experts
 from fsdp_runtime.parallel.generation import gather_logits_in_generate
 from fsdp_runtime.parallel.hidden_states import return_full_hidden_states
+from fsdp_runtime.parallel.loss_of_labels import gather_logits_for_labels
 from tp_plans import ColwiseParallel, Plan, Replicate, Style, check, styles_by_path
 
 if TYPE_CHECKING:
@@ -52,9 +53,13 @@ def with_logits(plan: Plan, logits: Logits) -> Plan:
     heads: dict[str, Style | None] = {
         pattern: replace(style, output_layouts=Replicate(), use_local_output=True)
         for pattern, style in plan.items()
-        if isinstance(style, ColwiseParallel) and not style.use_local_output
+        if _has_sharded_logits(style)
     }
     return plan.override(heads)
+
+
+def _has_sharded_logits(style: Style | None) -> bool:
+    return isinstance(style, ColwiseParallel) and not style.use_local_output
 
 
 def check_plan(model: nn.Module, plan: Plan, *, tp: int = 1, ep: int = 1) -> tuple[str, ...]:
@@ -100,4 +105,6 @@ def apply_tp(model: nn.Module, parallelism: Parallelism) -> None:
         styles = styles_by_path(plan, model) if isinstance(plan, Plan) else plan
         parallelize_module(model, tp_mesh, dict(styles))
         gather_logits_in_generate(model)
+        heads = [path for path, style in styles.items() if _has_sharded_logits(getattr(style, "style", None))]
+        gather_logits_for_labels(model, heads)
         return_full_hidden_states(model)

@@ -1,0 +1,74 @@
+"""The loss that a model computes from ``labels`` while its logits are sharded on the vocabulary."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import T5Config, T5ForConditionalGeneration
+
+from fsdp_runtime import parallelize
+from harness.models import tiny_model
+from harness.parity import mesh_for
+from harness.ranks import RankPool
+
+TOKENS = torch.randint(3, 130, (2, 7), generator=torch.Generator().manual_seed(0))
+LABELS = TOKENS.masked_fill(torch.arange(7) < 2, -100)
+
+
+def _differences() -> list[str]:
+    qwen = tiny_model("Qwen3ForCausalLM")
+    plain: dict[str, Any] = {"Qwen3": qwen, "T5": _t5(), "adapters": _adapted(qwen)}
+    wrong = []
+    for name, reference in plain.items():
+        wanted = reference(input_ids=TOKENS, labels=LABELS)
+        wanted.loss.backward()
+        for sequence_parallel in (False, True):
+            model = _adapted(qwen) if name == "adapters" else copy.deepcopy(reference)
+            parallelize(model, mesh_for({"tp": 2}), sequence_parallel=sequence_parallel)
+            found = model(input_ids=TOKENS, labels=LABELS)
+            found.loss.backward()
+            case = f"{name}, {'SP' if sequence_parallel else 'TP'}"
+            if not torch.allclose(found.loss, wanted.loss, atol=1e-12) or isinstance(found.logits, DTensor):
+                wrong.append(f"{case}: loss")
+            wrong += [f"{case}: {path}" for path in _other_gradients(reference, model)]
+            if not isinstance(model(input_ids=TOKENS, **_no_labels(name)).logits, DTensor):
+                wrong.append(f"{case}: logits of a forward without labels are full")
+    return wrong
+
+
+def _t5() -> nn.Module:
+    """A model whose code calls torch's cross entropy itself."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 130, "d_model": 16, "d_ff": 32, "d_kv": 4, "num_heads": 4, "num_layers": 1}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).double().eval()
+
+
+def _adapted(model: nn.Module) -> Any:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False).double().eval()
+
+
+def _no_labels(name: str) -> dict[str, Any]:
+    return {"decoder_input_ids": TOKENS} if name == "T5" else {}
+
+
+def _other_gradients(reference: nn.Module, model: nn.Module) -> list[str]:
+    found = dict(model.named_parameters())
+    other = []
+    for path, parameter in reference.named_parameters():
+        if parameter.grad is None:
+            continue
+        gradient = found[path].grad
+        full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        other += [] if full is not None and torch.allclose(full, parameter.grad, atol=1e-10) else [path]
+    return other
+
+
+def test_a_model_computes_the_loss_of_one_process_from_labels(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_differences) == [[], []]
