@@ -41,11 +41,14 @@ def _differences() -> list[str]:
     return wrong
 
 
-def _t5() -> nn.Module:
+def _t5() -> Any:
     """A model whose code calls torch's cross entropy itself."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 130, "d_model": 16, "d_ff": 32, "d_kv": 4, "num_heads": 4, "num_layers": 1}
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).double().eval()
+    config: Any = T5Config(**sizes)
+    config.decoder_start_token_id = 0
+    model: Any = T5ForConditionalGeneration(config)
+    return model.double().eval()
 
 
 def _adapted(model: nn.Module) -> Any:
