@@ -38,8 +38,8 @@ ALONE = "one process"
 #: The second one differs from the first in what ``inductor`` does before it writes code: it takes operators apart and
 #: decides what to recompute.  It is for rows whose graphs the first one cannot run.
 BACKENDS = ("aot_eager", "aot_eager_decomp_partition", "inductor")
-#: What a cell says of a status that blocks have in one process without a plan, too.
-_ALSO_ALONE = {"failed": "fails", "wrong": "differs"}
+#: What blocks do, by the status that they have in one process without a plan, too.
+_ALSO_ALONE = {"failed": "fail", "wrong": "differ"}
 #: Reasons of breaks that a note lists.
 _LISTED = 3
 
@@ -207,7 +207,7 @@ def _cells(row: Row, shown: Sequence[str]) -> list[str]:
     cells = []
     for mode in shown:
         found = row.get(mode, {})
-        told = f"{_ALSO_ALONE[found['status']]} in one process, too" if _same_alone(row, mode) else mark(row, mode)
+        told = f"{_ALSO_ALONE[found['status']]}s in one process, too" if _same_alone(row, mode) else mark(row, mode)
         cells += [told, ", ".join(map(str, found.get("graphs", ()))), str(found.get("breaks", ""))]
     alone = [row[mode] for mode in row if mode.endswith(ALONE)]
     own = [str(each["breaks"]) if "breaks" in each else each["status"] for each in alone]
