@@ -9,9 +9,10 @@ import peft
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import BartConfig, BartForCausalLM, T5Config, T5ForConditionalGeneration
 
 from fsdp_runtime import parallelize
+from fsdp_runtime.integrations.logits import take_sharded_logits
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -39,6 +40,26 @@ def _differences() -> list[str]:
             if not isinstance(model(input_ids=TOKENS, **_no_labels(name)).logits, DTensor):
                 wrong.append(f"{case}: logits of a forward without labels are full")
     return wrong
+
+
+def _with_loss_of_trainers() -> list[bool]:
+    """Return whether losses are right, and which logits stay sharded, with the loss that our trainers give a model."""
+    found = []
+    for plain in (tiny_model("Qwen3ForCausalLM"), _bart()):
+        model: Any = parallelize(copy.deepcopy(plain), mesh_for({"tp": 2}))
+        take_sharded_logits(model)
+        wanted, output = (each(input_ids=TOKENS, labels=LABELS) for each in (plain, model))
+        # transformers' loss is computed in float32
+        found += [torch.allclose(output.loss.float(), wanted.loss.float()), isinstance(output.logits, DTensor)]
+    return found
+
+
+def _bart() -> Any:
+    """A causal language model whose code calls torch's cross entropy itself."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 130, "d_model": 16, "decoder_ffn_dim": 32, "decoder_layers": 1}
+    model: Any = BartForCausalLM(BartConfig(**sizes, decoder_attention_heads=4))
+    return model.double().eval()
 
 
 def _t5() -> Any:
@@ -75,3 +96,7 @@ def _other_gradients(reference: nn.Module, model: nn.Module) -> list[str]:
 
 def test_a_model_computes_the_loss_of_one_process_from_labels(two_ranks: RankPool) -> None:
     assert two_ranks.run(_differences) == [[], []]
+
+
+def test_the_loss_of_trainers_takes_sharded_logits_where_the_model_calls_it(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_with_loss_of_trainers) == [[True, True, True, False]] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +25,11 @@ def full(values: Any) -> Any:
     return values
 
 
-def causal_lm_loss(loss_function: Callable[..., Tensor], *, is_causal_lm: bool) -> Callable[..., Tensor]:
+def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a loss with the signature of transformers' losses that takes sharded logits too.
 
     Args:
-        loss_function: the model's own loss, for plain logits.
-        is_causal_lm: ``loss_function`` is transformers' ``ForCausalLMLoss``.
+        loss_function: transformers' ``ForCausalLMLoss``, for plain logits.
     """
 
     def loss(
@@ -46,9 +46,6 @@ def causal_lm_loss(loss_function: Callable[..., Tensor], *, is_causal_lm: bool) 
             if shift_labels is not None:
                 options["shift_labels"] = shift_labels
             return loss_function(logits, labels, *args, **options)
-        if not is_causal_lm:
-            name = getattr(loss_function, "__name__", "the model's loss")
-            raise OptionError(f"{name} needs plain logits: parallelize(..., logits='full')")
         targets = labels if shift_labels is None else shift_labels
         if targets is None:
             raise OptionError("a loss needs labels or shift_labels")
@@ -87,14 +84,18 @@ def label_smoother_for(label_smoother: Callable[..., Tensor], model: nn.Module) 
 def take_sharded_logits(model: Any) -> None:
     """Give a Hugging Face model a loss that takes sharded logits, in place of its own; once a model.
 
+    Another loss than that of causal language models, and one that the model's code computes by itself, gets gathered
+    logits (:func:`fsdp_runtime.parallel.loss_of_labels.gather_logits_for_labels`).
+
     Args:
         model: the model itself, not a ``PeftModel`` around it.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    own = model.loss_function
-    if not getattr(own, "takes_sharded_logits", False):
-        model.loss_function = causal_lm_loss(own, is_causal_lm=own is ForCausalLMLoss)
+    forwards = (inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls))
+    calls_loss = any("loss_function" in forward.__code__.co_names for forward in forwards)
+    if calls_loss and (own := model.loss_function) is ForCausalLMLoss:
+        model.loss_function = causal_lm_loss(own)
         model.loss_function.takes_sharded_logits = True
 
 
