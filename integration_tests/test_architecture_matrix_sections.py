@@ -66,8 +66,8 @@ def test_the_page_says_where_one_process_fails_as_well_and_what_a_third_length_c
     assert text[-1] == "| qwen3_next | fails in one process, too |  |  | failed | aot_eager TP: view |"
     assert "| deepseek_v4 | differs in one process, too | 1 | 0 | 0 | aot_eager TP: float32 |" in text
     assert (
-        "- aot_eager TP: 2 of 4 right; 1 without a break; 1 that fails in one process without a plan, too; "
-        "1 that differs in one process without a plan, too; a third length compiles something in 1 of 2 rows"
+        "- aot_eager TP: 2 of 4 right; 1 without a break; 1 failing in one process without a plan, too; "
+        "1 differing in one process without a plan, too; a third length compiles something in 1 of 2 rows"
     ) in text
 
 

@@ -38,8 +38,8 @@ ALONE = "one process"
 #: The second one differs from the first in what ``inductor`` does before it writes code: it takes operators apart and
 #: decides what to recompute.  It is for rows whose graphs the first one cannot run.
 BACKENDS = ("aot_eager", "aot_eager_decomp_partition", "inductor")
-#: What blocks do, by the status that they have in one process without a plan, too.
-_ALSO_ALONE = {"failed": "fail", "wrong": "differ"}
+#: What a cell and a sum say of a status that blocks have in one process without a plan, too.
+_ALSO_ALONE = {"failed": ("fails", "failing"), "wrong": ("differs", "differing")}
 #: Reasons of breaks that a note lists.
 _LISTED = 3
 
@@ -186,9 +186,9 @@ def _sums(rows: Mapping[str, Row], mode: str) -> str:
     measured = [row for row in rows.values() if mode in row]
     right = [row[mode] for row in measured if row[mode]["status"] == "right"]
     told = [counts(rows, mode), f"{sum(not each['breaks'] for each in right)} without a break"]
-    for status, word in _ALSO_ALONE.items():
+    for status, (_, word) in _ALSO_ALONE.items():
         if own := sum(row[mode]["status"] == status and _same_alone(row, mode) for row in measured):
-            told.append(f"{own} that {word} in one process without a plan, too")
+            told.append(f"{own} {word} in one process without a plan, too")
     steps = [each["graphs"] for each in right if len(each["graphs"]) == len(LENGTHS)]
     if steps:
         new = sum(graphs[-1] > graphs[-2] for graphs in steps)
@@ -207,7 +207,7 @@ def _cells(row: Row, shown: Sequence[str]) -> list[str]:
     cells = []
     for mode in shown:
         found = row.get(mode, {})
-        told = f"{_ALSO_ALONE[found['status']]}s in one process, too" if _same_alone(row, mode) else mark(row, mode)
+        told = f"{_ALSO_ALONE[found['status']][0]} in one process, too" if _same_alone(row, mode) else mark(row, mode)
         cells += [told, ", ".join(map(str, found.get("graphs", ()))), str(found.get("breaks", ""))]
     alone = [row[mode] for mode in row if mode.endswith(ALONE)]
     own = [str(each["breaks"]) if "breaks" in each else each["status"] for each in alone]
