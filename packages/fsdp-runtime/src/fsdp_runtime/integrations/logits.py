@@ -93,7 +93,8 @@ def take_sharded_logits(model: Any) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     forwards = (inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls))
-    calls_loss = any("loss_function" in forward.__code__.co_names for forward in forwards)
+    codes = (getattr(forward, "__code__", None) for forward in forwards)
+    calls_loss = any(code is not None and "loss_function" in code.co_names for code in codes)
     if calls_loss and (own := model.loss_function) is ForCausalLMLoss:
         model.loss_function = causal_lm_loss(own)
         model.loss_function.takes_sharded_logits = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeGuard, get_args
 
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
@@ -58,7 +58,7 @@ def with_logits(plan: Plan, logits: Logits) -> Plan:
     return plan.override(heads)
 
 
-def _has_sharded_logits(style: Style | None) -> bool:
+def _has_sharded_logits(style: Style | None) -> TypeGuard[ColwiseParallel]:
     return isinstance(style, ColwiseParallel) and not style.use_local_output
 
 
