@@ -13,6 +13,7 @@ from transformers import BartConfig, BartForCausalLM, T5Config, T5ForConditional
 
 from fsdp_runtime import parallelize
 from fsdp_runtime.integrations.logits import take_sharded_logits
+from harness.layers import gradient_mismatches
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -36,7 +37,7 @@ def _differences() -> list[str]:
             case = f"{name}, {'SP' if sequence_parallel else 'TP'}"
             if not torch.allclose(found.loss, wanted.loss, atol=1e-12) or isinstance(found.logits, DTensor):
                 wrong.append(f"{case}: loss")
-            wrong += [f"{case}: {path}" for path in _other_gradients(reference, model)]
+            wrong += [f"{case}: {each}" for each in gradient_mismatches(reference, model, bound=1e-10)]
             if not isinstance(model(input_ids=TOKENS, **_no_labels(name)).logits, DTensor):
                 wrong.append(f"{case}: logits of a forward without labels are full")
     return wrong
@@ -80,18 +81,6 @@ def _adapted(model: nn.Module) -> Any:
 
 def _no_labels(name: str) -> dict[str, Any]:
     return {"decoder_input_ids": TOKENS} if name == "T5" else {}
-
-
-def _other_gradients(reference: nn.Module, model: nn.Module) -> list[str]:
-    found = dict(model.named_parameters())
-    other = []
-    for path, parameter in reference.named_parameters():
-        if parameter.grad is None:
-            continue
-        gradient = found[path].grad
-        full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        other += [] if full is not None and torch.allclose(full, parameter.grad, atol=1e-10) else [path]
-    return other
 
 
 def test_a_model_computes_the_loss_of_one_process_from_labels(two_ranks: RankPool) -> None:

@@ -9,7 +9,7 @@ from tp_plans import layouts
 from tp_plans.styles import ColwiseEmbedding, VocabParallelEmbedding
 from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, first_argument
 from tp_plans.torch_styles.gradients import contiguous_part
-from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, redistribute, to_output, wrap
+from tp_plans.torch_styles.placement import as_dtensor, own_bounds, plain_full_tensor, redistribute, to_output, wrap
 
 
 class VocabParallelEmbeddingImpl(LocalTensorStyle):
@@ -25,7 +25,7 @@ class VocabParallelEmbeddingImpl(LocalTensorStyle):
         self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
     ) -> tuple[Args, Kwargs]:
         rows = context.parameters["weight"].shape[0]
-        start, end = self._own_rows(rows, context)
+        start, end = own_bounds(rows, context.mesh)
 
         def own_ids(ids: Tensor) -> Tensor:
             ids = plain_full_tensor(ids, context.mesh)
@@ -44,12 +44,6 @@ class VocabParallelEmbeddingImpl(LocalTensorStyle):
         own = output.masked_fill(context.saved["foreign"].unsqueeze(-1), 0)
         summed = redistribute(as_dtensor(own, context.mesh, layouts.Partial()), self.style.output_layouts)
         return _output(summed, use_local_output=self.style.use_local_output)
-
-    def _own_rows(self, rows: int, context: ForwardContext) -> tuple[int, int]:
-        """Return the ids whose rows this rank holds; DTensor shards in ceiling-sized chunks."""
-        chunk = -(-rows // context.mesh.size())
-        start = min(rows, chunk * context.mesh.get_local_rank())
-        return start, min(rows, start + chunk)
 
 
 class ColwiseEmbeddingImpl(LocalTensorStyle):

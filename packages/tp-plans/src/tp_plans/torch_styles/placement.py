@@ -70,6 +70,13 @@ def wrap(local: Tensor, mesh: DeviceMesh, layout: Layout, *, size: int | None = 
     return DTensor.from_local(local, mesh, [placement(layout)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
+def own_bounds(size: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Return where this rank's part of a sharded dim starts and ends; DTensor shards in ceiling-sized chunks."""
+    chunk = -(-size // mesh.size())
+    start = min(size, chunk * mesh.get_local_rank())
+    return start, min(size, start + chunk)
+
+
 def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
     """``tensor`` in ``layout``; the backward redistributes the gradient the other way.
 
@@ -96,9 +103,8 @@ class _OwnPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: DTensor, dim: int) -> DTensor:
         mesh, size = full.device_mesh, full.shape[dim]
-        chunk = -(-size // mesh.size())
-        start = min(size, chunk * mesh.get_local_rank())
-        own = full.to_local().narrow(dim, start, min(chunk, size - start)).clone()
+        start, end = own_bounds(size, mesh)
+        own = full.to_local().narrow(dim, start, end - start).clone()
         return wrap(own, mesh, layouts.Shard(dim), size=size)
 
     @staticmethod
