@@ -115,19 +115,23 @@ def _outputs(model: Any, layout: SequenceLayout) -> Outputs:
 
 
 def _rows(model: Any, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """Return a rank's token ids and their padding mask; the first row ends with padding."""
+    """Return a rank's token ids and their padding mask."""
     vocabulary = len(model.get_input_embeddings().weight)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, layout.length), generator=generator)
-    mask = torch.ones_like(ids)
+    return layout.shard(ids), layout.shard(_padding_mask(layout.length))
+
+
+def _padding_mask(length: int) -> Tensor:
+    """Return the mask of full rows, of which the first ends with padding."""
+    mask = torch.ones(_ROWS, length, dtype=torch.long)
     mask[0, -_PADDING:] = 0
-    return layout.shard(ids), layout.shard(mask)
+    return mask
 
 
 def _difference(found: Outputs, expected: Outputs, layout: SequenceLayout) -> str:
     """Return what differs in the outputs of a rank's tokens, empty where nothing does."""
-    real = torch.ones(_ROWS, layout.length, dtype=torch.bool)
-    real[0, -_PADDING:] = False
+    real = _padding_mask(layout.length).bool()
     errors: dict[tuple[str, int], float] = {}
     for key, own in found.items():
         full = expected.get(key)
