@@ -90,15 +90,19 @@ def _quiet_work(seconds: float) -> str:
     return "done"
 
 
-def _seconds_to_end() -> float:
-    with monitor_ranks(timeout=300.0) as monitor, monitor.phase("forward"):
-        dist.barrier()
+def _seconds_to_end(late: int) -> float:
+    with monitor_ranks(timeout=300.0) as monitor:
+        with monitor.phase("forward"):
+            dist.barrier()
         begun = time.monotonic()
+        if dist.get_rank() == late:
+            time.sleep(0.5)
     return time.monotonic() - begun
 
 
-def test_the_end_does_not_wait_for_a_round(two_ranks: RankPool) -> None:
-    assert max(two_ranks.run(_seconds_to_end)) < 15  # of 30 between rounds
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_end_does_not_wait_for_a_round(two_ranks: RankPool, late: int) -> None:
+    assert max(two_ranks.run(_seconds_to_end, late)) < 15  # of 30 between rounds
 
 
 def test_a_slow_rank_is_not_lost(two_ranks: RankPool) -> None:

@@ -84,6 +84,8 @@ class DistributedMonitor(RankMonitor):
         while self.rank == 0 and not self._others_finished.wait(self._interval):
             if self._lost_known.is_set():
                 raise self._error()
+        if self.rank == 0:
+            self._post(state="closed")  # the threads of ranks that finished after rank 0 wait for its next heartbeat
 
     def fail(self, error: BaseException) -> None:
         """Report an exception of this rank, unless another rank's failure caused it.
@@ -120,7 +122,7 @@ class DistributedMonitor(RankMonitor):
     def _exchange(self) -> None:
         """Send and read heartbeats until stopped; this thread may block in the store."""
         posted = time.monotonic()
-        while not self._stopping.is_set():
+        while not self._stopping.is_set() and self._rank0_heartbeat.state != "closed":
             try:
                 if time.monotonic() - posted >= 0.9 * self._interval:
                     self._post()

@@ -21,13 +21,14 @@ class Heartbeat:
     Args:
         count: increases as long as the process runs.
         phase: the rank's current phase, as named by the user.
-        state: ``"finished"`` after the monitored block, ``"failed"`` after an exception.
+        state: ``"finished"`` after the monitored block, ``"failed"`` after an exception; rank 0 sends ``"closed"`` when
+            all ranks have finished, and nothing after it.
         message: the exception.
     """
 
     count: int = 0
     phase: str = "start"
-    state: Literal["running", "finished", "failed"] = "running"
+    state: Literal["running", "finished", "failed", "closed"] = "running"
     message: str = ""
 
 
