@@ -105,6 +105,12 @@ def install_editable(session: nox.Session, *groups: str, torch: str | None = Non
     session.install("--compile" if compiled else "--no-compile", *editable, *pinned, *requirements)
 
 
+def discard_environment(session: nox.Session) -> None:
+    """Remove a session's environment, which takes 6 GB or more with a CUDA build of torch: the next needs the room."""
+    session.log(f"Removing {session.env_dir.name}")
+    shutil.rmtree(session.env_dir)
+
+
 def install_alone(session: nox.Session, path: Path) -> None:
     """Install one artifact with its requirements: torch at the pinned version, our packages from ``dist``."""
     constraints = Path(session.create_tmp(), "constraints.txt")
@@ -145,6 +151,7 @@ def torch_versions(session: nox.Session, torch: str) -> None:
     """Run the tests on one supported torch (several GB to install where only CUDA wheels are offered)."""
     install_editable(session, "test", torch=torch)
     session.run("pytest", *PARALLEL, f"--junitxml=reports/all-torch-{torch}.xml", *session.posargs, env=ONE_THREAD)
+    discard_environment(session)
 
 
 @nox.session
@@ -154,6 +161,7 @@ def torch_subset(session: nox.Session, torch: str) -> None:
     install_editable(session, "test", torch=torch)
     report = f"--junitxml=reports/subset-torch-{torch}.xml"
     session.run("pytest", *PARALLEL, report, *SUBSET, *SUBSET_WITHOUT, *session.posargs, env=ONE_THREAD)
+    discard_environment(session)
 
 
 @nox.session
