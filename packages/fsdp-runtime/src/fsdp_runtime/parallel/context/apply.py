@@ -48,6 +48,7 @@ from fsdp_runtime.parallel.packing.mixers import (
 )
 from fsdp_runtime.parallel.packing.positions import (
     DerivedPositions,
+    cuts_padding_mask,
     derived_positions,
     ignores_position_ids,
     masks_embeddings,
@@ -165,7 +166,12 @@ def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
         shared_prefixes = parallelism.shared_prefixes
         derived = derived_positions(parallelism.structure)
         replace_attention(
-            model, gathered.attention, keep=gathered.modules, shared_prefixes=shared_prefixes, derived=derived
+            model,
+            gathered.attention,
+            keep=gathered.modules,
+            shared_prefixes=shared_prefixes,
+            derived=derived,
+            cuts_padding=cuts_padding_mask(parallelism.structure),
         )
 
 
@@ -176,10 +182,11 @@ def replace_attention(
     keep: Iterable[nn.Module] = (),
     shared_prefixes: bool = False,
     derived: DerivedPositions | None = None,
+    cuts_padding: bool = False,
 ) -> None:
     """Replace a model's attention except in some modules, and complete its inputs in a hook."""
     use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask, keep=keep)
-    hook_calls(model, _Inputs(attention, shared_prefixes, derived))
+    hook_calls(model, _Inputs(attention, shared_prefixes, derived, cuts_padding))
 
 
 def gather_mixers(model: Any, parallelism: Parallelism) -> None:
@@ -237,9 +244,15 @@ def _hooks(model: nn.Module) -> Iterator[_Inputs]:
 class _Inputs:
     """A forward pre-hook that completes the inputs of a rank and refuses inputs that cannot be sharded."""
 
-    def __init__(self, attention: ContextAttention, shared_prefixes: bool, derived: DerivedPositions | None) -> None:
+    def __init__(
+        self,
+        attention: ContextAttention,
+        shared_prefixes: bool,
+        derived: DerivedPositions | None,
+        cuts_padding: bool,
+    ) -> None:
         self.attention, self.shared_prefixes = attention, shared_prefixes
-        self.derived = derived
+        self.derived, self.cuts_padding = derived, cuts_padding
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -296,6 +309,9 @@ class _Inputs:
             )
         if positions is None:
             positions = places.expand(tokens.shape[0], -1)
+        if self.cuts_padding and attention.padding is not None:  # the last ones are then those of this rank
+            own_last = layout.permutation.roll(-(layout.rank + 1) * tokens.shape[1])
+            mask = mask.index_select(1, own_last.to(mask.device))
         return args, {**kwargs, "attention_mask": mask, "position_ids": positions, "use_cache": False}
 
 

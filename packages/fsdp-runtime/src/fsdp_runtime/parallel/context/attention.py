@@ -242,7 +242,7 @@ class ContextAttention:
         Args:
             q_length: number of local tokens.
             mask_function: of batch, head, query and key index, the last two in the full sequence.
-            attention_mask: ``[batch, seq]``, false where a token is padding.
+            attention_mask: ``None`` if the layers of this kind see padding, else ``padding`` as the model was given it.
             options: the remaining keywords of the interface.
 
         Returns:
@@ -261,7 +261,7 @@ class ContextAttention:
             documents=self.documents,
             positions=self.positions,
             subtree_end=self.subtree_end,
-            padding=attention_mask if self.masked else None,
+            padding=None if self.padding is None or attention_mask is None else self.padding.bool(),
             batch_size=options["batch_size"],
             use_vmap=options.get("use_vmap", False),
         )

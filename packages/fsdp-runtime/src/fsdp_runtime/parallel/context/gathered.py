@@ -27,6 +27,8 @@ from fsdp_runtime.parallel.packing.documents import Documents
 from fsdp_runtime.parallel.packing.mixers import TokenMixer, Way, has_inner_mixer, token_mixers
 from fsdp_runtime.parallel.packing.run import (
     BOUNDARIES,
+    is_padding_mask,
+    map_arguments,
     map_tensors,
     mask_argument,
     mixed_in,
@@ -112,8 +114,8 @@ class _GatheredMixer:
             raise LayoutError(f"{type(self).__name__} takes no tensor [batch, seq / cp, ...]")
         layout = attention.layout(tokens.shape[1])
         full = _Full(attention, layout)
-        given = {name: full.of_keyword(name, value) for name, value in kwargs.items() if name not in BOUNDARIES}
-        args = tuple(full.of(each) for each in args)
+        given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+        args, given = map_arguments(self, args, given, full.of)  # type: ignore[arg-type]  # a mixin of modules
         documents = attention.packing.documents
         if self.way == "mask":
             args, given = _masked(self, args, given, documents, layout.length)
@@ -132,16 +134,16 @@ class _Full:
         self.attention, self.layout = attention, layout
         self.local = layout.length // layout.ranks
 
-    def of_keyword(self, name: str, value: Any) -> Any:
-        """Return a keyword's value; of a padding mask, which a model has cut to this rank's length, the full one."""
-        is_padding = "mask" in name and isinstance(value, Tensor) and value.dim() == 2
-        return self.attention.padding if is_padding else self.of(value)
+    def of(self, name: str, value: Any) -> Any:
+        """Return an argument with the tokens of all ranks in every tensor that has those of this rank.
 
-    def of(self, value: Any) -> Any:
-        """Return a value with the tokens of all ranks in every tensor that has those of this rank."""
+        A padding mask, of which a model may have cut off what is not this rank's, is replaced by that of full rows.
+        """
         if isinstance(value, SequenceMask):
             return value.full
-        return map_tensors(value, self._of_tensor)
+        return map_tensors(
+            value, lambda each: self.attention.padding if is_padding_mask(name, each) else self._of_tensor(each)
+        )
 
     def _of_tensor(self, value: Tensor) -> Tensor:
         if isinstance(value, DTensor):  # over tp

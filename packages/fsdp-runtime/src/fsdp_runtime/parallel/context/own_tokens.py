@@ -24,7 +24,7 @@ from fsdp_runtime.parallel.context.exchange import (
 )
 from fsdp_runtime.parallel.context.sharding import SequenceLayout
 from fsdp_runtime.parallel.packing.by_functions import ByFunctions, unavailable
-from fsdp_runtime.parallel.packing.run import BOUNDARIES
+from fsdp_runtime.parallel.packing.run import BOUNDARIES, is_padding_mask, map_arguments
 from fsdp_runtime.parallel.packing.sequence_functions import (
     CONVOLUTION,
     RECURRENCES,
@@ -63,11 +63,16 @@ class OwnTokens(ByFunctions):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if not self.is_proven(tokens):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+        padding = self.cp_attention.padding
+        if padding is not None:  # models are given that of full rows, and may have cut it as if from the left
+            padding = self.cp_attention.layout(tokens.shape[1]).shard(padding.to(tokens.device))
         given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
-        if given.get("attention_mask") is not None:  # a model has cut it to this rank's length, as if from the left
-            padding = self.cp_attention.padding
-            layout = self.cp_attention.layout(tokens.shape[1])
-            given["attention_mask"] = None if padding is None else layout.shard(padding.to(tokens.device))
+        args, given = map_arguments(
+            self,  # type: ignore[arg-type]  # a mixin of modules
+            args,
+            given,
+            lambda name, value: padding if is_padding_mask(name, value) else value,
+        )
         return type(self).of_own_tokens(self, *args, **given)
 
 

@@ -87,6 +87,12 @@ def masks_embeddings(structure: ModelStructure) -> str | None:
     return above if any("mask" in name for name in takes) else None
 
 
+def cuts_padding_mask(structure: ModelStructure) -> bool:
+    """Return whether a model cuts the padding mask to as many of its last tokens as it is given embeddings."""
+    classes = set(map(type, structure.tree.modules.values()))
+    return any("create_recurrent_attention_mask" in referenced_names(cls) for cls in classes)
+
+
 def needs_full_row(structure: ModelStructure) -> str | None:
     """Return why a part of a row is not enough for a module of a model, if it is known to be so."""
     kinds = (type(module).__name__ for module in structure.tree.modules.values())

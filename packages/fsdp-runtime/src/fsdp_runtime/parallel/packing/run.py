@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from inspect import signature
+from inspect import Parameter, signature
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
@@ -111,6 +112,20 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+def map_arguments(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[str, Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a module's forward, each replaced by ``change`` of its name and its value."""
+    names = _argument_names(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
+    changed = tuple(change(name, each) for name, each in zip_longest(names[: len(args)], args, fillvalue=""))
+    return changed, {name: change(name, value) for name, value in kwargs.items()}
+
+
+def is_padding_mask(name: str, value: Any) -> bool:
+    """Return True for an argument that is the padding mask of rows, by its name and shape."""
+    return "mask" in name and isinstance(value, Tensor) and value.dim() == 2
+
+
 @dataclass(frozen=True)
 class _Taken:
     """The arguments of one batch."""
@@ -212,8 +227,18 @@ def uses_interface(cls: type) -> bool:
 @cache
 def _mask_place(cls: type) -> tuple[str, int]:
     """Return the name and the place of the mask among the arguments of a class's own forward, not of one mixed in."""
-    for base in cls.__mro__:
-        forward = vars(base).get("forward")
-        if forward is not None and MASK in (names := tuple(signature(forward).parameters)[1:]):
-            return MASK, names.index(MASK)
+    if MASK in (names := _argument_names(cls)):
+        return MASK, names.index(MASK)
     raise ModelError(f"the forward of {cls.__name__} takes no {MASK}")
+
+
+@cache
+def _argument_names(cls: type) -> tuple[str, ...]:
+    """Return the names of the arguments of a class's own forward; those of mixed-in ones are ``*args, **kwargs``."""
+    variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    for base in cls.__mro__:
+        if (forward := vars(base).get("forward")) is not None:
+            found = tuple(each.name for each in signature(forward).parameters.values() if each.kind not in variadic)
+            if found[1:]:
+                return found[1:]
+    return ()
