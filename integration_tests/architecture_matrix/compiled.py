@@ -38,8 +38,6 @@ ALONE = "one process"
 #: The second one differs from the first in what ``inductor`` does before it writes code: it takes operators apart and
 #: decides what to recompute.  It is for rows whose graphs the first one cannot run.
 BACKENDS = ("aot_eager", "aot_eager_decomp_partition", "inductor")
-#: What a cell and a sum say of a status that blocks have in one process without a plan, too.
-_ALSO_ALONE = {"failed": ("fails", "failing"), "wrong": ("differs", "differing")}
 #: Reasons of breaks that a note lists.
 _LISTED = 3
 
@@ -169,8 +167,7 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
         f"compiles for its own ({', '.join(map(str, LENGTHS))} tokens; one number: one step). A second graph for a "
         "second length is the one for any length. Breaks are places where the compiler leaves a block to Python, next "
         "to those of the same blocks in one process without a plan. A row that fails there, too, is not for a plan to "
-        "mend: the compiler cannot take the model. A row that is wrong there, too, differs between compiled and plain "
-        "code without any plan."
+        "mend: the compiler cannot take the model."
     )
     yield ""
     yield from (f"- {mode}: {_sums(rows, mode)}" for mode in shown)
@@ -186,9 +183,8 @@ def _sums(rows: Mapping[str, Row], mode: str) -> str:
     measured = [row for row in rows.values() if mode in row]
     right = [row[mode] for row in measured if row[mode]["status"] == "right"]
     told = [counts(rows, mode), f"{sum(not each['breaks'] for each in right)} without a break"]
-    for status, (_, word) in _ALSO_ALONE.items():
-        if own := sum(row[mode]["status"] == status and _same_alone(row, mode) for row in measured):
-            told.append(f"{own} {word} in one process without a plan, too")
+    if own := sum(_fails_alone(row, mode) for row in measured):
+        told.append(f"{own} {'fails' if own == 1 else 'fail'} in one process without a plan, too")
     steps = [each["graphs"] for each in right if len(each["graphs"]) == len(LENGTHS)]
     if steps:
         new = sum(graphs[-1] > graphs[-2] for graphs in steps)
@@ -196,18 +192,17 @@ def _sums(rows: Mapping[str, Row], mode: str) -> str:
     return "; ".join(told)
 
 
-def _same_alone(row: Row, mode: str) -> bool:
-    """Return True where blocks fail or are wrong, and the same ones in one process without a plan."""
-    alone = row.get(f"{mode.partition(' ')[0]} {ALONE}", {})
-    status = row.get(mode, {}).get("status")
-    return status in _ALSO_ALONE and status == alone.get("status")
+def _fails_alone(row: Row, mode: str) -> bool:
+    """Return True where blocks fail, and the same ones in one process without a plan."""
+    alone = f"{mode.partition(' ')[0]} {ALONE}"
+    return row.get(mode, {}).get("status") == row.get(alone, {}).get("status") == "failed"
 
 
 def _cells(row: Row, shown: Sequence[str]) -> list[str]:
     cells = []
     for mode in shown:
         found = row.get(mode, {})
-        told = f"{_ALSO_ALONE[found['status']][0]} in one process, too" if _same_alone(row, mode) else mark(row, mode)
+        told = "fails in one process, too" if _fails_alone(row, mode) else mark(row, mode)
         cells += [told, ", ".join(map(str, found.get("graphs", ()))), str(found.get("breaks", ""))]
     alone = [row[mode] for mode in row if mode.endswith(ALONE)]
     own = [str(each["breaks"]) if "breaks" in each else each["status"] for each in alone]
