@@ -87,6 +87,12 @@ WORKAROUNDS = (
         "the compiler recurses without end over the symbolic length of a replicated DTensor that is sharded",
     ),
     Workaround(
+        "placement._OwnSum",
+        (2, 14),
+        "https://github.com/pytorch/pytorch/issues/152954",
+        "the same, of the gradient of partial sums that are sharded",
+    ),
+    Workaround(
         "placement.plain_full_tensor",
         (2, 11),
         "no upstream issue found",

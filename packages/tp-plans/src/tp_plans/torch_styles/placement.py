@@ -90,6 +90,8 @@ def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
         return tensor
     if isinstance(wanted, Shard) and tensor.placements == (Replicate(),):
         return cast(DTensor, _OwnPart.apply(tensor, wanted.dim))  # type: ignore[no-untyped-call]
+    if isinstance(wanted, Shard) and isinstance(tensor.placements[0], Partial) and torch.compiler.is_compiling():
+        return cast(DTensor, _OwnSum.apply(tensor, wanted.dim))  # type: ignore[no-untyped-call]
     return tensor.redistribute(placements=[wanted])
 
 
@@ -103,13 +105,35 @@ class _OwnPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: DTensor, dim: int) -> DTensor:
         mesh, size = full.device_mesh, full.shape[dim]
+        ctx.dim, ctx.size = dim, size
         start, end = own_bounds(size, mesh)
         own = full.to_local().narrow(dim, start, end - start).clone()
         return wrap(own, mesh, layouts.Shard(dim), size=size)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
-        return gradient.redistribute(placements=[Replicate()]), None
+        return _replicated(gradient, ctx.dim, ctx.size), None
+
+
+class _OwnSum(torch.autograd.Function):
+    """``DTensor.redistribute`` from ``Partial`` to ``Shard``, for the compiler as above."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: DTensor, dim: int) -> DTensor:
+        ctx.dim, ctx.size = dim, partial.shape[dim]
+        return partial.redistribute(placements=[Shard(dim)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
+        return _replicated(gradient, ctx.dim, ctx.size), None
+
+
+def _replicated(gradient: DTensor, dim: int, size: int) -> DTensor:
+    """Return a gradient on every rank; its size is the forward's, since the compiler may not know its own."""
+    if gradient.placements == (Replicate(),):
+        return gradient
+    own = gradient.redistribute(placements=[Shard(dim)]).to_local()
+    return wrap(own, gradient.device_mesh, layouts.Shard(dim), size=size).redistribute(placements=[Replicate()])
 
 
 def plain_full_tensor(value: Any, mesh: DeviceMesh) -> Any:
