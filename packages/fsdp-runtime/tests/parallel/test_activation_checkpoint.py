@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -135,6 +136,16 @@ def test_a_cache_under_gradient_is_refused_with_the_fix() -> None:
     model = _checkpointed(tiny_model("LlamaForCausalLM"))
     with pytest.raises(ModelError, match="pass use_cache=False"):
         model(**tiny_inputs(model, batch=1, length=4), use_cache=True)
+
+
+def test_a_cache_that_the_model_makes_in_every_forward_is_refused() -> None:
+    sizes = {"vocab_size": 32, "emb_dim": 16, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 16}
+    model = _checkpointed(transformers.XLMWithLMHeadModel(transformers.XLMConfig(**sizes)))
+    ids = torch.arange(4).unsqueeze(0)
+    with pytest.raises(ModelError, match='as XLM does, needs activation_checkpointing="none"'):
+        model(ids)
+    with torch.no_grad():
+        model(ids)
 
 
 def test_the_configs_no_longer_ask_for_a_cache() -> None:

@@ -99,6 +99,11 @@ def disable_cache(model: nn.Module) -> None:
             config.use_cache = False  # type: ignore[union-attr]
 
 
+def is_cache(value: object) -> bool:
+    """Return True for a key/value cache of transformers: a ``Cache``, or an ``EncoderDecoderCache`` of two."""
+    return hasattr(value, "get_seq_length") and not isinstance(value, nn.Module)
+
+
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class of a ``PreTrainedModel`` without those that were mixed in at run time; of other modules, its own."""
     if not is_transformers_model(module):
