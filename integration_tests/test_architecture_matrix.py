@@ -193,6 +193,7 @@ def test_grouped_experts_skip_what_other_ranks_run(two_ranks: RankPool, routes: 
     assert max(two_ranks.run(_experts_error, routes)) < 1e-5
 
 
+@pytest.mark.slow
 def test_compiled_blocks_take_uneven_lengths_under_sequence_parallelism(two_ranks: RankPool) -> None:
     lengths = (7, 9) if torch.__version__ >= "2.13" else (7,)  # 2.10 fails at the second length; see the guide
     for found in two_ranks.run(measure_compiled, "phi", "SP", backend="aot_eager", lengths=lengths):

@@ -14,6 +14,7 @@ from tp_plans import (
     GatherSequence,
     ParallelAttention,
     ParameterStyle,
+    PrepareModuleInput,
     Replicate,
     RowwiseParallel,
     Shard,
@@ -224,21 +225,39 @@ def replicated_faults():
     return mismatches(Recurrence, KINDS["alone"][1], activation(2, 5, HIDDEN), **how)
 
 
+class Block(nn.Module):
+    """A feed-forward part whose sums over ranks are left sharded, and a mixer of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.mixer = Projecting(), Recurrence()
+
+    def forward(self, hidden_states):
+        transformed = self.mlp(hidden_states)
+        return transformed + self.mixer(transformed)
+
+
 def compiled_faults(lengths):
     """Compare rows of several lengths, the later ones symbolic in compiled code, with the same module alone."""
+    rules = {
+        "mlp": PrepareModuleInput(layout=Replicate(), argument="hidden_states"),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "mixer": GatherSequence(),
+    }
     torch.compiler.reset()
-    reference = Recurrence().double()
-    compiled = parallelized(reference, {"": GatherSequence()})
+    reference = Block().double()
+    compiled = parallelized(reference, rules)
     compiled.compile(backend="aot_eager", fullgraph=True)
-    found = []
+    faults = []
     for length in lengths:
-        outputs = [module(activation(2, length, HIDDEN)) for module in (reference, compiled)]
-        full = outputs[1].full_tensor()
-        for output in (outputs[0], full):
+        rows = activation(2, length, HIDDEN)
+        wanted, found = reference(rows), compiled(arriving(rows, Shard(1), plain=False)).full_tensor()
+        for output in (wanted, found):
             output.square().sum().backward()
-        if not torch.allclose(full, outputs[0], atol=1e-12):
-            found.append(f"output of {length} tokens")
-    return found + list(gradient_mismatches(reference, compiled))
+        if not torch.allclose(found, wanted, atol=1e-12):
+            faults.append(f"output of {length} tokens")
+    return faults + list(gradient_mismatches(reference, compiled))
 
 
 def test_compiled_code_shards_rows_of_any_length(two_ranks):
