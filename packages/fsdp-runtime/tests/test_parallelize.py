@@ -34,7 +34,7 @@ from fsdp_runtime.parallel.tensor import with_logits
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, assert_parity, compare
 from harness.ranks import RankPool, RanksFailed
-from tp_plans import ColwiseParallel, Plan, TpPlansError, plan_for
+from tp_plans import ColwiseParallel, Plan, Shard, TpPlansError, plan_for
 
 
 def _state(model: nn.Module) -> list[Any]:
@@ -269,6 +269,12 @@ def test_plan_overrides_survive_the_choice_of_logits() -> None:
     full = with_logits(QWEN3_PLAN, "full")
     assert isinstance(full, Plan)
     assert {pattern for pattern in full if full[pattern] != QWEN3_PLAN[pattern]} == {"lm_head"}
+
+
+def test_the_choice_of_logits_leaves_layers_of_blocks_sharded_on_the_sequence() -> None:
+    gathered = ColwiseParallel(output_layouts=Shard(1), use_local_output=False)  # as DeciLM's single matrices
+    full = with_logits(QWEN3_PLAN.override({"model.layers.*.mlp": gathered}), "full")
+    assert full["model.layers.*.mlp"] == gathered
 
 
 def _calls(function: Any) -> dict[str, int]:

@@ -260,6 +260,8 @@ def compiled_faults(lengths):
     return faults + list(gradient_mismatches(reference, compiled))
 
 
-def test_compiled_code_shards_rows_of_any_length(two_ranks):
-    lengths = (5, 7, 8) if torch.__version__ >= "2.13" else (5,)  # 2.10 fails at the second length; see the guide
+@pytest.mark.parametrize("lengths", [(5, 7), pytest.param((5, 7, 8), marks=pytest.mark.slow)], ids=["uneven", "both"])
+def test_compiled_code_shards_rows_of_any_length(two_ranks, lengths):
+    if torch.__version__ < "2.13":
+        lengths = lengths[:1]  # 2.10 fails at the second length; see the guide
     assert two_ranks.run(compiled_faults, lengths) == [[], []]

@@ -15,7 +15,7 @@ from fsdp_runtime.parallel.expert_adapters import adapt_experts
 from fsdp_runtime.parallel.generation import gather_logits_in_generate
 from fsdp_runtime.parallel.hidden_states import return_full_hidden_states
 from fsdp_runtime.parallel.loss_of_labels import gather_logits_for_labels
-from tp_plans import ColwiseParallel, Plan, Replicate, Style, check, styles_by_path
+from tp_plans import ColwiseParallel, Plan, Replicate, Shard, Style, check, styles_by_path
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
@@ -59,7 +59,8 @@ def with_logits(plan: Plan, logits: Logits) -> Plan:
 
 
 def _has_sharded_logits(style: Style | None) -> TypeGuard[ColwiseParallel]:
-    return isinstance(style, ColwiseParallel) and not style.use_local_output
+    """Return True for a head; layers of blocks give plain features, or DTensors sharded on the sequence."""
+    return isinstance(style, ColwiseParallel) and not style.use_local_output and style.output_layouts == Shard(-1)
 
 
 def check_plan(model: nn.Module, plan: Plan, *, tp: int = 1, ep: int = 1) -> tuple[str, ...]:
