@@ -34,7 +34,7 @@ from fsdp_runtime.parallel.tensor import with_logits
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, assert_parity, compare
 from harness.ranks import RankPool, RanksFailed
-from tp_plans import ColwiseParallel, Plan, Shard, TpPlansError, plan_for
+from tp_plans import ColwiseParallel, Plan, Replicate, Shard, TpPlansError, plan_for
 
 
 def _state(model: nn.Module) -> list[Any]:
@@ -275,6 +275,13 @@ def test_the_choice_of_logits_leaves_layers_of_blocks_sharded_on_the_sequence() 
     gathered = ColwiseParallel(output_layouts=Shard(1), use_local_output=False)  # as DeciLM's single matrices
     full = with_logits(QWEN3_PLAN.override({"model.layers.*.mlp": gathered}), "full")
     assert full["model.layers.*.mlp"] == gathered
+
+
+@pytest.mark.parametrize("layout", [Shard(2), Replicate()], ids=repr)
+def test_full_logits_are_plain_whatever_the_heads_layout_was(layout: Shard | Replicate) -> None:
+    head = ColwiseParallel(output_layouts=layout, use_local_output=False)
+    full = with_logits(QWEN3_PLAN.override({"lm_head": head}), "full")
+    assert full["lm_head"] == ColwiseParallel(output_layouts=Replicate(), use_local_output=True)
 
 
 def _calls(function: Any) -> dict[str, int]:

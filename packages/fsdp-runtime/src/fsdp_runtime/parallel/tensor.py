@@ -59,8 +59,9 @@ def with_logits(plan: Plan, logits: Logits) -> Plan:
 
 
 def _has_sharded_logits(style: Style | None) -> TypeGuard[ColwiseParallel]:
-    """Return True for a head; layers of blocks give plain features, or DTensors sharded on the sequence."""
-    return isinstance(style, ColwiseParallel) and not style.use_local_output and style.output_layouts == Shard(-1)
+    """Return True for a head; layers of blocks give plain features, or DTensors sharded on the rows or the sequence."""
+    inside = (Shard(0), Shard(1))
+    return isinstance(style, ColwiseParallel) and not style.use_local_output and style.output_layouts not in inside
 
 
 def check_plan(model: nn.Module, plan: Plan, *, tp: int = 1, ep: int = 1) -> tuple[str, ...]:
