@@ -142,12 +142,15 @@ def prepare(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _change_repeated(values: Tensor) -> None:
     """Add noise to the elements that repeat a number, until none does; in float32 some do by chance."""
-    while True:
+    while _repeats(values):
         _, place, times = values.unique(return_inverse=True, return_counts=True)
         repeated = times[place] > 1
-        if not repeated.any():
-            return
         values[repeated] += torch.randn_like(values[repeated]) * 0.01
+
+
+def _repeats(values: Tensor) -> bool:
+    ordered = values.flatten().sort().values
+    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:

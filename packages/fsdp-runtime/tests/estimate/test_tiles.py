@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,10 +77,9 @@ def test_a_few_tiles_have_the_memory_and_the_work_of_all(
     assert numbers(few) == numbers(run(model, logprobs=logprobs, **shape))
 
 
-@pytest.mark.parametrize("logprobs", ["linear", "logits"])
-def test_as_many_operators_are_traced_for_a_million_tokens_as_for_a_few_tiles(
-    logprobs: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def traced_operators(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """A function that makes an estimate and returns the number of operators that it traced."""
     calls = 0
     dispatch = Recorder.__torch_dispatch__
 
@@ -89,13 +88,27 @@ def test_as_many_operators_are_traced_for_a_million_tokens_as_for_a_few_tiles(
         calls += 1
         return dispatch(*args, **kwargs)
 
-    monkeypatch.setattr(Recorder, "__torch_dispatch__", counted)
-    traced = []
-    for tokens in (2**19, 2**20):
+    def traced(model: Any, **options: Any) -> int:
+        nonlocal calls
         calls = 0
-        run(Model, logprobs=logprobs, seq_len=tokens)
-        traced.append(calls)
-    assert traced[0] == traced[1] < 2000
+        run(model, **options)
+        return calls
+
+    monkeypatch.setattr(Recorder, "__torch_dispatch__", counted)
+    return traced
+
+
+@pytest.mark.parametrize("logprobs", ["linear", "logits"])
+def test_as_many_operators_are_traced_for_a_million_tokens_as_for_a_few_tiles(
+    logprobs: str, traced_operators: Callable[..., int]
+) -> None:
+    half, full = (traced_operators(Model, logprobs=logprobs, seq_len=tokens) for tokens in (2**19, 2**20))
+    assert half == full < 2000
+
+
+def test_the_norm_of_large_gradients_takes_a_few_operators(traced_operators: Callable[..., int]) -> None:
+    without, clipped = (traced_operators(lambda: wide(2**22), seq_len=8, clip=clip) for clip in (False, True))
+    assert 0 < clipped - without < 50
 
 
 def test_a_tile_has_the_size_and_the_operands_that_it_has_on_an_accelerator() -> None:

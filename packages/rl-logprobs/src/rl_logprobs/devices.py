@@ -1,10 +1,45 @@
-"""Devices of arguments that must agree."""
+"""Devices of tensors: whose costs decide how to compute on them, and which must agree."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
 from rl_logprobs.errors import OptionError
+
+_accelerator_assumed: ContextVar[bool] = ContextVar("accelerator_assumed", default=False)
+
+
+@contextmanager
+def assume_accelerator() -> Iterator[None]:
+    """Compute on CPU tensors within the context as on an accelerator's.
+
+    For a dry run, whose CPU or fake tensors stand for tensors on an accelerator.  Applies to the current thread,
+    which also runs the backward pass of CPU tensors.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs.devices import assume_accelerator
+        >>> from rl_logprobs.softmax.row_blocks import rows_per_workspace
+        >>> rows_per_workspace(1024, torch.device("cpu"))
+        256
+        >>> with assume_accelerator():
+        ...     rows_per_workspace(1024, torch.device("cpu"))
+        8192
+    """
+    token = _accelerator_assumed.set(True)
+    try:
+        yield
+    finally:
+        _accelerator_assumed.reset(token)
+
+
+def has_cpu_costs(device: torch.device) -> bool:
+    """Return whether a CPU computes on the device's tensors: on one, outside of ``assume_accelerator``."""
+    return device.type == "cpu" and not _accelerator_assumed.get()
 
 
 def require_same_device(**tensors: torch.Tensor | None) -> None:

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_logprobs.softmax.row_blocks import assume_accelerator, row_blocks, rows_per_workspace
+from rl_logprobs.devices import assume_accelerator
+from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 
 
 @settings(max_examples=80)

@@ -51,19 +51,20 @@ def clip_function() -> Callable[[Any, float], Any] | None:
 
 @contextmanager
 def few_tiles() -> Iterator[Callable[[], int]]:
-    """Let rl-logprobs use tiles of an accelerator's size, and run only those that the others repeat.
+    """Let rl-logprobs compute as on an accelerator, and run only those tiles of a loss that the others repeat.
 
-    Otherwise a loss of ``T`` tokens would trace a number of operators in proportion to ``T``.
+    Otherwise a loss of ``T`` tokens would trace a number of operators in proportion to ``T``, and the gradient norm
+    one in proportion to the parameters.
 
     Yields:
         A function that returns the number of tiles for which the running operator stands.
     """
     try:
-        row_blocks = import_module("rl_logprobs.softmax.row_blocks")
+        devices, row_blocks = (import_module(f"rl_logprobs.{name}") for name in ("devices", "softmax.row_blocks"))
     except ImportError:
         yield lambda: 1
         return
-    with row_blocks.assume_accelerator(), row_blocks.represent_tiles():
+    with devices.assume_accelerator(), row_blocks.represent_tiles():
         yield row_blocks.tile_multiplicity
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from rl_logprobs._torch_compat import foreach_norm
+from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.dtypes import wide_dtype
 
 #: Outside these bounds squares leave the range of float32 (1e25 squared overflows, 1e-23 squared vanishes).
@@ -48,7 +49,7 @@ def norm_power(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.
 
 def _device_power(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     device = tensors[0].device
-    if device.type == "cpu":
+    if has_cpu_costs(device):
         return _cpu_power(tensors, norm_type)
     norms = torch.stack(foreach_norm(tensors, norm_type, wide_dtype(device)))
     return norms.amax() if norm_type == math.inf else norms.pow(norm_type).sum()

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from rl_logprobs._torch_compat import add_product_, apply_function, wide_product
+from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
 from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns, merge_all
-from rl_logprobs.softmax.row_blocks import has_cpu_costs, tile_indices
+from rl_logprobs.softmax.row_blocks import tile_indices
 from rl_logprobs.softmax.torch_kernels import exp2_weights_, reduce_logits, write_gradient
 from rl_logprobs.softmax.vocab_parallel import (
     SoftmaxOptions,

@@ -9,36 +9,12 @@ from itertools import pairwise
 
 import torch
 
+from rl_logprobs.devices import has_cpu_costs
+
 #: Elements of one workspace.  On a CPU it should stay in the cache (1 MiB of float32: at half of it, the calls
 #: cost a tenth of the time); on an accelerator it must be large enough to hide the kernel launches.
 CPU_WORKSPACE = 1 << 18
 ACCELERATOR_WORKSPACE = 1 << 23
-
-_accelerator_assumed: ContextVar[bool] = ContextVar("accelerator_assumed", default=False)
-
-
-@contextmanager
-def assume_accelerator() -> Iterator[None]:
-    """Use an accelerator's workspace size for CPU tensors within the context.
-
-    For a dry run, whose CPU or fake tensors stand for tensors on an accelerator.  Applies to the current thread,
-    which also runs the backward pass of CPU tensors.
-
-    Example:
-        >>> import torch
-        >>> from rl_logprobs.softmax.row_blocks import assume_accelerator, rows_per_workspace
-        >>> rows_per_workspace(1024, torch.device("cpu"))
-        256
-        >>> with assume_accelerator():
-        ...     rows_per_workspace(1024, torch.device("cpu"))
-        8192
-    """
-    token = _accelerator_assumed.set(True)
-    try:
-        yield
-    finally:
-        _accelerator_assumed.reset(token)
-
 
 #: Number of equal tiles that the running one stands for; None outside of ``represent_tiles``.
 _multiplicity: ContextVar[int | None] = ContextVar("tile_multiplicity", default=None)
@@ -83,11 +59,6 @@ def tile_indices(count: int) -> Iterator[int]:
             yield index
     finally:
         _multiplicity.set(outer)
-
-
-def has_cpu_costs(device: torch.device) -> bool:
-    """Return whether a CPU computes on the device's tensors: on one, outside of ``assume_accelerator``."""
-    return device.type == "cpu" and not _accelerator_assumed.get()
 
 
 def rows_per_workspace(width: int, device: torch.device, *, fraction: float = 1.0) -> int:

@@ -9,10 +9,11 @@ import math
 
 import torch
 
+from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.log2_scale import MIN_EXPONENT, TemperatureScale, log2_weights
 from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns
-from rl_logprobs.softmax.row_blocks import has_cpu_costs, row_blocks, rows_per_workspace
+from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 
 #: The fraction of a workspace that each of two buffers takes: the extra memory of entropies stays within 2 % of large
 #: logits, that of their gradients within 3 %.

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from rl_logprobs._torch_compat import add_product_, apply_function, wide_product
+from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.softmax.fused_linear import LMHead, operand_dtype, product_dtype
-from rl_logprobs.softmax.row_blocks import ACCELERATOR_WORKSPACE, CPU_WORKSPACE, has_cpu_costs
+from rl_logprobs.softmax.row_blocks import ACCELERATOR_WORKSPACE, CPU_WORKSPACE
 from rl_logprobs.support.entries import KeptEntries
 from rl_logprobs.support.kept_logits import own_columns
 
