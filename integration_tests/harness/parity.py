@@ -8,7 +8,6 @@ differently from its parameter is found and named.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from harness.copies import copier
 from harness.models import tiny_inputs, tiny_model
 
 #: The bounds of the numerics contract for Hugging Face models, whose norms and rotary code pass through float32:
@@ -65,7 +65,7 @@ def compare(case: Case) -> RankReport:
     """Run one case on this rank; every rank of the world must call it."""
     reference = _reference(case.architecture, tuple(sorted(case.model.items())), case.length, case.padding, case.inputs)
     mesh = mesh_for(case.mesh)
-    candidate = case.parallelize(copy.deepcopy(reference.model), mesh, **case.options)
+    candidate = case.parallelize(reference.copied(), mesh, **case.options)
 
     weights = reference.weights
     own = _own_rows(len(weights), mesh)
@@ -85,6 +85,7 @@ class _Reference:
 
     Args:
         model: the model, without gradients.
+        copied: returns a copy of it.
         inputs: keyword arguments of its forward.
         weights: those of the loss, a weighted sum of the logits.
         logits: the output.
@@ -92,6 +93,7 @@ class _Reference:
     """
 
     model: nn.Module
+    copied: Callable[[], nn.Module]
     inputs: dict[str, Tensor]
     weights: Tensor
     logits: Tensor
@@ -114,7 +116,7 @@ def _reference(
     (logits * weights).sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    return _Reference(model, inputs, weights, logits.detach(), gradients)
+    return _Reference(model, copier(model), inputs, weights, logits.detach(), gradients)
 
 
 def assert_parity(
