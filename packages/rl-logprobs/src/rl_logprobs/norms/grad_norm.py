@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_logprobs._torch_compat import foreach_mul_
 from rl_logprobs.argument_types import checked
+from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.errors import DtypeError, NonFiniteNormError, OptionError, ShapeError
 from rl_logprobs.norms.local_gradients import LocalGradients, complete_partial_sums, local_gradients
 from rl_logprobs.norms.local_norms import norm_power
@@ -247,7 +248,7 @@ def _scale(parts: Iterable[torch.Tensor], max_norm: float, total_norm: float | t
     if norm.dim() or norm.is_complex():
         raise ShapeError(f"total_norm must be one real number, got shape {tuple(norm.shape)} of {norm.dtype}")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if factor.device.type == "cpu" and factor == 1:  # reading the value costs nothing on a CPU
+    if has_cpu_costs(factor.device) and factor == 1:  # reading the value costs nothing on a CPU
         return
     by_device_and_dtype: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for part in parts:
