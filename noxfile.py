@@ -97,12 +97,15 @@ def artifact(package: str, kind: str) -> Path:
 def install_editable(session: nox.Session, *groups: str, torch: str | None = None, compiled: bool = False) -> None:
     """Install the three packages from this tree, one torch (the pinned one by default) and some groups.
 
+    The build backend is installed first and builds the three: an isolated environment for each takes 10 seconds in all.
     Unless ``compiled``, modules are compiled when they are first imported, as most of transformers' never are.
     """
     editable = [argument for package in PACKAGES for argument in ("-e", f"packages/{package}")]
     pinned = [f"torch=={torch}"] if torch else group("torch")
     requirements = [requirement for name in groups for requirement in group(name)]
-    session.install("--compile" if compiled else "--no-compile", *editable, *pinned, *requirements)
+    session.install(*group("editable"))
+    compilation = "--compile" if compiled else "--no-compile"
+    session.install("--no-build-isolation", compilation, *editable, *pinned, *requirements)
 
 
 def discard_environment(session: nox.Session) -> None:
