@@ -46,26 +46,6 @@ class RanksFailed(RuntimeError):
         super().__init__("\n".join([*lines, f"--- rank {min(errors)} ---", first.traceback]))
 
 
-def _share_groups() -> None:
-    """Let meshes over the same ranks use the same groups.
-
-    Each gloo group brings threads that wake up all the time and that nothing ends before the process.  A world that
-    serves hundreds of tests, each with meshes of its own, would spend its cores on them.
-    """
-    from torch.distributed import device_mesh
-
-    make_group, known = device_mesh.new_group, {}
-
-    def new_group(ranks: list[int], **options: Any) -> Any:
-        told_apart = {name: value for name, value in options.items() if name != "group_desc"}
-        key = (tuple(ranks), repr(sorted(told_apart.items())))
-        if key not in known:
-            known[key] = make_group(ranks, **options)
-        return known[key]
-
-    device_mesh.new_group = new_group
-
-
 def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
     os.environ.update(
         OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), USE_LIBUV="0"
@@ -73,8 +53,11 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
     import torch
     import torch.distributed as dist
 
+    from harness.gloo_groups import share_device, share_groups
+
     torch.set_num_threads(1)
-    _share_groups()
+    share_groups()
+    share_device()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )
