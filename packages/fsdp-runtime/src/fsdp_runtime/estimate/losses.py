@@ -50,7 +50,7 @@ def clip_function() -> Callable[[Any, float], Any] | None:
 
 
 @contextmanager
-def few_tiles() -> Iterator[Callable[[], int]]:
+def rl_logprobs_on_accelerator() -> Iterator[Callable[[], int]]:
     """Let rl-logprobs compute as on an accelerator, and run only those tiles of a loss that the others repeat.
 
     Otherwise a loss of ``T`` tokens would trace a number of operators in proportion to ``T``, and the gradient norm

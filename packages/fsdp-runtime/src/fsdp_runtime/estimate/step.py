@@ -18,7 +18,7 @@ from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.debug.describe import describe_parallelism
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.estimate.build_model import vocabulary_size
-from fsdp_runtime.estimate.losses import clip_function, few_tiles, resolve_loss
+from fsdp_runtime.estimate.losses import clip_function, resolve_loss, rl_logprobs_on_accelerator
 from fsdp_runtime.estimate.scale.repeated_blocks import TracedModel
 from fsdp_runtime.estimate.scale.summary import Summary, summarize, wildcard
 from fsdp_runtime.estimate.trace.assumed_routes import Routing
@@ -103,7 +103,7 @@ def trace_step(
     recompute = modules_to_recompute(structure, step.activation_checkpointing)
     replace(parallelism, structure=structure, recompute=recompute).apply(model)
     replicated = _replicated(model)
-    with fake_tensors_without_data(), few_tiles() as tile_multiplicity:
+    with fake_tensors_without_data(), rl_logprobs_on_accelerator() as tile_multiplicity:
         model.to_empty(device="cpu")
         inputs = _inputs(model, mesh, step)
         optimizer = _optimizer(model, step, without_grad)
