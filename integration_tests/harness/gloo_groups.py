@@ -42,9 +42,13 @@ class _GlooOnOneDevice:
         gloo = dist.ProcessGroupGloo
         self._device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
-    def __call__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    def __call__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, **settings: object
+    ) -> dist.ProcessGroupGloo:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._threads, options._timeout = [self._device], 2, timeout
+        for name, value in settings.items():  # of torch 2.14: enable_reconfigure
+            setattr(options, name, value)
         return dist.ProcessGroupGloo(store, rank, size, options)
 
     def __instancecheck__(self, group: object) -> bool:
