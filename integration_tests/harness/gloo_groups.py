@@ -1,8 +1,8 @@
 """Groups of gloo that cost a world of many tests little.
 
 Each gloo group brings three threads that nothing ends before the process, and one of them, its device's, wakes up a
-hundred times a second whether the group is used or not.  A world that serves hundreds of tests, each with meshes of its
-own, would spend a tenth of its cores on them.
+hundred times a second whether the group is used or not.  With shared groups but a device for each, these threads took
+8 % of the CPU time of all tests.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def share_groups() -> None:
     make_group, known = device_mesh.new_group, {}
 
     def new_group(ranks: list[int], **options: Any) -> Any:
-        told_apart = {name: value for name, value in options.items() if name != "group_desc"}
-        key = (tuple(ranks), repr(sorted(told_apart.items())))
+        compared = {name: value for name, value in options.items() if name != "group_desc"}
+        key = (tuple(ranks), repr(sorted(compared.items())))
         if key not in known:
             known[key] = make_group(ranks, **options)
         return known[key]
