@@ -28,11 +28,11 @@ SUBSET = [
         f"packages/fsdp-runtime/tests/{name}.py"
         for name in (
             "mesh/test_spec",
-            "parallel/test_fsdp",
-            "parallel/context/test_apply",
+            "steps/fsdp/test_step",
+            "steps/context/test_step",
             "memory/test_unshard",
             "weights/test_stream",
-            "estimate/test_estimate",
+            "dry_run/test_estimate",
         )
     ),
     *(
@@ -51,10 +51,10 @@ SUBSET_WITHOUT = [
     for package, test in (
         (
             "fsdp-runtime",
-            "estimate/test_estimate.py::test_a_step_with_images_counts_what_it_trains_of_the_vision_tower",
+            "dry_run/test_estimate.py::test_a_step_with_images_counts_what_it_trains_of_the_vision_tower",
         ),
-        ("fsdp-runtime", "estimate/test_estimate.py::test_the_layers_of_sharded_towers_take_half_of_their_bytes"),
-        ("fsdp-runtime", "estimate/test_estimate.py::test_scaled_traces_equal_exact_traces"),
+        ("fsdp-runtime", "dry_run/test_estimate.py::test_the_layers_of_sharded_towers_take_half_of_their_bytes"),
+        ("fsdp-runtime", "dry_run/test_estimate.py::test_scaled_traces_equal_exact_traces"),
         ("fsdp-runtime", "weights/test_stream.py::test_a_stream_holds_a_bucket_and_a_tensor_at_a_time"),
         ("rl-logprobs", "test_linear_logprobs.py::test_gradients_are_the_derivatives"),
     )
@@ -184,7 +184,9 @@ def transformers_oldest(session: nox.Session, transformers: str) -> None:
 @nox.session(venv_backend="none")
 def compatibility(session: nox.Session) -> None:
     """Write docs/compatibility.md from the reports of test runs in reports/, or from ``-- RUN.xml ...``."""
-    session.run("python3", "tools/compatibility.py", *(session.posargs or sorted(map(str, REPORTS.glob("*.xml")))))
+    session.run(
+        "python3", "docs/generate/compatibility.py", *(session.posargs or sorted(map(str, REPORTS.glob("*.xml"))))
+    )
 
 
 @nox.session(name="next")
@@ -259,7 +261,7 @@ def coverage(session: nox.Session) -> None:
     """Measure every architecture with TP and SP on two ranks, and write docs/coverage.md (`-- --help` for more)."""
     install_editable(session, "test")
     environment = {"PYTHONPATH": "integration_tests", **ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
-    session.run("python", "-m", "architecture_matrix.run", *session.posargs, env=environment)
+    session.run("python", "-m", "coverage.run", *session.posargs, env=environment)
 
 
 @nox.session
@@ -273,7 +275,7 @@ def faults(session: nox.Session) -> None:
 def plans_alone(session: nox.Session) -> None:
     """Run tp-plans' pure tests and the planner from its wheel, in an environment without torch and transformers."""
     session.install(str(artifact("tp-plans", "wheel")), *group("pure-test"))
-    session.run("python", "tools/check_absent.py", "torch", "transformers")
+    session.run("python", "integration_tests/release/check_absent.py", "torch", "transformers")
     foreign = Path("docs/examples/foreign_trainers")
     session.run("python", *(str(foreign / n) for n in ("planner.py", "plan.json", "llama-3-8b.json")), "--tp=4")
     elsewhere = Path(session.create_tmp(), "pure")
@@ -315,13 +317,13 @@ def dist(session: nox.Session) -> None:
         session.run(
             "python", "-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{package}", silent=True
         )
-    session.run("python", "tools/check_artifacts.py", *map(str, sorted(DIST.iterdir())))
+    session.run("python", "integration_tests/release/check_artifacts.py", *map(str, sorted(DIST.iterdir())))
 
 
 @nox.session(requires=["dist"])
 def release(session: nox.Session) -> None:
     """Check that a package can be released (`-- PACKAGE VERSION`), then run ``old_beside_new`` where it applies."""
-    session.run("python", "tools/release.py", *session.posargs)
+    session.run("python", "integration_tests/release/release.py", *session.posargs)
     package, _ = session.posargs
     if package != "rl-logprobs":
         for old in ("tp-plans", "fsdp-runtime"):
@@ -334,7 +336,9 @@ def old_beside_new(session: nox.Session, old: str) -> None:
     """Test fsdp-runtime and tp-plans together: one from this tree, the other at its oldest allowed release."""
     new = {"tp-plans": "fsdp-runtime", "fsdp-runtime": "tp-plans"}[old]
     install_editable(session, "test")  # packaging comes with pytest
-    found = session.run("python", "tools/oldest_release.py", old, new, session.create_tmp(), silent=True)
+    found = session.run(
+        "python", "integration_tests/release/oldest_release.py", old, new, session.create_tmp(), silent=True
+    )
     folder = str(found).strip().splitlines()[-1]
     session.install("--no-deps", "-e", folder)
     files = ("packages/fsdp-runtime/tests/test_parallelize.py", "integration_tests/test_parity.py")

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from architecture_matrix.packing import PACKED_BOUND, measure_packing_on_ranks
-from architecture_matrix.table import UNBUILDABLE, entries, tiny_model
+from coverage.packing import PACKED_BOUND, measure_packing_on_ranks
+from coverage.table import UNBUILDABLE, entries, tiny_model
 from fsdp_runtime import MeshSpec, ModelError, parallelize, record_routes, replay_routes, stream_weights
-from fsdp_runtime.parallel.lora import resolve_adapted_plan
-from fsdp_runtime.parallel.tensor import check_plan
+from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
+from fsdp_runtime.steps.tensor.step import check_plan
 from harness.models import tiny_model as tiny_decoder
 from harness.parity import mesh_for
 from harness.ranks import RankPool

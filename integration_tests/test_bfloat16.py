@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from architecture_matrix.bfloat16 import Differences, bfloat16_outcome, measure_bfloat16
-from architecture_matrix.table import UNBUILDABLE, coverage_entries
+from coverage.bfloat16 import Differences, bfloat16_outcome, measure_bfloat16
+from coverage.table import UNBUILDABLE, coverage_entries
 from harness.ranks import RankPool
 
 #: Routers, a recurrence's decay that its class creates in float32, and sinks of attention.

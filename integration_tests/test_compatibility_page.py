@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tools.compatibility import Run, merged, page, read_report
+from docs.generate.compatibility import Run, merged, page, read_report
 
 ROOT = Path(__file__).parents[1]
 TESTS = """

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-import fsdp_runtime.parallel.context.masks as masks
+import fsdp_runtime.steps.context.masks as masks
 import rl_logprobs
-from architecture_matrix.measure import default_dtype
-from architecture_matrix.packing import LENGTH as LENGTH_OF_ROWS
-from architecture_matrix.packing import PACKED_BOUND, ROWS, measure_packing_on_ranks
-from architecture_matrix.table import UNBUILDABLE, coverage_entries
-from architecture_matrix.table import tiny_model as tiny_row
+from coverage.measure import default_dtype
+from coverage.packing import LENGTH as LENGTH_OF_ROWS
+from coverage.packing import PACKED_BOUND, ROWS, measure_packing_on_ranks
+from coverage.table import UNBUILDABLE, coverage_entries
+from coverage.table import tiny_model as tiny_row
 from fsdp_runtime import LayoutError, ModelError, SequenceLayout, parallelize, sequence_layout, submesh
-from fsdp_runtime.parallel.context.masks import SequenceMask
+from fsdp_runtime.steps.context.masks import SequenceMask
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.pairwise import alternating_first

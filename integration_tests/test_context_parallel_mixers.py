@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from architecture_matrix.packing import LENGTH, PACKED_BOUND, ROWS, measure_packing_on_ranks
-from architecture_matrix.table import entries, tiny_model
+from coverage.packing import LENGTH, PACKED_BOUND, ROWS, measure_packing_on_ranks
+from coverage.table import entries, tiny_model
 from fsdp_runtime import parallelize, sequence_layout
-from fsdp_runtime.parallel.context import gathered
-from fsdp_runtime.parallel.packing.by_functions import ByFunctions
-from fsdp_runtime.parallel.packing.sequence_functions import functions_called
+from fsdp_runtime.steps.context import full_sequence as gathered
+from fsdp_runtime.steps.documents.recurrences import ByFunctions
+from fsdp_runtime.steps.documents.sequence_functions import functions_called
 from harness.float64 import compute_in_float64
 from harness.parity import mesh_for
 from harness.ranks import RankPool

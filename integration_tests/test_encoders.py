@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers.models.bert.modeling_bert import BertEmbeddings
 
-from architecture_matrix.heads import BATCH, HeadRow, head_model, head_rows
-from architecture_matrix.measure import gradient_errors
-from architecture_matrix.packing import PACKED_BOUND, measure_packing
+from coverage.heads import BATCH, HeadRow, head_model, head_rows
+from coverage.measure import gradient_errors
+from coverage.packing import PACKED_BOUND, measure_packing
 from fsdp_runtime import LayoutError, ModelError, inspect_model, parallelize, sequence_layout
-from fsdp_runtime.parallel.context.apply import check_context_parallel
-from fsdp_runtime.parallel.packing import run
-from fsdp_runtime.parallel.packing.apply import check_packing
-from fsdp_runtime.parallel.packing.positions import derived_positions
+from fsdp_runtime.steps.context.step import check_context_parallel
+from fsdp_runtime.steps.documents import isolation as run
+from fsdp_runtime.steps.documents.positions import derived_positions
+from fsdp_runtime.steps.documents.step import check_packing
 from harness.float64 import compute_in_float64
 from harness.models import VOCAB
 from harness.parity import largest, mesh_for, padding_mask

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fsdp_runtime
 import rl_logprobs
-from architecture_matrix.shrink import VOCAB
-from architecture_matrix.table import entries, tiny_model
+from coverage.shrink import VOCAB
+from coverage.table import entries, tiny_model
 from fsdp_runtime import PackedRow, pack, parallelize, replay_routes, submesh
 from fsdp_runtime.routing.routers import find_routers
 from harness.float64 import compute_in_float64

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from architecture_matrix.expert_parallel import MESHES, measure_experts, mixtures
+from coverage.expert_parallel import MESHES, measure_experts, mixtures
 from harness import mutants
 from harness.parity import Case, RankReport, assert_parity, compare
 from harness.ranks import RankPool

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from architecture_matrix.shrink import VOCAB
-from architecture_matrix.table import Entry, entries, tiny_model
+from coverage.shrink import VOCAB
+from coverage.table import Entry, entries, tiny_model
 from fsdp_runtime import parallelize, record_routes, submesh
 from harness.float64 import compute_in_float64
 from harness.parity import gradient_errors, largest, mesh_for

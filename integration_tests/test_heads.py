@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from transformers.models.bert.modeling_bert import BertLayer
 
-from architecture_matrix.heads import HeadRow, head_model, head_rows
-from architecture_matrix.heads_measure import BOUND, measure_head
+from coverage.heads import HeadRow, head_model, head_rows
+from coverage.heads_measure import BOUND, measure_head
 from fsdp_runtime import OptionError, load_weights, parallelize, save_weights, stream_weights
-from fsdp_runtime.parallel.lora import resolve_adapted_plan
+from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
 from harness.float64 import compute_in_float64
 from harness.models import HIDDEN, VOCAB, tiny_model
 from harness.parity import gradient_errors, largest, mesh_for, padding_mask

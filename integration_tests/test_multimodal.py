@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from architecture_matrix.measure import Refused
-from architecture_matrix.multimodal import multimodal_model
-from architecture_matrix.multimodal_absent import measure_absent_media
-from architecture_matrix.multimodal_inputs import multimodal_inputs
-from architecture_matrix.multimodal_measure import measure_multimodal
-from architecture_matrix.multimodal_media import IMAGES_PER_ROW
-from architecture_matrix.outcome import summarize
+from coverage.measure import Refused
+from coverage.multimodal import multimodal_model
+from coverage.multimodal_absent import measure_absent_media
+from coverage.multimodal_inputs import multimodal_inputs
+from coverage.multimodal_measure import measure_multimodal
+from coverage.multimodal_media import IMAGES_PER_ROW
+from coverage.outcome import summarize
 from fsdp_runtime import load_weights, parallelize, stream_weights
 from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, gradient_errors, largest, logits_of, mesh_for
 from harness.ranks import RankPool

@@ -14,10 +14,10 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from architecture_matrix.packing import PACKED_BOUND, ROWS, measure_packing
-from architecture_matrix.table import entries, tiny_model
+from coverage.packing import PACKED_BOUND, ROWS, measure_packing
+from coverage.table import entries, tiny_model
 from fsdp_runtime import MeshSpec, parallelize
-from fsdp_runtime.parallel.packing.sequence_functions import takes_boundaries
+from fsdp_runtime.steps.documents.sequence_functions import takes_boundaries
 
 #: Numbers of documents in a call, by kernel.
 Calls = dict[str, set[int]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from architecture_matrix.packing import (
+from coverage.packing import (
     LENGTH,
     PACKED_BOUND,
     POOLED,
@@ -17,7 +17,7 @@ from architecture_matrix.packing import (
     measure_packing_on_ranks,
     packed_positions,
 )
-from architecture_matrix.table import UNBUILDABLE, Entry, entries, tiny_model
+from coverage.table import UNBUILDABLE, Entry, entries, tiny_model
 from fsdp_runtime import MeshSpec, parallelize
 from harness.ranks import RankPool
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from tools.oldest_release import bounds, oldest
+
+from release.oldest_release import bounds, oldest
 
 ROOT = Path(__file__).parents[1]
 METADATA = """Metadata-Version: 2.4
@@ -58,7 +59,7 @@ def _wheel(tree: Path, metadata: str = METADATA, **more: str) -> None:
 
 def _said(tree: Path, version: str = "0.2.0") -> str:
     """What the tool says; nothing if the package can be released."""
-    command = [sys.executable, ROOT / "tools/release.py", "tp-plans", version]
+    command = [sys.executable, ROOT / "integration_tests/release/release.py", "tp-plans", version]
     run = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     assert run.returncode == (1 if run.stderr else 0)
     return run.stderr

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from architecture_matrix.shrink import VOCAB
-from architecture_matrix.table import entries, tiny_model
+from coverage.shrink import VOCAB
+from coverage.table import entries, tiny_model
 from fsdp_runtime import ModelError, Routes, RoutesError, parallelize, record_routes, replay_routes, sequence_layout
 from fsdp_runtime.routing.routers import find_routers
 from harness.float64 import compute_in_float64

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 import rl_logprobs
-from architecture_matrix.shrink import VOCAB
-from architecture_matrix.table import UNBUILDABLE, Entry, entries, tiny_model
+from coverage.shrink import VOCAB
+from coverage.table import UNBUILDABLE, Entry, entries, tiny_model
 from fsdp_runtime import (
     MeshSpec,
     ModelError,
@@ -31,8 +31,8 @@ from fsdp_runtime import (
     sequence_layout,
     submesh,
 )
-from fsdp_runtime.parallel import prefix_attention
 from fsdp_runtime.routing.routers import find_routers
+from fsdp_runtime.steps.documents import prefix_attention
 from harness import models
 from harness.float64 import compute_in_float64
 from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, mesh_for, own_part

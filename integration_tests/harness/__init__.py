@@ -28,6 +28,6 @@ misuse                 calls with wrong arguments, which must be refused with an
 pages                  code blocks of documentation pages, run as they stand there
 =====================  ================================================================================================
 
-The other modules serve one kind of test each, as their first lines say.  ``architecture_matrix`` next to this folder
+The other modules serve one kind of test each, as their first lines say.  ``coverage`` next to this folder
 has a tiny model of every architecture.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_runtime.estimate import (
+from fsdp_runtime.dry_run import (
     Advice,
     Assumption,
     Estimate,

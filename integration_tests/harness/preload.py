@@ -15,7 +15,7 @@ import fsdp_runtime._api
 import fsdp_runtime.monitor  # noqa: F401
 import harness.parity  # noqa: F401
 import rl_logprobs  # noqa: F401
-import tp_plans.verification.prove
+import tp_plans.verification.run
 import tp_plans.verification.tiny  # noqa: F401
 
 with contextlib.suppress(ImportError):  # what the first compilation of a process imports
@@ -27,7 +27,7 @@ with contextlib.suppress(ImportError):
     import peft.utils.transformers_weight_conversion  # noqa: F401
 
 with contextlib.suppress(ImportError):
-    from architecture_matrix.table import entries
+    from coverage.table import entries
 
     entries()  # imports the config of every architecture
 

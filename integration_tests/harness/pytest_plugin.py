@@ -29,7 +29,7 @@ RANK_FIXTURES = frozenset({"ranks", "own_ranks", "two_ranks", "four_ranks", "eig
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Write the versions into the report of ``--junitxml``, for tools/compatibility.py.
+    """Write the versions into the report of ``--junitxml``, for docs/generate/compatibility.py.
 
     The fixture ``record_testsuite_property`` would write them in pytest-xdist's workers, which have no report.
     """

@@ -13,7 +13,7 @@ from torch import nn
 
 import fsdp_runtime
 import rl_logprobs
-from fsdp_runtime.integrations.vllm import EngineClient, EngineSync, EngineSyncReport
+from fsdp_runtime.sync.vllm import EngineClient, EngineSync, EngineSyncReport
 
 #: Two forwards in float32 that sum in other orders.
 FLOAT32_ROUNDING = 1e-5

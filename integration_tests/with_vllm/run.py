@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_runtime
-from fsdp_runtime.integrations.vllm import EngineSync, WeightSource
+from fsdp_runtime.sync.vllm import EngineSync, WeightSource
 from with_vllm import models
 from with_vllm.engine import Engine
 from with_vllm.failures import Failures

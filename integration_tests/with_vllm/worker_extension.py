@@ -11,9 +11,9 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, layerwise
 
 import tp_plans
-from fsdp_runtime.integrations.vllm import cpu_repack, gpt_oss, reload
-from fsdp_runtime.integrations.vllm._vllm_compat import drop_pending, processing_replaced
-from fsdp_runtime.transfer.views import block_view
+from fsdp_runtime.sync.tensor_views import block_view
+from fsdp_runtime.sync.vllm import cpu_repack, gpt_oss, reload
+from fsdp_runtime.sync.vllm._vllm_compat import drop_pending, processing_replaced
 
 
 class Questions:

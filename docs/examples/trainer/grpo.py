@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
 from fsdp_runtime import MeshSpec, load_weights, meta_device, parallelize
-from fsdp_runtime.integrations import GRPOTrainer
+from fsdp_runtime.trainers import GRPOTrainer
 
 
 def small_numbers(completions: list[str], **_: object) -> list[float]:

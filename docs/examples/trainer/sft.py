@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
 from fsdp_runtime import MeshSpec, load_weights, meta_device, parallelize
-from fsdp_runtime.integrations import SFTTrainer
+from fsdp_runtime.trainers import SFTTrainer
 
 
 def sums(count: int) -> Dataset:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from fsdp_runtime import MeshSpec, load_weights, meta_device, parallelize
-from fsdp_runtime.integrations import Trainer
+from fsdp_runtime.trainers import Trainer
 
 
 def counting(count: int) -> list[dict[str, list[int]]]:

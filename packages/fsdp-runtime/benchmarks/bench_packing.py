@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from fsdp_runtime.packing.balance import Items, Row, assign_rows, lower_bound, step_work
+from fsdp_runtime.batching.balance import Items, Row, assign_rows, lower_bound, step_work
 
 #: Samples, data-parallel ranks and tokens a row of each setting.
 SETTINGS = ((64, 4, 8192), (256, 8, 16384), (512, 16, 16384))

@@ -13,8 +13,8 @@ import pytest
 
 import fsdp_runtime
 from fsdp_runtime import Estimate, MeshSpec, ModelError, Sweep, cli
-from fsdp_runtime.estimate.candidates import rank_candidates
-from fsdp_runtime.estimate.sweep_types import Candidate
+from fsdp_runtime.dry_run.candidates import rank_candidates
+from fsdp_runtime.dry_run.sweep_types import Candidate
 from harness.estimates import GIB, made_estimate
 from harness.interpreter import environment
 from harness.models import tiny_config
@@ -252,8 +252,8 @@ def test_functions_with_the_name_of_a_module_stay_functions() -> None:
 import sys
 for name in [name for name in sys.modules if name.partition(".")[0] == "fsdp_runtime"]:
     del sys.modules[name]
-import fsdp_runtime.estimate.types, fsdp_runtime.parallelize, fsdp_runtime
-print(callable(fsdp_runtime.estimate), callable(fsdp_runtime.parallelize))
+import fsdp_runtime.dry_run.types, fsdp_runtime.parallelize, fsdp_runtime
+print(callable(fsdp_runtime.dry_run), callable(fsdp_runtime.parallelize))
 """
     found = subprocess.run(["python", "-c", program], env=environment(), capture_output=True, text=True, check=False)
     assert (found.stdout, found.returncode) == ("True True\n", 0), found.stderr

@@ -28,9 +28,9 @@ from fsdp_runtime import (
     resolve_parallelism,
 )
 from fsdp_runtime._torch_compat import offloads_to_cpu
-from fsdp_runtime.parallel import tensor
-from fsdp_runtime.parallel.packing.warn import PackedRowsWatch
-from fsdp_runtime.parallel.tensor import with_logits
+from fsdp_runtime.steps.documents.unpacked_warning import PackedRowsWatch
+from fsdp_runtime.steps.tensor import step as tensor
+from fsdp_runtime.steps.tensor.step import with_logits
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, assert_parity, compare
 from harness.ranks import RankPool, RanksFailed

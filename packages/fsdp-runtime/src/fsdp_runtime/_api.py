@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from fsdp_runtime.batching.micro_batches import Packing
+from fsdp_runtime.batching.pack import PackedRow, pack
+from fsdp_runtime.batching.pack_tree import pack_tree
+from fsdp_runtime.batching.tree_row import GroupMember, TreeRow
 from fsdp_runtime.debug.describe import ParallelismReport, describe_parallelism
 from fsdp_runtime.debug.finite_grads import assert_finite_gradients
 from fsdp_runtime.debug.replica_check import assert_replicas_equal
+from fsdp_runtime.dry_run import Estimate, Sweep, estimate, sweep
 from fsdp_runtime.errors import (
     BackendError,
     CheckpointError,
@@ -27,7 +32,6 @@ from fsdp_runtime.errors import (
     WeightsError,
     WeightSyncError,
 )
-from fsdp_runtime.estimate import Estimate, Sweep, estimate, sweep
 from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.memory.offload import OffloadReport, offload, onload
 from fsdp_runtime.memory.unshard import unsharded
@@ -36,34 +40,31 @@ from fsdp_runtime.mesh.spec import MeshSpec, adopt_mesh, submesh
 from fsdp_runtime.model.structure import AttentionHeads, ModelStructure, inspect_model
 from fsdp_runtime.monitor import RankMonitor, monitor_ranks
 from fsdp_runtime.monitor.signals import stop_on_signal
-from fsdp_runtime.packing.pack import PackedRow, pack
-from fsdp_runtime.packing.pack_tree import pack_tree
-from fsdp_runtime.packing.packing import Packing
-from fsdp_runtime.packing.tree_row import GroupMember, TreeRow
-from fsdp_runtime.parallel.activation_checkpoint import SelectiveCheckpoint, apply_ac
-from fsdp_runtime.parallel.check_inputs import assert_inputs_equal
-from fsdp_runtime.parallel.compile import apply_compile
-from fsdp_runtime.parallel.context.apply import apply_cp
-from fsdp_runtime.parallel.context.attention import ContextAttention
-from fsdp_runtime.parallel.context.sharding import SequenceLayout, sequence_layout
-from fsdp_runtime.parallel.experts import apply_ep
-from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_mesh
-from fsdp_runtime.parallel.fsdp_options import FSDPOptions
-from fsdp_runtime.parallel.lm_head import LMHeadParameters, forward_with_lm_head
-from fsdp_runtime.parallel.lora import save_adapter
-from fsdp_runtime.parallel.packing.apply import apply_packing
-from fsdp_runtime.parallel.shared_prefixes import apply_shared_prefixes
-from fsdp_runtime.parallel.tensor import apply_tp
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.routing.replay import record_routes, replay_routes
 from fsdp_runtime.routing.routes import Routes, routes_from_generator
+from fsdp_runtime.steps.checkpointing import SelectiveCheckpoint, apply_ac
+from fsdp_runtime.steps.compile import apply_compile
+from fsdp_runtime.steps.context.attention import ContextAttention
+from fsdp_runtime.steps.context.sharding import SequenceLayout, sequence_layout
+from fsdp_runtime.steps.context.step import apply_cp
+from fsdp_runtime.steps.documents.shared_prefixes import apply_shared_prefixes
+from fsdp_runtime.steps.documents.step import apply_packing
+from fsdp_runtime.steps.experts.step import apply_ep
+from fsdp_runtime.steps.fsdp.options import FSDPOptions
+from fsdp_runtime.steps.fsdp.step import apply_fsdp, fsdp_mesh
+from fsdp_runtime.steps.guards.check_inputs import assert_inputs_equal
+from fsdp_runtime.steps.outputs.lm_head import LMHeadParameters, forward_with_lm_head
+from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.steps.tensor.step import apply_tp
+from fsdp_runtime.sync.digest import digest, digest_layout, verify_transfer
+from fsdp_runtime.sync.execute import execute_transfer
+from fsdp_runtime.sync.groups import transfer_group
+from fsdp_runtime.sync.model_layout import ModelShards
+from fsdp_runtime.sync.quantize.formats import Quantization
+from fsdp_runtime.sync.weight_sync import SyncReport, WeightSync
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
-from fsdp_runtime.transfer.digest import digest, digest_layout, verify_transfer
-from fsdp_runtime.transfer.execute import execute_transfer
-from fsdp_runtime.transfer.groups import transfer_group
-from fsdp_runtime.transfer.model_layout import ModelShards
-from fsdp_runtime.transfer.sync import SyncReport, WeightSync
 from fsdp_runtime.weights import (
     LoadReport,
     WeightExport,
@@ -81,7 +82,6 @@ from fsdp_runtime.weights import (
     stream_weights,
     unflatten_bucket,
 )
-from fsdp_runtime.weights.quantize.formats import Quantization
 
 __all__ = [
     "AttentionHeads",

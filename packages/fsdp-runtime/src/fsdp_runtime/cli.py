@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import fsdp_runtime
+from fsdp_runtime.dry_run import Estimate, Sweep, estimate, sweep
+from fsdp_runtime.dry_run.parse_args import parse_mesh, split_bandwidths
+from fsdp_runtime.dry_run.report.html import html_report
+from fsdp_runtime.dry_run.report.png import write_png
+from fsdp_runtime.dry_run.report.progress import ProgressBar
+from fsdp_runtime.dry_run.report.sections import Section, estimate_sections, sweep_sections
+from fsdp_runtime.dry_run.report.text import text_lines
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
-from fsdp_runtime.estimate import Estimate, Sweep, estimate, sweep
-from fsdp_runtime.estimate.parse_args import parse_mesh, split_bandwidths
-from fsdp_runtime.estimate.report.html import html_report
-from fsdp_runtime.estimate.report.png import write_png
-from fsdp_runtime.estimate.report.progress import ProgressBar
-from fsdp_runtime.estimate.report.sections import Section, estimate_sections, sweep_sections
-from fsdp_runtime.estimate.report.text import text_lines
 from tp_plans import Plan, TpPlansError
 
 #: Exit codes: the estimate was made and fits (or no device memory was given); it does not fit; the command failed.

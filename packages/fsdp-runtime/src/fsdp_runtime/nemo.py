@@ -24,9 +24,9 @@ from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import FLATTENED, submesh
 from fsdp_runtime.model.structure import AttentionHeads, ModelStructure, inspect_model
-from fsdp_runtime.parallel.fsdp_options import FSDPOptions
-from fsdp_runtime.parallel.megatron_fsdp import resolve_megatron_fsdp
 from fsdp_runtime.parallelism import resolve_on
+from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
+from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from tp_plans import Plan, from_hugging_face, resolve_plan
 
 TorchPlan = dict[str, ParallelStyle]

@@ -19,35 +19,36 @@ from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
 from fsdp_runtime.mesh.spec import axis_size, require_axes, submesh
 from fsdp_runtime.model.structure import ModelStructure, inspect_model
-from fsdp_runtime.parallel.activation_checkpoint import (
+from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.steps.async_tp import async_compile_options
+from fsdp_runtime.steps.checkpointing import (
     ActivationCheckpointing,
     apply_ac,
     modules_to_recompute,
     recomputes,
 )
-from fsdp_runtime.parallel.async_tp import async_compile_options
-from fsdp_runtime.parallel.check_inputs import apply_input_check
-from fsdp_runtime.parallel.compile import apply_compile, check_compile_options
-from fsdp_runtime.parallel.context.apply import (
+from fsdp_runtime.steps.compile import apply_compile, check_compile_options
+from fsdp_runtime.steps.context.methods import ContextParallel, require_context_parallel
+from fsdp_runtime.steps.context.sharding import LoadBalancer, require_load_balancer
+from fsdp_runtime.steps.context.step import (
     apply_cp,
     check_context_parallel,
     check_heads_over_cp,
     under_context_parallelism,
 )
-from fsdp_runtime.parallel.context.prove import prove_context_parallelism
-from fsdp_runtime.parallel.context.sharding import LoadBalancer, require_load_balancer
-from fsdp_runtime.parallel.context.ways import ContextParallel, require_context_parallel
-from fsdp_runtime.parallel.experts import ExpertExchange, apply_ep, check_adapted_experts, expert_modules
-from fsdp_runtime.parallel.fsdp import apply_fsdp, fsdp_dtypes, fsdp_mesh
-from fsdp_runtime.parallel.fsdp_dtypes import FSDPDtypes
-from fsdp_runtime.parallel.fsdp_options import FSDPOptions, check_fsdp_options
-from fsdp_runtime.parallel.lora import resolve_adapted_plan
-from fsdp_runtime.parallel.optimizer_groups import step_meshes_apart
-from fsdp_runtime.parallel.packing.apply import apply_packing, check_packing
-from fsdp_runtime.parallel.refuse_pickle import refuse_pickle
-from fsdp_runtime.parallel.shared_prefixes import apply_shared_prefixes, check_shared_prefixes
-from fsdp_runtime.parallel.stale_optimizers import refuse_stale_optimizers
-from fsdp_runtime.parallel.tensor import (
+from fsdp_runtime.steps.context.verify import prove_context_parallelism
+from fsdp_runtime.steps.documents.shared_prefixes import apply_shared_prefixes, check_shared_prefixes
+from fsdp_runtime.steps.documents.step import apply_packing, check_packing
+from fsdp_runtime.steps.experts.step import ExpertExchange, apply_ep, check_adapted_experts, expert_modules
+from fsdp_runtime.steps.fsdp.dtypes import FSDPDtypes
+from fsdp_runtime.steps.fsdp.options import FSDPOptions, check_fsdp_options
+from fsdp_runtime.steps.fsdp.step import apply_fsdp, fsdp_dtypes, fsdp_mesh
+from fsdp_runtime.steps.guards.check_inputs import apply_input_check
+from fsdp_runtime.steps.guards.optimizer_groups import step_meshes_apart
+from fsdp_runtime.steps.guards.refuse_pickle import refuse_pickle
+from fsdp_runtime.steps.guards.stale_optimizers import refuse_stale_optimizers
+from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
+from fsdp_runtime.steps.tensor.step import (
     Logits,
     Towers,
     apply_tp,
@@ -56,7 +57,6 @@ from fsdp_runtime.parallel.tensor import (
     require_towers,
     with_logits,
 )
-from fsdp_runtime.runtime_state import runtime_state
 from tp_plans import Plan, Style, UnknownArchitectureError, with_expert_parallelism
 from tp_plans.torch_styles import exchange_class
 

@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime.argument_types import checked
-from fsdp_runtime.parallel.activation_checkpoint import ActivationCheckpointing
-from fsdp_runtime.parallel.context.sharding import LoadBalancer
-from fsdp_runtime.parallel.context.ways import ContextParallel
-from fsdp_runtime.parallel.experts import ExpertExchange
-from fsdp_runtime.parallel.fsdp_options import FSDPOptions
-from fsdp_runtime.parallel.tensor import Logits, Towers
 from fsdp_runtime.parallelism import PlanSource, resolve_parallelism
+from fsdp_runtime.steps.checkpointing import ActivationCheckpointing
+from fsdp_runtime.steps.context.methods import ContextParallel
+from fsdp_runtime.steps.context.sharding import LoadBalancer
+from fsdp_runtime.steps.experts.step import ExpertExchange
+from fsdp_runtime.steps.fsdp.options import FSDPOptions
+from fsdp_runtime.steps.tensor.step import Logits, Towers
 
 
 @checked

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from architecture_matrix.table import entries, tiny_model
+from coverage.table import entries, tiny_model
 from fsdp_runtime import ConversionError, MismatchError
 from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime.weights import load_weights, save_weights, stream_weights

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from fsdp_runtime import BackendError, MeshError, ModelError, OptionError
-from fsdp_runtime.integrations import Trainer
+from fsdp_runtime.trainers import Trainer
 from harness.parity import mesh_for
 from harness.ranks import RankPool
 from harness.trainers import (
@@ -266,7 +266,7 @@ def test_one_process_alone_may_use_it_too(folder: Path, tmp_path: Path) -> None:
 
 
 def test_losses_are_finite_where_no_label_is_left(folder: Path) -> None:
-    from fsdp_runtime.integrations.logits import per_token
+    from fsdp_runtime.trainers.logits import per_token
 
     logits, labels = torch.randn(2, 1, 7, requires_grad=True), torch.full((2, 5), -100)
     fields = per_token(logits, labels, temperature=1.0, entropy=True, is_top1=True)
@@ -283,6 +283,6 @@ def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
     from fsdp_runtime import integrations
 
     monkeypatch.setitem(sys.modules, "trl", None)
-    monkeypatch.delitem(sys.modules, "fsdp_runtime.integrations.trl_trainers", raising=False)
+    monkeypatch.delitem(sys.modules, "fsdp_runtime.trainers.trl_trainers", raising=False)
     with pytest.raises(BackendError, match=r"pip install 'fsdp-runtime\[trl\]'"):
         _ = integrations.SFTTrainer

@@ -13,7 +13,7 @@ import trl
 from datasets import Dataset
 
 from fsdp_runtime import OptionError
-from fsdp_runtime.integrations import GRPOTrainer
+from fsdp_runtime.trainers import GRPOTrainer
 from harness.ranks import RankPool
 from harness.trainers import (
     COMMON,

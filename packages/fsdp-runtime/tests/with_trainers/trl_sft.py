@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from fsdp_runtime import OptionError, load_weights, parallelize
-from fsdp_runtime.integrations import SFTTrainer
+from fsdp_runtime.trainers import SFTTrainer
 from harness.models import VOCAB
 from harness.parity import mesh_for
 from harness.ranks import RankPool

@@ -24,7 +24,7 @@ from tp_plans.inner_models import inner_models, plan_around
 from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
 from tp_plans.registry import plan_for
-from tp_plans.verification.prove import inferred_plan
+from tp_plans.verification.run import inferred_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

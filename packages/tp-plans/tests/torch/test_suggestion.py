@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from architecture_matrix.table import entries
-from architecture_matrix.table import tiny_model as small
+from coverage.table import entries
+from coverage.table import tiny_model as small
 from harness.models import ARCHITECTURES, tiny_model
 from harness.parity import Case, assert_parity, compare, mesh_for
 from tp_plans import (

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import tp_plans
-from architecture_matrix.table import coverage_entries
-from architecture_matrix.table import tiny_model as small
+from coverage.table import coverage_entries
+from coverage.table import tiny_model as small
 from harness.parity import mesh_for
 from tp_plans import (
     ColwiseParallel,

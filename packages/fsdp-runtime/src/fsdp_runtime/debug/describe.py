@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_runtime._torch_compat import is_compiled
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.parallel.activation_checkpoint import recomputes
+from fsdp_runtime.steps.checkpointing import recomputes
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from fsdp_runtime._torch_compat import is_compiled
 from fsdp_runtime._transformers_compat.recomputation import checkpointing_through
 from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, RoutesError
-from fsdp_runtime.parallel.context.apply import attention_of, under_context_parallelism
-from fsdp_runtime.parallel.context.attention import ContextAttention
-from fsdp_runtime.parallel.context.exchange import gather_tokens
 from fsdp_runtime.routing.routers import Router, Routers, find_routers
 from fsdp_runtime.routing.routes import Routes, checked_routes, fill_recorded, has_holes
 from fsdp_runtime.routing.session import Session, activated, bound_to_routes
+from fsdp_runtime.steps.context.attention import ContextAttention
+from fsdp_runtime.steps.context.exchange import gather_tokens
+from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fsdp_runtime.model.buffers import meta_device
 from fsdp_runtime.model.materialize import materialize
+from fsdp_runtime.sync.broadcast import flatten_bucket, send_weights, unflatten_bucket
 from fsdp_runtime.weights.load import LoadReport, load_weights
 from fsdp_runtime.weights.load_adapter import init_adapters, load_adapter
 from fsdp_runtime.weights.save import save_weights
-from fsdp_runtime.weights.send import flatten_bucket, send_weights, unflatten_bucket
 from fsdp_runtime.weights.stream import (
     WeightExport,
     WeightInfo,

@@ -26,10 +26,10 @@ from fsdp_runtime.sharded.collectives import ModelRanks, mesh_or_world_ranks, ra
 from fsdp_runtime.sharded.fsync import fsync_path, move_into_place, write_and_fsync
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
 from fsdp_runtime.weights.naming import Names
-from fsdp_runtime.weights.quantize.formats import Quantization
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, WeightExport, split_by_bytes
 
 _WORK_PREFIX = ".saving-"

@@ -14,9 +14,9 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.gather import full_tensors
+from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, export_groups
 from fsdp_runtime.weights.naming import Names
-from fsdp_runtime.weights.quantize.formats import Quantization
 
 #: Names and full tensors, all of one dtype.
 Bucket = list[tuple[str, Tensor]]

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from tp_plans.infer.attention import per_head_norms, split_in_heads, with_replicated_kv_heads
+from tp_plans.infer.stored_parameters import embedding_submodules, shard_storage
 from tp_plans.infer.sublayers import split_sublayers
 from tp_plans.infer.tied_modules import tied_modules
-from tp_plans.infer.unrecognized import embedding_submodules, shard_storage
 from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree

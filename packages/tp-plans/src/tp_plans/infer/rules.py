@@ -13,8 +13,8 @@ from typing import Any
 from tp_plans._validate import is_integer
 from tp_plans.infer.bytecode import counts_used, first_argument, non_elementwise_op, reads_weights
 from tp_plans.infer.full_output import is_tied
+from tp_plans.infer.stored_parameters import MIN_ROWS
 from tp_plans.infer.sublayers import Sublayer, rules_for
-from tp_plans.infer.unrecognized import MIN_ROWS
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, join
 from tp_plans.module_attrs import getattr_path

@@ -14,8 +14,8 @@ from typing import Any
 
 from tp_plans.errors import CapabilityError, PlanError
 from tp_plans.infer.bytecode import first_argument, takes_argument
+from tp_plans.infer.encoder_decoder import token_streams
 from tp_plans.infer.full_output import is_read_in_full, is_tied, norm_after_blocks, with_full_output
-from tp_plans.infer.streams import token_streams
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, is_at_or_below, join, parent
 from tp_plans.models.spec import SEQUENCE_DIM

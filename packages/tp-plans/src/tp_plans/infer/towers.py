@@ -19,8 +19,8 @@ from tp_plans._validate import checked, require_size
 from tp_plans.checks.divisibility import Constraint, divisibility_constraints
 from tp_plans.infer.bytecode import reads_below, reads_weights
 from tp_plans.infer.rules import propose
+from tp_plans.infer.stored_parameters import MIN_ROWS, is_large, large_patterns, stored_sharded
 from tp_plans.infer.sublayers import Sublayer
-from tp_plans.infer.unrecognized import MIN_ROWS, is_large, large_patterns, stored_sharded
 from tp_plans.layouts import Replicate
 from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, join, parent
 from tp_plans.naming import FUSED_MLPS, FUSED_QKV, OUTPUT_PROJECTION, leaf

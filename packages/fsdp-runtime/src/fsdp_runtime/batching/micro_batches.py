@@ -1,0 +1,105 @@
+"""Rows as the micro-batches of data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.batching.balance import Items, assign_rows, lower_bound, step_work
+from fsdp_runtime.errors import OptionError, SampleError
+
+
+class UnpackableRow(Protocol):
+    """A row whose values go back to the samples."""
+
+    @property
+    def input_ids(self) -> Tensor:
+        """``[1, seq]``."""
+
+    def unpack(self, values: Tensor) -> Mapping[Hashable, Tensor]:
+        """Return the values of each sample."""
+
+
+RowT = TypeVar("RowT", bound=UnpackableRow)
+
+
+@dataclass(frozen=True, eq=False)
+class Packing(Generic[RowT]):
+    """The rows of every rank and micro-batch; the result of :func:`pack` and :func:`pack_tree`.
+
+    The same samples give the same packing on every rank, so that no communication is needed.
+
+    Args:
+        items: what was assigned: tokens and work of each item, and the capacity of a row.
+        assignment: for each micro-batch, the items of one row for each rank.
+        make_row: builds a row from its items.
+    """
+
+    items: Items = field(repr=False)
+    assignment: Sequence[Sequence[Sequence[int]]] = field(repr=False)
+    make_row: Callable[[Sequence[int]], RowT] = field(repr=False)
+
+    @property
+    def ranks(self) -> int:
+        """The number of data-parallel ranks."""
+        return len(self.assignment[0])
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of rows of each rank, the same for all, since every micro-batch has collectives."""
+        return len(self.assignment)
+
+    @property
+    def work(self) -> float:
+        """The work of a step: the sum over the micro-batches of the row with the most."""
+        return step_work(self.items, [[list(row) for row in rows] for rows in self.assignment])
+
+    @property
+    def imbalance(self) -> float:
+        """The share by which :attr:`work` exceeds the lower bound, 0 at best."""
+        return self.work / lower_bound(self.items, self.ranks) - 1
+
+    @checked
+    def rows(self, rank: int = 0) -> list[RowT]:
+        """Return the rows of a rank, one for each micro-batch.
+
+        Args:
+            rank: the index on the data-parallel axis, ``submesh(mesh, "dp").get_local_rank()``.
+
+        Raises:
+            OptionError: there is no such rank.
+        """
+        if not 0 <= rank < self.ranks:
+            raise OptionError(f"rank={rank} of {self.ranks} ranks: samples were packed for ranks={self.ranks}")
+        return [self.make_row(rows[rank]) for rows in self.assignment]
+
+    @checked
+    def unpack(self, values: Sequence[Tensor], rank: int = 0) -> dict[Hashable, Tensor]:
+        """Return the values of each sample of a rank; the inverse of packing for log-probabilities and the like.
+
+        Args:
+            values: for each micro-batch of the rank, what the row's own ``unpack`` takes.
+            rank: the index on the data-parallel axis.
+
+        Returns:
+            For each sample of the rank ``[length]``: entry ``t`` is about token ``t + 1``, and the last is 0, as in
+            ``rl_logprobs.token_logprobs(..., shift=True)`` of the sample alone.
+
+        Raises:
+            OptionError: there is no such rank.
+            SampleError: there are not as many values as rows, or they have another shape than a row.
+        """
+        rows = self.rows(rank)
+        if len(values) != len(rows):
+            raise SampleError(f"{len(values)} tensors for {len(rows)} rows: give one for each micro-batch")
+        return {key: value for row, each in zip(rows, values, strict=True) for key, value in row.unpack(each).items()}
+
+
+def packing_of(items: Items, ranks: int, make_row: Callable[[Sequence[int]], RowT]) -> Packing[RowT]:
+    """Assign items to rows; items keep their order within a row."""
+    assigned = assign_rows(items, ranks)
+    return Packing(items, tuple(tuple(tuple(sorted(row)) for row in rows) for rows in assigned), make_row)

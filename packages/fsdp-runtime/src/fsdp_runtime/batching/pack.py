@@ -1,0 +1,202 @@
+"""Samples side by side in rows, each attending to itself only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.batching.balance import Items
+from fsdp_runtime.batching.micro_batches import Packing, packing_of
+from fsdp_runtime.batching.samples import (
+    PAIR_COST,
+    Sample,
+    TokenIds,
+    read_sample,
+    require_pair_cost,
+    require_positive,
+    row_sizes,
+)
+from fsdp_runtime.errors import SampleError
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """One row of samples side by side, padded on the right.
+
+    Args:
+        samples: the indices of its samples, in the order of their tokens.
+        lengths: the tokens of each sample.
+        input_ids: ``[1, seq]`` int64.
+        position_ids: ``[1, seq]`` int64; restart at 0 with each sample, and with the padding.
+        targets: ``[1, seq]`` int64: the next token of the same sample, or ``ignore_index`` where there is none or it
+            does not count in the loss.
+
+    Example:
+        >>> from fsdp_runtime import pack
+        >>> (row,) = pack([[5, 6, 7], [8, 9]], budget=6, multiple_of=2).rows()
+        >>> row.cu_seqlens.tolist()
+        [0, 3, 5, 6]
+        >>> {sample: part.tolist() for sample, part in row.unpack(row.input_ids).items()}
+        {0: [5, 6, 7], 1: [8, 9]}
+    """
+
+    samples: tuple[int, ...]
+    lengths: tuple[int, ...]
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The inputs of a model's forward, by name."""
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids}
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """``[sequences + 1]`` int32: the start of each sample and of the padding, if any, and ``seq`` at the end."""
+        starts = [0, *accumulate(self.lengths)]
+        length = self.input_ids.shape[1]
+        ends = [] if starts[-1] == length else [length]
+        return torch.tensor([*starts, *ends], dtype=torch.int32, device=self.input_ids.device)
+
+    def to(self, device: torch.device | str) -> PackedRow:
+        """Return the row with its tensors on a device."""
+        tensors = (tensor.to(device) for tensor in (self.input_ids, self.position_ids, self.targets))
+        return PackedRow(self.samples, self.lengths, *tensors)
+
+    @checked
+    def unpack(self, values: Tensor) -> dict[Hashable, Tensor]:
+        """Return the values of each sample.
+
+        Args:
+            values: ``[1, seq]`` or ``[seq]``, one for each token, such as log-probabilities of :attr:`targets`.
+
+        Returns:
+            ``[length]`` for each sample, views of ``values``.
+
+        Raises:
+            SampleError: there is not one value for each token of the row.
+        """
+        if tuple(values.shape) not in (tuple(self.input_ids.shape), tuple(self.input_ids.shape[1:])):
+            raise SampleError(f"values {tuple(values.shape)} for a row of {tuple(self.input_ids.shape)} tokens")
+        parts = torch.split(values.reshape(-1)[: sum(self.lengths)], list(self.lengths))
+        return dict(zip(self.samples, parts, strict=True))
+
+
+@checked
+def pack(
+    samples: Sequence[Tensor | Sequence[int]],
+    budget: int,
+    *,
+    ranks: int = 1,
+    loss_masks: Sequence[Tensor | Sequence[int]] | None = None,
+    cp: int = 1,
+    multiple_of: int = 1,
+    distinct_lengths: int = 8,
+    pair_cost: float = PAIR_COST,
+    padding_id: int = 0,
+    ignore_index: int = -100,
+) -> Packing[PackedRow]:
+    """Pack samples into rows of at most ``budget`` tokens, with the same work for all ranks in each micro-batch.
+
+    The work of a sample of ``n`` tokens is ``n + pair_cost * n * (n + 1) / 2``.  The number of micro-batches is the
+    least for which the samples were found to fit, and is the same on all ranks.
+
+    Args:
+        samples: token ids, ``[length]`` integers each; the same on every rank.
+        budget: the largest number of tokens that one rank holds in a micro-batch.
+        ranks: the number of data-parallel ranks, ``submesh(mesh, "dp").size()``.
+        loss_masks: for each sample ``[length]``, nonzero where a token counts in the loss (as a target); all by
+            default.
+        cp: the size of the context-parallel axis: rows have up to ``budget * cp`` tokens, of which each rank gets its
+            part by ``SequenceLayout.shard``.
+        multiple_of: a number that all lengths of rows are multiples of.
+        distinct_lengths: the largest number of different lengths of rows, to which rows are padded; each one may cost
+            a compilation.
+        pair_cost: the work of attention between two tokens, in units of the other work of a token:
+            ``1 / (6 * hidden_size)`` for an ordinary decoder.
+        padding_id: the token id of padding.
+        ignore_index: the target of tokens that are not scored.
+
+    Returns:
+        The rows of every rank, and the way back to the samples.
+
+    Raises:
+        SampleError: there are no samples, one is longer than a row, or a loss mask has another length than its sample.
+        OptionError: an option is out of range.
+
+    Example:
+        >>> from fsdp_runtime import pack
+        >>> packing = pack([[5, 6, 7], [8, 9], [10, 11, 12, 13]], budget=5, ranks=2)
+        >>> packing.micro_batches
+        1
+        >>> row = packing.rows(rank=0)[0]
+        >>> row.position_ids
+        tensor([[0, 1, 2, 0, 1]])
+        >>> row.targets
+        tensor([[   6,    7, -100,    9, -100]])
+    """
+    require_positive("ranks", ranks)
+    require_pair_cost(pair_cost)
+    sizes = row_sizes(budget, cp=cp, multiple_of=multiple_of, distinct_lengths=distinct_lengths)
+    read = read_samples(samples, loss_masks)
+    lengths = [len(sample.token_ids) for sample in read]
+    require_rows_long_enough([f"sample {index}" for index in range(len(read))], lengths, sizes.capacity, budget, cp)
+
+    def make_row(items: Sequence[int]) -> PackedRow:
+        return _row([read[item] for item in items], items, sizes.padded, padding_id, ignore_index)
+
+    work = [length + pair_cost * length * (length + 1) / 2 for length in lengths]
+    return packing_of(Items(lengths, work, sizes.capacity), ranks, make_row)
+
+
+def read_samples(samples: Sequence[TokenIds], loss_masks: Sequence[TokenIds] | None, within: str = "") -> list[Sample]:
+    """Check samples and their loss masks; ``within`` follows a sample's name in error messages.
+
+    Raises:
+        SampleError: there are none, one is not a row of integers, or the masks do not match them.
+    """
+    if not len(samples):
+        raise SampleError(f"no samples{within}: give one or more")
+    if loss_masks is not None and len(loss_masks) != len(samples):
+        raise SampleError(f"{len(samples)} samples{within} and {len(loss_masks)} loss masks: give one for each")
+    masks = [None] * len(samples) if loss_masks is None else loss_masks
+    pairs = enumerate(zip(samples, masks, strict=True))
+    return [read_sample(ids, mask, f"sample {index}{within}") for index, (ids, mask) in pairs]
+
+
+def require_rows_long_enough(names: Sequence[str], lengths: Sequence[int], capacity: int, budget: int, cp: int) -> None:
+    """Check that every sample fits into a row.
+
+    Raises:
+        SampleError: one does not; the message has the budget and the ``cp`` that would do.
+    """
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    if (length := lengths[longest]) > capacity:
+        count = sum(each > capacity for each in lengths)
+        raise SampleError(
+            f"{count} of {len(lengths)} samples exceed a row of {capacity} tokens (budget={budget}, cp={cp}); the "
+            f"longest is {names[longest]} with {length}: shorten them, or give budget={-(-length // cp)} or "
+            f"cp={-(-length // budget)} or more"
+        )
+
+
+def _row(
+    samples: Sequence[Sample],
+    indices: Sequence[int],
+    padded: Callable[[int], int],
+    padding_id: int,
+    ignore_index: int,
+) -> PackedRow:
+    lengths = [len(sample.token_ids) for sample in samples]
+    padding = padded(sum(lengths)) - sum(lengths)
+    ids = torch.cat([*(sample.token_ids for sample in samples), torch.full((padding,), padding_id)])
+    positions = torch.cat([torch.arange(length) for length in (*lengths, padding)])
+    scored = torch.cat([*(sample.scored for sample in samples), torch.zeros(padding, dtype=torch.bool)])
+    targets = torch.where(scored, ids, ignore_index).roll(-1)  # the first token of a sample is not scored
+    return PackedRow(tuple(indices), tuple(lengths), ids[None], positions[None], targets[None])

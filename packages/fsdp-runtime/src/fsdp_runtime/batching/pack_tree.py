@@ -1,0 +1,117 @@
+"""Samples with common prefixes in one row, each prefix once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.batching.balance import Items
+from fsdp_runtime.batching.micro_batches import Packing, packing_of
+from fsdp_runtime.batching.pack import read_samples, require_rows_long_enough
+from fsdp_runtime.batching.prefix_tree import common_prefix_length, lexicographic_order, prefix_tree
+from fsdp_runtime.batching.samples import PAIR_COST, Sample, require_pair_cost, require_positive, row_sizes
+from fsdp_runtime.batching.tree_row import GroupMember, Tree, TreeRow, tree_row
+from fsdp_runtime.errors import SampleError
+
+
+@checked
+def pack_tree(
+    groups: Sequence[Sequence[Tensor | Sequence[int]]],
+    budget: int,
+    *,
+    ranks: int = 1,
+    loss_masks: Sequence[Sequence[Tensor | Sequence[int]]] | None = None,
+    cp: int = 1,
+    multiple_of: int = 1,
+    distinct_lengths: int = 8,
+    pair_cost: float = PAIR_COST,
+    padding_id: int = 0,
+) -> Packing[TreeRow]:
+    """Pack groups of samples so that the prefixes that the samples of a group share are computed once.
+
+    A prompt of ``P`` tokens with ``G`` responses of ``R`` takes ``P + G * R`` tokens instead of ``G * (P + R)``.  The
+    samples of a group form a prefix tree, found from their tokens: responses to one prompt, turns of a conversation
+    that was continued several times, or equal samples.  Attention follows the paths of the tree, so log-probabilities,
+    entropies and all gradients are those of separate rows.
+
+    The model must have been parallelized with ``shared_prefixes=True``.
+
+    Args:
+        groups: for each group its samples, token ids ``[length]`` with the prompt included; the same on every rank.
+        budget: the largest number of tokens that one rank holds in a micro-batch.  A tree that exceeds a row is
+            divided, and its parts repeat the prefix.
+        ranks: the number of data-parallel ranks, ``submesh(mesh, "dp").size()``.
+        loss_masks: for each group and sample ``[length]``, nonzero where a token counts in the loss (such as those of
+            the response); all by default.  Logits are needed where a token that counts is predicted, only.
+        cp: the size of the context-parallel axis: rows have up to ``budget * cp`` tokens; see ``TreeRow.shard``.
+        multiple_of: a number that all lengths of rows are multiples of.
+        distinct_lengths: the largest number of different lengths of rows.
+        pair_cost: the work of attention between two tokens, in units of the other work of a token.
+        padding_id: the token id of padding.
+
+    Returns:
+        The rows of every rank, and the way back to the samples, whose keys are ``(group, index in the group)``.
+
+    Raises:
+        SampleError: a group is empty, a sample is longer than a row, or a loss mask has another length than its sample.
+        OptionError: an option is out of range.
+
+    Example:
+        >>> from fsdp_runtime import pack_tree
+        >>> prompt = [5, 6, 7]
+        >>> (row,) = pack_tree([[prompt + [8, 9], prompt + [10], prompt + [8, 11]]], budget=8).rows()
+        >>> row.input_ids
+        tensor([[ 5,  6,  7,  8,  9, 11, 10]])
+        >>> row.position_ids
+        tensor([[0, 1, 2, 3, 4, 4, 3]])
+        >>> row.predictors.tolist(), row.targets.tolist()  # the prompt's last token predicts two tokens
+        ([0, 1, 2, 3, 3, 2], [6, 7, 8, 9, 11, 10])
+    """
+    require_positive("ranks", ranks)
+    require_pair_cost(pair_cost)
+    sizes = row_sizes(budget, cp=cp, multiple_of=multiple_of, distinct_lengths=distinct_lengths)
+    if not len(groups):
+        raise SampleError("no groups: give one or more")
+    if loss_masks is not None and len(loss_masks) != len(groups):
+        raise SampleError(f"{len(groups)} groups and {len(loss_masks)} groups of loss masks: give one for each")
+    trees: list[Tree] = []
+    for group, samples in enumerate(groups):
+        read = read_samples(samples, None if loss_masks is None else loss_masks[group], f" of group {group}")
+        lengths = [len(sample.token_ids) for sample in read]
+        names = [f"sample {index} of group {group}" for index in range(len(read))]
+        require_rows_long_enough(names, lengths, sizes.capacity, budget, cp)
+        for members in _divided(read, sizes.capacity):
+            trees.append(_tree(group, members, read))
+
+    def make_row(items: Sequence[int]) -> TreeRow:
+        return tree_row([trees[item] for item in items], sizes.padded, padding_id)
+
+    tokens = [len(tree.prefixes.token_ids) for tree in trees]
+    work = [count + pair_cost * tree.prefixes.attended_pairs for count, tree in zip(tokens, trees, strict=True)]
+    return packing_of(Items(tokens, work, sizes.capacity), ranks, make_row)
+
+
+def _divided(samples: Sequence[Sample], capacity: int) -> list[list[int]]:
+    """The samples of a group as parts whose trees fit into a row; neighbours share the longest prefixes."""
+    parts: list[list[int]] = []
+    tokens = 0
+    for index in lexicographic_order([sample.token_ids for sample in samples]):
+        ids = samples[index].token_ids
+        added = len(ids) - (common_prefix_length(samples[parts[-1][-1]].token_ids, ids) if parts else 0)
+        if not parts or tokens + added > capacity:
+            parts.append([])
+            tokens, added = 0, len(ids)
+        parts[-1].append(index)
+        tokens += added
+    return [sorted(part) for part in parts]
+
+
+def _tree(group: int, members: Sequence[int], samples: Sequence[Sample]) -> Tree:
+    prefixes = prefix_tree([samples[member].token_ids for member in members])
+    return Tree(
+        tuple(GroupMember(group, member) for member in members),
+        prefixes,
+        tuple(samples[member].scored for member in members),
+    )

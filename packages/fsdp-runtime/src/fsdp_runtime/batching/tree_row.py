@@ -1,0 +1,290 @@
+"""One row of prefix trees: inputs, masks, predicting tokens, and the way back to the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.batching.prefix_tree import PrefixTree
+from fsdp_runtime.errors import ModelError, SampleError
+from fsdp_runtime.steps.context.sharding import SequenceLayout
+from fsdp_runtime.steps.documents.shared_prefixes import takes_shared_prefixes
+
+#: A mask as ``flex_attention`` takes it: of batch, head, query and key index.
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class GroupMember(NamedTuple):
+    """The key of a sample: its group, and its index there; equal to the plain tuple."""
+
+    group: int
+    sample: int
+
+
+@dataclass(frozen=True, eq=False)
+class TreeRow:
+    """One row of prefix trees in pre-order, padded on the right; :func:`fsdp_runtime.pack_tree` makes it.
+
+    A token that is followed by several branches predicts the first token of each.  So log-probabilities are not found
+    by a shift: entry ``i`` of :attr:`targets` is predicted by the token at index ``predictors[i]``.
+
+    Args:
+        samples: the keys of its samples.
+        paths: for each sample ``[length]`` int64: the indices of its tokens in the full row, for values that each token
+            has, such as the routes of a mixture.
+        input_ids: ``[1, seq]`` int64.
+        position_ids: ``[1, seq]`` int64: the position of each token on its path; 0 for padding.
+        subtree_end: ``[1, seq]`` int64: the index in the full row after the last descendant of each token.
+        predictors: ``[scored]`` int64: for each token that counts in the loss, the index of the token before it.
+        targets: ``[scored]`` int64: those tokens' ids, ``-100`` for an entry that only keeps a rank busy.
+        slots: ``[scored]`` int64: the index of each entry in the full row's, after :meth:`shard`; else ``None``.
+        way_back: ``[all lengths + 1]`` int64: for each token of each sample, the index of the next token's entry among
+            those of the full row, or their number where it has none; their number at the end.
+
+    Example:
+        >>> import torch
+        >>> from fsdp_runtime import pack_tree
+        >>> (row,) = pack_tree([[[5, 6, 8], [5, 6, 9]]], budget=4).rows()
+        >>> row.mask()[0, 0].int()  # the last token does not see the third
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [1, 1, 1, 0],
+                [1, 1, 0, 1]], dtype=torch.int32)
+        >>> logits = torch.zeros(1, 4, 10)
+        >>> logprobs = row.select(logits).log_softmax(-1).gather(-1, row.targets[:, None])[:, 0]
+        >>> {tuple(key): part.tolist() for key, part in row.unpack(logprobs).items()}[(0, 1)]
+        [-2.302585..., -2.302585..., 0.0]
+    """
+
+    samples: tuple[GroupMember, ...]
+    paths: tuple[Tensor, ...]
+    input_ids: Tensor
+    position_ids: Tensor
+    subtree_end: Tensor
+    predictors: Tensor
+    targets: Tensor
+    way_back: Tensor
+    slots: Tensor | None = None
+
+    @checked
+    def inputs(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the inputs of a model's forward, by name.
+
+        Args:
+            model: a model that was parallelized with ``shared_prefixes=True``.
+
+        Raises:
+            ModelError: it was not; it would ignore the branches.
+        """
+        if not takes_shared_prefixes(model):
+            raise ModelError(
+                f"{type(model).__name__} would ignore the branches of a row: parallelize it with shared_prefixes=True"
+            )
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "subtree_end": self.subtree_end}
+
+    @checked
+    def mask_mod(self, own: MaskFunction | None = None) -> MaskFunction:
+        """Return the mask of ancestors as a ``mask_mod`` of ``flex_attention``, for a model with attention of its own.
+
+        Args:
+            own: a layer's further mask, of batch, head and two *positions*, such as a sliding window.
+        """
+        positions, subtree_end = self.position_ids, self.subtree_end
+
+        def ancestors(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            seen = (key <= query) & (query < subtree_end[batch, key])
+            return seen if own is None else seen & own(batch, head, positions[batch, query], positions[batch, key])
+
+        return ancestors
+
+    @checked
+    def mask(self, own: MaskFunction | None = None) -> Tensor:
+        """Return the mask of ancestors for ``scaled_dot_product_attention``, ``[1, 1, seq, seq]`` bool.
+
+        Args:
+            own: a layer's further mask, as in :meth:`mask_mod`.
+        """
+        index = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        zero = index[:1].view(1, 1, 1, 1)
+        return self.mask_mod(own)(zero, zero, index.view(1, 1, -1, 1), index.view(1, 1, 1, -1))
+
+    @checked
+    def select(self, values: Tensor) -> Tensor:
+        """Return the logits or hidden states from which :attr:`targets` are predicted.
+
+        Args:
+            values: ``[1, seq, features]``, plain or a DTensor; sharded tokens are gathered, features stay sharded.
+
+        Returns:
+            ``[scored, features]``, differentiable.
+
+        Raises:
+            SampleError: there is not one value for each token of the row.
+        """
+        if values.dim() != 3 or tuple(values.shape[:2]) != tuple(self.input_ids.shape):
+            raise SampleError(f"values {tuple(values.shape)} for a row of {tuple(self.input_ids.shape)} tokens")
+        if not isinstance(values, DTensor):
+            return values[0].index_select(0, self.predictors)
+        sharded = [placement.is_shard(2) for placement in values.placements]
+        gathered = values.redistribute(
+            placements=[p if kept else Replicate() for p, kept in zip(values.placements, sharded, strict=True)]
+        )
+        return DTensor.from_local(
+            gathered.to_local()[0].index_select(0, self.predictors),
+            values.device_mesh,
+            [Shard(1) if kept else Replicate() for kept in sharded],
+            run_check=False,
+            shape=torch.Size((len(self.predictors), values.shape[2])),
+            stride=(values.shape[2], 1),
+        )
+
+    @checked
+    def unpack(self, values: Tensor, *, group: ProcessGroup | None = None) -> dict[Hashable, Tensor]:
+        """Return the values of each sample, such as log-probabilities; what samples share they get from one entry.
+
+        Args:
+            values: ``[scored]``, one for each entry of :attr:`targets`.
+            group: the context-parallel ranks of a sharded row, whose values are summed up by one all-reduce forward
+                (none backward: all ranks are assumed to compute the same function of the result).
+
+        Returns:
+            ``[length]`` for each sample: entry ``t`` is about token ``t + 1`` and 0 where that does not count in the
+            loss, as in ``rl_logprobs.token_logprobs(..., shift=True)`` of the sample alone.
+
+        Raises:
+            SampleError: there is not one value for each entry, or the row is sharded and there is no group.
+        """
+        if tuple(values.shape) != tuple(self.targets.shape):
+            raise SampleError(f"values {tuple(values.shape)} for {len(self.targets)} targets: give one for each")
+        if (self.slots is None) != (group is None):
+            raise SampleError("unpack needs the group of cp for a sharded row, and for no other one")
+        count = self._scored
+        extended = torch.cat([values, values.new_zeros(1)])
+        if self.slots is not None:
+            extended = values.new_zeros(count + 1).index_add(0, self.slots, values)
+            extended = _SumOverRanks.apply(extended, group)  # type: ignore[no-untyped-call]
+        parts = torch.split(extended.index_select(0, self.way_back[:-1]), [len(path) for path in self.paths])
+        return dict(zip(self.samples, parts, strict=True))
+
+    @checked
+    def shard(self, layout: SequenceLayout) -> TreeRow:
+        """Return this rank's part of a row over ``cp``; no communication.
+
+        Args:
+            layout: ``sequence_layout(mesh, row.input_ids.shape[1])``.
+
+        Returns:
+            A row with ``seq / cp`` tokens, and the targets that they predict.
+
+        Raises:
+            LayoutError: the layout has another length.
+            SampleError: the row is sharded already.
+        """
+        if self.slots is not None:
+            raise SampleError("the row is sharded already: shard the row of pack_tree")
+        local: dict[str, Any] = {
+            name: layout.shard(getattr(self, name)) for name in ("input_ids", "position_ids", "subtree_end")
+        }
+        if layout.ranks == 1:
+            return self
+        index_of = torch.full((layout.length,), -1, device=self.predictors.device)
+        index_of[layout.positions.to(index_of.device)] = torch.arange(len(layout.positions), device=index_of.device)
+        predictors = index_of[self.predictors]
+        slots = (predictors >= 0).nonzero()[:, 0]
+        targets, predictors = self.targets[slots], predictors[slots]
+        if not len(slots):  # the loss of a rank that predicts nothing is still a function of its tokens
+            slots, predictors, targets = self.targets.new_tensor([[self._scored], [0], [-100]])
+        return replace(self, **local, predictors=predictors, targets=targets, slots=slots)
+
+    def to(self, device: torch.device | str) -> TreeRow:
+        """Return the row with its tensors on a device."""
+        moved: dict[str, Any] = {"paths": tuple(path.to(device) for path in self.paths)}
+        for name in (field.name for field in fields(self)):
+            if isinstance(value := getattr(self, name), Tensor):
+                moved[name] = value.to(device)
+        return replace(self, **moved)
+
+    @property
+    def _scored(self) -> int:
+        """The number of entries of the full row."""
+        return int(self.way_back[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """The samples of one tree.
+
+    Args:
+        members: the keys of the samples.
+        prefixes: their prefix tree.
+        scored_of: for each sample ``[length]`` bool: its tokens that count in the loss.
+    """
+
+    members: tuple[GroupMember, ...]
+    prefixes: PrefixTree
+    scored_of: tuple[Tensor, ...]
+
+
+def tree_row(trees: Sequence[Tree], padded: Callable[[int], int], padding_id: int) -> TreeRow:
+    """Return the row of some trees.
+
+    Args:
+        trees: the trees, none for a row of padding.
+        padded: returns the length of the row for a number of tokens.
+        padding_id: the token id of padding.
+    """
+    starts = [0]
+    for tree in trees:
+        starts.append(starts[-1] + len(tree.prefixes.token_ids))
+    length = padded(starts[-1])
+    padding = torch.arange(starts[-1], length)
+    located = list(zip(trees, starts, strict=False))
+    ids = torch.cat([*(tree.prefixes.token_ids for tree in trees), torch.full_like(padding, padding_id)])
+    positions = torch.cat([*(tree.prefixes.positions for tree in trees), torch.zeros_like(padding)])
+    ends = torch.cat([*(tree.prefixes.subtree_end + start for tree, start in located), padding + 1])
+    paths = tuple(path + start for tree, start in located for path in tree.prefixes.paths)
+    scored_of = [scored for tree in trees for scored in tree.scored_of]
+    scored = torch.zeros(length, dtype=torch.bool)
+    before = torch.zeros(length, dtype=torch.int64)
+    for path, own in zip(paths, scored_of, strict=True):
+        scored[path[own]] = True
+        before[path[1:]] = path[:-1]
+    targets, predictors = ids[scored], before[scored]
+    if not len(targets):  # a loss over no tokens is still a function of the row
+        predictors, targets = torch.tensor([0]), torch.tensor([-100])
+    count = len(targets)
+    slot_of = torch.where(scored, scored.cumsum(0) - 1, count)
+    last = torch.tensor([count])
+    way_back: list[Tensor] = []
+    for path, own in zip(paths, scored_of, strict=True):
+        way_back += [torch.where(own, slot_of[path], count)[1:], last]
+    return TreeRow(
+        samples=tuple(member for tree in trees for member in tree.members),
+        paths=paths,
+        input_ids=ids[None],
+        position_ids=positions[None],
+        subtree_end=ends[None],
+        predictors=predictors,
+        targets=targets,
+        way_back=torch.cat([*way_back, last]),
+    )
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

@@ -1,0 +1,154 @@
+"""``estimate``; the modules that it needs are imported when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from fsdp_runtime.errors import EstimateError
+from tp_plans.argument_types import argument_types
+
+if TYPE_CHECKING:
+    from fsdp_runtime.dry_run.types import Estimate
+    from fsdp_runtime.mesh.spec import MeshSpec
+    from fsdp_runtime.steps.checkpointing import ActivationCheckpointing
+    from fsdp_runtime.steps.context.methods import ContextParallel
+    from tp_plans import Plan, Style
+
+
+@argument_types(EstimateError)
+def estimate(
+    model: str | Path | Any,
+    mesh: MeshSpec | Mapping[str, int],
+    *,
+    seq_len: int,
+    micro_batch: int = 1,
+    plan: Plan | Mapping[str, Style | str] | str | None = "auto",
+    sequence_parallel: bool = False,
+    towers: Literal["sharded", "replicated"] = "sharded",
+    context_parallel: ContextParallel | str = "allgather",
+    activation_checkpointing: ActivationCheckpointing | str = "none",
+    dtype: str = "bf16",
+    master_dtype: str | None = None,
+    optimizer: str = "adamw",
+    logprobs: str | Callable[..., Any] = "logits",
+    clip: bool = True,
+    offload: bool = False,
+    assume_gradients: bool = False,
+    routing: Literal["balanced", "worst"] = "balanced",
+    exact: bool = False,
+    rank: int = 0,
+    device_memory: int | str | None = None,
+    bandwidth: Mapping[str, float | str] | float | str | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Estimate:
+    """Run one training step of a model on fake tensors, as one rank of a simulated mesh.
+
+    Parallelization, forward, loss, backward, gradient clipping and the optimizer step are the real ones.  Tensors have
+    shapes and no data, and a fake process group (``torch.distributed``'s own, for tests) answers every collective at
+    once.  Of identical blocks only a few run, in two traces that differ by one period of blocks; the difference is
+    added for every other block.  ``exact=True`` traces all blocks.
+
+    Args:
+        model: a ``config.json``, a directory with one, a Hugging Face config, or a function without arguments that
+            builds any model (on the meta device).
+        mesh: a ``MeshSpec``, or its axes as ``{"dp_shard": 128, "tp": 8}``, every size given.
+        seq_len: tokens per sequence.
+        micro_batch: sequences per data-parallel rank.
+        plan: ``"auto"`` (the architecture's plan), a plan, a dict of pattern to style or style name, a dotted path to
+            one, or ``None`` to replicate every layer.
+        sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
+        towers: under ``plan="auto"``, vision and audio towers and projectors: ``"sharded"`` over ``tp``, or
+            ``"replicated"`` on every rank of it.
+        context_parallel: how attention spans the ranks of ``cp``: ``"allgather"``, ``"ulysses"`` or ``"ring"``.
+        activation_checkpointing: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a ``SelectiveCheckpoint``.
+        dtype: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp64"``: dtype of computation, and without ``master_dtype`` also
+            of parameters, gradients and optimizer state.
+        master_dtype: such as ``"fp32"``: dtype of parameters, gradients and optimizer state.  FSDP2 then gathers
+            parameters in ``dtype`` and reduces gradients in ``master_dtype`` (the usual mixed precision).
+        optimizer: ``"adamw"`` or ``"sgd"`` (with momentum), torch's with ``foreach`` as on an accelerator by default;
+            ``"adamw_fused"``, ``AdamW(fused=True)`` without the temporaries of ``foreach``; or ``"none"``.
+        logprobs: the loss, the mean of token log-probabilities: ``"logits"`` by ``rl_logprobs.token_logprobs``,
+            ``"linear"`` by ``rl_logprobs.linear_token_logprobs`` on hidden states, or a function (or its dotted path)
+            that is called as ``function(model, inputs)`` and returns the loss (all of it counts as forward).
+        clip: clip the gradient norm by ``rl_logprobs.clip_grad_norm_``, if that package is installed.
+        offload: FSDP2 keeps shards, gradients and optimizer state on the host.
+        assume_gradients: count gradients and optimizer state of trainable parameters that the step does not reach,
+            such as those of a vision tower: the step has text and no images.
+        routing: on a mesh with ``ep``, where the tokens of a mixture go: ``"balanced"``, as if its router chose any
+            experts equally often; or ``"worst"``, every token of every rank to as many of this rank's experts as it
+            can.
+        exact: trace every block.
+        rank: the rank to simulate; rank 0 holds the largest shards.
+        device_memory: bytes of a device, or ``"80GiB"``; the result then says whether the peak fits.
+        bandwidth: bytes per second that a rank can send over an axis, such as ``{"tp": "450GB/s", "dp_shard": 5e10}``;
+            or one number for all axes.
+        progress: called with a step's name, the number of finished steps and the number of all steps.
+
+    Returns:
+        Bytes, collectives and floating-point operations of that rank.
+
+    Raises:
+        EstimateError: ``torch.distributed`` is initialized in this process, the config's class is unknown (remote
+            code), a package is missing, or a value is not valid.
+        MeshError: the mesh has an unknown axis.
+        tp_plans.TpPlansError: no plan is known, or it does not fit the model.
+        ModelError: no blocks are found, or no module would recompute.
+        OptionError: an option is not allowed, or needs an axis that the mesh lacks.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime import estimate
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embedding = nn.Embedding(32, 16)
+        ...         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16)) for _ in range(2)])
+        ...
+        ...     def forward(self, input_ids):
+        ...         hidden = self.embedding(input_ids)
+        ...         for block in self.blocks:
+        ...             hidden = block(hidden)
+        ...         return hidden
+        >>> def loss(model, inputs):
+        ...     return model(**inputs).square().mean()
+        >>> found = estimate(Model, {"dp_shard": 4}, seq_len=8, plan=None, logprobs=loss, clip=False)
+        >>> found.memory.resident.parameters  # bytes of this rank's shards: (32 * 16 + 2 * 16 * 17) / 4 in bf16
+        528
+    """
+    from fsdp_runtime.dry_run.parse_args import parse_bandwidths, parse_bytes, parse_dtype, parse_mesh_spec
+
+    spec, bandwidths = parse_mesh_spec(mesh), parse_bandwidths(bandwidth)
+    memory = None if device_memory is None else parse_bytes(device_memory)
+    from fsdp_runtime.dry_run.pipeline import run  # torch, after the arguments that need none
+    from fsdp_runtime.dry_run.step import StepConfig
+
+    step = StepConfig(
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        dtype=parse_dtype(dtype),
+        master_dtype=None if master_dtype is None else parse_dtype(master_dtype),
+        optimizer=optimizer,
+        logprobs=logprobs,
+        clip=clip,
+        offload=offload,
+        assume_gradients=assume_gradients,
+        routing=routing,
+        plan=plan,
+        sequence_parallel=sequence_parallel,
+        towers=towers,
+        context_parallel=cast("ContextParallel", context_parallel),  # checked by its use
+        activation_checkpointing=cast("ActivationCheckpointing", activation_checkpointing),  # checked by its use
+    )
+    return run(
+        model,
+        spec,
+        step,
+        exact=exact,
+        rank=rank,
+        device_memory=memory,
+        bandwidths=bandwidths,
+        progress=progress,
+    )

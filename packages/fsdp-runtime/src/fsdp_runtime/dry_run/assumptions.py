@@ -1,0 +1,73 @@
+"""Assumptions of a dry run about the step and the checkpoint, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import nn
+
+from fsdp_runtime.dry_run.report.format import format_bytes
+from fsdp_runtime.dry_run.scale.summary import wildcard
+from fsdp_runtime.dry_run.step import StepConfig
+from fsdp_runtime.dry_run.types import Assumption
+
+#: Bytes of optimizer state per byte of a parameter.
+_STATE_PER_PARAMETER = {"adamw": 2, "adamw_fused": 2, "sgd": 1, "none": 0}
+
+
+def untrained_assumptions(
+    model: nn.Module, untrained: Mapping[str, tuple[int, int]], step: StepConfig
+) -> list[Assumption]:
+    """Return what the numbers lack for each part of the model that the step does not reach.
+
+    Args:
+        model: the model.
+        untrained: number and local bytes of trainable parameters without gradients, by name pattern.
+        step: the step.
+    """
+    count: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for pattern, (parameters, size) in untrained.items():
+        count[_part_of(pattern)] += parameters
+        nbytes[_part_of(pattern)] += size
+    has_vision = getattr(getattr(model, "config", None), "vision_config", None) is not None
+    trained = {wildcard(name) for name, each in model.named_parameters() if each.requires_grad} - untrained.keys()
+    found = []
+    for part, size in nbytes.items():
+        unused = has_vision and part not in map(_part_of, trained)
+        reason = "the step has text and no images or other media" if unused else "the step does not use all of it"
+        state = format_bytes(_STATE_PER_PARAMETER[step.optimizer] * size)
+        sizes = f"{format_bytes(size)} of gradients and {state} of optimizer state"
+        if step.assume_gradients:
+            counted = f"{sizes} are counted as if it had been trained, and its activations, traffic and work are not"
+        else:
+            counted = (
+                f"it would have {sizes} on this rank, and activations; assume_gradients=True counts the first two, and "
+                "requires_grad_(False) freezes it"
+            )
+        text = f"{reason}, so {count[part]} trainable parameters have no gradient: {counted}"
+        found.append(Assumption(operator="", module=part, assumption=text, counted=False))
+    return found
+
+
+def quantization_assumptions(model: nn.Module) -> list[Assumption]:
+    """Return that a config describes quantized weights, which neither the numbers nor ``load_weights`` have."""
+    config = getattr(model, "config", None)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return []
+    fields = quantization if isinstance(quantization, Mapping) else vars(quantization)
+    method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method", "an unknown method")))
+    text = (
+        f"the config says that the checkpoint is quantized ({method}), and the numbers are those of unquantized "
+        "weights: load_weights refuses such a checkpoint, so train from a dequantized copy of it"
+    )
+    return [Assumption(operator="", module="", assumption=text)]
+
+
+def _part_of(pattern: str) -> str:
+    """Return the outermost module of a parameter below the model's base: ``model.visual`` of its weights."""
+    modules = pattern.split(".")[:-1]
+    named = modules[: modules.index("*")] if "*" in modules else modules
+    return ".".join(named[:2])

@@ -1,0 +1,102 @@
+"""Build the model of a dry run on the meta device, from a config, a config file or a function."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fsdp_runtime._transformers_compat.models import disable_cache, has_model_for
+from fsdp_runtime.dry_run.parse_args import require_model_source
+from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.model.buffers import meta_device
+
+
+def build_model(source: str | Path | Any, dtype: torch.dtype) -> nn.Module:
+    """Return the model on the meta device, in training mode, its floating-point parameters in ``dtype``.
+
+    Args:
+        source: a ``config.json`` or a directory with one, a Hugging Face config, or a function that builds a model.
+        dtype: dtype of parameters.
+
+    Raises:
+        EstimateError: the file does not exist, its class is unknown, or transformers is not installed.
+    """
+    require_model_source(source)
+    build = _from_config(source) if not callable(source) else cast("Callable[[], nn.Module]", source)
+    try:
+        with meta_device():
+            model = build()
+    except RuntimeError as error:
+        if "allocate" not in str(error):
+            raise
+        # Parameters are created before they lose their data, and one stack of experts may be larger than the memory.
+        with torch.device("meta"):
+            model = build()
+    if not isinstance(model, nn.Module):
+        raise EstimateError(f"the function that builds the model returned a {type(model).__name__}: return a module")
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to("meta", dtype)
+    disable_cache(model)  # training fills no cache
+    return model.train()
+
+
+def vocabulary_size(model: nn.Module, embedding: str | None) -> int:
+    """Return the number of rows of a model's token embedding.
+
+    Raises:
+        EstimateError: no token embedding was found.
+    """
+    weight = getattr(model.get_submodule(embedding), "weight", None) if embedding is not None else None
+    if not isinstance(weight, torch.Tensor):
+        raise EstimateError(f"no token embedding was found in {type(model).__name__}: pass logprobs=function(model)")
+    return int(weight.shape[0])
+
+
+def _from_config(source: Any) -> Callable[[], nn.Module]:
+    try:
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+    except ImportError as error:
+        raise EstimateError(
+            "building a model from a config needs transformers: pip install fsdp-runtime[transformers], or pass a "
+            "function that builds the model"
+        ) from error
+    config = source
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise EstimateError(f"{file} does not exist: give a config.json, or a directory that has one")
+        config = _read(file, AutoConfig)
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if has_model_for(auto, config):
+            return lambda: cast("nn.Module", auto.from_config(config))  # type: ignore[no-untyped-call]
+    if has_model_for(AutoModel, config):
+        raise EstimateError(
+            f"{type(config).__name__} has no model class with a language-model head, which log-probs need: pass a "
+            "function that builds the model, and logprobs=function(model, inputs)"
+        )
+    raise EstimateError(f"transformers has no model class for {type(config).__name__}: pass a function that builds it")
+
+
+def _read(file: Path, auto_config: Any) -> Any:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise EstimateError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise EstimateError(f"{file} has no model_type, which names the model's class: give a model's config.json")
+    try:
+        return auto_config.from_pretrained(file)
+    except (ValueError, KeyError) as error:
+        remote = ", with remote code (auto_map)" if "auto_map" in content else ""
+        raise EstimateError(
+            f"{file}: the installed transformers does not know model_type {content['model_type']!r}{remote}. A dry run "
+            "does not run remote code: build the model in a function and pass that, or install a transformers release "
+            f"that has the class ({str(error).splitlines()[0]})"
+        ) from error

@@ -1,0 +1,94 @@
+"""The candidates of a sweep: meshes of a number of ranks with options, and their ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep
+from fsdp_runtime.dry_run.traffic_totals import axes_without_bandwidth
+from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.mesh.spec import MeshSpec
+
+
+def candidate_meshes(
+    world_size: int,
+    *,
+    max_tp: int = 8,
+    cp: Sequence[int] = (1,),
+    dp_replicate: Sequence[int] | None = None,
+    ep: Sequence[int] = (1,),
+) -> list[MeshSpec]:
+    """Return the meshes of ``world_size`` ranks.
+
+    Args:
+        world_size: number of ranks.
+        max_tp: number of ranks of a node, the largest size of ``tp``.
+        cp: sizes of the context-parallel axis.
+        dp_replicate: numbers of replicas; by default 1, and the number that gives each replica one node (HSDP).
+        ep: sizes of the axis that experts are divided over; meshes that one does not divide are left out.
+
+    Raises:
+        EstimateError: a size is not positive.
+    """
+    given = {"world_size": [world_size], "max_tp": [max_tp], "cp": cp, "dp_replicate": dp_replicate, "ep": ep}
+    for name, sizes in given.items():
+        if wrong := [size for size in sizes or () if size < 1]:
+            raise EstimateError(f"{name}={wrong[0]}: give a positive integer")
+    found: list[MeshSpec] = []
+    for tp, context in product(range(1, max_tp + 1), cp):
+        if world_size % (tp * context):
+            continue
+        data = world_size // (tp * context)
+        per_node = max(max_tp // (tp * context), 1)
+        choices = dp_replicate or (1, *([data // per_node] if data % per_node == 0 else []))
+        found += [
+            MeshSpec(dp_replicate=replicas, dp_shard=data // replicas, cp=context, tp=tp, ep=experts)
+            for replicas in dict.fromkeys(choices)
+            for experts in dict.fromkeys(ep)
+            if data % replicas == 0 and world_size // replicas % experts == 0
+        ]
+    return found
+
+
+def make_candidates(
+    specs: Iterable[MeshSpec],
+    *,
+    sequence_parallel: Sequence[bool],
+    activation_checkpointing: Sequence[str],
+    context_parallel: Sequence[str] = ("allgather",),
+) -> list[Candidate]:
+    """Return every mesh with every option; those of ``tp`` and of ``cp`` only where the axis has several ranks."""
+    return [
+        Candidate(mesh=spec, sequence_parallel=sp, activation_checkpointing=mode, context_parallel=way)
+        for spec, sp, mode in product(specs, dict.fromkeys(sequence_parallel), dict.fromkeys(activation_checkpointing))
+        for way in (dict.fromkeys(context_parallel) if spec.cp > 1 else ("allgather",))
+        if spec.tp > 1 or not sp
+    ]
+
+
+def rank_candidates(world_size: int, found: Iterable[Candidate]) -> Sweep:
+    """Order candidates: fitting ones first, then the fastest; without speeds, least memory, then least bytes sent.
+
+    Times are lower bounds (no overlap, no waiting) per token, because meshes differ in the tokens of a step; they order
+    candidates and do not predict a step.  Axes without a bandwidth would count as free, so candidates that use one come
+    after those that do not.
+    """
+    everything = list(found)
+    timed = any(candidate.seconds is not None for candidate in everything)
+
+    def sort_key(candidate: Candidate) -> tuple[float, ...]:
+        estimate = candidate.estimate
+        if estimate is None:
+            return (2.0,)
+        fits = 1.0 if estimate.fits is False else 0.0
+        peak, work = float(estimate.memory.peak.total), estimate.flops / candidate.tokens
+        if timed:
+            unknown = float(bool(axes_without_bandwidth(estimate.traffic)))
+            return fits, unknown, candidate.seconds or 0.0, work, peak
+        return fits, peak, candidate.bytes_sent, work
+
+    by = "seconds per token (no overlap), then operations" if timed else "peak memory, then bytes sent per token"
+    return Sweep(
+        world_size=world_size, candidates=tuple(sorted(everything, key=sort_key)), ranked_by=f"fits, then {by}"
+    )

@@ -1,0 +1,151 @@
+"""The loss of a dry run: token log-probabilities of rl-logprobs, or the user's function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.steps.outputs.lm_head import (
+    LMHeadParameters,
+    LogitsMap,
+    assume_logits_map,
+    forward_with_lm_head,
+    logits_of,
+)
+
+#: Runs the model on its inputs, ``input_ids`` among them, and returns the loss; calls the function before computing it.
+Forward = Callable[[nn.Module, Mapping[str, Tensor], Callable[[], None]], Tensor]
+
+
+def resolve_loss(loss: str | Callable[..., Any], lm_head: str | None) -> Forward:
+    """Return the forward and the loss for a name, a dotted path or a function.
+
+    Args:
+        loss: ``"logits"``, ``"linear"``, the dotted path of a function of model and inputs, or the function.
+        lm_head: path of the layer that computes logits, which ``"linear"`` needs.
+
+    Raises:
+        EstimateError: the package or the function does not exist, or ``"linear"`` finds no LM head.
+    """
+    if loss == "logits":
+        return _on_logits(_from_rl_logprobs("token_logprobs"))
+    if loss == "linear":
+        if lm_head is None:
+            raise EstimateError("logprobs='linear' needs an LM head, and none was found in the model: use 'logits'")
+        return _on_hidden(_from_rl_logprobs("linear_token_logprobs"))
+    return _as_forward(loss if callable(loss) else _by_dotted_path(loss))
+
+
+def clip_function() -> Callable[[Any, float], Any] | None:
+    """Return ``rl_logprobs.clip_grad_norm_``, ``None`` if the package is not installed."""
+    try:
+        return _from_rl_logprobs("clip_grad_norm_")
+    except EstimateError:
+        return None
+
+
+@contextmanager
+def rl_logprobs_on_accelerator() -> Iterator[Callable[[], int]]:
+    """Let rl-logprobs compute as on an accelerator, and run only those tiles of a loss that the others repeat.
+
+    Otherwise a loss of ``T`` tokens would trace a number of operators in proportion to ``T``, and the gradient norm
+    one in proportion to the parameters.
+
+    Yields:
+        A function that returns the number of tiles for which the running operator stands.
+    """
+    try:
+        devices, row_blocks = (import_module(f"rl_logprobs.{name}") for name in ("devices", "softmax.row_blocks"))
+    except ImportError:
+        yield lambda: 1
+        return
+    with devices.assume_accelerator(), row_blocks.represent_tiles():
+        yield row_blocks.tile_multiplicity
+
+
+def _as_forward(function: Callable[..., Tensor]) -> Forward:
+    """Wrap a function that runs the model and returns the loss; all of it counts as forward."""
+
+    def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
+        loss = function(model, inputs)
+        begin_loss()
+        return loss
+
+    return forward
+
+
+def _on_logits(token_logprobs: Callable[..., Tensor]) -> Forward:
+    def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
+        logits = _logits(model(**inputs))
+        targets = inputs["input_ids"]
+        if logits.ndim != targets.ndim + 1:
+            raise EstimateError(
+                f"{type(model).__name__} gives logits of shape {[*logits.shape]}, not of every token: pass "
+                "logprobs=function(model, inputs) that returns the loss"
+            )
+        begin_loss()
+        return -token_logprobs(logits, targets).mean()
+
+    return forward
+
+
+def _on_hidden(linear_token_logprobs: Callable[..., Tensor]) -> Forward:
+    def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
+        def loss(hidden: Tensor, head: LMHeadParameters) -> Tensor:
+            begin_loss()
+            found = linear_token_logprobs(
+                hidden,
+                head.weight,
+                inputs["input_ids"],
+                bias=head.bias,
+                logit_scale=head.logit_scale,
+                softcap=head.softcap,
+            )
+            return -found.mean()
+
+        config: Any = getattr(model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        # Fake tensors have no values to measure it on; a factor costs nothing.
+        assume_logits_map(model, LogitsMap(softcap=getattr(text, "final_logit_softcapping", None)))
+        found: Tensor = forward_with_lm_head(model, loss, **inputs)
+        return found
+
+    return forward
+
+
+def _logits(output: Any) -> Tensor:
+    found = logits_of(output)
+    if found is None:
+        raise EstimateError(
+            f"the model returned a {type(output).__name__} without logits: pass logprobs=function(model, inputs)"
+        )
+    return found
+
+
+def _from_rl_logprobs(name: str) -> Callable[..., Any]:
+    try:
+        module = import_module("rl_logprobs")
+    except ImportError as error:
+        raise EstimateError(
+            "logprobs='logits' and 'linear' need rl-logprobs: pip install rl-logprobs, or pass "
+            "logprobs=function(model, inputs) that returns the loss"
+        ) from error
+    function: Callable[..., Any] = getattr(module, name)
+    return function
+
+
+def _by_dotted_path(path: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    try:
+        function = getattr(import_module(module), name) if module else None
+    except (ImportError, AttributeError):
+        function = None
+    if not callable(function):
+        raise EstimateError(f"logprobs={path!r}: write 'logits', 'linear', or package.module.function")
+    found: Callable[..., Any] = function
+    return found

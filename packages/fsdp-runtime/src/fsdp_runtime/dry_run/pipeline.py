@@ -1,0 +1,256 @@
+"""The dry run from end to end: build the model, resolve its parallelism once, trace, scale, and collect the results."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_runtime.dry_run.advice import advice_for
+from fsdp_runtime.dry_run.assumptions import quantization_assumptions, untrained_assumptions
+from fsdp_runtime.dry_run.build_model import build_model
+from fsdp_runtime.dry_run.parse_args import dtype_name, plan_name
+from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks, TracedModel, find_repeated_blocks
+from fsdp_runtime.dry_run.scale.scaling import peaks, scale_up
+from fsdp_runtime.dry_run.scale.summary import Summary, wildcard
+from fsdp_runtime.dry_run.step import StepConfig, trace_step
+from fsdp_runtime.dry_run.trace.assumed_routes import assumed_exchange, routing_assumptions
+from fsdp_runtime.dry_run.trace.collectives import summarize_traffic
+from fsdp_runtime.dry_run.trace.fake_world import fake_world
+from fsdp_runtime.dry_run.trace.recorder import UntraceableError
+from fsdp_runtime.dry_run.types import (
+    Assumption,
+    Estimate,
+    Memory,
+    MemoryBreakdown,
+    Peak,
+    ReplicatedParameters,
+    Settings,
+)
+from fsdp_runtime.mesh.spec import MeshSpec
+from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
+from tp_plans import Plan
+
+ProgressCallback = Callable[[str, int, int], None]
+
+#: Steps that progress reports: the model, the plan, two traces (or one and its sums).
+_STEPS = 4
+
+#: The assumption about a part of a block that cannot be traced.
+LEFT_OUT = "depends on values: the module is left out of the estimate and returns its input"
+
+#: Categories that are on the host with ``offload``.
+_OFFLOADED = ("parameters", "gradients", "optimizer_state")
+
+
+def run(
+    source: Any,
+    spec: MeshSpec,
+    step: StepConfig,
+    *,
+    exact: bool,
+    rank: int,
+    device_memory: int | None,
+    bandwidths: Mapping[str, float],
+    progress: ProgressCallback | None,
+) -> Estimate:
+    """Return the estimate, from parsed arguments; see ``estimate``."""
+    exchange = assumed_exchange(step.routing)
+    report = progress or (lambda _name, _done, _all: None)
+    started = time.perf_counter()
+    with fake_world(spec, rank=rank) as mesh:
+        report("building the model", 0, _STEPS)
+        model = build_model(source, step.dtype)
+        report("checking the plan", 1, _STEPS)
+        parallelism = resolve_parallelism(
+            model,
+            mesh,
+            plan=step.plan,
+            sequence_parallel=step.sequence_parallel,
+            towers=step.towers,
+            context_parallel=step.context_parallel,
+            activation_checkpointing=step.activation_checkpointing,
+            fsdp=step.fsdp_options,
+            expert_exchange=exchange,
+        )
+        full = TracedModel(model, parallelism.structure)
+        by_block = _names_single_blocks(parallelism)
+        repeated = None if exact or by_block else find_repeated_blocks(full.structure)
+        summary, traced = _trace(full, parallelism, mesh, step, repeated, report)
+        traffic = summarize_traffic(summary.calls, summary.nbytes, summary.bytes_sent, mesh, bandwidths)
+    report("done", _STEPS, _STEPS)
+    blocks = len(full.structure.decoder)
+    settings = Settings(
+        model=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        mesh={**spec.sizes, "ep": spec.ep},
+        world_size=mesh.size(),
+        rank=rank,
+        seq_len=step.seq_len,
+        micro_batch=step.micro_batch,
+        plan=plan_name(step.plan),
+        sequence_parallel=step.sequence_parallel,
+        context_parallel=step.context_parallel,
+        activation_checkpointing=str(step.activation_checkpointing),
+        dtype=dtype_name(step.dtype),
+        master_dtype=None if step.master_dtype is None else dtype_name(step.master_dtype),
+        optimizer=step.optimizer,
+        logprobs=step.logprobs if isinstance(step.logprobs, str) else "custom",
+        offload=step.offload,
+        routing=step.routing,
+        blocks=blocks,
+        traced=traced,
+        scaling=_describe_scaling(blocks, traced, repeated, exact=exact, by_block=by_block),
+    )
+    memory = _memory(summary, offload=step.offload)
+    return Estimate(
+        settings=settings,
+        memory=memory,
+        traffic=traffic,
+        flops=summary.flops,
+        replicated=tuple(
+            ReplicatedParameters(pattern=pattern, count=count, nbytes=nbytes)
+            for pattern, (count, nbytes) in sorted(summary.replicated.items(), key=lambda item: -item[1][1])
+        ),
+        findings=parallelism.findings,
+        assumptions=(
+            *(
+                Assumption(operator=operator, module=module, assumption=text, counted=text != LEFT_OUT)
+                for operator, module, text in summary.assumptions
+            ),
+            *untrained_assumptions(model, summary.untrained, step),
+            *routing_assumptions(exchange, _path_of_experts(parallelism)),
+            *quantization_assumptions(model),
+        ),
+        device_memory=device_memory,
+        advice=advice_for(settings, memory, device_memory),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _path_of_experts(parallelism: Parallelism) -> str:
+    """Return the path of the modules whose tokens are dispatched, or ``""``."""
+    return next((pattern for pattern, _ in (parallelism.expert_plan or Plan({})).items()), "")
+
+
+def _names_single_blocks(parallelism: Parallelism) -> bool:
+    """Return whether the plan has rules for single blocks, so that equal blocks may be sharded differently."""
+    if not isinstance(parallelism.plan, Plan):
+        return False
+    return any(part.isdigit() for pattern, _ in parallelism.plan.items() for part in pattern.split("."))
+
+
+def _trace(
+    full: TracedModel,
+    parallelism: Parallelism,
+    mesh: DeviceMesh,
+    step: StepConfig,
+    repeated: RepeatedBlocks | None,
+    report: ProgressCallback,
+) -> tuple[Summary, tuple[int, ...]]:
+    """Return the summary of the full model, and the number of blocks of each trace."""
+    if repeated is None or not repeated.saves_work:
+        report("tracing every block", 2, _STEPS)
+        summary = _trace_traceable(full, parallelism, mesh, step)
+        report("adding up", 3, _STEPS)
+        return summary, (summary.blocks,)
+    stack = full.structure.decoder[0].rpartition(".")[0]
+    summaries: list[Summary] = []
+    for done, count in enumerate((repeated.min_count, repeated.min_count + 1), start=2):
+        indices = repeated.block_indices(count)
+        report(f"tracing {len(indices)} of {repeated.blocks} blocks", done, _STEPS)
+        known = summaries[0].params_without_grad if summaries and not step.assume_gradients else frozenset()
+        summaries.append(_trace_traceable(full.with_blocks(indices), parallelism, mesh, step, known))
+
+    def shift_block(path: str, by: int) -> str:
+        return re.sub(rf"^{re.escape(stack)}\.(\d+)", lambda found: f"{stack}.{int(found[1]) + by}", path)
+
+    small, large = summaries
+    return scale_up(small, large, repeated, shift_block), (small.blocks, large.blocks)
+
+
+def _trace_traceable(
+    template: TracedModel,
+    parallelism: Parallelism,
+    mesh: DeviceMesh,
+    step: StepConfig,
+    without_grad: frozenset[str] = frozenset(),
+) -> Summary:
+    """Return the summary of copies of a model; parts of blocks that cannot be traced return their input and are listed.
+
+    A model with parameters without gradients is traced again once these are known, because they have no optimizer
+    state.
+    """
+    left_out: dict[str, str] = {}
+    while True:
+        traced = template.copy()
+        for path, module in traced.model.named_modules():
+            if wildcard(path) in left_out:
+                module.forward = _return_input
+        try:
+            summary = trace_step(traced, parallelism, mesh, step, without_grad)
+        except UntraceableError as error:
+            pattern = wildcard(error.module)
+            if pattern in left_out or not _is_inside(error.module, template.structure.decoder):
+                raise
+            left_out[pattern] = error.operator
+            continue
+        unknown = summary.params_without_grad != without_grad and not step.assume_gradients
+        if unknown and step.optimizer != "none":
+            without_grad = summary.params_without_grad
+            continue
+        assumptions = tuple((operator, pattern, LEFT_OUT) for pattern, operator in left_out.items())
+        return replace(summary, assumptions=(*summary.assumptions, *assumptions))
+
+
+def _is_inside(module: str, blocks: Sequence[str]) -> bool:
+    return any(module.startswith(f"{block}.") for block in blocks)
+
+
+def _return_input(first: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return first
+
+
+def _memory(summary: Summary, *, offload: bool) -> Memory:
+    def on_device(nbytes: MemoryBreakdown) -> MemoryBreakdown:
+        return _without(nbytes, _OFFLOADED) if offload else nbytes
+
+    ends = summary.ends
+    at_end = ends.get("optimizer", ends["backward"])
+    host = _without(at_end, set(at_end.by_category()) - set(_OFFLOADED)) if offload else MemoryBreakdown()
+    phases = tuple(
+        Peak(phase=phase, module=sample.event.module, operator=sample.event.operator, nbytes=on_device(sample.nbytes))
+        for phase, sample in peaks(summary).items()
+    )
+    return Memory(
+        resident=on_device(_without(summary.before, ("inputs",))),
+        after_forward=on_device(ends["forward"]),
+        after_backward=on_device(ends["backward"]),
+        phases=phases,
+        host=host,
+    )
+
+
+def _without(nbytes: MemoryBreakdown, categories: Collection[str]) -> MemoryBreakdown:
+    return MemoryBreakdown(**{name: size for name, size in nbytes.by_category().items() if name not in categories})
+
+
+def _describe_scaling(
+    blocks: int, traced: tuple[int, ...], repeated: RepeatedBlocks | None, *, exact: bool, by_block: bool
+) -> str:
+    if len(traced) == 2 and repeated is not None:
+        group = "block" if repeated.period == 1 else f"group of {repeated.period} blocks"
+        return (
+            f"{traced[0]} and {traced[1]} of {blocks} blocks were traced; the difference of one {group} is added for "
+            f"each of the others, which are identical (blocks {repeated.start} to "
+            f"{repeated.start + repeated.count * repeated.period - 1} repeat)"
+        )
+    if exact:
+        return f"all {blocks} blocks were traced, as requested"
+    if by_block:
+        return f"all {blocks} blocks were traced, because the plan has rules for single blocks"
+    return f"all {blocks} blocks were traced: too few of them repeat to trace fewer"

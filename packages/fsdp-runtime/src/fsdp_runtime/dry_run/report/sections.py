@@ -1,0 +1,217 @@
+"""The content of a report as sections of tables and lines, for terminals and pages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fsdp_runtime.dry_run.report.format import format_bytes, format_count, format_seconds
+from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep, format_mesh
+from fsdp_runtime.dry_run.traffic_totals import axes_without_bandwidth, total_bytes_sent, totals_by_axis
+from fsdp_runtime.dry_run.types import Advice, Assumption, Estimate, Peak, Settings
+
+#: Labels of the categories of memory.
+CATEGORY_NAMES = {
+    "parameters": "parameters",
+    "optimizer_state": "optimizer state",
+    "gradients": "gradients",
+    "buffers": "buffers",
+    "gathered": "gathered parameters",
+    "activations": "activations",
+    "logits": "logits",
+    "inputs": "inputs",
+    "temporaries": "temporaries",
+}
+
+_NONE = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A heading with a table, lines, or both below it.
+
+    Args:
+        heading: the heading.
+        rows: a table, its header first.
+        left: number of leading columns that are left-aligned; the others hold numbers.
+        lines: sentences below the table.
+        status: ``"good"`` or ``"bad"`` if the heading is a verdict.
+    """
+
+    heading: str
+    rows: Sequence[Sequence[str]] = ()
+    left: int = 1
+    lines: Sequence[str] = ()
+    status: str = ""
+
+
+def estimate_sections(estimate: Estimate) -> list[Section]:
+    """Return the sections of an estimate: settings, verdict, memory, traffic, work, replicated parameters, findings."""
+    found = [
+        settings_section(estimate.settings),
+        verdict_section(estimate),
+        memory_section(estimate),
+        traffic_section(estimate),
+        Section(heading=f"Work: {format_count(estimate.flops, 'FLOP')} per step on this rank, recomputation included"),
+        Section(
+            heading="Replicated on every rank (all axes): "
+            + format_bytes(sum(item.nbytes for item in estimate.replicated)),
+            lines=[f"{item.pattern} ({item.count}, {format_bytes(item.nbytes)})" for item in estimate.replicated],
+        ),
+        Section(heading="Findings of the plan check", lines=estimate.findings or ("none",)),
+    ]
+    if estimate.assumptions:
+        lines = [*map(assumption_line, estimate.assumptions)]
+        found.append(Section(heading="Assumptions", lines=lines))
+    return found
+
+
+def sweep_sections(sweep: Sweep, *, shown: int | None = None) -> list[Section]:
+    """Return the ranking, at most ``shown`` candidates of it, and the failed candidates with their errors."""
+    estimated = sweep.estimated
+    failed = [candidate for candidate in sweep.candidates if candidate.estimate is None]
+    more = len(estimated) - shown if shown is not None else 0
+    found = [
+        Section(
+            heading=f"{len(estimated)} candidates on {sweep.world_size:,} ranks, ranked by: {sweep.ranked_by}",
+            rows=_ranking(estimated[:shown]) if estimated else (),
+            left=5,
+            lines=[*([f"and {more} more"] if more > 0 else []), *_bandwidth_warning(estimated)],
+        )
+    ]
+    if failed:
+        found.append(Section(heading=f"Not possible: {len(failed)}", lines=_errors(failed)))
+    if sweep.best is None and estimated:
+        found.append(Section(heading="Nothing fits", status="bad"))
+    return found
+
+
+def settings_section(settings: Settings) -> Section:
+    """Return the model, mesh and step that were estimated."""
+    options = [
+        f"{settings.micro_batch} x {settings.seq_len:,} tokens",
+        settings.dtype + (f" (master dtype {settings.master_dtype})" if settings.master_dtype else ""),
+        f"optimizer {settings.optimizer}",
+        f"loss: {settings.logprobs}",
+        f"plan: {settings.plan}",
+        *(["sequence-parallel"] if settings.sequence_parallel else []),
+        *([settings.context_parallel] if settings.context_parallel != "allgather" else []),
+        f"activation checkpointing: {settings.activation_checkpointing}",
+        *(["offloaded"] if settings.offload else []),
+    ]
+    size = f"{settings.model}, {format_count(settings.parameters)} parameters"
+    where = f"{settings.world_size:,} ranks ({format_mesh(settings.mesh)})"
+    return Section(heading=f"{size}, rank {settings.rank} of {where}", lines=[", ".join(options), settings.scaling])
+
+
+def verdict_section(estimate: Estimate) -> Section:
+    """Return the verdict on the device memory, and the changes that would lower the peak."""
+    peak, device = estimate.memory.peak.total, estimate.device_memory
+    advice = [advice_line(item) for item in estimate.advice]
+    if device is None:
+        return Section(heading=f"Peak: {format_bytes(peak)}", lines=advice)
+    sizes = f"{format_bytes(peak)} of {format_bytes(device)}"
+    if estimate.fits:
+        return Section(heading=f"Fits: {sizes}, {format_bytes(device - peak)} to spare", lines=advice, status="good")
+    excess = f"{format_bytes(peak - device)} too much; changes that would lower the peak:"
+    return Section(heading=f"Does not fit: {sizes}, {excess}", lines=advice, status="bad")
+
+
+def memory_section(estimate: Estimate) -> Section:
+    """Return bytes by category at four points of the step, and the location of the peak."""
+    memory = estimate.memory
+    points = {
+        "between steps": memory.resident,
+        "after forward": memory.after_forward,
+        "after backward": memory.after_backward,
+        "at the peak": memory.peak.nbytes,
+        **({"on the host": memory.host} if memory.host.total else {}),
+    }
+    rows = [["", *points]]
+    for category, name in CATEGORY_NAMES.items():
+        sizes = [point.by_category()[category] for point in points.values()]
+        if any(sizes):
+            rows.append([name, *(format_bytes(size) if size else _NONE for size in sizes)])
+    rows.append(["all", *(format_bytes(point.total) for point in points.values())])
+    phases = ", ".join(f"{peak.phase} {format_bytes(peak.total)}" for peak in memory.phases)
+    lines = [f"peak: {peak_line(memory.peak)}", f"peak of each phase: {phases}"]
+    return Section(heading="Memory of this rank", rows=rows, lines=lines)
+
+
+def traffic_section(estimate: Estimate) -> Section:
+    """Return the collectives of a step by axis and kind."""
+    if not estimate.traffic:
+        return Section(heading="Traffic per step: none")
+    rows = [["axis", "collective", "ranks", "calls", "input", "sent", "min. time"]]
+    for total in totals_by_axis(estimate.traffic):
+        sizes = [f"{total.ranks:,}", f"{total.count:,}", format_bytes(total.nbytes), format_bytes(total.bytes_sent)]
+        rows.append([total.axis, total.kind, *sizes, _duration(total.seconds)])
+    sent = format_bytes(total_bytes_sent(estimate.traffic))
+    rows.append(["all", "", "", "", "", sent, _duration(estimate.communication_seconds)])
+    return Section(heading="Traffic per step", rows=rows, left=2)
+
+
+def advice_line(advice: Advice) -> str:
+    """Return a change and its savings, if known."""
+    return advice.change if advice.saves is None else f"{advice.change}: up to {format_bytes(advice.saves)} less"
+
+
+def peak_line(peak: Peak) -> str:
+    """Return the location of a peak: phase, module and operator."""
+    where = f", in {peak.module}" if peak.module else ""
+    return f"{peak.phase}{where} ({peak.operator})"
+
+
+def assumption_line(item: Assumption) -> str:
+    """Return a module and what was assumed about it, with the operator whose result depends on data."""
+    operator = f" ({item.operator})" if item.operator else ""
+    missing = "" if item.counted else "; NOT in the numbers"
+    return f"{item.module or 'the model'}: {item.assumption}{operator}{missing}"
+
+
+def _ranking(found: Sequence[Candidate]) -> list[list[str]]:
+    rows = [["", "mesh", "SP", "checkpointing", "fits", "peak", "sent / 1M tokens", "time / 1M tokens", "FLOP / token"]]
+    for position, candidate in enumerate(found, start=1):
+        estimate = candidate.estimate
+        if estimate is None:
+            continue
+        fits = {None: _NONE, True: "yes", False: "no"}[estimate.fits]
+        words = [_mesh_and_way(candidate), "yes" if candidate.sequence_parallel else "no"]
+        rows.append(
+            [
+                *(str(position), *words, candidate.activation_checkpointing, fits),
+                format_bytes(estimate.memory.peak.total),
+                format_bytes(candidate.bytes_sent),
+                _duration(candidate.seconds),
+                format_count(estimate.flops * candidate.world_size / candidate.tokens),
+            ]
+        )
+    return rows
+
+
+def _mesh_and_way(candidate: Candidate) -> str:
+    way = candidate.context_parallel
+    return format_mesh(candidate.axes) + (f", {way}" if way != "allgather" else "")
+
+
+def _errors(failed: Sequence[Candidate]) -> list[str]:
+    """Return each mesh and error once, with the number of candidates that share them."""
+    counts = Counter((candidate.error, _mesh_and_way(candidate)) for candidate in failed)
+    return [
+        f"{mesh} ({count} {'candidate' if count == 1 else 'candidates'}): {error}"
+        for (error, mesh), count in counts.items()
+    ]
+
+
+def _bandwidth_warning(found: Iterable[Candidate]) -> list[str]:
+    """Return a warning if some axes have a bandwidth and others do not."""
+    estimates = [candidate.estimate for candidate in found if candidate.estimate is not None]
+    if not any(estimate.communication_seconds for estimate in estimates):
+        return []
+    axes = dict.fromkeys(axis for estimate in estimates for axis in axes_without_bandwidth(estimate.traffic))
+    return [f"no bandwidth was given for {', '.join(axes)}: the times do not include it"] if axes else []
+
+
+def _duration(seconds: float | None) -> str:
+    return _NONE if seconds is None else format_seconds(seconds)

@@ -1,0 +1,123 @@
+"""Scale two traces that differ by one group of identical blocks to the full model.
+
+With identical blocks, the live bytes at a point of the step are a linear function of the numbers of blocks before it,
+after it, and in total.  The peaks of the same region in two traces therefore determine the full model's.  For a block
+between them the function is linear in its index, hence largest at one of the ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import TypeVar
+
+from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks
+from fsdp_runtime.dry_run.scale.summary import PeakSample, StepRegion, Summary
+from fsdp_runtime.dry_run.types import PHASES, MemoryBreakdown, Phase
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def scale_up(
+    small: Summary, large: Summary, repeated: RepeatedBlocks, shift_block: Callable[[str, int], str]
+) -> Summary:
+    """Return the summary of the full model.
+
+    Args:
+        small: the trace with the smallest number of groups of blocks.
+        large: the trace with one group more.
+        repeated: the repeated blocks of the full model.
+        shift_block: returns a module's path in the full model from its path in the large trace and the number of blocks
+            that the full model has in addition before it (0 for blocks counted from the front).
+    """
+    groups = repeated.count - repeated.min_count
+
+    def number(one: int, other: int) -> int:
+        return one + (other - one) * groups
+
+    def breakdown(one: MemoryBreakdown, other: MemoryBreakdown) -> MemoryBreakdown:
+        larger = other.by_category()
+        return MemoryBreakdown(**{name: number(value, larger[name]) for name, value in one.by_category().items()})
+
+    def counter(one: Counter[Key], other: Counter[Key]) -> Counter[Key]:
+        return Counter({key: number(one[key], other[key]) for key in (*one, *(k for k in other if k not in one))})
+
+    added = repeated.blocks - large.blocks
+    regions: dict[StepRegion, PeakSample] = {}
+    for in_small, in_large, from_back in _matching_regions(small, large, repeated):
+        nbytes = breakdown(small.regions[in_small].nbytes, large.regions[in_large].nbytes)
+        event = large.regions[in_large].event
+        region = in_large._replace(block=in_large.block + added * from_back)
+        if region not in regions or nbytes.total > regions[region].nbytes.total:
+            regions[region] = PeakSample(nbytes, event._replace(module=shift_block(event.module, added * from_back)))
+
+    def sizes(one: Mapping[str, tuple[int, int]], other: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        none = (0, 0)
+        return {
+            pattern: (
+                number(one.get(pattern, none)[0], other.get(pattern, none)[0]),
+                number(one.get(pattern, none)[1], other.get(pattern, none)[1]),
+            )
+            for pattern in dict.fromkeys((*one, *other))
+        }
+
+    return Summary(
+        blocks=number(small.blocks, large.blocks),
+        regions=regions,
+        before=breakdown(small.before, large.before),
+        ends={phase: breakdown(small.ends[phase], large.ends[phase]) for phase in small.ends},
+        calls=counter(small.calls, large.calls),
+        nbytes=counter(small.nbytes, large.nbytes),
+        bytes_sent=counter(small.bytes_sent, large.bytes_sent),
+        flops=number(small.flops, large.flops),
+        replicated=sizes(small.replicated, large.replicated),
+        untrained=sizes(small.untrained, large.untrained),
+        assumptions=tuple(dict.fromkeys((*small.assumptions, *large.assumptions))),
+    )
+
+
+def peaks(summary: Summary) -> dict[Phase, PeakSample]:
+    """Return the peak of every phase that allocated, in the order of the step."""
+    found: dict[Phase, PeakSample] = {}
+    for region, sample in summary.regions.items():
+        if region.phase not in found or sample.nbytes.total > found[region.phase].nbytes.total:
+            found[region.phase] = sample
+    return {phase: found[phase] for phase in PHASES if phase in found}
+
+
+def _matching_regions(
+    small: Summary, large: Summary, repeated: RepeatedBlocks
+) -> Iterator[tuple[StepRegion, StepRegion, int]]:
+    """Yield equal regions of the two traces, and 1 for those whose blocks are counted from the back, else 0."""
+    # The last repeated block has other neighbours in the large trace, and so has the first, counted from the back.
+    front = repeated.start + repeated.min_count * repeated.period - 1
+    lengths = [_operator_counts(summary.regions) for summary in (small, large)]
+    for phase in PHASES:
+        if phase in ("clip", "optimizer") and lengths[0].get(phase) != lengths[1].get(phase):
+            yield from _highest_regions(phase, small, large)
+            continue
+        for region in small.regions:
+            if region.phase != phase:
+                continue
+            if region in large.regions and region.block < front:
+                yield region, region, 0
+            back = region._replace(block=region.block + repeated.period)
+            if region.block > repeated.start and back in large.regions:
+                yield region, back, 1
+
+
+def _highest_regions(phase: Phase, small: Summary, large: Summary) -> Iterator[tuple[StepRegion, StepRegion, int]]:
+    """Yield only the highest regions of a phase whose operators run once per parameter, and so do not correspond."""
+    highest = [
+        max((r for r in s.regions if r.phase == phase), key=lambda r: s.regions[r].nbytes.total, default=None)
+        for s in (small, large)
+    ]
+    if highest[0] is not None and highest[1] is not None:
+        yield highest[0], highest[1], 0
+
+
+def _operator_counts(regions: Mapping[StepRegion, PeakSample]) -> dict[Phase, int]:
+    found: dict[Phase, int] = {}
+    for region in regions:
+        found[region.phase] = max(found.get(region.phase, 0), region.step)
+    return found

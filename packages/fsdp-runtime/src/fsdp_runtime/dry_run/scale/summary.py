@@ -1,0 +1,172 @@
+"""Summarize a recording by the quantities that grow with the number of blocks: peaks per region, counts, bytes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fsdp_runtime.dry_run.trace.recorder import OpEvent, Recording, StorageInfo
+from fsdp_runtime.dry_run.types import MemoryBreakdown, Phase
+
+#: Phase, kind of collective, and global ranks of its group.
+CallKey = tuple[Phase, str, tuple[int, ...]]
+
+
+class StepRegion(NamedTuple):
+    """A part of a step throughout which the same number of blocks have run.
+
+    Args:
+        phase: the phase.
+        block: index of the last block that was entered, -1 before the first.
+        inside: whether that block is still running; else the code after it.
+        step: in phases without blocks the number of the operator, else 0.
+    """
+
+    phase: Phase
+    block: int
+    inside: bool
+    step: int = 0
+
+
+class PeakSample(NamedTuple):
+    """The peak of a region: live bytes, and the operator that allocated last."""
+
+    nbytes: MemoryBreakdown
+    event: OpEvent
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Summary of one trace.
+
+    Args:
+        blocks: number of the decoder's blocks that ran.
+        regions: peak of each region.
+        before: live bytes before the step.
+        ends: live bytes at the end of each phase.
+        calls: number of collectives.
+        nbytes: bytes of this rank's inputs of the collectives.
+        bytes_sent: bytes that this rank sends at least in the collectives.
+        flops: floating-point operations.
+        replicated: number and bytes of parameters that are replicated over all axes, by name pattern.
+        assumptions: ``(operator, module, assumption)`` for results that depend on data, block indices as ``*``.
+        untrained: number and bytes (this rank's shards) of trainable parameters that got no gradient, by name pattern.
+    """
+
+    blocks: int
+    regions: dict[StepRegion, PeakSample]
+    before: MemoryBreakdown
+    ends: dict[Phase, MemoryBreakdown]
+    calls: Counter[CallKey]
+    nbytes: Counter[CallKey]
+    bytes_sent: Counter[CallKey]
+    flops: int
+    replicated: dict[str, tuple[int, int]] = field(default_factory=dict)
+    assumptions: tuple[tuple[str, str, str], ...] = ()
+    untrained: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def params_without_grad(self) -> frozenset[str]:
+        """Name patterns of trainable parameters that got no gradient."""
+        return frozenset(self.untrained)
+
+
+def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int]) -> Summary:
+    """Return the summary of a recording.
+
+    Args:
+        recording: one recorded step.
+        blocks: paths of the decoder's blocks.
+        vocabulary: full and local size of the vocabulary: tensors outside blocks with such a last dim are logits.
+    """
+    categories = [_category(info, recording.events, blocks, vocabulary) for info in recording.storages]
+    regions, before, ends = _replay(recording, categories, _regions(recording.events, blocks))
+    calls: Counter[CallKey] = Counter()
+    nbytes: Counter[CallKey] = Counter()
+    bytes_sent: Counter[CallKey] = Counter()
+    for phase, call in recording.collectives:
+        calls[phase, call.kind, call.ranks] += 1
+        nbytes[phase, call.kind, call.ranks] += call.nbytes
+        bytes_sent[phase, call.kind, call.ranks] += call.bytes_sent
+    assumptions = ((operator, wildcard(module), text) for operator, module, text in recording.assumptions)
+    return Summary(
+        blocks=len(blocks),
+        regions=regions,
+        before=before,
+        ends=ends,
+        calls=calls,
+        nbytes=nbytes,
+        bytes_sent=bytes_sent,
+        flops=recording.flops,
+        assumptions=tuple(dict.fromkeys(assumptions)),
+    )
+
+
+def wildcard(path: str) -> str:
+    """Return a path with every number as ``*``."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def _category(info: StorageInfo, events: Sequence[OpEvent], blocks: Sequence[str], vocabulary: set[int]) -> str:
+    """Return the category of a storage: the registered one, else by its shape and lifetime."""
+    if info.category is not None:
+        return info.category
+    event = events[info.created_at]
+    if info.last_dim in vocabulary and _block_of(event.module, blocks) is None and event.phase != "optimizer":
+        return "logits"
+    if event.phase in ("forward", "loss") and info.outlives_forward:
+        return "activations"
+    return "temporaries"
+
+
+def _replay(
+    recording: Recording, categories: Sequence[str], regions: Sequence[StepRegion]
+) -> tuple[dict[StepRegion, PeakSample], MemoryBreakdown, dict[Phase, MemoryBreakdown]]:
+    """Replay the allocations; return the regions' peaks, the bytes before the step and at the end of each phase."""
+    live: Counter[str] = Counter()
+    total = 0
+    highest: dict[StepRegion, tuple[int, dict[str, int], OpEvent]] = {}
+    ending: dict[int, list[Phase]] = {}  # a phase without allocations ends where the previous one does
+    for phase, position in recording.ends.items():
+        ending.setdefault(position, []).append(phase)
+    at_end: dict[Phase, MemoryBreakdown] = {}
+    before = MemoryBreakdown()
+    for position, allocation in enumerate(recording.allocations):
+        if allocation.event >= 0 and before.total == 0:
+            before = MemoryBreakdown(**live)
+        at_end |= {phase: MemoryBreakdown(**live) for phase in ending.get(position, ())}
+        live[categories[allocation.storage]] += allocation.delta
+        total += allocation.delta
+        if allocation.event < 0 or allocation.delta < 0:
+            continue
+        region = regions[allocation.event]
+        if region not in highest or total > highest[region][0]:
+            highest[region] = (total, dict(live), recording.events[allocation.event])
+    at_end |= {phase: MemoryBreakdown(**live) for phase in ending.get(len(recording.allocations), ())}
+    found = {region: PeakSample(MemoryBreakdown(**parts), event) for region, (_, parts, event) in highest.items()}
+    return found, before, at_end
+
+
+def _regions(events: Sequence[OpEvent], blocks: Sequence[str]) -> list[StepRegion]:
+    """Return the region of every event."""
+    found: list[StepRegion] = []
+    phase, last, step = None, -1, 0
+    for event in events:
+        assert event.phase is not None  # noqa: S101  # events are recorded inside phases
+        if event.phase != phase:
+            phase, last, step = event.phase, -1, 0
+        if event.phase in ("clip", "optimizer"):
+            found.append(StepRegion(event.phase, -1, False, step))
+            step += 1
+            continue
+        block = _block_of(event.module, blocks)
+        last = last if block is None else block
+        found.append(StepRegion(event.phase, last, block is not None))
+    return found
+
+
+def _block_of(module: str, blocks: Sequence[str]) -> int | None:
+    return next((i for i, path in enumerate(blocks) if module == path or module.startswith(f"{path}.")), None)

@@ -1,0 +1,228 @@
+"""One training step of a model on a mesh, run on fake tensors and recorded."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._torch_compat import local_tensor
+from fsdp_runtime.debug.describe import describe_parallelism
+from fsdp_runtime.dry_run.build_model import vocabulary_size
+from fsdp_runtime.dry_run.losses import clip_function, resolve_loss, rl_logprobs_on_accelerator
+from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
+from fsdp_runtime.dry_run.scale.summary import Summary, summarize, wildcard
+from fsdp_runtime.dry_run.trace.assumed_routes import Routing
+from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data
+from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
+from fsdp_runtime.dry_run.trace.recorder import Recorder
+from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.mesh.spec import axis_size
+from fsdp_runtime.parallelism import Parallelism, PlanSource
+from fsdp_runtime.steps.checkpointing import ActivationCheckpointing, modules_to_recompute
+from fsdp_runtime.steps.context.methods import ContextParallel
+from fsdp_runtime.steps.context.sharding import sequence_layout
+from fsdp_runtime.steps.fsdp.options import FSDPOptions
+from fsdp_runtime.steps.tensor.step import Towers
+
+OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer] | None] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True),
+    "adamw_fused": lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9, foreach=True),
+    "none": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """The arguments of ``estimate`` that define the step; see there."""
+
+    seq_len: int
+    micro_batch: int
+    dtype: torch.dtype
+    master_dtype: torch.dtype | None
+    optimizer: str
+    logprobs: str | Callable[..., Any]
+    clip: bool
+    offload: bool
+    plan: PlanSource
+    sequence_parallel: bool
+    activation_checkpointing: ActivationCheckpointing
+    context_parallel: ContextParallel = "allgather"
+    assume_gradients: bool = False
+    routing: Routing = "balanced"
+    towers: Towers = "sharded"
+
+    def __post_init__(self) -> None:
+        """Raise :class:`EstimateError` for an unknown optimizer, or a batch without tokens."""
+        for name, size in {"seq_len": self.seq_len, "micro_batch": self.micro_batch}.items():
+            if size < 1:
+                raise EstimateError(f"{name}={size}: give a positive integer")
+        if self.optimizer not in OPTIMIZERS:
+            raise EstimateError(f"optimizer {self.optimizer!r}: write one of {', '.join(OPTIMIZERS)}")
+
+    @property
+    def fsdp_options(self) -> FSDPOptions:
+        """Dtypes and offload of FSDP2."""
+        offload_policy = CPUOffloadPolicy() if self.offload else None
+        if self.master_dtype is None:
+            return FSDPOptions(offload_policy=offload_policy)
+        return FSDPOptions(
+            mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.master_dtype),
+            master_dtype=self.master_dtype,
+            offload_policy=offload_policy,
+        )
+
+
+def trace_step(
+    traced: TracedModel,
+    parallelism: Parallelism,
+    mesh: DeviceMesh,
+    step: StepConfig,
+    without_grad: frozenset[str] = frozenset(),
+) -> Summary:
+    """Parallelize a model on the meta device, run the step on fake tensors, and summarize it.
+
+    Args:
+        traced: the model, which is changed, and its structure.
+        parallelism: resolved for the full model; its structure is replaced by the traced model's.
+        mesh: of the fake world.
+        step: the step to run.
+        without_grad: name patterns of trainable parameters known to get no gradient, and so no optimizer state.
+    """
+    model, structure = traced.model, traced.structure
+    vocabulary = vocabulary_size(model, structure.embedding)
+    recompute = modules_to_recompute(structure, step.activation_checkpointing)
+    replace(parallelism, structure=structure, recompute=recompute).apply(model)
+    replicated = _replicated(model)
+    with fake_tensors_without_data(), rl_logprobs_on_accelerator() as tile_multiplicity:
+        model.to_empty(device="cpu")
+        inputs = _inputs(model, mesh, step)
+        optimizer = _optimizer(model, step, without_grad)
+        recorder = Recorder(ModuleTracker(model), tile_multiplicity)
+        recorder.register(model.parameters(), "parameters")
+        recorder.register(model.buffers(), "buffers")
+        recorder.register(inputs.values(), "inputs")
+        if optimizer is not None:
+            recorder.register(optimizer.state_tensors(), "optimizer_state")
+        forward = resolve_loss(step.logprobs, structure.lm_head)
+        with recorder.phase("forward"):
+            loss = forward(model, inputs, lambda: recorder.begin("loss"))
+        with recorder.phase("backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+            untrained = _untrained(model)
+            if step.assume_gradients:
+                for parameter in model.parameters():
+                    if parameter.requires_grad and parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        recorder.relabel(gradients, "gradients")
+        del gradients
+        if step.clip and (clip := clip_function()) is not None:
+            with recorder.phase("clip"):
+                clip(model.parameters(), 1.0)
+        if optimizer is not None:
+            with recorder.phase("optimizer"):
+                optimizer.step()
+        widths = {vocabulary, -(-vocabulary // axis_size(mesh, "tp"))}
+        summary = summarize(recorder.recording, structure.decoder, widths)
+    return replace(summary, replicated=replicated, untrained=untrained)
+
+
+def _untrained(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return number and local bytes of trainable parameters without gradients, by name patterns that all lack one.
+
+    A vision tower is such a part: the step has no images.
+    """
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {wildcard(name) for name, parameter in trainable.items() if parameter.grad is not None}
+    return _sizes({name: parameter for name, parameter in trainable.items() if wildcard(name) not in trained})
+
+
+def _sizes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Return number and bytes of parameters on this rank, by name pattern."""
+    count: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for name, parameter in parameters.items():
+        local = local_tensor(parameter)
+        count[wildcard(name)] += 1
+        nbytes[wildcard(name)] += local.numel() * local.element_size()
+    return {pattern: (count[pattern], nbytes[pattern]) for pattern in count}
+
+
+def _replicated(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return number and bytes of the parameters that are replicated over all axes, by name pattern."""
+    parameters = dict(model.named_parameters())
+    # Aliases of tied parameters are listed too.
+    return _sizes({name: parameters[name] for name in describe_parallelism(model).replicated if name in parameters})
+
+
+def _inputs(model: nn.Module, mesh: DeviceMesh, step: StepConfig) -> dict[str, Tensor]:
+    """Return this rank's token ids, and the token types that multimodal models require."""
+    shape = (step.micro_batch, step.seq_len)
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
+    accepted = inspect.signature(model.forward).parameters
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in accepted and hasattr(getattr(model, "config", None), "vision_config"):
+            inputs[name] = torch.zeros(shape, dtype=torch.int64)
+    if axis_size(mesh, "cp") > 1:
+        inputs = sequence_layout(mesh, length=step.seq_len).shard_batch(inputs)
+        del inputs["position_ids"]  # the model fills them in; given ones would be searched for packed documents
+    return inputs
+
+
+class _LocalOptimizer:
+    """An optimizer on this rank's shards, with the state that it has from the second step on.
+
+    It allocates what the same optimizer allocates on the DTensors, whose operators work on the shards one by one; the
+    search for a sharding of every list of DTensors, a third of the time of a trace, is left out.
+    """
+
+    def __init__(self, make: Callable[[list[Any]], torch.optim.Optimizer], model: nn.Module) -> None:
+        self._shards: dict[nn.Parameter, nn.Parameter] = {}
+        groups: dict[Any, list[nn.Parameter]] = defaultdict(list)  # a foreach call takes tensors of one mesh
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                shard = self._shards[parameter] = nn.Parameter(local_tensor(parameter).detach())
+                groups[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(shard)
+        self._optimizer = make([{"params": shards} for shards in groups.values()])
+
+    def make_state(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take a step with zero gradients of ``parameters``."""
+        for parameter in parameters:
+            self._shards[parameter].grad = torch.zeros_like(self._shards[parameter])
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def step(self) -> None:
+        """Take a step with the gradients of the model's parameters."""
+        for parameter, shard in self._shards.items():
+            shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+        self._optimizer.step()
+
+    def state_tensors(self) -> list[Tensor]:
+        """Return the tensors of the state."""
+        states = self._optimizer.state.values()
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def _optimizer(model: nn.Module, step: StepConfig, without_grad: frozenset[str]) -> _LocalOptimizer | None:
+    make = OPTIMIZERS[step.optimizer]
+    if make is None:
+        return None
+    optimizer = _LocalOptimizer(make, model)
+    optimizer.make_state(
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and wildcard(name) not in without_grad
+    )
+    return optimizer

@@ -1,0 +1,176 @@
+"""Compare ways to train a model on a number of ranks by many dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from fsdp_runtime.dry_run.api import estimate
+from fsdp_runtime.dry_run.candidates import candidate_meshes, make_candidates, rank_candidates
+from fsdp_runtime.dry_run.parse_args import parse_flops, require_model_source
+from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep
+from fsdp_runtime.dry_run.types import Estimate
+from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
+from tp_plans import TpPlansError
+from tp_plans.argument_types import argument_types
+
+#: Seconds that a dry run takes on one core: of a dense model of some billion parameters, and of a large mixture.
+_SECONDS_OF_A_DRY_RUN = (10, 120)
+
+
+@argument_types(EstimateError)
+def sweep(
+    model: str | Path | Any,
+    world_size: int,
+    *,
+    max_tp: int = 8,
+    cp: Sequence[int] = (1,),
+    dp_replicate: Sequence[int] | None = None,
+    ep: Sequence[int] = (1,),
+    sequence_parallel: Sequence[bool] = (False, True),
+    activation_checkpointing: Sequence[str] = ("none", "selective", "block"),
+    context_parallel: Sequence[str] = ("allgather",),
+    device_flops: float | str | None = None,
+    workers: int = 2,
+    progress: Callable[[str, int, int], None] | None = None,
+    **options: Any,
+) -> Sweep:
+    """Estimate every mesh of ``world_size`` ranks, with and without sequence parallelism and checkpointing; rank them.
+
+    Fitting candidates come first.  With bandwidths, or the speed of a device, candidates are ordered by seconds per
+    token: the traffic's lower bound plus the operations (recomputed ones included) at that speed, without overlap.
+    Otherwise they are ordered by peak memory, then by bytes sent per token.  Each dry run uses a process of a pool; a
+    script that calls this function needs the usual ``if __name__ == "__main__"``.
+
+    Args:
+        model: a ``config.json``, a directory with one, a Hugging Face config, or a function without arguments that
+            builds any model; it is sent to other processes, so lambdas do not work.
+        world_size: number of ranks.
+        max_tp: number of ranks of a node, the largest size of ``tp``.
+        cp: sizes of the context-parallel axis.
+        dp_replicate: numbers of replicas; by default 1, and the number that gives each replica one node.
+        ep: sizes of the axis that a mixture's experts are divided over.
+        sequence_parallel: the values to try.
+        activation_checkpointing: the modes to try.
+        context_parallel: the ways of attention to try on meshes with ``cp``.
+        device_flops: operations per second that a device achieves, such as ``"400TFLOP/s"``.
+        workers: number of processes; 0 runs all dry runs in this process.
+        progress: called first with the expected time, then after each candidate with its label,
+            the number of finished candidates and the number of all.
+        options: other arguments of :func:`estimate`: ``seq_len``, ``bandwidth``, ``device_memory``, …
+
+    Returns:
+        All candidates, best first; candidates that the model or its plan does not allow come last, with the error.
+
+    Raises:
+        EstimateError: no mesh has this number of ranks, or a value is not valid.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime import sweep
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embedding = nn.Embedding(32, 16)
+        ...         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16)) for _ in range(2)])
+        ...
+        ...     def forward(self, input_ids):
+        ...         hidden = self.embedding(input_ids)
+        ...         for block in self.blocks:
+        ...             hidden = block(hidden)
+        ...         return hidden
+        >>> def loss(model, inputs):
+        ...     return model(**inputs).square().mean()
+        >>> options = {"seq_len": 8, "plan": None, "logprobs": loss, "clip": False}
+        >>> found = sweep(Model, 2, max_tp=1, activation_checkpointing=("none",), workers=0, **options)
+        >>> found.best.label
+        'dp_shard=2'
+    """
+    require_model_source(model)  # here rather than once in every process
+    specs = candidate_meshes(world_size, max_tp=max_tp, cp=cp, dp_replicate=dp_replicate, ep=ep)
+    waiting = make_candidates(
+        specs,
+        sequence_parallel=sequence_parallel,
+        activation_checkpointing=activation_checkpointing,
+        context_parallel=context_parallel,
+    )
+    if not waiting:
+        raise EstimateError(
+            f"no mesh of {world_size} ranks has tp <= {max_tp}, cp in {tuple(cp)}, dp_replicate in "
+            f"{tuple(dp_replicate or ())} and ep in {tuple(ep)}: give sizes that divide {world_size}, and both "
+            "values of sequence_parallel"
+        )
+    speed = None if device_flops is None else parse_flops(device_flops)
+    if progress is not None:
+        shortest, longest = (len(waiting) * seconds / max(workers, 1) / 60 for seconds in _SECONDS_OF_A_DRY_RUN)
+        several = f"{len(waiting)} dry runs, {max(workers, 1)} at a time"
+        progress(f"{several}: {max(1, round(shortest))} to {max(1, round(longest))} minutes", 0, len(waiting))
+    found = []
+    for candidate, outcome in _outcomes(partial(_attempt, model, options), waiting, workers):
+        if isinstance(outcome, str):
+            found.append(replace(candidate, error=outcome))
+        else:
+            found.append(candidate.with_estimate(outcome, device_flops=speed))
+        if progress is not None:
+            progress(candidate.label, len(found), len(waiting))
+    return rank_candidates(world_size, found)
+
+
+def _attempt(model: Any, options: Mapping[str, Any], candidate: Candidate) -> Estimate | str:
+    """Return the estimate of one candidate, or the error message."""
+    try:
+        return estimate(
+            model,
+            candidate.mesh,
+            sequence_parallel=candidate.sequence_parallel,
+            activation_checkpointing=candidate.activation_checkpointing,
+            context_parallel=candidate.context_parallel,
+            **options,
+        )
+    except (FsdpRuntimeError, TpPlansError) as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001  # an operator that fails on one mesh must not stop the other estimates
+        return f"{type(error).__name__}: {error}"
+
+
+def _outcomes(
+    attempt: Callable[[Candidate], Estimate | str], waiting: Sequence[Candidate], workers: int
+) -> Iterator[tuple[Candidate, Estimate | str]]:
+    if workers == 0:
+        yield from ((candidate, attempt(candidate)) for candidate in waiting)
+        return
+    broken = []
+    with _pool(workers) as pool:
+        running: dict[Future[Estimate | str], Candidate] = {pool.submit(attempt, each): each for each in waiting}
+        try:
+            for future in as_completed(running):
+                try:
+                    outcome = future.result()
+                except BrokenProcessPool:
+                    broken.append(running[future])
+                else:
+                    yield running[future], outcome
+        finally:
+            pool.shutdown(cancel_futures=True)
+    # When a process dies (for lack of memory, say), the pool fails all waiting candidates, whichever killed it.
+    for candidate in broken:
+        yield candidate, _alone(attempt, candidate)
+
+
+def _alone(attempt: Callable[[Candidate], Estimate | str], candidate: Candidate) -> Estimate | str:
+    with _pool(1) as pool:
+        try:
+            return pool.submit(attempt, candidate).result()
+        except BrokenProcessPool:
+            return "the process that estimated it died, perhaps for lack of memory"
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))

@@ -1,0 +1,130 @@
+"""Results of a sweep: candidates and their ranking."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp_runtime.dry_run.traffic_totals import total_bytes_sent
+from fsdp_runtime.dry_run.types import FORMAT, Estimate
+from fsdp_runtime.mesh.spec import MeshSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to train, and its dry run.
+
+    Args:
+        mesh: the mesh.
+        sequence_parallel: whether activations between blocks are sharded over ``tp``.
+        activation_checkpointing: the mode.
+        context_parallel: how attention spans the ranks of ``cp``.
+        estimate: the dry run, ``None`` if it failed.
+        error: why the dry run failed, else ``""``.
+        tokens: tokens of a step, over all ranks.
+        seconds: lower bound of the traffic's time at the given bandwidths plus the time of the operations at the given
+            speed of the device, per million tokens; ``None`` if neither was given.
+        bytes_sent: bytes that a rank sends per million tokens.
+    """
+
+    mesh: MeshSpec
+    sequence_parallel: bool
+    activation_checkpointing: str
+    context_parallel: str = "allgather"
+    estimate: Estimate | None = None
+    error: str = ""
+    tokens: int = 0
+    seconds: float | None = None
+    bytes_sent: float = 0.0
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the mesh."""
+        return math.prod(self.mesh.sizes.values())
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes by axis name, in the mesh's order; last ``ep``, which divides the same ranks again."""
+        return {**self.mesh.sizes, "ep": self.mesh.ep}
+
+    @property
+    def label(self) -> str:
+        """The mesh and the enabled options, such as ``"dp_shard=32 tp=8, SP, block"``."""
+        sequence_parallel = ["SP"] if self.sequence_parallel else []
+        mode = [self.activation_checkpointing] if self.activation_checkpointing != "none" else []
+        way = [self.context_parallel] if self.context_parallel != "allgather" else []
+        return ", ".join([format_mesh(self.axes), *sequence_parallel, *way, *mode])
+
+    def with_estimate(self, estimate: Estimate, *, device_flops: float | None) -> Candidate:
+        """Return this candidate with its dry run and the numbers per million tokens."""
+        settings = estimate.settings
+        tokens = settings.seq_len * settings.micro_batch * self.mesh.dp_replicate * self.mesh.dp_shard
+        compute_seconds = estimate.flops / device_flops if device_flops else None
+        known = [part for part in (estimate.communication_seconds, compute_seconds) if part is not None]
+        return replace(
+            self,
+            estimate=estimate,
+            tokens=tokens,
+            seconds=sum(known) * 1e6 / tokens if known else None,
+            bytes_sent=total_bytes_sent(estimate.traffic) * 1e6 / tokens,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dicts, lists, numbers and strings."""
+        return {
+            "mesh": self.axes,
+            "sequence_parallel": self.sequence_parallel,
+            "activation_checkpointing": self.activation_checkpointing,
+            "context_parallel": self.context_parallel,
+            "error": self.error,
+            "tokens": self.tokens,
+            "seconds_per_million_tokens": self.seconds,
+            "bytes_sent_per_million_tokens": self.bytes_sent,
+            "estimate": None if self.estimate is None else self.estimate.to_dict(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """All candidates, best first, failed ones last.
+
+    Args:
+        world_size: number of ranks.
+        candidates: the ways to train that were compared.
+        ranked_by: the criteria of the order, in words.
+    """
+
+    world_size: int
+    candidates: tuple[Candidate, ...]
+    ranked_by: str
+
+    @property
+    def estimated(self) -> tuple[Candidate, ...]:
+        """Candidates with an estimate, best first."""
+        return tuple(candidate for candidate in self.candidates if candidate.estimate is not None)
+
+    @property
+    def best(self) -> Candidate | None:
+        """The best candidate, ``None`` if no candidate fits."""
+        return next((each for each in self.estimated if each.estimate and each.estimate.fits is not False), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain dicts, lists, numbers and strings."""
+        return {
+            "format": FORMAT,
+            "world_size": self.world_size,
+            "ranked_by": self.ranked_by,
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+        }
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return :meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+
+def format_mesh(sizes: Mapping[str, int]) -> str:
+    """Return the axes of a mesh that are larger than 1, such as ``"dp_shard=32 tp=8"``."""
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one rank"

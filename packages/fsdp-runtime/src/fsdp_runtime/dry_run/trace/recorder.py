@@ -1,0 +1,221 @@
+"""Record the allocations, collectives and operations of a step, operator by operator."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._torch_compat import (
+    TorchDispatchMode,
+    data_dependent_errors,
+    local_tensor,
+    observe_storage_resizes,
+    storage_key,
+    tree_leaves,
+)
+from fsdp_runtime.dry_run.trace.collectives import CollectiveCall, collective_call
+from fsdp_runtime.dry_run.trace.data_dependent_ops import (
+    DATA_DEPENDENT,
+    GROUPED_MM,
+    assume_result,
+    grouped_mm,
+    remember_origin,
+)
+from fsdp_runtime.dry_run.trace.flops import flops_of
+from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
+from fsdp_runtime.dry_run.types import Phase
+from fsdp_runtime.errors import EstimateError
+
+
+class UntraceableError(EstimateError):
+    """An operator's result depends on data, and no result is assumed for it.
+
+    Args:
+        operator: the operator.
+        module: path of the running module.
+    """
+
+    def __init__(self, operator: str, module: str) -> None:
+        super().__init__(
+            f"{operator} in {module or 'code outside the model'} depends on values, which a dry run does not have: "
+            "remove it from the model for the estimate, or give the model as a function that replaces it"
+        )
+        self.operator, self.module = operator, module
+
+
+class OpEvent(NamedTuple):
+    """An operator that allocated, with its phase and module."""
+
+    phase: Phase | None
+    module: str
+    operator: str
+
+
+@dataclass
+class StorageInfo:
+    """Properties of one storage.
+
+    Args:
+        created_at: index of the event that created it; -1 for storages that existed before the step.
+        last_dim: last dim of the first tensor on it.
+        category: its category, if registered; others follow from lifetimes.
+        outlives_forward: whether it was alive when forward, or the loss, ended.
+    """
+
+    created_at: int
+    last_dim: int = 0
+    category: str | None = None
+    outlives_forward: bool = False
+
+
+class AllocationEvent(NamedTuple):
+    """Bytes that were allocated or, as a negative ``delta``, freed."""
+
+    event: int
+    storage: int
+    delta: int
+
+
+@dataclass
+class Recording:
+    """Everything that was recorded, in order.
+
+    Args:
+        events: operators that allocated.
+        storages: every storage that was seen.
+        allocations: bytes allocated and freed.
+        ends: number of allocations at the end of each phase.
+        collectives: calls with their phases.
+        flops: floating-point operations.
+        assumptions: ``(operator, module, assumption)`` for results that depend on data, without repetitions.
+    """
+
+    events: list[OpEvent] = field(default_factory=list)
+    storages: list[StorageInfo] = field(default_factory=list)
+    allocations: list[AllocationEvent] = field(default_factory=list)
+    ends: dict[Phase, int] = field(default_factory=dict)
+    collectives: list[tuple[Phase, CollectiveCall]] = field(default_factory=list)
+    flops: int = 0
+    assumptions: dict[tuple[str, str, str], None] = field(default_factory=dict)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that records operators on local tensors; DTensor operators arrive as the local ones they call.
+
+    Args:
+        modules: tracks the running module.
+        multiplicity: returns the number of equal calls for which the running operator stands.
+    """
+
+    def __init__(self, modules: ModuleTracker, multiplicity: Callable[[], int] = lambda: 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = Recording()
+        self._multiplicity = multiplicity
+        self._modules = modules
+        self._phase: Phase | None = None
+        self._live: dict[int, tuple[int, int]] = {}  # storage key -> index in storages, bytes
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Record the code inside as a phase of the step."""
+        self._phase = name
+        with observe_storage_resizes(self._resized), self._modules.track(), self:
+            yield
+        self._end_phase()
+        self._phase = None
+
+    def begin(self, name: Phase) -> None:
+        """End the phase of the code that runs, and record what follows in the same ``with`` as another."""
+        self._end_phase()
+        self._phase = name
+
+    def _end_phase(self) -> None:
+        if self._phase in ("forward", "loss"):
+            for index, _ in self._live.values():
+                self.recording.storages[index].outlives_forward = True
+        if self._phase is not None:
+            self.recording.ends[self._phase] = len(self.recording.allocations)
+
+    def register(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Register tensors that exist before the step under a category."""
+        for local in map(local_tensor, tensors):
+            key = storage_key(local)
+            if key not in self._live:
+                self._allocated(local, -1)
+            self.recording.storages[self._live[key][0]].category = category
+
+    def relabel(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Set the category of tensors that were created in a phase."""
+        for local in map(local_tensor, tensors):
+            if (live := self._live.get(storage_key(local))) is not None:
+                self.recording.storages[live[0]].category = category
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and record it."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        assert self._phase is not None  # noqa: S101  # the mode is entered by phase()
+        kwargs = kwargs or {}
+        if (call := collective_call(func, args, kwargs)) is not None:
+            self.recording.collectives.append((self._phase, call))
+        if func in DATA_DEPENDENT:
+            running = self._modules.running_modules()
+            result, assumption = assume_result(func, args[0], running)
+            if running:  # checks of loss and optimizer (valid targets, step number) are not listed
+                self.recording.assumptions[str(func), self._modules.current_path(), assumption] = None
+        elif func in GROUPED_MM and args[0].dtype != torch.bfloat16:
+            result = grouped_mm(*args, **kwargs)
+        else:
+            result = self._run(func, args, kwargs)
+            remember_origin(func, args, result)
+        self.recording.flops += self._multiplicity() * flops_of(func, args, kwargs, result)
+        self._record_results(func, result)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except data_dependent_errors() as error:
+            raise UntraceableError(str(func), self._modules.current_path()) from error
+
+    def _record_results(self, func: Any, result: Any) -> None:
+        event = None
+        for leaf in tree_leaves(result):
+            if not isinstance(leaf, Tensor) or leaf.device.type == "meta":
+                continue
+            if storage_key(leaf) not in self._live:
+                event = self._event(str(func)) if event is None else event
+                self._allocated(leaf, event)
+
+    def _event(self, operator: str) -> int:
+        self.recording.events.append(OpEvent(self._phase, self._modules.current_path(), operator))
+        return len(self.recording.events) - 1
+
+    def _allocated(self, tensor: Tensor, event: int) -> None:
+        storage = tensor.untyped_storage()
+        index, size = len(self.recording.storages), storage.nbytes()
+        self.recording.storages.append(StorageInfo(event, tensor.shape[-1] if tensor.ndim > 1 else 0))
+        self.recording.allocations.append(AllocationEvent(event, index, size))
+        self._live[storage_key(storage)] = (index, size)
+        weakref.finalize(storage, self._freed, storage_key(storage))
+
+    def _freed(self, key: int) -> None:
+        index, size = self._live.pop(key)
+        self.recording.allocations.append(AllocationEvent(len(self.recording.events) - 1, index, -size))
+
+    def _resized(self, storage: Any) -> None:
+        """Record FSDP2's allocation of gathered parameters: it resizes storages, and no operator shows that."""
+        if (live := self._live.get(storage_key(storage))) is None:
+            return
+        index, before = live
+        if (size := storage.nbytes()) != before:
+            self.recording.storages[index].category = "gathered"
+            self.recording.allocations.append(AllocationEvent(self._event("resize_"), index, size - before))
+            self._live[storage_key(storage)] = (index, size)

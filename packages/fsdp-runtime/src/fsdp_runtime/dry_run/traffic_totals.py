@@ -1,0 +1,73 @@
+"""Totals of traffic over phases, for reports, charts and rankings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fsdp_runtime.dry_run.types import Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisTotal:
+    """Collectives of one kind over one axis in a step.
+
+    Args:
+        axis: the mesh axis.
+        ranks: number of ranks that take part.
+        kind: the kind of collective.
+        count: number of calls.
+        nbytes: bytes of this rank's inputs.
+        bytes_sent: bytes that this rank sends at least.
+        seconds: lower bound of the time, ``None`` without a bandwidth.
+    """
+
+    axis: str
+    ranks: int
+    kind: str
+    count: int
+    nbytes: int
+    bytes_sent: int
+    seconds: float | None
+
+
+def totals_by_axis(traffic: Iterable[Traffic]) -> list[AxisTotal]:
+    """Return the traffic of all phases by axis and kind, in the order in which these first occur."""
+    grouped: dict[tuple[str, str], list[Traffic]] = {}
+    for item in traffic:
+        grouped.setdefault((item.axis, item.kind), []).append(item)
+    axes = list(dict.fromkeys(axis for axis, _ in grouped))
+    return [_sum(grouped[key]) for axis in axes for key in grouped if key[0] == axis]
+
+
+def total_bytes_sent(traffic: Iterable[Traffic]) -> int:
+    """Return the bytes that a rank sends in a step, over all axes."""
+    return sum(item.bytes_sent for item in traffic)
+
+
+def bytes_sent_by_axis(traffic: Iterable[Traffic]) -> dict[str, int]:
+    """Return the bytes that a rank sends in a step, by axis."""
+    found: dict[str, int] = {}
+    for item in traffic:
+        found[item.axis] = found.get(item.axis, 0) + item.bytes_sent
+    return found
+
+
+def axes_without_bandwidth(traffic: Iterable[Traffic]) -> tuple[str, ...]:
+    """Return the axes without a bandwidth that carry more than 0.1 % of the bytes (norms carry a few bytes)."""
+    items = list(traffic)
+    unknown = bytes_sent_by_axis(item for item in items if item.seconds is None)
+    return tuple(axis for axis, sent in unknown.items() if sent > total_bytes_sent(items) / 1000)
+
+
+def _sum(items: list[Traffic]) -> AxisTotal:
+    known = [item.seconds for item in items if item.seconds is not None]
+    return AxisTotal(
+        axis=items[0].axis,
+        ranks=items[0].ranks,
+        kind=items[0].kind,
+        count=sum(item.count for item in items),
+        nbytes=sum(item.nbytes for item in items),
+        bytes_sent=sum(item.bytes_sent for item in items),
+        seconds=sum(known) if known else None,
+    )

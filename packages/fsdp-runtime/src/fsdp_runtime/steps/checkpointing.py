@@ -1,0 +1,210 @@
+"""Activation checkpointing: activations are freed after forward and recomputed in backward.
+
+Source of the method: Chen et al., arXiv:1604.06174; selective: torch's ``create_selective_checkpoint_contexts``.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_runtime._torch_compat import has_forward
+from fsdp_runtime._transformers_compat.models import disable_cache, is_cache
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.routing.session import bound_to_routes
+from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
+from fsdp_runtime.steps.documents.recompute import pass_documents
+from fsdp_runtime.steps.documents.step import packing_of
+from fsdp_runtime.steps.pinned_routes import pinned_routes
+from fsdp_runtime.steps.saved_tensors import SelectiveContexts, contexts_of_compiled
+from tp_plans.naming import MLP_MODULES
+
+if TYPE_CHECKING:
+    from fsdp_runtime.parallelism import Parallelism
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["none", "mlp", "block", "selective"]
+
+
+@dataclass(frozen=True)
+class SelectiveCheckpoint:
+    """Recompute every operator of a block except some, whose results are kept.
+
+    Args:
+        save: names of ATen or collective operators, such as ``"aten.mm"`` or ``"_c10d_functional.all_reduce"``, whose
+            results are kept; a name stands for all its overloads.  By default the most expensive ones: matrix products,
+            attention and collectives.
+
+    Example:
+        >>> from fsdp_runtime import SelectiveCheckpoint
+        >>> SelectiveCheckpoint(save=("aten.mm",)).overloads()[0]
+        <OpOverload(op='aten.mm', overload='default')>
+    """
+
+    save: tuple[str, ...] = (
+        "aten.mm",
+        "aten.addmm",
+        "aten.bmm",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_cudnn_attention",
+        "_c10d_functional.all_reduce",
+        "_c10d_functional.all_gather_into_tensor",
+        "_c10d_functional.reduce_scatter_tensor",
+    )
+
+    def overloads(self) -> list[Any]:
+        """Return the operators as torch's objects, without those that this torch lacks.
+
+        Raises:
+            OptionError: a name has no namespace, or none of the names exists.
+        """
+        found = []
+        for name in self.save:
+            namespace, dot, operator = name.partition(".")
+            if not dot:
+                raise OptionError(f"SelectiveCheckpoint(save=...): {name!r} has no namespace: write 'aten.{name}'")
+            packet = getattr(getattr(torch.ops, namespace), operator, None)
+            found += [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+        if not found:
+            raise OptionError(
+                f"SelectiveCheckpoint(save={self.save!r}): torch {torch.__version__} has none of these operators"
+            )
+        return found
+
+
+ActivationCheckpointing = Mode | SelectiveCheckpoint
+
+
+def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, ...]:
+    """Return the paths of the modules that a mode makes recompute; nothing is changed.
+
+    Args:
+        structure: the model's parts.
+        mode: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a :class:`SelectiveCheckpoint`.
+
+    Raises:
+        OptionError: an unknown mode.
+        ModelError: ``"mlp"`` for a model whose blocks have no part of that name.
+    """
+    if isinstance(mode, SelectiveCheckpoint):
+        mode.overloads()
+    elif mode not in get_args(Mode):
+        allowed = ", ".join(map(repr, get_args(Mode)))
+        raise OptionError(
+            f"activation_checkpointing={mode!r}: write one of {allowed}, or a SelectiveCheckpoint(save=...)"
+        )
+    if mode == "none":
+        return ()
+    if mode == "mlp":
+        return _mlps(structure)
+    return tuple(path for path, block in structure.blocks.items() if has_forward(block))
+
+
+@checked
+def apply_ac(model: nn.Module, parallelism: Parallelism) -> None:
+    """Make modules recompute their activations in backward, in place; the fifth of the seven steps.
+
+    Recomputation would append each key to a key/value cache twice, so ``use_cache`` of the model's configs is set to
+    ``False`` where whole blocks recompute.
+
+    Args:
+        model: the model.
+        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``recompute`` lists the modules.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import MeshSpec, apply_ac, describe_parallelism, resolve_parallelism
+        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]))
+        >>> mesh = MeshSpec().build(device_type="cpu")
+        >>> apply_ac(model, resolve_parallelism(model, mesh, activation_checkpointing="block"))
+        >>> describe_parallelism(model).recomputing
+        ('0.0', '0.1')
+    """
+    mode = parallelism.activation_checkpointing
+    if mode == "none":
+        return
+    selective = SelectiveCheckpoint() if mode == "selective" else mode
+    saved = selective.overloads() if isinstance(selective, SelectiveCheckpoint) else None
+    for path in parallelism.recompute:
+        _recompute(model.get_submodule(path), saved, pins_routes=parallelism.expert_plan is not None)
+    if (packing := packing_of(model)) is not None:
+        pass_documents(map(model.get_submodule, parallelism.recompute), packing)
+    if mode != "mlp":  # no cache is filled inside a feed-forward part
+        disable_cache(model)
+    logger.info("activation checkpointing: %d modules recompute", len(parallelism.recompute))
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Return True if :func:`apply_ac` made the module recompute its activations."""
+    return isinstance(module, _Recomputing)
+
+
+class _Recomputing:
+    """Mixed in before a module's class; a subclass rather than a replaced ``forward``, so that deepcopy works."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plain = forward = super().forward  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None or any(map(is_cache, (*args, *kwargs.values()))):
+            raise ModelError(
+                f"{type(self).__name__} recomputes its activations but was given a key/value cache, which "
+                "recomputation would fill twice: pass use_cache=False; a model that makes a cache in every forward, "
+                'as XLM does, needs activation_checkpointing="none"'
+            )
+        state = self.__dict__[RUNTIME_STATE]
+        contexts: SelectiveContexts | None = state.checkpoint_contexts
+        if not torch.compiler.is_compiling():
+            bound = bound_to_routes(cast(nn.Module, self), forward)
+            if bound is forward and contexts is None and state.pins_routes:
+                return checkpoint(forward, *args, use_reentrant=False, context_fn=pinned_routes, **kwargs)
+            forward = bound  # which replays its own routes
+        if contexts is None:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if torch.compiler.is_compiling():  # the compiler replaces in-place operators before it decides what to keep
+            compiled_contexts = partial(contexts_of_compiled, contexts.saved)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
+        context_fn = partial(contexts, replayed=forward is not plain)
+        return contexts.run(partial(checkpoint, forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs))
+
+
+def _mlps(structure: ModelStructure) -> tuple[str, ...]:
+    found = tuple(
+        f"{path}.{name}"
+        for path, block in structure.blocks.items()
+        for name, _ in block.named_children()
+        if name in MLP_MODULES
+    )
+    if not any(path.startswith(f"{block}.") for path in found for block in structure.decoder):
+        block = structure.decoder[0]
+        parts = ", ".join(name for name, _ in structure.blocks[block].named_children())
+        raise ModelError(
+            f"activation_checkpointing='mlp': {block} has {parts}, none of which is called "
+            f"{', '.join(MLP_MODULES)}; use 'block' or 'selective'"
+        )
+    return found
+
+
+def _recompute(module: nn.Module, saved: list[Any] | None, *, pins_routes: bool) -> None:
+    if not isinstance(module, _Recomputing):
+        module.__class__ = _recomputing(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
+    state = runtime_state(module)
+    state.pins_routes = pins_routes
+    state.checkpoint_contexts = SelectiveContexts(saved, pins_routes=pins_routes) if saved else None
+
+
+@cache
+def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return one subclass per class: the compiler guards on types and would compile each block anew."""
+    return type(f"Recomputing{cls.__name__}", (_Recomputing, cls), {})

@@ -1,0 +1,287 @@
+"""Attention over a sequence sharded over ``cp``, in one of three ways.
+
+``"allgather"``: keys and values are gathered, and each rank computes the rows of its own queries against the full
+sequence (Llama 3, arXiv:2407.21783, section 3.3.2).  So any mask works, on any device, and grouped-query attention
+keeps the messages small.  Without a mask, scores above the diagonal are not computed and no mask is built.
+
+``"ulysses"`` exchanges heads for sequence (see ``ulysses``), and ``"ring"`` passes keys and values from rank to rank
+(see ``ring``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.functional import scaled_dot_product_attention
+
+from fsdp_runtime._torch_compat import causal_bias, has_flash_attention
+from fsdp_runtime._transformers_compat.masks import is_causal_mask_function, sdpa_mask_between
+from fsdp_runtime.errors import LayoutError, ModelError
+from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
+from fsdp_runtime.steps.context.masks import SequenceMask
+from fsdp_runtime.steps.context.methods import ContextParallel, require_context_parallel
+from fsdp_runtime.steps.context.ring import attend_around, attend_to_prefixes
+from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout
+from fsdp_runtime.steps.context.ulysses import OwnHeads, attend_over_heads
+from fsdp_runtime.steps.documents.documents import Documents
+from fsdp_runtime.steps.documents.isolation import CurrentDocuments
+
+
+@dataclass
+class ContextAttention:
+    """The attention of one model over a context-parallel axis.
+
+    Args:
+        group: the ranks of the axis.
+        load_balancer: the tokens that each rank holds, see ``SequenceLayout``.
+        context_parallel: how queries meet the keys of other ranks: ``"allgather"``, ``"ulysses"`` or ``"ring"``.
+        masked: the current batch has an attention mask; set once a forward, without reading values.
+        padding: ``[batch, seq]``, that mask.
+        documents: ``[batch, seq]``, the number of each token's document in a packed batch, else ``None``.
+        positions: ``[batch, seq]``, each token's position in its document or on its path where ``documents`` or
+            ``subtree_end`` is given, else ``None``.
+        subtree_end: ``[batch, seq]`` of a row with shared prefixes (see ``TreeRow``), else ``None``.
+        eager: returns the model's own attention function for a class of modules, where that is to compute the scores
+            instead of torch's function: with sinks, soft caps or biases.
+        packed_sequences: rows may hold several documents, so that a mask of padding is refused beside position ids.
+        unmasked: a module that attends to later tokens and takes no mask of documents; ``""`` where there is none.
+        packing: the documents of the current rows, for modules that run on full sequences.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime import ContextAttention, MeshSpec
+        >>> mesh = MeshSpec(cp=1).build(device_type="cpu")
+        >>> attention = ContextAttention(mesh.get_group("cp"), load_balancer="headtail")
+        >>> query = key = value = torch.ones(1, 2, 4, 8)  # [batch, heads, seq / cp, head_dim]
+        >>> output, _ = attention.attend(nn.Identity(), query, key, value, attention_mask=None)
+        >>> output.shape  # [batch, seq / cp, heads, head_dim]
+        torch.Size([1, 4, 2, 8])
+    """
+
+    group: ProcessGroup
+    load_balancer: LoadBalancer
+    context_parallel: ContextParallel = "allgather"
+    masked: bool = False
+    padding: Tensor | None = None
+    documents: Tensor | None = None
+    positions: Tensor | None = None
+    subtree_end: Tensor | None = None
+    eager: Callable[[type], Any] | None = None
+    packed_sequences: bool = False
+    unmasked: str = ""
+    packing: CurrentDocuments = field(default_factory=CurrentDocuments)
+    _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _made_masks: bool = False  # in this forward
+
+    def __post_init__(self) -> None:
+        """Raise :class:`OptionError` for an unknown way."""
+        require_context_parallel(self.context_parallel)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
+        """Return itself: a copied model's attention is registered by this one's functions."""
+        return self
+
+    def full_mask(self, rows: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return the mask ``[batch, heads, seq, seq]`` of which each rank has the rows of its tokens; once a mask.
+
+        Raises:
+            LayoutError: :meth:`mask` has made no mask in this forward, so that the rows are not known to be those of
+                this rank's tokens.
+        """
+        if not self._made_masks:
+            raise LayoutError(
+                f"a mask {tuple(rows.shape)} that does not come from transformers' mask functions: its rows may be "
+                "those of the first tokens on every rank; use cp=1"
+            )
+        if id(rows) not in self._masks:
+            plain = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
+            self._masks[id(rows)] = rows, gather_tokens(plain, layout, self.group, dim=2).to(rows.dtype)
+        return self._masks[id(rows)][1]
+
+    def begin(self, *, padding: Tensor | None, documents: Documents | None) -> None:
+        """Set what all layers of a forward share."""
+        self.masked, self.padding, self.packing.documents = padding is not None, padding, documents
+        self.documents = None if documents is None else documents.numbers
+        self.positions = None if documents is None else documents.positions
+        self._masks.clear()
+        self._made_masks = False
+
+    def layout(self, local_length: int) -> SequenceLayout:
+        """Return the layout of sequences of which each rank holds ``local_length`` tokens."""
+        ranks = dist.get_world_size(self.group)
+        return SequenceLayout(local_length * ranks, ranks, dist.get_rank(self.group), self.load_balancer)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | SequenceMask | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Compute attention with the signature of ``transformers.AttentionInterface``.
+
+        Args:
+            module: the attention module.
+            query: ``[batch, heads, seq / cp, dim]``, this rank's tokens.
+            key: ``[batch, kv_heads, seq / cp, dim]``.
+            value: ``[batch, kv_heads, seq / cp, value_dim]``.
+            attention_mask: from :meth:`mask`, or ``None`` for a causal one.
+            dropout: the probability of dropping a weight.
+            scaling: factor of the scores.
+            is_causal: ``None`` for a mask means a causal one; by default the module's ``is_causal``.
+            options: further keywords, such as a sliding window, which the mask already contains.
+
+        Returns:
+            ``[batch, seq / cp, heads, value_dim]``, and ``None`` for the weights.
+
+        Raises:
+            ModelError: queries and keys differ in length, the module needs scores that torch's function cannot
+                compute, or this way cannot compute it.
+        """
+        if key.shape[2] != query.shape[2]:
+            raise ModelError(
+                f"{type(module).__name__} attends from {query.shape[2]} tokens to {key.shape[2]}: only self-attention "
+                "without a cache can be sharded over cp"
+            )
+        eager = None if self.eager is None else self.eager(type(module))
+        if eager is None and any(options.get(name) is not None for name in ("position_bias", "s_aux", "softcap")):
+            raise ModelError(
+                f"{type(module).__name__} changes scores in a way that scaled_dot_product_attention cannot: use cp=1"
+            )
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        layout = self.layout(query.shape[2])
+        if self.context_parallel == "ulysses":
+            given = {"dropout": dropout, "scaling": scaling, "causal": causal, "eager": eager, **options}
+            return self._over_heads(module, query, key, value, attention_mask, layout, given), None
+        if self.context_parallel == "ring":
+            mask = self._sequence_mask(attention_mask)
+            if eager is not None or dropout > 0.0:
+                raise ModelError(
+                    f"{type(module).__name__}: context_parallel='ring' computes neither eager attention nor dropout"
+                )
+            output = attend_around(query, key, value, mask, layout, self.group, causal=causal, scale=scaling)
+            return output.transpose(1, 2).contiguous(), None
+        if isinstance(attention_mask, SequenceMask):
+            attention_mask = attention_mask.rows
+        key, value = gather_keys_and_values([key, value], layout, self.group)
+        if eager is not None:
+            options |= {"dropout": dropout, "scaling": scaling}
+            output, _ = eager(module, query, key, value, attention_mask, **options)
+            return output, None
+        shared: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
+        if attention_mask is not None or not causal:
+            output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **shared)
+        else:
+            output = _causal(query, key, value, layout, shared)
+        return output.transpose(1, 2).contiguous(), None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between ranks
+    def _over_heads(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | SequenceMask | None,
+        layout: SequenceLayout,
+        options: dict[str, Any],
+    ) -> Tensor:
+        sequence_mask = self._sequence_mask(attention_mask)
+        mask = None if sequence_mask is None else sequence_mask.full
+        eager, causal = options.pop("eager"), options.pop("causal")
+        heads, share = query.shape[1], query.shape[1] // layout.ranks
+        own = slice(layout.rank * share, (layout.rank + 1) * share)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if eager is not None:
+                seen = OwnHeads(module, heads, own, key.shape[1])
+                output, _ = eager(seen, query, key, value, mask, **seen.options(options))
+                transposed: Tensor = output.transpose(1, 2)
+                return transposed
+            return scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=options["dropout"],
+                is_causal=causal and mask is None,
+                scale=options["scaling"],
+                enable_gqa=key.shape[1] != query.shape[1],
+            )
+
+        output = attend_over_heads(attend, query, key, value, layout, self.group)
+        return output.transpose(1, 2).contiguous()
+
+    @staticmethod
+    def _sequence_mask(mask: Tensor | SequenceMask | None) -> SequenceMask | None:
+        if isinstance(mask, Tensor):
+            raise ModelError(
+                f"a mask {tuple(mask.shape)} that the model has made itself has the rows of one rank only: give "
+                "context_parallel='allgather'"
+            )
+        return mask
+
+    def mask(
+        self, *, q_length: int, mask_function: Any, attention_mask: Tensor | None, **options: Any
+    ) -> Tensor | SequenceMask | None:
+        """Build a mask with the signature of ``transformers.AttentionMaskInterface``.
+
+        Args:
+            q_length: number of local tokens.
+            mask_function: of batch, head, query and key index, the last two in the full sequence.
+            attention_mask: ``None`` if the layers of this kind see padding, else ``padding`` as the model was given it.
+            options: the remaining keywords of the interface.
+
+        Returns:
+            ``[batch, 1, seq / cp, seq]`` bool, or ``None`` for a plain causal mask; for another way than
+            ``"allgather"`` a mask of which any block can be built.
+        """
+        self._made_masks = True
+        skip = options.pop("allow_is_causal_skip", True) and self.eager is None
+        whole_rows = not self.masked and self.documents is None and self.subtree_end is None
+        if skip and is_causal_mask_function(mask_function) and whole_rows:
+            return None
+        device, dtype = torch.device(options.pop("device")), options["dtype"]
+        between = partial(
+            sdpa_mask_between,
+            mask_function=mask_function,
+            documents=self.documents,
+            positions=self.positions,
+            subtree_end=self.subtree_end,
+            padding=None if self.padding is None or attention_mask is None else self.padding.bool(),
+            batch_size=options["batch_size"],
+            use_vmap=options.get("use_vmap", False),
+        )
+        layout, additive = self.layout(q_length), None if self.eager is None else dtype
+        mask = SequenceMask(between, layout, device, additive)
+        return mask.rows if self.context_parallel == "allgather" else mask
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, shared: dict[str, Any]) -> Tensor:
+    """Attend from each contiguous chunk of queries to the keys up to its end."""
+    # On CPU the bias below becomes a mask of all queries and keys.
+    plain = shared["dropout_p"] == 0.0 and not torch.compiler.is_compiling()
+    if plain and query.device.type == "cpu" and has_flash_attention(query, value):
+        return attend_to_prefixes(query, key, value, layout, scale=shared["scale"])
+    run = query.shape[2] // layout.chunks_per_rank
+    outputs = []
+    for index, chunk in enumerate(layout.chunks):
+        queries, end = query.narrow(2, index * run, run), (chunk + 1) * run
+        bias = causal_bias(run, end, query.device)
+        outputs.append(
+            scaled_dot_product_attention(queries, key[:, :, :end], value[:, :, :end], attn_mask=bias, **shared)
+        )
+    return torch.cat(outputs, dim=2)

@@ -1,0 +1,175 @@
+"""Exchanges of a sequence that is sharded over ``cp``: gathered tokens, tokens for heads, and tokens before chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
+
+from fsdp_runtime._torch_compat import all_gather_flat, reduce_scatter_flat
+from fsdp_runtime.steps.context.sharding import SequenceLayout
+
+
+def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
+    """All-gather several tensors over ``cp`` in sequence order, by one collective.
+
+    Backward sums the gradients of all ranks and returns each rank's own tokens, by one reduce-scatter.
+
+    Args:
+        parts: tensors ``[batch, heads, seq / cp, *]`` that differ in the last dim only.
+        layout: the position of each token.
+        group: the ranks of ``cp``.
+
+    Returns:
+        The same tensors as ``[batch, heads, seq, *]``.
+    """
+    gathered: Tensor = _Gather.apply(torch.cat(parts, dim=-1), layout, group)  # type: ignore[no-untyped-call]
+    return list(torch.split(gathered, [part.shape[-1] for part in parts], dim=-1))
+
+
+def gather_tokens(local: Tensor, layout: SequenceLayout, group: ProcessGroup, *, dim: int) -> Tensor:
+    """All-gather the tokens on ``dim`` of a tensor in sequence order, without gradient."""
+    first = local.movedim(dim, 0).contiguous()
+    by_rank = first.new_empty(layout.length, *first.shape[1:])
+    all_gather_flat(by_rank.view(-1), first.view(-1), group).wait()
+    return by_rank.index_select(0, layout.permutation.to(local.device).argsort()).movedim(0, dim)
+
+
+def tokens_to_heads(
+    parts: Sequence[Tensor], layout: SequenceLayout, group: ProcessGroup, *, heads_dim: int, tokens_dim: int
+) -> tuple[Tensor, ...]:
+    """Give each rank its share of the heads on all tokens, by one all-to-all for each dtype.
+
+    Source of the method: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
+
+    Args:
+        parts: tensors ``[batch, heads, seq / cp, *]`` or ``[batch, seq / cp, heads, *]``, whose numbers of heads are
+            multiples of the ranks.
+        layout: the position of each token.
+        group: the ranks of ``cp``.
+        heads_dim: 1 or 2, the dim of the heads.
+        tokens_dim: the other one.
+
+    Returns:
+        The same tensors with ``seq`` tokens, in sequence order, and ``heads / cp`` heads.
+    """
+    exchange = _HeadExchange(layout, group, heads_dim, tokens_dim)
+    exchanged: tuple[Tensor, ...] = _ToHeads.apply(exchange, *parts)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+def heads_to_tokens(
+    heads: Tensor, layout: SequenceLayout, group: ProcessGroup, *, heads_dim: int, tokens_dim: int
+) -> Tensor:
+    """Return all heads of this rank's tokens; the inverse of :func:`tokens_to_heads`."""
+    exchange = _HeadExchange(layout, group, heads_dim, tokens_dim)
+    (exchanged,) = _ToTokens.apply(exchange, heads)  # type: ignore[no-untyped-call]
+    tokens: Tensor = exchanged
+    return tokens
+
+
+def preceding_tokens(local: Tensor, count: int, layout: SequenceLayout, group: ProcessGroup) -> Tensor:
+    """Return the tokens before each chunk of this rank, zeros before the first token; by one all-gather of ends.
+
+    Args:
+        local: ``[batch, seq / cp, features]``.
+        count: how many tokens.
+        layout: the position of each token.
+        group: the ranks of ``cp``.
+
+    Returns:
+        ``[batch, chunks, count, features]``.
+    """
+    chunks = torch.unflatten(local, 1, (layout.chunks_per_rank, -1))
+    kept = min(count, chunks.shape[2])  # of shorter chunks the ends are the full sequence
+    ends = chunks[:, :, chunks.shape[2] - kept :].flatten(1, 2)
+    of_ends = SequenceLayout(ends.shape[1] * layout.ranks, layout.ranks, layout.rank, layout.load_balancer)
+    (gathered,) = gather_keys_and_values([ends.unsqueeze(1)], of_ends, group)
+    padded = pad(gathered.squeeze(1), (0, 0, count, 0))
+    return torch.stack([padded.narrow(1, chunk * kept, count) for chunk in layout.chunks], dim=1)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: SequenceLayout, group: ProcessGroup) -> Tensor:
+        ctx.group, ctx.permutation = group, layout.permutation.to(local.device)
+        return gather_tokens(local, layout, group, dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        by_rank = gradients[0].movedim(2, 0).index_select(0, ctx.permutation)
+        local = by_rank.new_empty(len(by_rank) // dist.get_world_size(ctx.group), *by_rank.shape[1:])
+        reduce_scatter_flat(local.view(-1), by_rank.view(-1), ctx.group).wait()
+        return local.movedim(0, 2), None, None
+
+
+@dataclass(frozen=True)
+class _HeadExchange:
+    """The all-to-alls between tokens and heads, without gradients.
+
+    Args:
+        layout: the position of each token.
+        group: the ranks of ``cp``.
+        heads_dim: the dim of the heads.
+        tokens_dim: that of the tokens.
+    """
+
+    layout: SequenceLayout
+    group: ProcessGroup
+    heads_dim: int
+    tokens_dim: int
+
+    def to_heads(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        by_rank = [self._by_rank(part, self.heads_dim) for part in parts]
+        order, at = self.layout.permutation.argsort().to(parts[0].device), self.tokens_dim
+        received = _all_to_all(by_rank, self.group)
+        return tuple(part.movedim(0, at).flatten(at, at + 1).index_select(at, order) for part in received)
+
+    def to_tokens(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        order, at = self.layout.permutation.to(parts[0].device), self.heads_dim
+        by_rank = [self._by_rank(part.index_select(self.tokens_dim, order), self.tokens_dim) for part in parts]
+        return tuple(part.movedim(0, at).flatten(at, at + 1) for part in _all_to_all(by_rank, self.group))
+
+    def _by_rank(self, part: Tensor, dim: int) -> Tensor:
+        return torch.unflatten(part, dim, (self.layout.ranks, -1)).movedim(dim, 0)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: _HeadExchange, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return exchange.to_heads(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.exchange.to_tokens(gradients)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: _HeadExchange, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return exchange.to_tokens(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.exchange.to_heads(gradients)
+
+
+def _all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Exchange tensors ``[cp, *]``, one entry for each rank, by one all-to-all for each dtype."""
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(part.dtype for part in parts):
+        chosen = {index: part for index, part in enumerate(parts) if part.dtype == dtype}
+        sent = torch.cat([part.reshape(len(part), -1) for part in chosen.values()], dim=1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        split = torch.split(received, [part[0].numel() for part in chosen.values()], dim=1)
+        found |= {index: got.reshape(part.shape) for got, (index, part) in zip(split, chosen.items(), strict=True)}
+    return [found[index] for index in range(len(parts))]

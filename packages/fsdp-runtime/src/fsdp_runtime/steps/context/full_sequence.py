@@ -1,0 +1,202 @@
+"""Token mixers that are no plain attention, under context parallelism.
+
+Known convolutions and recurrences run as ``OwnTokens`` does it, any other mixer on the full sequence on every rank: its
+input is gathered over ``cp``, the mixer runs on all tokens, and each rank keeps the outputs of its own.  That is exact
+for any mixer, and its work and memory are those of one rank without ``cp``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_runtime.errors import LayoutError
+from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.steps.context.attention import ContextAttention
+from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
+from fsdp_runtime.steps.context.local_recurrences import OwnTokens, forward_on_own_tokens
+from fsdp_runtime.steps.context.masks import SequenceMask
+from fsdp_runtime.steps.context.sharding import SequenceLayout
+from fsdp_runtime.steps.documents.documents import Documents
+from fsdp_runtime.steps.documents.isolation import (
+    BOUNDARIES,
+    is_padding_mask,
+    map_arguments,
+    map_tensors,
+    mask_argument,
+    mixed_in,
+    restricted,
+    run_per_document,
+    uses_interface,
+)
+from fsdp_runtime.steps.documents.recurrences import mix_in
+from fsdp_runtime.steps.documents.token_mixers import TokenMixer, Way, has_inner_mixer, token_mixers
+
+
+def gathered_mixers(structure: ModelStructure, implementation: str) -> tuple[TokenMixer, ...]:
+    """Return the token mixers that run on the full sequence: all but attention that ``ContextAttention`` replaces.
+
+    Args:
+        structure: the model's parts.
+        implementation: the attention implementation of the model's config.
+    """
+    mixers = token_mixers(structure)
+    # A layer without an indexer of its own may use the keys that another layer's has picked.
+    indexed = {type(mixer.module) for mixer in mixers if has_inner_mixer(mixer.module)}
+    return tuple(m for m in mixers if type(m.module) in indexed or not _is_replaced(m, implementation))
+
+
+def replaced_attention(structure: ModelStructure, implementation: str) -> tuple[TokenMixer, ...]:
+    """Return the attention that ``ContextAttention`` computes: all token mixers but those of full sequences."""
+    gathered = {mixer.path for mixer in gathered_mixers(structure, implementation)}
+    return tuple(mixer for mixer in token_mixers(structure) if mixer.path not in gathered)
+
+
+def _is_replaced(mixer: TokenMixer, implementation: str) -> bool:
+    """Return True for attention that calls ``transformers.AttentionInterface`` with all that it computes with."""
+    cls: Any = type(mixer.module)
+    if mixer.way != "mask" or not uses_interface(cls):
+        return False
+    makes_masks = hasattr(mixer.module, "prepare_dynamic_mask")  # from the values of all tokens
+    return not makes_masks and (implementation == "sdpa" or eager_function(cls) is not None)
+
+
+def eager_function(cls: type) -> Any:
+    """Return the eager attention of a class's Python module, ``None`` if it has none."""
+    return getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """What context parallelism keeps of a model between its steps.
+
+    Args:
+        attention: what the model's token mixers share.
+        modules: those that run on the full sequence, with all modules inside; they keep their own attention.
+    """
+
+    attention: ContextAttention
+    modules: tuple[nn.Module, ...]
+
+
+def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> Gathered:
+    """Make token mixers run on the full sequence, in place; before tensor parallelism."""
+    by_way: dict[Way, list[nn.Module]] = {}
+    for mixer in mixers:
+        by_way.setdefault(mixer.way, []).append(mixer.module)
+    for way, modules in by_way.items():
+        mixed_in(modules, _GatheredMixer, cp_attention=attention, way=way)
+    mix_in(
+        mixers,
+        OwnTokens,
+        lambda cls: {"cp_attention": attention, "of_own_tokens": forward_on_own_tokens(cls, attention)},
+    )
+    return Gathered(
+        attention, tuple(inner for each in by_way.values() for module in each for inner in module.modules())
+    )
+
+
+class _GatheredMixer:
+    """Mixed in before a module's class, as tensor parallelism does, whose rules then see this rank's tokens."""
+
+    cp_attention: ClassVar[ContextAttention]
+    way: ClassVar[Way]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        attention, forward = self.cp_attention, super().forward  # type: ignore[misc]
+        tokens = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() > 1), None)
+        if tokens is None:
+            raise LayoutError(f"{type(self).__name__} takes no tensor [batch, seq / cp, ...]")
+        layout = attention.layout(tokens.shape[1])
+        full = _Full(attention, layout)
+        given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+        args, given = map_arguments(self, args, given, full.of)  # type: ignore[arg-type]  # a mixin of modules
+        documents = attention.packing.documents
+        if self.way == "mask":
+            args, given = _masked(self, args, given, documents, layout.length)
+            output = forward(*args, **given)
+        elif documents is None:
+            output = forward(*args, **given)
+        else:
+            output = run_per_document(forward, args, given, documents, alone=self.way == "singles")
+        return _own(output, layout)
+
+
+class _Full:
+    """The arguments of a mixer with all tokens."""
+
+    def __init__(self, attention: ContextAttention, layout: SequenceLayout) -> None:
+        self.attention, self.layout = attention, layout
+        self.local = layout.length // layout.ranks
+
+    def of(self, name: str, value: Any) -> Any:
+        """Return an argument with the tokens of all ranks in every tensor that has those of this rank.
+
+        A padding mask, of which a model may have cut off what is not this rank's, is replaced by that of full rows.
+        """
+        if isinstance(value, SequenceMask):
+            return value.full
+        return map_tensors(
+            value, lambda each: self.attention.padding if is_padding_mask(name, each) else self._of_tensor(each)
+        )
+
+    def _of_tensor(self, value: Tensor) -> Tensor:
+        if isinstance(value, DTensor):  # over tp
+            replicated = [Replicate()] * value.device_mesh.ndim
+            local = self._of_tensor(value.redistribute(placements=replicated).to_local())
+            return DTensor.from_local(local, value.device_mesh, replicated, run_check=False)
+        if value.dim() == 4 and value.shape[2:] == (self.local, self.layout.length):  # rows of a mask
+            return self.attention.full_mask(value, self.layout)
+        dim = next((dim for dim in (1, 2) if value.dim() > dim and value.shape[dim] == self.local), None)
+        if dim is None:
+            return value
+        if not value.is_floating_point():
+            return gather_tokens(value, self.layout, self.attention.group, dim=dim)
+        features = value.movedim(dim, 1)
+        flat = features.flatten(2) if features.dim() > 2 else features.unsqueeze(2)
+        (gathered,) = gather_keys_and_values([flat.unsqueeze(1)], self.layout, self.attention.group)
+        shape = (features.shape[0], self.layout.length, *features.shape[2:])
+        return gathered.squeeze(1).reshape(shape).movedim(1, dim).contiguous()
+
+
+def _masked(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], documents: Documents | None, length: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an attention, whose mask is of the full sequence and keeps documents apart.
+
+    Raises:
+        LayoutError: the model has made a mask of this rank's tokens.
+    """
+    mask, _ = mask_argument(module, args, kwargs)
+    of_pairs = isinstance(mask, Tensor) and mask.dim() == 4
+    if of_pairs and mask.shape[2:] not in ((length, length), (1, length)):
+        raise LayoutError(
+            f"{type(module).__name__} has a mask {tuple(mask.shape)}, and the full sequence {length} tokens: the model "
+            "makes its masks itself, from the tokens of one rank; use cp=1"
+        )
+    if documents is None or (of_pairs and mask.shape[2] == length):  # from ContextAttention.mask
+        return args, kwargs
+    return restricted(module, args, kwargs, documents)
+
+
+def _own(output: Any, layout: SequenceLayout) -> Any:
+    """Return the outputs of this rank's tokens; ``None`` in place of attention weights, parameters as they are."""
+    if isinstance(output, nn.Parameter):  # a bias that the block adds
+        return output
+    if isinstance(output, DTensor):
+        replicated = output.redistribute(placements=[Replicate()] * output.device_mesh.ndim)
+        local = _own(replicated.to_local(grad_placements=replicated.placements), layout)
+        rows = DTensor.from_local(local, output.device_mesh, replicated.placements, run_check=False)
+        return rows.redistribute(placements=output.placements)
+    if isinstance(output, Tensor):
+        if output.dim() < 2 or output.shape[1] != layout.length:
+            return None
+        return output.index_select(1, layout.positions.to(output.device))
+    if type(output) in (tuple, list):
+        return type(output)(_own(each, layout) for each in output)
+    return output

@@ -1,0 +1,155 @@
+"""Convolutions and recurrences under context parallelism: each rank computes its own tokens.
+
+Projections, norms and gates are computed for this rank's tokens only.  A convolution gets the few tokens before each
+chunk from the ranks that have them (a halo), and a recurrence runs on its share of the heads over all tokens, between
+two all-to-alls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
+
+from fsdp_runtime.steps.context.attention import ContextAttention
+from fsdp_runtime.steps.context.exchange import (
+    gather_keys_and_values,
+    heads_to_tokens,
+    preceding_tokens,
+    tokens_to_heads,
+)
+from fsdp_runtime.steps.context.sharding import SequenceLayout
+from fsdp_runtime.steps.documents.isolation import BOUNDARIES, is_padding_mask, map_arguments
+from fsdp_runtime.steps.documents.recurrences import ByFunctions, unavailable
+from fsdp_runtime.steps.documents.sequence_functions import (
+    CONVOLUTION,
+    RECURRENCES,
+    Call,
+    CausalConvolution,
+    convolve_documents,
+    functions_called,
+    original_function,
+    recur,
+    with_functions,
+)
+
+
+def forward_on_own_tokens(cls: type, attention: ContextAttention) -> Callable[..., Any]:
+    """Return a forward of a class of token mixers for the tokens of one rank."""
+    functions: dict[str, Callable[..., Any]] = {}
+    for name in functions_called(cls):
+        if name == CONVOLUTION:
+            functions[name] = _HaloConvolution(cls, attention)
+        else:
+            functions[name] = _ByHeads(cls, name, attention) if name in RECURRENCES else unavailable
+    return with_functions(cls, functions)
+
+
+class OwnTokens(ByFunctions):
+    """Mixed in before the class of a token mixer, and before the mixin that runs it on the full sequence."""
+
+    cp_attention: ClassVar[ContextAttention]
+    of_own_tokens: ClassVar[Callable[..., Any]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute this rank's tokens, or on the full sequence where that is not known to be right."""
+        tokens = args[0] if args else kwargs.get("hidden_states")
+        # A row of one token does not look like one of several; a DTensor has tokens that are no tensor of this rank.
+        if not isinstance(tokens, Tensor) or isinstance(tokens, DTensor) or tokens.shape[1] < 2:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not self.is_proven(tokens):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        padding = self.cp_attention.padding
+        if padding is not None:  # models are given that of full rows, and may have cut it as if from the left
+            padding = self.cp_attention.layout(tokens.shape[1]).shard(padding.to(tokens.device))
+        given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+        args, given = map_arguments(
+            self,  # type: ignore[arg-type]  # a mixin of modules
+            args,
+            given,
+            lambda name, value: padding if is_padding_mask(name, value) else value,
+        )
+        return type(self).of_own_tokens(self, *args, **given)
+
+
+class _HaloConvolution(CausalConvolution):
+    """``causal_conv1d_fn`` of this rank's tokens."""
+
+    def __init__(self, cls: type, attention: ContextAttention) -> None:
+        self.cls, self.attention = cls, attention
+
+    def convolve(self, tokens: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        attention, function = self.attention, original_function(self.cls, CONVOLUTION)
+        layout = attention.layout(tokens.shape[2])
+        batch, before = tokens.shape[0], weight.shape[1] - 1
+        tokens = tokens.transpose(1, 2)
+        halo = preceding_tokens(tokens, before, layout, attention.group)
+        chunks = torch.cat([halo, torch.unflatten(tokens, 1, (*halo.shape[1:2], -1))], dim=2)
+        rows = chunks.flatten(0, 1).transpose(1, 2)
+        documents = attention.packing.documents
+        if documents is None:
+            output: Tensor = function(rows, weight, bias, activation=activation)
+        else:
+            numbers, length = pad(documents.numbers, (before, 0)), chunks.shape[2] - before
+            own = [numbers.narrow(1, chunk * length, before + length) for chunk in layout.chunks]
+            numbers = torch.stack(own, dim=1).flatten(0, 1)
+            output = convolve_documents(function, rows, weight, bias, activation, numbers)
+        return torch.unflatten(output[:, :, before:], 0, (batch, -1)).transpose(1, 2).flatten(2)
+
+
+class _ByHeads:
+    """A recurrence on this rank's share of the heads."""
+
+    def __init__(self, cls: type, name: str, attention: ContextAttention) -> None:
+        self.cls, self.name, self.attention = cls, name, attention
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function, recurrence = original_function(self.cls, self.name), RECURRENCES[self.name]
+        call = Call.of(function, recurrence, args, kwargs)
+        tokens, further = call.tokens, dict(call.further)
+        attention = self.attention
+        main = tokens[recurrence.heads[0]]
+        layout, heads = attention.layout(main.shape[1]), main.shape[2]
+        share = -(-heads // layout.ranks)
+        given = {name: _padded(tokens[name], 2, share * layout.ranks) for name in recurrence.heads if name in tokens}
+        groups = [name for name in recurrence.groups if tokens[name].shape[2] % layout.ranks == 0]
+        given |= {name: tokens[name] for name in groups}
+        exchanged = self._exchange(given, layout)
+        others = [name for name in (*recurrence.groups, *recurrence.common) if name not in groups]
+        exchanged |= self._gather({name: tokens[name] for name in others}, layout)
+        first = layout.rank * share
+        for name in (name for name in recurrence.groups if name in others):
+            own = torch.arange(first, first + share, device=main.device).clamp(max=heads - 1)
+            exchanged[name] = exchanged[name].index_select(2, own // (heads // tokens[name].shape[2]))
+        for name in recurrence.parameters:
+            if further.get(name) is not None:
+                further[name] = _padded(further[name], 0, share * layout.ranks).narrow(0, first, share)
+        output = recur(function, recurrence, Call(exchanged, further, call.places), attention.packing.documents)
+        own_tokens = heads_to_tokens(output, layout, attention.group, heads_dim=2, tokens_dim=1).narrow(2, 0, heads)
+        return recurrence.result(own_tokens)
+
+    def _exchange(self, tokens: Mapping[str, Tensor], layout: SequenceLayout) -> dict[str, Tensor]:
+        """Exchange tokens for heads; a group goes to the rank that gets its heads."""
+        found = tokens_to_heads([*tokens.values()], layout, self.attention.group, heads_dim=2, tokens_dim=1)
+        return dict(zip(tokens, found, strict=True))
+
+    def _gather(self, tokens: Mapping[str, Tensor], layout: SequenceLayout) -> dict[str, Tensor]:
+        if not tokens:
+            return {}
+        flat = [value.flatten(2).unsqueeze(1) for value in tokens.values()]
+        gathered = gather_keys_and_values(flat, layout, self.attention.group)
+        return {
+            name: torch.unflatten(each.squeeze(1), 2, value.shape[2:])
+            for (name, value), each in zip(tokens.items(), gathered, strict=True)
+        }
+
+
+def _padded(value: Tensor, dim: int, size: int) -> Tensor:
+    """Return a tensor with zeros up to a size on a dim."""
+    missing = size - value.shape[dim]
+    zeros = value.new_zeros(*value.shape[:dim], missing, *value.shape[dim + 1 :])
+    return torch.cat([value, zeros], dim) if missing else value

@@ -1,0 +1,100 @@
+"""The mask of attention over a sharded sequence, of which any block can be built and none is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.errors import LayoutError
+from fsdp_runtime.steps.context.sharding import SequenceLayout
+
+#: Queries, and keys, of a tile of attention: the unit in which masks are built and skipped.
+TILE = 1024
+#: Tiles of keys whose masks are built at once to find those that nobody sees.
+_TILES_AT_ONCE = 32
+
+#: What a tile of a mask shows; a dry run, which reads 0 from every tensor, computes and masks all tiles.
+SOME, NOTHING, EVERYTHING = 0, 1, 2
+
+
+@dataclass(eq=False)
+class SequenceMask:
+    """Who attends to whom in one kind of layer, for one forward.
+
+    Args:
+        between: returns ``[batch, 1, queries, keys]`` bool for two vectors of places in the full sequence.
+        layout: the tokens of this rank.
+        device: of the masks.
+        additive: the dtype of a mask that is added to scores, which eager attention takes; ``None`` for bool.
+    """
+
+    between: Callable[[Tensor, Tensor], Tensor]
+    layout: SequenceLayout
+    device: torch.device
+    additive: torch.dtype | None = None
+
+    @cached_property
+    def full(self) -> Tensor:
+        """``[batch, 1, seq, seq]``."""
+        places = torch.arange(self.layout.length, device=self.device)
+        return as_additive(self.between(places, places), self.additive)
+
+    @property
+    def rows(self) -> Tensor:
+        """``[batch, 1, seq / cp, seq]``, of this rank's queries."""
+        places = torch.arange(self.layout.length, device=self.device)
+        return as_additive(self.between(self.layout.positions.to(self.device), places), self.additive)
+
+    def __getitem__(self, index: Any) -> SequenceMask:
+        """Return itself for an index of everything, with which Gemma 4 cuts masks to the last ``logits_to_keep``.
+
+        Raises:
+            LayoutError: the index leaves something out.
+        """
+        if any(slice(part.start or None, part.stop, part.step) != slice(None) for part in index):
+            raise LayoutError("attention over cp computes all tokens of a rank: leave logits_to_keep out, or pass 0")
+        return self
+
+    def tile(self, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+        """Return ``[batch, 1, queries, keys]`` for two ranges of places."""
+        return self.between(torch.arange(*queries, device=self.device), torch.arange(*keys, device=self.device))
+
+    def shows(self, queries: tuple[int, int], keys: tuple[int, int]) -> int:
+        """Return whether some, all or none of a tile's keys are seen; waits for the device, once a mask."""
+        return self._shown[queries][keys]
+
+    @cached_property
+    def _shown(self) -> dict[tuple[int, int], dict[tuple[int, int], int]]:
+        rows = [tile for chunk in self.layout.chunks for tile in tiles(self.layout, chunk)]
+        columns = [tile for chunk in range(self.layout.num_chunks) for tile in tiles(self.layout, chunk)]
+        found = []
+        for row in rows:
+            for at in range(0, len(columns), _TILES_AT_ONCE):
+                together = columns[at : at + _TILES_AT_ONCE]
+                mask = self.tile(row, (together[0][0], together[-1][1]))
+                for part in torch.split(mask, [end - start for start, end in together], dim=-1):
+                    found.append((~part.any()).long() * NOTHING + part.all().long() * EVERYTHING)
+        counts = iter(torch.stack(found).tolist())
+        return {row: {column: next(counts) for column in columns} for row in rows}
+
+
+def chunk_places(layout: SequenceLayout, chunk: int) -> tuple[int, int]:
+    """Return the range of places of a chunk."""
+    size = layout.length // layout.num_chunks
+    return size * chunk, size * (chunk + 1)
+
+
+def tiles(layout: SequenceLayout, chunk: int) -> list[tuple[int, int]]:
+    """Return the ranges of places of a chunk's tiles."""
+    first, end = chunk_places(layout, chunk)
+    return [(start, min(start + TILE, end)) for start in range(first, end, TILE)]
+
+
+def as_additive(mask: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a bool mask as one that is added to scores of a dtype; unchanged for ``None``."""
+    return mask if dtype is None else torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

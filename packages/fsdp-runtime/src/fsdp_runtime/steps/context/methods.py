@@ -1,0 +1,103 @@
+"""The three ways of attention over ``cp``, and what each cannot compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.steps.documents.token_mixers import TokenMixer
+from tp_plans import ColwiseParallel, Plan
+from tp_plans.naming import FUSED_QKV, HEAD_COUNTS, MLA_HEADS, MLA_QUERIES, MLA_ROPE_DIM, QUERY
+
+#: How queries meet the keys of other ranks: torch's word, DeepSpeed's, and that of Liu et al.
+ContextParallel = Literal["allgather", "ulysses", "ring"]
+WAYS = ("allgather", "ulysses", "ring")
+
+
+def require_context_parallel(name: object) -> None:
+    """Check the name of a way.
+
+    Raises:
+        OptionError: it is unknown.
+    """
+    if name not in WAYS:
+        raise OptionError(f"context_parallel={name!r}: write {', '.join(map(repr, WAYS[:-1]))} or {WAYS[-1]!r}")
+
+
+def check_attention(mixers: Sequence[TokenMixer], implementation: str, way: ContextParallel) -> None:
+    """Check that a way computes what the attention of a model needs.
+
+    Args:
+        mixers: the attention that is replaced.
+        implementation: the attention implementation of the model's config.
+        way: how queries meet keys.
+
+    Raises:
+        ModelError: a ring is asked for where scores are changed or weights are dropped.
+    """
+    if way != "ring" or not mixers:
+        return
+    if implementation == "eager":
+        raise ModelError(
+            f"context_parallel='ring' computes softmax(q k) v, and {mixers[0].kind} uses its own function "
+            "(attention implementation 'eager', as for sinks and soft caps): give 'ulysses' or 'allgather', or call "
+            "model.set_attn_implementation('sdpa') if the model allows it"
+        )
+    for mixer in mixers:
+        if (dropout := _dropout(mixer.module)) > 0:
+            raise ModelError(
+                f"context_parallel='ring' keeps no attention weights to drop, and {mixer.path} has "
+                f"attention_dropout={dropout}: set it to 0, or give 'ulysses' or 'allgather'"
+            )
+
+
+def check_heads(structure: ModelStructure, mixers: Sequence[TokenMixer], plan: object, *, cp: int, tp: int) -> None:
+    """Check that the ranks of ``cp`` divide the query heads that each rank of ``tp`` has.
+
+    Raises:
+        ModelError: they do not.
+    """
+    for mixer in mixers:
+        heads = query_heads(structure, mixer)
+        local = heads // tp if heads is not None and tp > 1 and _is_sharded(mixer, plan) else heads
+        if local is not None and local % cp:
+            over_tp = "" if local == heads else f", {heads} over tp={tp}"
+            raise ModelError(
+                f"context_parallel='ulysses' divides heads over cp={cp}, and {mixer.path} has {local} query heads on a "
+                f"rank{over_tp}: choose a cp that divides {local}, or give context_parallel='allgather' or 'ring'"
+            )
+
+
+def query_heads(structure: ModelStructure, mixer: TokenMixer) -> int | None:
+    """Return the number of query heads of an attention module, ``None`` where it cannot be told."""
+    if hasattr(mixer.module, MLA_ROPE_DIM) and isinstance(heads := getattr(mixer.module, MLA_HEADS, None), int):
+        return heads
+    if (found := structure.heads_below(mixer.path)) is not None:
+        return found.query
+    config = getattr(mixer.module, "config", None)
+    return next(_positive(mixer.module), None) or next(_positive(config), None)
+
+
+def _positive(owner: Any) -> Iterator[int]:
+    for name in HEAD_COUNTS:
+        if isinstance(count := getattr(owner, name, None), int) and count > 0:
+            yield count
+
+
+def _is_sharded(mixer: TokenMixer, plan: object) -> bool:
+    """Return True if a plan divides the queries of a module."""
+    if not isinstance(plan, Plan):
+        return True
+    names = dict.fromkeys((QUERY, *FUSED_QKV, *MLA_QUERIES))
+    return any(
+        isinstance(plan[pattern], ColwiseParallel) for name in names for pattern in plan.match(f"{mixer.path}.{name}")
+    )
+
+
+def _dropout(module: nn.Module) -> float:
+    given = getattr(module, "attention_dropout", getattr(getattr(module, "config", None), "attention_dropout", 0.0))
+    return float(given) if isinstance(given, int | float) else 0.0

@@ -1,0 +1,331 @@
+"""Context parallelism: each rank runs the model on its own tokens, and token mixers span the full sequence.
+
+All other modules are token-wise.  So the model runs on local tokens with their positions in the full sequence.  Its
+attention function is replaced, and any other mixer runs on the tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_runtime._peft_compat import hook_calls
+from fsdp_runtime._torch_compat import forward_pre_hooks
+from fsdp_runtime._transformers_compat.attention import attention_in_force, use_attention
+from fsdp_runtime._transformers_compat.models import (
+    is_encoder_decoder,
+    is_transformers_model,
+    original_class,
+    picks_one_token,
+    pooler,
+    rope_types,
+)
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.errors import LayoutError, ModelError, OptionError
+from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.steps.context.attention import ContextAttention
+from fsdp_runtime.steps.context.exchange import gather_tokens
+from fsdp_runtime.steps.context.full_sequence import (
+    Gathered,
+    eager_function,
+    gather_for,
+    gathered_mixers,
+    replaced_attention,
+)
+from fsdp_runtime.steps.context.methods import ContextParallel, check_attention, check_heads
+from fsdp_runtime.steps.documents.documents import find_documents
+from fsdp_runtime.steps.documents.positions import (
+    DerivedPositions,
+    cuts_padding_mask,
+    derived_positions,
+    ignores_position_ids,
+    masks_embeddings,
+    needs_full_row,
+)
+from fsdp_runtime.steps.documents.recompute import take_documents
+from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
+from fsdp_runtime.steps.documents.token_mixers import (
+    attends_both_ways,
+    bidirectional_without_mask,
+    makes_own_masks,
+    token_mixers,
+)
+
+if TYPE_CHECKING:
+    from fsdp_runtime.parallelism import Parallelism
+
+logger = logging.getLogger(__name__)
+
+#: Inputs that are sharded like the tokens, or are not tensors of tokens.
+_TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+#: Rotary embeddings whose frequencies depend on the longest position that a rank sees.
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+def check_context_parallel(model: Any, structure: ModelStructure, way: ContextParallel = "allgather") -> None:
+    """Check that the modules that mix tokens are known, and that attention can be replaced.
+
+    Raises:
+        ModelError: the model is not a transformers model, scores one token of each row or pools rows, has an encoder
+            and a decoder, embeds tokens by more than their ids and positions, its token mixers cannot span the full
+            sequence, or this way cannot compute its attention.
+    """
+    name = type(model).__name__
+    if not is_transformers_model(model):
+        raise ModelError(
+            f"{name} is not a transformers model: cp replaces attention through transformers.AttentionInterface; call "
+            "ContextAttention(group, load_balancer).attend in your model and pass cp_attention=False"
+        )
+    if picks_one_token(model):
+        raise ModelError(
+            f"{name} picks one token of each row for its scores, and a rank of cp holds a part of the row: use cp=1, "
+            "or parallelize its trunk (AutoModel), gather the hidden states, and apply the head to the token"
+        )
+    if is_encoder_decoder(model):
+        raise ModelError(
+            f"{name} has an encoder and a decoder, whose attention to each other is not spread over cp: use cp=1"
+        )
+    if (path := pooler(model)) is not None and attends_both_ways(model, structure):
+        raise ModelError(
+            f"{path} of {name} makes one vector of each row, and a rank of cp holds a part of the row: use cp=1, or "
+            "build the model with add_pooling_layer=False and pool gathered hidden states"
+        )
+    if (path := ignores_position_ids(structure)) is not None:
+        raise ModelError(f"{name} looks up {path} by a token's place in a rank's row, not by position_ids: use cp=1")
+    if (reason := needs_full_row(structure)) is not None:
+        raise ModelError(f"{name} cannot run on a part of a row: its {reason}; use cp=1")
+    if (path := masks_embeddings(structure)) is not None:
+        raise ModelError(
+            f"{path} of {name} multiplies this rank's embeddings with the padding mask of the full row: use cp=1"
+        )
+    config = model.config.get_text_config()
+    if attention_in_force(config) not in ("sdpa", "eager"):
+        raise ModelError(
+            f"{name} computes attention by {attention_in_force(config)!r}: cp needs 'sdpa' or 'eager', as set by "
+            "model.set_attn_implementation"
+        )
+    if not token_mixers(structure):
+        raise ModelError(
+            f"no module in the blocks of {name} takes an attention mask, a cache or a state, so that it is not known "
+            "which ones mix tokens: use cp=1"
+        )
+    if (path := makes_own_masks(structure)) is not None:
+        raise ModelError(f"{path} of {name} computes its mask and positions from the length of a rank's row: use cp=1")
+    rope = rope_types(config) & set(_LENGTH_DEPENDENT)
+    if rope:
+        raise ModelError(
+            f"{name} has rotary embeddings of type {', '.join(rope)}, whose frequencies depend on the longest position "
+            "that a rank sees: use cp=1, or set rope_type to another one"
+        )
+    implementation = str(attention_in_force(config))
+    check_attention(replaced_attention(structure, implementation), implementation, way)
+
+
+def check_heads_over_cp(model: Any, structure: ModelStructure, plan: object, *, cp: int, tp: int) -> None:
+    """Check that the ranks of ``cp`` divide the query heads.
+
+    Raises:
+        ModelError: they do not.
+    """
+    implementation = str(attention_in_force(model.config.get_text_config()))
+    check_heads(structure, replaced_attention(structure, implementation), plan, cp=cp, tp=tp)
+
+
+@checked
+def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
+    """Make a model take its tokens sharded over ``cp``, in place; the fourth of the seven steps.
+
+    Its forward then takes this rank's part of every input (see ``SequenceLayout.shard_batch``) and returns the outputs
+    of this rank's tokens.  Missing position ids are filled in.  ``attention_mask`` may also be the mask of the full
+    sequence, which saves an all-gather.
+
+    Args:
+        model: a transformers model whose attention is ``"sdpa"``.
+        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``cp_mesh`` is ``None`` without context
+            parallelism, and then nothing changes.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import MeshSpec, apply_cp, resolve_parallelism
+        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
+        >>> parallelism = resolve_parallelism(model, MeshSpec(cp=1).build(device_type="cpu"))
+        >>> apply_cp(model, parallelism)  # one rank of cp: attention is left alone
+        >>> parallelism.cp_mesh is None
+        True
+    """
+    if parallelism.cp_mesh is not None:
+        if runtime_state(model).gathered is None:
+            gather_mixers(model, parallelism)
+        gathered: Gathered = runtime_state(model).gathered
+        shared_prefixes = parallelism.shared_prefixes
+        derived = derived_positions(parallelism.structure)
+        replace_attention(
+            model,
+            gathered.attention,
+            keep=gathered.modules,
+            shared_prefixes=shared_prefixes,
+            derived=derived,
+            cuts_padding=cuts_padding_mask(parallelism.structure),
+        )
+
+
+def replace_attention(
+    model: nn.Module,
+    attention: ContextAttention,
+    *,
+    keep: Iterable[nn.Module] = (),
+    shared_prefixes: bool = False,
+    derived: DerivedPositions | None = None,
+    cuts_padding: bool = False,
+) -> None:
+    """Replace a model's attention except in some modules, and complete its inputs in a hook."""
+    use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask, keep=keep)
+    hook_calls(model, _Inputs(attention, shared_prefixes, derived, cuts_padding))
+
+
+def gather_mixers(model: Any, parallelism: Parallelism) -> None:
+    """Make the token mixers that are no plain attention run on full sequences, in place; before ``apply_tp``."""
+    cp_mesh = parallelism.cp_mesh
+    if cp_mesh is None:
+        raise OptionError("no cp axis was resolved")
+    implementation = str(attention_in_force(model.config.get_text_config()))
+    # Without attention that it computes, a way would only build masks that no model code can change.
+    replaced = replaced_attention(parallelism.structure, implementation)
+    way = parallelism.context_parallel if replaced else "allgather"
+    attention = ContextAttention(cp_mesh.get_group(), parallelism.cp_load_balancer, way)
+    attention.eager = eager_function if implementation == "eager" else None
+    attention.packed_sequences = parallelism.packed_sequences
+    mixers = gathered_mixers(parallelism.structure, implementation)
+    unmasked = bidirectional_without_mask(model, parallelism.structure)
+    attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
+    runtime_state(model).gathered = gather_for(mixers, attention)
+    take_documents(map(model.get_submodule, parallelism.recompute), attention.packing)
+    spread, full = (
+        dict(Counter(mixer.kind for mixer in mixers if mixes_by_functions(mixer) is by_functions)) or "nothing"
+        for by_functions in (True, False)
+    )
+    logger.info(
+        "context parallelism: %d ranks by %s; by halo and heads: %s; on full sequences: %s",
+        cp_mesh.size(),
+        parallelism.context_parallel,
+        spread,
+        full,
+    )
+
+
+def attention_of(model: nn.Module) -> ContextAttention:
+    """Return the attention that :func:`apply_cp` gave a model.
+
+    Raises:
+        ModelError: the model is not under context parallelism.
+    """
+    hook = next(_hooks(model), None)
+    if hook is None:
+        name = type(model).__name__
+        raise ModelError(f"{name} is not under context parallelism: parallelize it on a mesh with cp > 1")
+    return hook.attention
+
+
+def under_context_parallelism(model: nn.Module) -> bool:
+    """Return True if :func:`apply_cp` was called on the model."""
+    return any(_hooks(model))
+
+
+def _hooks(model: nn.Module) -> Iterator[_Inputs]:
+    return (hook for hook in forward_pre_hooks(model) if isinstance(hook, _Inputs))
+
+
+class _Inputs:
+    """A forward pre-hook that completes the inputs of a rank and refuses inputs that cannot be sharded."""
+
+    def __init__(
+        self,
+        attention: ContextAttention,
+        shared_prefixes: bool,
+        derived: DerivedPositions | None,
+        cuts_padding: bool,
+    ) -> None:
+        self.attention, self.shared_prefixes = attention, shared_prefixes
+        self.derived, self.cuts_padding = derived, cuts_padding
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            raise LayoutError("a model under context parallelism takes its inputs by name, such as input_ids=...")
+        kwargs = dict(kwargs)
+        subtree_end = kwargs.pop("subtree_end", None) if self.shared_prefixes else None
+        _refuse_unshardable(kwargs)
+        tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+        if tokens is None:
+            raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs one for the length")
+        attention = self.attention
+        layout = attention.layout(tokens.shape[1])
+        mask = kwargs.get("attention_mask")
+        positions: Any = kwargs.get("position_ids")
+        if subtree_end is not None and (positions is None or mask is not None):
+            raise LayoutError("rows with shared prefixes need position_ids, and take no attention_mask")
+        documents = None
+        if mask is None:
+            if positions is not None and subtree_end is None:
+                full = gather_tokens(positions, layout, attention.group, dim=-1)
+                found = find_documents(full, None, None, (tokens.shape[0], layout.length))
+                documents = found if found is not None and found.packed else None
+            # Of the full length: transformers takes the number of keys from the mask.
+            mask = tokens.new_ones((tokens.shape[0], layout.length), dtype=torch.bool)
+        elif attention.packed_sequences and positions is not None:
+            raise LayoutError(
+                "attention_mask beside position_ids under packed_sequences=True and cp: leave the mask out, and let "
+                "padding be a document of its own"
+            )
+        elif mask.dim() != 2 or mask.shape[1] not in (tokens.shape[1], layout.length):
+            raise LayoutError(
+                f"attention_mask {tuple(mask.shape)}: give [batch, {tokens.shape[1]}], this rank's tokens, or "
+                f"[batch, {layout.length}], the full sequence"
+            )
+        elif mask.shape[1] != layout.length:
+            mask = gather_tokens(mask, layout, attention.group, dim=-1)
+        attention.begin(padding=None if kwargs.get("attention_mask") is None else mask, documents=documents)
+        attention.subtree_end = None
+        if subtree_end is not None and positions is not None:
+            attention.subtree_end = gather_tokens(subtree_end, layout, attention.group, dim=-1)
+            full = gather_tokens(positions, layout, attention.group, dim=-1)
+            attention.positions = full[0] if full.dim() == 3 else full
+        if documents is not None and attention.unmasked:
+            raise LayoutError(
+                f"position_ids restart within a row, and {attention.unmasked}, which attends to later tokens, is not "
+                "kept to a document by its attention mask: give one document a row"
+            )
+        places = layout.positions.to(tokens.device)
+        if self.derived is not None and subtree_end is None and self.derived.differ(positions, places, mask):
+            raise LayoutError(
+                f"{self.derived.path} of {original_class(module).__name__} derives positions from the token ids or the "
+                "padding of the full row: compute position_ids of the full row, and give them to "
+                "SequenceLayout.shard_batch"
+            )
+        if positions is None:
+            positions = places.expand(tokens.shape[0], -1)
+        if self.cuts_padding and attention.padding is not None:  # the last ones are then those of this rank
+            own_last = layout.permutation.roll(-(layout.rank + 1) * tokens.shape[1])
+            mask = mask.index_select(1, own_last.to(mask.device))
+        return args, {**kwargs, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+
+
+def _refuse_unshardable(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("labels") is not None:
+        raise LayoutError(
+            "labels are shifted inside the model, across shards: shift them in the full sequence, shard them with "
+            "SequenceLayout.shard, and compute the loss from the logits (as rl_logprobs does)"
+        )
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise LayoutError("a key/value cache would hold the keys of this rank only: pass use_cache=False")
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and value.dim() > 0 and name not in _TOKEN_INPUTS and bool(value.numel()):
+            raise LayoutError(
+                f"{name} {tuple(value.shape)} cannot be sharded along the tokens: compute the embeddings of the full "
+                "sequence first, and pass this rank's part as inputs_embeds"
+            )

@@ -1,0 +1,91 @@
+"""Heads for sequence by all-to-all: each rank attends with some of the heads over the full sequence.
+
+Before attention each rank gets all tokens of its heads, and after it the tokens go home (DeepSpeed-Ulysses, Jacobs et
+al., arXiv:2309.14509).  So attention is that of one rank without ``cp``, with fewer heads: any function computes it,
+with any mask.  Key and value heads that ``cp`` does not divide are copied, as often as needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import lcm
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fsdp_runtime.errors import ModelError
+from fsdp_runtime.steps.context.exchange import heads_to_tokens, tokens_to_heads
+from fsdp_runtime.steps.context.sharding import SequenceLayout
+from tp_plans.naming import KV_GROUPS
+
+
+def attend_over_heads(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SequenceLayout,
+    group: ProcessGroup,
+) -> Tensor:
+    """Compute attention with this rank's heads over the full sequence.
+
+    Args:
+        attend: takes queries, keys and values ``[batch, heads / cp, seq, *]`` and returns ``[batch, heads / cp, seq,
+            value_dim]``.
+        query: ``[batch, heads, seq / cp, dim]``.
+        key: ``[batch, kv_heads, seq / cp, dim]``.
+        value: ``[batch, kv_heads, seq / cp, value_dim]``.
+        layout: the tokens of each rank.
+        group: the ranks of ``cp``.
+
+    Returns:
+        ``[batch, heads, seq / cp, value_dim]``.
+
+    Raises:
+        ModelError: the ranks do not divide the query heads.
+    """
+    if query.shape[1] % layout.ranks:
+        raise ModelError(
+            f"{query.shape[1]} query heads on this rank do not divide over cp={layout.ranks}: give "
+            "context_parallel='allgather' or 'ring'"
+        )
+    copies = kv_copies(key.shape[1], layout.ranks)
+    if copies > 1:
+        key, value = (each.repeat_interleave(copies, dim=1) for each in (key, value))
+    full = tokens_to_heads([query, key, value], layout, group, heads_dim=1, tokens_dim=2)
+    return heads_to_tokens(attend(*full), layout, group, heads_dim=1, tokens_dim=2)
+
+
+def kv_copies(heads: int, ranks: int) -> int:
+    """Return how often each key and value head is sent, so that the ranks divide them: 1 where they do already."""
+    return lcm(heads, ranks) // heads
+
+
+class OwnHeads:
+    """An attention module as its attention function sees it on a rank with some of the heads.
+
+    Args:
+        module: the module.
+        heads: its query heads.
+        own: this rank's.
+        kv_heads: number of this rank's key and value heads.
+    """
+
+    def __init__(self, module: nn.Module, heads: int, own: slice, kv_heads: int) -> None:
+        self._module, self._heads, self._own = module, heads, own
+        self._groups = (own.stop - own.start) // kv_heads
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the module's attribute; of a parameter with one entry a head, such as sinks, this rank's entries."""
+        return self._groups if name == KV_GROUPS else self.of(getattr(self._module, name))
+
+    def of(self, value: Any) -> Any:
+        """Return a value; of a tensor with one entry a head and no other dim, this rank's entries."""
+        if not isinstance(value, Tensor) or value.numel() != self._heads or self._heads not in value.shape:
+            return value
+        return value.narrow(list(value.shape).index(self._heads), self._own.start, self._own.stop - self._own.start)
+
+    def options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keywords of an attention function with this rank's heads."""
+        return {name: self.of(value) for name, value in options.items()}

@@ -1,0 +1,147 @@
+"""Decide by running whether a model can take parts of rows: a small copy of it on the ranks of ``cp``.
+
+A model may mix tokens in any module, or take positions from the length of its row.  The copy runs on full rows, then
+on the ranks' parts as :func:`fsdp_runtime.apply_cp` would have it, and the results are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_runtime._transformers_compat.attention import attention_in_force
+from fsdp_runtime._transformers_compat.models import original_class
+from fsdp_runtime.errors import LayoutError, ModelError
+from fsdp_runtime.model.structure import inspect_model
+from fsdp_runtime.steps.context.sharding import SequenceLayout
+from fsdp_runtime.steps.context.step import apply_cp
+from fsdp_runtime.steps.documents.token_mixers import attends_both_ways
+from tp_plans.verification.ranks import computes, on_ranks_of
+from tp_plans.verification.tiny import tiny_model
+
+if TYPE_CHECKING:
+    from fsdp_runtime.parallelism import Parallelism
+
+logger = logging.getLogger(__name__)
+
+#: Outputs agree up to rounding of what model code computes in float32.
+_BOUND = 1e-5
+_ROWS, _TOKENS, _PADDING = 2, 16, 3
+
+#: The first output of every module by path and index, in the order of the calls; the model's own come last.
+Outputs = dict[tuple[str, int], Tensor]
+
+
+def prove_context_parallelism(model: Any, parallelism: Parallelism) -> None:
+    """Check that a model computes the same on parts of rows; collective over ``cp``.
+
+    Decoders of transformers are not run: their modules outside of token mixers are known to be token-wise.  What cannot
+    be run small is accepted, with a warning; nothing is run on a simulated mesh.
+
+    Args:
+        model: the model, which is not changed.
+        parallelism: what is resolved for it.
+
+    Raises:
+        ModelError: it computes something else; the message names the first module that does.
+    """
+    mesh = parallelism.cp_mesh
+    name = original_class(model).__name__
+    of_transformers = original_class(model).__module__.startswith("transformers.")
+    if mesh is None or not computes(mesh) or (of_transformers and not attends_both_ways(model, parallelism.structure)):
+        return
+    layout = SequenceLayout(2 * mesh.size(), mesh.size(), mesh.get_local_rank(), parallelism.cp_load_balancer)
+    layout = replace(layout, length=-(-_TOKENS // layout.multiple) * layout.multiple)
+    try:
+        small = _small(model, layout.length, ranks=mesh.size()).to(mesh.device_type)
+        expected = _outputs(copy.deepcopy(small), SequenceLayout(layout.length, 1, 0))
+    except Exception as error:  # noqa: BLE001 (the code of a model may raise anything)
+        logger.warning("%s is not proven to be right over cp, since no small copy of it runs: %s", name, error)
+        return
+
+    def difference(_: DeviceMesh) -> list[str]:
+        try:
+            structure = inspect_model(small)
+            apply_cp(small, replace(parallelism, structure=structure, recompute=(), packed_sequences=False))
+            return [_difference(_outputs(small, layout), expected, layout)]
+        except LayoutError:  # says what the caller has to give, in every forward
+            return [""]
+        except Exception as error:  # noqa: BLE001
+            return [f"it raises {type(error).__name__}: {error}"]
+
+    found = [each for (each,) in on_ranks_of(mesh, difference) if each]
+    if found:
+        raise ModelError(f"{name} cannot run on a part of a row: in a run of a small copy, {found[0]}; use cp=1")
+
+
+def _small(model: Any, length: int, *, ranks: int) -> Any:
+    small: Any = tiny_model(model, tp=ranks).model
+    implementation = attention_in_force(model.config.get_text_config())
+    if attention_in_force(small.config.get_text_config()) != implementation:
+        small.set_attn_implementation(implementation)
+    positions = getattr(small.config.get_text_config(), "max_position_embeddings", length)
+    if positions < length:
+        raise ModelError(f"it has {positions} positions, and rows for {ranks} ranks have {length} tokens")
+    return small
+
+
+def _outputs(model: Any, layout: SequenceLayout) -> Outputs:
+    """Run a model on a rank's part of the rows."""
+    found: Outputs = {}
+
+    def keep(path: str, output: Any) -> None:
+        each = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
+        for index, tensor in enumerate(each):
+            if isinstance(tensor, Tensor):
+                found.setdefault((path, index), tensor)
+
+    handles = [
+        module.register_forward_hook(lambda _module, _args, output, path=path: keep(path, output))
+        for path, module in model.named_modules()
+    ]
+    ids, mask = (each.to(model.device) for each in _rows(model, layout))
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _rows(model: Any, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    """Return a rank's token ids and their padding mask."""
+    vocabulary = len(model.get_input_embeddings().weight)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, layout.length), generator=generator)
+    return layout.shard(ids), layout.shard(_padding_mask(layout.length))
+
+
+def _padding_mask(length: int) -> Tensor:
+    """Return the mask of full rows, of which the first ends with padding."""
+    mask = torch.ones(_ROWS, length, dtype=torch.long)
+    mask[0, -_PADDING:] = 0
+    return mask
+
+
+def _difference(found: Outputs, expected: Outputs, layout: SequenceLayout) -> str:
+    """Return what differs in the outputs of a rank's tokens, empty where nothing does."""
+    real = _padding_mask(layout.length).bool()
+    errors: dict[tuple[str, int], float] = {}
+    for key, own in found.items():
+        full = expected.get(key)
+        if full is None or full.shape[:2] != real.shape or own.shape[:2] != (_ROWS, layout.length // layout.ranks):
+            continue
+        kept = layout.shard(real).to(own.device)
+        wanted = layout.shard(full)[kept].double()
+        errors[key] = float((own[kept].double() - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-30)
+    own_errors = [error for (path, _), error in errors.items() if not path]
+    if not own_errors or all(error <= _BOUND for error in own_errors):
+        return ""
+    path, _ = next(key for key, error in errors.items() if not error <= _BOUND)
+    return f"the output of {path or 'the model'} is off by {max(own_errors):.1e}"

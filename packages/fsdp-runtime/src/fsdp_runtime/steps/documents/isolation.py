@@ -1,0 +1,244 @@
+"""Token mixers on packed rows: attention under a restricted mask, any other on documents as rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from inspect import Parameter, signature
+from itertools import zip_longest
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_runtime._transformers_compat.attention import attention_in_force
+from fsdp_runtime.errors import LayoutError, ModelError
+from fsdp_runtime.steps.documents.documents import DocumentBatch, Documents
+from fsdp_runtime.steps.documents.token_mixers import MASK, Way, is_bidirectional
+from tp_plans.infer.bytecode import referenced_names
+
+#: Inputs that tell kernels of boundaries, which rows of one document do not have.
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+@dataclass(eq=False)
+class CurrentDocuments:
+    """What the token mixers of one model share.
+
+    Args:
+        documents: those of the current forward; ``None`` where each row is one document.
+    """
+
+    documents: Documents | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CurrentDocuments:
+        """Return itself: a copied model's mixers are of the same classes, which refer to it."""
+        return self
+
+
+class _PackedMixer:
+    """Mixed in before a module's class, as tensor parallelism does, whose rules then see rows and not documents."""
+
+    packing: ClassVar[CurrentDocuments]
+    way: ClassVar[Way]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        documents = self.packing.documents
+        forward = super().forward  # type: ignore[misc]
+        if documents is None:
+            return forward(*args, **kwargs)
+        if self.way == "mask":
+            args, kwargs = restricted(self, args, kwargs, documents)
+            return forward(*args, **kwargs)
+        if not documents.packed:
+            return forward(*args, **{name: value for name, value in kwargs.items() if name not in BOUNDARIES})
+        return run_per_document(forward, args, kwargs, documents, alone=self.way == "singles")
+
+
+def keep_documents_apart(modules: Iterable[nn.Module], packing: CurrentDocuments, way: Way) -> None:
+    """Make token mixers keep documents apart in one way."""
+    mixed_in(modules, _PackedMixer, packing=packing, way=way)
+
+
+def mixed_in(modules: Iterable[nn.Module], mixin: type, **attributes: Any) -> None:
+    """Mix a class in before the classes of modules; each new class keeps the old name, by which transformers goes."""
+    made: dict[type, type[nn.Module]] = {}
+    for module in modules:
+        cls: type = type(module)
+        if cls not in made:
+            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+            made[cls] = type(cls.__name__, (mixin, cls), {**names, **attributes})
+        module.__class__ = made[cls]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths differ from batch to batch
+def run_per_document(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], documents: Documents, *, alone: bool
+) -> Any:
+    """Run a forward on documents as rows of a batch.
+
+    Documents of similar length run together, padded at their ends, which no causal module shows to earlier tokens.
+    So a module runs once for each power of two between the shortest and the longest document.
+
+    Args:
+        forward: takes and returns ``[batch, seq, ...]``, in nested containers or not.
+        args: its arguments.
+        kwargs: its keywords; those that tell of boundaries are left out.
+        documents: the documents of the rows.
+        alone: run each document by itself, for a module whose results depend on padding.
+
+    Returns:
+        The output for the rows; ``None`` in place of attention weights.
+    """
+    batches = documents.singles if alone else documents.batches
+    given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+    outputs = []
+    for batch in batches:
+        taken = _Taken(batch, documents)
+        outputs.append(forward(*taken.of(tuple(args)), **taken.of(given)))
+    return _put_together(outputs, documents, batches)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a value with every tensor in it, in nested dicts, tuples and lists, replaced by ``change`` of it."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: map_tensors(each, change) for name, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(each, change) for each in value)
+    return value
+
+
+def map_arguments(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[str, Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a module's forward, each replaced by ``change`` of its name and its value."""
+    names = _argument_names(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
+    changed = tuple(change(name, each) for name, each in zip_longest(names[: len(args)], args, fillvalue=""))
+    return changed, {name: change(name, value) for name, value in kwargs.items()}
+
+
+def is_padding_mask(name: str, value: Any) -> bool:
+    """Return True for an argument that is the padding mask of rows, by its name and shape."""
+    return "mask" in name and isinstance(value, Tensor) and value.dim() == 2
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The arguments of one batch."""
+
+    batch: DocumentBatch
+    documents: Documents
+
+    def of(self, value: Any) -> Any:
+        """Return a value with every tensor of tokens in it replaced by the batch's."""
+        return map_tensors(value, self._of_tensor)
+
+    def _of_tensor(self, value: Tensor) -> Tensor:
+        rows, tokens = self.documents.begins.shape
+        shape = tuple(value.shape)
+        if len(shape) == 4 and shape[2:] == (tokens, tokens) and shape[0] in (1, rows):
+            return self.batch.take_mask(value.expand(rows, -1, -1, -1), true_allows=_true_allows(value))
+        if len(shape) >= 2 and shape[1] == tokens and shape[0] in (1, rows):
+            return self.batch.take(value.expand(rows, *shape[1:]))
+        if len(shape) >= 3 and shape[2] == tokens and shape[1] in (1, rows):  # one for each axis of a rotary embedding
+            moved = value.expand(-1, rows, *shape[2:]).movedim(0, -1)
+            return self.batch.take(moved).movedim(-1, 0)
+        return value
+
+
+def _put_together(outputs: list[Any], documents: Documents, batches: list[DocumentBatch]) -> Any:
+    first = outputs[0]
+    if isinstance(first, DTensor):
+        plain = [each.redistribute(placements=[Replicate()] * each.device_mesh.ndim) for each in outputs]
+        local = [each.to_local(grad_placements=each.placements) for each in plain]
+        rows = DTensor.from_local(
+            documents.together(local, batches), first.device_mesh, plain[0].placements, run_check=False
+        )
+        return rows.redistribute(placements=first.placements)
+    if isinstance(first, Tensor):
+        same = all(o.dim() >= 2 and o.shape[:2] == b.tokens.shape for o, b in zip(outputs, batches, strict=True))
+        return documents.together(outputs, batches) if same else None
+    if type(first) in (tuple, list):
+        return type(first)(_put_together(list(each), documents, batches) for each in zip(*outputs, strict=True))
+    return first
+
+
+def mask_argument(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the mask that an attention is called with, and the name of its implementation."""
+    name, place = _mask_place(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
+    mask = args[place] if place < len(args) else kwargs.get(name)
+    return mask, str(attention_in_force(module.config)) if hasattr(module, "config") else "eager"
+
+
+def restricted(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], documents: Documents
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an attention's arguments with a mask that keeps documents apart.
+
+    Raises:
+        LayoutError: its mask has another shape than one of all pairs of tokens, or of all keys.
+    """
+    mask, implementation = mask_argument(module, args, kwargs)
+    tokens = documents.begins.shape[1]
+    if implementation.startswith(("flash", "flex")):  # transformers finds the documents in the position ids
+        return args, kwargs
+    if mask is None:
+        if not documents.packed:
+            return args, kwargs
+        mask = documents.same if is_bidirectional(module) else documents.causal
+        if implementation != "sdpa":
+            hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+            mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
+    elif isinstance(mask, Tensor) and mask.dim() == 4 and _of_keys(mask, tokens):
+        by_interface = uses_interface(type(module))  # type: ignore[arg-type]  # as below
+        mask = documents.restrict(mask, true_allows=by_interface or _true_allows(mask))
+    else:
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise LayoutError(
+            f"{type(module).__name__} has a mask {shape} for {tokens} tokens: packed rows need a mask "
+            f"[batch, heads or 1, {tokens}, {tokens}]"
+        )
+    name, place = _mask_place(type(module))  # type: ignore[arg-type]
+    if place < len(args):
+        return (*args[:place], mask, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: mask}
+
+
+def _of_keys(mask: Tensor, tokens: int) -> bool:
+    """Return True for a mask of all pairs of tokens, and for one of all keys that is added to scores."""
+    return mask.shape[2:] == (tokens, tokens) or (mask.shape[2:] == (1, tokens) and mask.is_floating_point())
+
+
+def _true_allows(mask: Tensor) -> bool:
+    """Return what true means in a mask: the first token may attend to itself.  Waits for the device."""
+    return mask.dtype != torch.bool or bool(mask[0, 0, 0, 0])
+
+
+@cache
+def uses_interface(cls: type) -> bool:
+    """Return True for attention through ``transformers.AttentionInterface``, in whose masks true allows."""
+    return "ALL_ATTENTION_FUNCTIONS" in referenced_names(cls)
+
+
+@cache
+def _mask_place(cls: type) -> tuple[str, int]:
+    """Return the name and the place of the mask among the arguments of a class's own forward, not of one mixed in."""
+    if MASK in (names := _argument_names(cls)):
+        return MASK, names.index(MASK)
+    raise ModelError(f"the forward of {cls.__name__} takes no {MASK}")
+
+
+@cache
+def _argument_names(cls: type) -> tuple[str, ...]:
+    """Return the names of the arguments of a class's own forward; those of mixed-in ones are ``*args, **kwargs``."""
+    variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    for base in cls.__mro__:
+        if (forward := vars(base).get("forward")) is not None:
+            found = tuple(each.name for each in signature(forward).parameters.values() if each.kind not in variadic)
+            if found[1:]:
+                return found[1:]
+    return ()

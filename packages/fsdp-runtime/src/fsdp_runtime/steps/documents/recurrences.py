@@ -1,0 +1,210 @@
+"""Token mixers whose convolution and recurrence alone see other tokens, proven on the module itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._torch_compat import data_dependent_errors
+from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, mixed_in
+from fsdp_runtime.steps.documents.sequence_functions import (
+    CONVOLUTION,
+    RECURRENCES,
+    Call,
+    CausalConvolution,
+    convolve_documents,
+    functions_called,
+    original_function,
+    recur,
+    takes_boundaries,
+    with_functions,
+)
+from fsdp_runtime.steps.documents.token_mixers import TokenMixer, has_inner_mixer
+from fsdp_runtime.steps.saved_tensors import unrecorded
+
+logger = logging.getLogger(__name__)
+
+#: The places to which tokens are moved to test a module.
+_MOVED = (5, 2, 7, 0, 3, 6, 1, 4)
+#: The error, relative to the largest output, that rounding may leave.
+_TOLERANCE = 0.02
+
+
+class ByFunctions:
+    """Mixed in before the class of a token mixer that is to mix tokens by other functions than its own."""
+
+    of_single_tokens: ClassVar[Callable[..., Any]]
+    proven: ClassVar[bool | None] = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def is_proven(self, tokens: Tensor) -> bool:
+        """Test once that without convolution and recurrence the module computes each token alone."""
+        cls = type(self)
+        if cls.proven is None:
+            with unrecorded():
+                found = _is_token_wise(lambda each: cls.of_single_tokens(self, each), tokens)
+            if found is None:
+                return True
+            owner: Any = next(base for base in cls.__mro__ if "of_single_tokens" in vars(base))
+            owner.proven = found
+            if not found:
+                logger.warning("%s mixes tokens by more than its convolution and recurrence", cls.__name__)
+        return bool(cls.proven)
+
+
+class PackedRows(ByFunctions):
+    """Mixed in before the class of a token mixer, and before the mixin that runs it on documents as rows."""
+
+    packing: ClassVar[CurrentDocuments]
+    of_rows: ClassVar[Callable[..., Any]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute rows of several documents, or each document apart where that is not known to be right."""
+        documents = self.packing.documents
+        tokens = args[0] if args else kwargs.get("hidden_states")
+        plain = isinstance(tokens, Tensor) and not isinstance(tokens, DTensor)
+        if documents is None or not documents.packed or not plain or not self.is_proven(tokens):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return type(self).of_rows(self, *args, **{n: value for n, value in kwargs.items() if n not in BOUNDARIES})
+
+
+def mixes_by_functions(mixer: TokenMixer) -> bool:
+    """Return True for a mixer that calls known functions, and has no other mixer inside."""
+    return mixer.way == "documents" and bool(functions_called(mixer.cls)) and not has_inner_mixer(mixer.module)
+
+
+def mix_in(
+    mixers: Iterable[TokenMixer], mixin: type[ByFunctions], attributes: Callable[[type], dict[str, Any]]
+) -> None:
+    """Mix a class in before those of all mixers that call known functions.
+
+    Args:
+        mixers: of one model, some of which have another class mixed in.
+        mixin: the class.
+        attributes: of a mixer's own class, further attributes of the class that is made.
+    """
+    by_class: dict[type, list[nn.Module]] = {}
+    for mixer in filter(mixes_by_functions, mixers):
+        by_class.setdefault(mixer.cls, []).append(mixer.module)
+    for cls, modules in by_class.items():
+        mixed_in(modules, mixin, of_single_tokens=forward_without_mixing(cls), **attributes(cls))
+
+
+def compute_rows(mixers: Iterable[TokenMixer], packing: CurrentDocuments) -> None:
+    """Let the mixers that call known functions compute rows of several documents, after ``keep_documents_apart``."""
+    mix_in(mixers, PackedRows, lambda cls: {"packing": packing, "of_rows": forward_on_packed_rows(cls, packing)})
+
+
+def forward_on_packed_rows(cls: type, packing: CurrentDocuments) -> Callable[..., Any]:
+    """Return a forward of a class of token mixers for rows of several documents."""
+    functions: dict[str, Callable[..., Any]] = {}
+    for name in functions_called(cls):
+        kind = _Convolution if name == CONVOLUTION else _Recurrence if name in RECURRENCES else _Fused
+        functions[name] = kind(cls, name, packing)
+    return with_functions(cls, functions)
+
+
+def forward_without_mixing(cls: type) -> Callable[..., Any]:
+    """Return a forward in which convolution and recurrence are replaced by functions of single tokens."""
+    functions: dict[str, Callable[..., Any]] = {}
+    for name in functions_called(cls):
+        if name == CONVOLUTION:
+            functions[name] = _first_argument
+        else:
+            functions[name] = _TokenByToken(cls, name) if name in RECURRENCES else unavailable
+    return with_functions(cls, functions)
+
+
+@torch.no_grad()
+def _is_token_wise(forward: Callable[[Tensor], Any], like: Tensor) -> bool | None:
+    """Return True if the output of a token depends neither on its place nor on the other tokens.
+
+    Half of the tokens are moved to other places among others, then the other half.  Waits for the device.  ``None`` for
+    tensors without data.
+    """
+    values = torch.arange(2 * len(_MOVED) * like.shape[2], device=like.device).view(2, 1, len(_MOVED), -1)
+    tokens, others = torch.sin(values * 1.7).to(like.dtype)
+    moved = torch.tensor(_MOVED, device=like.device)
+    try:
+        wanted = _full(forward(tokens))[:, moved]
+        if wanted.is_meta:
+            return None
+        bound = _TOLERANCE * wanted.abs().max()
+        for half in (0, 1):
+            kept = moved % 2 == half
+            found = _full(forward(torch.where(kept[:, None], tokens[:, moved], others)))
+            if not bool((found - wanted)[:, kept].abs().max() <= bound):
+                return False
+        return True
+    except data_dependent_errors():
+        return None
+
+
+def _full(output: Any) -> Tensor:
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    return first.full_tensor() if isinstance(first, DTensor) else first
+
+
+class _OfDocuments:
+    """In place of one of transformers' functions, in one class of mixers."""
+
+    def __init__(self, cls: type, name: str, packing: CurrentDocuments) -> None:
+        self.cls, self.name, self.packing = cls, name, packing
+
+    @property
+    def function(self) -> Any:
+        """What the class would call."""
+        return original_function(self.cls, self.name)
+
+    @property
+    def documents(self) -> Any:
+        """Those of the rows, of which some have several."""
+        return self.packing.documents
+
+
+class _Convolution(_OfDocuments, CausalConvolution):
+    def convolve(self, tokens: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        return convolve_documents(self.function, tokens, weight, bias, activation, self.documents.numbers)
+
+
+class _Recurrence(_OfDocuments):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recurrence = RECURRENCES[self.name]
+        call = Call.of(self.function, recurrence, args, kwargs)
+        return recurrence.result(recur(self.function, recurrence, call, self.documents))
+
+
+class _Fused(_OfDocuments):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not takes_boundaries(self.function, "seq_idx"):
+            return None
+        return self.function(*args, **{**kwargs, "seq_idx": self.documents.numbers.to(torch.int32).contiguous()})
+
+
+class _TokenByToken:
+    """In place of a recurrence: a function of each token alone that depends on all of its inputs."""
+
+    def __init__(self, cls: type, name: str) -> None:
+        self.cls, self.name = cls, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recurrence = RECURRENCES[self.name]
+        tokens = Call.of(original_function(self.cls, self.name), recurrence, args, kwargs).tokens
+        output = tokens[recurrence.heads[0]]
+        for value in tokens.values():
+            mean = value.flatten(2).mean(2)
+            output = output + mean.view(*mean.shape, *(1,) * (output.dim() - 2)).to(output.dtype)
+        return recurrence.result(output)
+
+
+def _first_argument(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return hidden_states
+
+
+def unavailable(*args: Any, **kwargs: Any) -> None:
+    """In place of a fused kernel: the module then calls its steps one by one."""

@@ -1,0 +1,255 @@
+"""The functions by which transformers' token mixers mix tokens: short convolutions and recurrences.
+
+In transformers 5.23 the modules of linear attention, Mamba and short convolutions compute everything else token by
+token, and call these functions by a name of their Python module.  So a copy of a forward that looks up other functions
+under these names mixes tokens in another way, and the class and its Python module stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from inspect import Parameter, getclosurevars, isfunction, signature, unwrap
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fsdp_runtime.errors import LayoutError
+from fsdp_runtime.steps.documents.documents import Documents
+from fsdp_runtime.steps.documents.isolation import BOUNDARIES, run_per_document
+
+#: A causal convolution of ``[batch, features, seq]`` with few taps.
+CONVOLUTION = "causal_conv1d_fn"
+#: Fused kernels of several steps, in whose place a module calls the functions above one by one if they return ``None``.
+FUSED = ("mamba2_split_conv1d_scan_combined",)
+#: The arguments of a recurrence that need a state.
+_STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states", "return_last_state")
+#: The arguments of a forward that may be split by tokens.
+_TAKEN = {"self", "hidden_states", "cache_params", "past_key_values", "attention_mask"}
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """The arguments of a recurrence that has no connection between heads.
+
+    Args:
+        heads: names of tensors ``[batch, seq, heads, *]``, the one with the shape of the output first.
+        groups: names of tensors ``[batch, seq, groups, *]``, each of which neighbouring heads share.
+        common: names of tensors ``[batch, seq, *]`` that all heads share.
+        parameters: names of tensors ``[heads, *]``.
+        tokens_last: tensors of tokens are ``[batch, heads or features, seq]`` instead.
+        boundaries: the argument that kernels take for documents.
+        returns_state: it returns a tuple of the output and a final state.
+    """
+
+    heads: tuple[str, ...]
+    groups: tuple[str, ...] = ()
+    common: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    tokens_last: bool = False
+    boundaries: str = "seq_idx"
+    returns_state: bool = False
+
+    @property
+    def of_tokens(self) -> tuple[str, ...]:
+        """The names of all tensors of tokens."""
+        return (*self.heads, *self.groups, *self.common)
+
+    def result(self, output: Tensor) -> Any:
+        """Return an output ``[batch, seq, heads, *]`` as transformers' function returns it."""
+        if self.tokens_last:
+            return output.transpose(1, 2)
+        return (output, None) if self.returns_state else output
+
+
+#: By name: a chunked delta rule, Kimi's, the scan of Mamba 2, and that of Mamba 1, whose channels are heads.
+RECURRENCES: Mapping[str, Recurrence] = {
+    "torch_chunk_gated_delta_rule": Recurrence(
+        ("value", "g", "beta"), groups=("query", "key"), boundaries="cu_seqlens", returns_state=True
+    ),
+    "chunk_kimi_delta_attention": Recurrence(
+        ("value", "query", "key", "g", "beta"), boundaries="cu_seqlens", returns_state=True
+    ),
+    "mamba2_chunk_scan": Recurrence(
+        ("hidden_states", "dt", "z"), groups=("B", "C"), parameters=("A", "D", "dt_bias")
+    ),
+    "mamba_selective_scan": Recurrence(
+        ("hidden_states", "dt", "z"), common=("B", "C"), parameters=("A", "D", "delta_bias"), tokens_last=True
+    ),
+}  # fmt: skip
+
+
+@cache
+def functions_called(cls: type) -> tuple[str, ...]:
+    """Return the names of the functions by which a class mixes tokens; none where its forward may do it otherwise."""
+    forward = unwrap(cls.forward)  # type: ignore[attr-defined]
+    if not isfunction(forward) or not cls.__module__.startswith("transformers."):
+        return ()
+    takes = signature(forward).parameters.values()
+    if {each.name for each in takes if each.kind is not Parameter.VAR_KEYWORD} - _TAKEN:
+        return ()
+    known = {CONVOLUTION, *RECURRENCES, *FUSED}
+    others = {name for value in vars(cls).values() if isfunction(value) for name in unwrap(value).__code__.co_names}
+    found = known & set(forward.__code__.co_names) & forward.__globals__.keys()
+    if known & others - found or not found - set(FUSED):  # some are called by another method
+        return ()
+    return tuple(sorted(found))
+
+
+def with_functions(cls: type, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a copy of a class's forward that calls other functions by the same names."""
+    forward = unwrap(cls.forward)  # type: ignore[attr-defined]
+    copied = FunctionType(
+        forward.__code__, {**forward.__globals__, **functions}, forward.__name__, forward.__defaults__,
+        forward.__closure__,
+    )  # fmt: skip
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    # Lengths of documents differ from batch to batch.
+    uncompiled: Callable[..., Any] = torch.compiler.disable(copied)  # type: ignore[no-untyped-call]
+    return uncompiled
+
+
+def original_function(cls: type, name: str) -> Callable[..., Any]:
+    """Return what a class's forward finds under a name now."""
+    module = sys.modules[unwrap(cls.forward).__module__]  # type: ignore[attr-defined]
+    function: Callable[..., Any] = getattr(module, name)
+    return function
+
+
+@cache
+def takes_boundaries(function: Callable[..., Any], name: str) -> bool:
+    """Return True where a kernel is installed that takes the boundaries of documents.
+
+    transformers wraps the kernel or its own function, which ignores or refuses boundaries, in a function that has the
+    one in use as a variable.
+    """
+    found = getclosurevars(function).nonlocals.get("implementation", function) if isfunction(function) else function
+    return name in signature(found).parameters
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a recurrence.
+
+    Args:
+        tokens: the tensors of tokens ``[batch, seq, *]`` by name.
+        further: the other arguments by name.
+        places: names of the arguments given by place, in order; a kernel has the same order, and other names.
+    """
+
+    tokens: dict[str, Tensor]
+    further: dict[str, Any]
+    places: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], recurrence: Recurrence, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Call:
+        """Read the arguments of a call.
+
+        Raises:
+            LayoutError: it begins with a state, or asks for the last one.
+        """
+        places = tuple(signature(function).parameters)[: len(args)]
+        named = {**dict(zip(places, args, strict=True)), **kwargs}
+        for name in _STATES:
+            if named.get(name) is not None and named[name] is not False:
+                raise LayoutError(f"{name} of a recurrence has no boundaries of documents: pass use_cache=False")
+        tokens = {name: named.pop(name) for name in recurrence.of_tokens if named.get(name) is not None}
+        if recurrence.tokens_last:
+            tokens = {name: value.transpose(1, 2) for name, value in tokens.items()}
+        further = {name: value for name, value in named.items() if name not in (*BOUNDARIES, "cu_seqlens")}
+        return cls(tokens, further, places)
+
+
+class CausalConvolution:
+    """In place of transformers' ``causal_conv1d_fn``: takes its arguments; those that it ignores are boundaries."""
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Convolve ``[batch, features, seq]`` with ``[features, taps]``."""
+        return self.convolve(hidden_states, weight, bias, activation)
+
+    def convolve(self, tokens: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        """Do what the class is for; arguments as of :func:`convolve_documents`."""
+        raise NotImplementedError
+
+
+def convolve_documents(
+    function: Callable[..., Tensor],
+    tokens: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    numbers: Tensor,
+) -> Tensor:
+    """Convolve without reading another document: by a kernel that takes ``seq_idx``, or tap by tap.
+
+    Args:
+        function: transformers' ``causal_conv1d_fn``.
+        tokens: ``[batch, features, seq]``.
+        weight: ``[features, taps]``.
+        bias: ``[features]``.
+        activation: a name of ``transformers.activations.ACT2FN``.
+        numbers: ``[batch, seq]``, the number of each token's document.
+    """
+    if takes_boundaries(function, "seq_idx"):
+        return function(tokens, weight, bias, activation=activation, seq_idx=numbers.to(torch.int32).contiguous())
+    length, taps = tokens.shape[2], weight.shape[1]
+    source = tokens.to(weight.dtype)
+    output = source * weight[:, taps - 1, None]
+    for back in range(1, min(taps, length)):
+        same = pad(numbers[:, :-back] == numbers[:, back:], (back, 0))
+        output = output + pad(source[:, :, :-back], (back, 0)) * (weight[:, taps - 1 - back, None] * same[:, None])
+    if bias is not None:
+        output = output + bias[:, None]
+    if activation is not None:
+        from transformers.activations import ACT2FN
+
+        output = ACT2FN[activation](output)
+    return output.to(tokens.dtype)
+
+
+def recur(function: Callable[..., Any], recurrence: Recurrence, call: Call, documents: Documents | None) -> Tensor:
+    """Call a recurrence, which begins anew in each document.
+
+    Args:
+        function: transformers' function.
+        recurrence: its arguments.
+        call: the arguments.
+        documents: those of the rows, or ``None``.
+
+    Returns:
+        ``[batch, seq, heads, *]``.
+    """
+    boundaries: dict[str, Tensor] = {}
+
+    def run(**tokens: Tensor) -> Tensor:
+        layout = {name: value.transpose(1, 2) if recurrence.tokens_last else value for name, value in tokens.items()}
+        named = {**call.further, **layout, **boundaries}
+        by_place = [named.pop(name) for name in call.places]
+        result = function(*by_place, **named)
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        return output.transpose(1, 2) if recurrence.tokens_last else output
+
+    if documents is None or not documents.packed:
+        return run(**call.tokens)
+    if not takes_boundaries(function, recurrence.boundaries):
+        return run_per_document(run, (), call.tokens, documents, alone=False)  # type: ignore[no-any-return]
+    if recurrence.boundaries == "seq_idx":
+        boundaries["seq_idx"] = documents.numbers.to(torch.int32).contiguous()
+        return run(**call.tokens)
+    boundaries["cu_seqlens"] = documents.cumulative_lengths
+    one_row = {name: value.flatten(0, 1).unsqueeze(0) for name, value in call.tokens.items()}
+    return torch.unflatten(run(**one_row).squeeze(0), 0, documents.begins.shape)

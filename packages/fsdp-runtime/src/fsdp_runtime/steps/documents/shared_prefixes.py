@@ -1,0 +1,154 @@
+"""Attention along the paths of prefix trees, for rows in which several samples share the tokens of their prefixes.
+
+A row has the tokens of its trees in pre-order, and ``subtree_end[k]`` is the index after the last descendant of token
+``k``.  Token ``q`` attends to token ``k`` where ``k <= q < subtree_end[k]`` and the layer's own mask (causal, sliding
+window, chunks) allows their *positions*, which count along the path.  Every other operator has to be token-wise.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar, Token
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fsdp_runtime._peft_compat import hook_calls
+from fsdp_runtime._torch_compat import forward_pre_hooks
+from fsdp_runtime._transformers_compat.attention import attention_in_force
+from fsdp_runtime._transformers_compat.masks import PathMask, build_masks_along_paths
+from fsdp_runtime._transformers_compat.models import is_stateful, is_transformers_model
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.errors import LayoutError, ModelError, OptionError
+from fsdp_runtime.steps.context.full_sequence import gathered_mixers
+
+if TYPE_CHECKING:
+    from fsdp_runtime.parallelism import Parallelism
+
+logger = logging.getLogger(__name__)
+
+#: Implementations of attention that take any mask.
+_ANY_MASK = ("sdpa", "eager", "flex_attention")
+#: Kinds of layers in which a token sees others by a mask over positions only, or not at all.
+_MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "mlp", "moe")
+#: Modules whose result for a token depends on its index in the row, against the rule of their kind.
+_INDEX_DEPENDENT = {"DogeCDMoE": "its router mixes the scores of all tokens of a batch"}
+
+_current: ContextVar[PathMask | None] = ContextVar("path_mask", default=None)
+
+
+def check_shared_prefixes(model: Any, parallelism: Parallelism) -> None:
+    """Check that a token of a model sees others by masked attention only.
+
+    Raises:
+        ModelError: the model is not a transformers model, or another operator mixes tokens.
+        OptionError: rows are to be packed too.
+    """
+    structure = parallelism.structure
+    name = type(model).__name__
+    if parallelism.packed_sequences:
+        raise OptionError(
+            "shared_prefixes=True takes rows of several trees as they are: leave packed_sequences out, and pack single "
+            "samples with pack_tree as groups of one"
+        )
+    if not is_transformers_model(model):
+        raise ModelError(
+            f"{name} is not a transformers model: build the mask of its attention with TreeRow.mask() or "
+            "TreeRow.mask_mod(), and leave out shared_prefixes"
+        )
+    config = model.config.get_text_config()
+    implementation = attention_in_force(config)
+    if implementation not in _ANY_MASK:
+        raise ModelError(
+            f"{name} computes attention by {implementation!r}, which takes no mask of ancestors: call "
+            "model.set_attn_implementation('sdpa'), or 'flex_attention'"
+        )
+    blocks = [(path, module) for path in structure.decoder for path, module in _inside(path, structure.blocks[path])]
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_MASKED_LAYERS))
+    mixing = [path for path, module in blocks if isinstance(module, nn.Conv1d)]
+    if kinds or mixing or is_stateful(model):
+        found = ", ".join([*kinds, *mixing[:1]]) or "a recurrent state"
+        raise ModelError(
+            f"{name} passes a state from token to token ({found}), which one row cannot hand to several branches: use "
+            "separate rows (pack)"
+        )
+    for path, module in blocks:
+        if (reason := _INDEX_DEPENDENT.get(type(module).__name__)) is not None:
+            raise ModelError(f"{path} of {name} cannot share prefixes: {reason}; use separate rows (pack)")
+    if parallelism.cp_mesh is not None and (mixers := gathered_mixers(structure, implementation)):
+        raise ModelError(
+            f"{name} has attention that runs on the full sequence of all cp ranks ({type(mixers[0].module).__name__}), "
+            "without the mask of ancestors: share prefixes with cp=1"
+        )
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None) in (
+        True,
+        "all",
+    ):
+        raise ModelError(f"{name} has bidirectional attention: a prefix depends on what follows it")
+
+
+@checked
+def apply_shared_prefixes(model: nn.Module, parallelism: Parallelism) -> None:
+    """Let a model take the rows of :func:`fsdp_runtime.pack_tree`, in place.
+
+    Its forward then accepts ``subtree_end`` beside ``input_ids`` and ``position_ids``; without it nothing changes.
+
+    Args:
+        model: a transformers model that :func:`fsdp_runtime.resolve_parallelism` accepted.
+        parallelism: its result; without ``shared_prefixes`` nothing changes.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import MeshSpec, apply_shared_prefixes, resolve_parallelism
+        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
+        >>> parallelism = resolve_parallelism(model, MeshSpec().build(device_type="cpu"))
+        >>> apply_shared_prefixes(model, parallelism)
+        >>> parallelism.shared_prefixes
+        False
+    """
+    if parallelism.shared_prefixes and parallelism.cp_mesh is None:  # attention over cp reads subtree_end itself
+        build_masks_along_paths(_current, _ANY_MASK)
+        hooks = _Hooks()
+        hook_calls(model, hooks, hooks.after)
+        logger.info("shared prefixes: %s takes subtree_end", type(model).__name__)
+
+
+def takes_shared_prefixes(model: nn.Module) -> bool:
+    """Return True if the forward of a model accepts ``subtree_end``."""
+    return any(isinstance(hook, _Hooks) or getattr(hook, "shared_prefixes", False) for hook in forward_pre_hooks(model))
+
+
+class _Hooks:
+    """The forward hooks of a model that accepts ``subtree_end``."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Token[PathMask | None]] = []
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take ``subtree_end`` out of the inputs, for the functions that build masks."""
+        kwargs = dict(kwargs)
+        subtree_end = kwargs.pop("subtree_end", None)
+        if subtree_end is None:
+            self._tokens.append(_current.set(None))
+            return args, kwargs
+        positions = kwargs.get("position_ids")
+        if args or positions is None or positions.shape[-2:] != subtree_end.shape:
+            raise LayoutError("subtree_end needs position_ids of the same shape, and all inputs by name")
+        if kwargs.get("attention_mask") is not None or kwargs.get("use_cache") or kwargs.get("labels") is not None:
+            raise LayoutError(
+                "rows with shared prefixes take neither attention_mask, use_cache nor labels: padding is part of the "
+                "row, and a token has several next tokens (TreeRow.predictors)"
+            )
+        self._tokens.append(_current.set(PathMask(positions[0] if positions.dim() == 3 else positions, subtree_end)))
+        # Given a mask, transformers does not read restarting positions as the beginnings of packed documents.
+        return args, {**kwargs, "attention_mask": subtree_end.new_ones(subtree_end.shape), "use_cache": False}
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forget the trees, also after an error."""
+        if self._tokens:
+            _current.reset(self._tokens.pop())
+
+
+def _inside(path: str, block: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of a block by their paths in the model."""
+    return [(f"{path}.{inner}" if inner else path, module) for inner, module in block.named_modules()]

@@ -1,0 +1,153 @@
+"""Packed rows in a model: its token mixers get the beginnings of documents."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, get_args
+
+from torch import Tensor, nn
+
+from fsdp_runtime._peft_compat import hook_calls, model_of_rows
+from fsdp_runtime._torch_compat import forward_pre_hooks
+from fsdp_runtime._transformers_compat.attention import attention_in_force
+from fsdp_runtime._transformers_compat.models import is_transformers_model
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.errors import LayoutError, ModelError
+from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.steps.context.step import gather_mixers
+from fsdp_runtime.steps.documents.documents import find_documents
+from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, keep_documents_apart
+from fsdp_runtime.steps.documents.positions import ignores_position_ids
+from fsdp_runtime.steps.documents.recompute import take_documents
+from fsdp_runtime.steps.documents.recurrences import compute_rows
+from fsdp_runtime.steps.documents.token_mixers import Way, bidirectional_without_mask, makes_own_masks, token_mixers
+from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
+
+if TYPE_CHECKING:
+    from fsdp_runtime.parallelism import Parallelism
+
+logger = logging.getLogger(__name__)
+
+
+def check_packing(model: Any, structure: ModelStructure) -> None:
+    """Check that the modules that mix tokens are known.
+
+    Raises:
+        ModelError: the model is not a transformers model, none of its blocks has such a module, it does not read
+            ``position_ids``, or it attends to later tokens in modules that are not kept apart by a mask.
+    """
+    name = type(model).__name__
+    if not is_transformers_model(model):
+        raise ModelError(
+            f"{name} is not a transformers model: packed_sequences=True reads position_ids as transformers' models do; "
+            "keep documents apart in your own code and leave packed_sequences out"
+        )
+    if (path := makes_own_masks(structure)) is not None:
+        raise ModelError(
+            f"{path} of {name} computes its mask and positions from the length of the row, not from position_ids: use "
+            "one document a row"
+        )
+    if not token_mixers(structure):
+        raise ModelError(
+            f"no module in the blocks of {name} takes an attention mask, a cache or a state, so that it is not known "
+            "which ones mix tokens: keep documents apart in your own code and leave packed_sequences out"
+        )
+    if (path := ignores_position_ids(structure)) is not None:
+        raise ModelError(
+            f"{name} looks up {path} by a token's place in the row, not by position_ids: use one document a row"
+        )
+    if (unmasked := bidirectional_without_mask(model, structure)) is not None:
+        raise ModelError(
+            f"{name} attends to later tokens, and {unmasked.path} ({unmasked.kind}) is not kept to a document by its "
+            "attention mask: use one document a row"
+        )
+
+
+@checked
+def apply_packing(model: Any, parallelism: Parallelism) -> None:
+    """Keep the documents of packed rows apart in a model, in place; the first of the seven steps.
+
+    Args:
+        model: the model.
+        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; without ``packed_sequences`` a hook warns where
+            documents of the first packed rows read one another.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import MeshSpec, apply_packing, resolve_parallelism
+        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
+        >>> parallelism = resolve_parallelism(model, MeshSpec().build(device_type="cpu"))
+        >>> apply_packing(model, parallelism)  # packed_sequences was not asked for
+        >>> parallelism.packed_sequences
+        False
+    """
+    if parallelism.cp_mesh is not None:  # keeps documents apart itself
+        gather_mixers(model, parallelism)
+        return
+    if not parallelism.packed_sequences:
+        warn_of_packed_rows(model, parallelism.structure)
+        return
+    packing = CurrentDocuments()
+    mixers = token_mixers(parallelism.structure)
+    for way in get_args(Way):
+        keep_documents_apart([mixer.module for mixer in mixers if mixer.way == way], packing, way)
+    compute_rows(mixers, packing)
+    take_documents([model.get_submodule(path) for path in parallelism.recompute], packing)
+    implementation = str(attention_in_force(model.config.get_text_config()))
+    inputs = _PackedInputs(packing, varlen=implementation.startswith("flash"))
+    hook_calls(model, inputs, inputs.after)
+    logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.way})" for mixer in mixers)))
+
+
+def _is_padded(mask: Any) -> bool:
+    """Return True for a mask with padding, whose positions begin anew after it.  Waits for the device."""
+    return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+
+
+def packing_of(model: nn.Module) -> CurrentDocuments | None:
+    """Return what :func:`apply_packing` gave a model's token mixers to share."""
+    if (gathered := runtime_state(model).gathered) is not None:
+        packing: CurrentDocuments = gathered.attention.packing
+        return packing
+    return next((hook.packing for hook in forward_pre_hooks(model) if isinstance(hook, _PackedInputs)), None)
+
+
+class _PackedInputs:
+    """Finds the documents of a forward's rows."""
+
+    def __init__(self, packing: CurrentDocuments, *, varlen: bool) -> None:
+        self.packing = packing
+        self.varlen = varlen  # the attention's kernels take the boundaries
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.packing.documents = None
+        named = dict(kwargs)
+        tokens = next((named[n] for n in ("input_ids", "inputs_embeds") if named.get(n) is not None), None)
+        if tokens is None and args and isinstance(args[0], Tensor):
+            tokens = args[0]
+        if tokens is None:
+            return None
+        seq_idx, lengths = named.get("seq_idx"), named.get("cu_seq_lens_q")
+        documents = find_documents(named.get("position_ids"), seq_idx, lengths, (tokens.shape[0], tokens.shape[1]))
+        if documents is None:
+            return None
+        if named.get("past_key_values") is not None or named.get("use_cache"):
+            if documents.packed and not _is_padded(named.get("attention_mask")):
+                raise LayoutError("a key/value cache has no boundaries of documents: pass use_cache=False")
+            return None  # one document a row, as in generation
+        self.packing.documents = documents
+        if named.get("position_ids") is None:
+            named["position_ids"] = documents.positions
+        takes = signature(type(model_of_rows(module)).forward).parameters
+        anything = any(each.kind is Parameter.VAR_KEYWORD for each in takes.values())
+        hidden = () if self.varlen else BOUNDARIES
+        kept = {n: v for n, v in named.items() if n not in hidden and (n in takes or anything)}
+        return args, {**kept, "use_cache": False}
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Free the masks, which the graph keeps as far as it needs them."""
+        if self.packing.documents is not None:
+            self.packing.documents.forget_masks()

@@ -1,0 +1,95 @@
+"""One warning where packed rows reach a model without ``packed_sequences=True`` whose documents then meet."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_runtime._peft_compat import model_of_rows
+from fsdp_runtime._transformers_compat.models import is_transformers_model
+from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.steps.documents.documents import Documents, find_documents
+from fsdp_runtime.steps.documents.isolation import mask_argument
+from fsdp_runtime.steps.documents.token_mixers import TokenMixer, token_mixers
+
+logger = logging.getLogger(__name__)
+
+#: Forwards whose position ids are looked at; each one waits for the device.
+_WATCHED = 4
+
+
+def warn_of_packed_rows(model: nn.Module, structure: ModelStructure) -> None:
+    """Watch the first forwards of a model with position ids, and warn where documents meet in some layer."""
+    mixers = token_mixers(structure) if is_transformers_model(model_of_rows(model)) else ()
+    if mixers:
+        model.register_forward_pre_hook(PackedRowsWatch(mixers), with_kwargs=True)
+
+
+class PackedRowsWatch:
+    """A forward pre-hook that warns once where documents of packed rows meet."""
+
+    def __init__(self, mixers: tuple[TokenMixer, ...]) -> None:
+        self.mixers = mixers
+        self.left = _WATCHED
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at the position ids of the first forwards."""
+        positions = None if "subtree_end" in kwargs else kwargs.get("position_ids")  # else a row with shared prefixes
+        if not self.left or type(positions) is not Tensor or positions.dim() < 2 or positions.is_meta:
+            return
+        self.left -= 1
+        documents = find_documents(positions, None, None, (positions.shape[-2], positions.shape[-1]))
+        if documents is None or not documents.packed:
+            return
+        self.left = 0
+        _Report(module, self.mixers, documents)
+
+
+class _Report:
+    """Looks at the masks of one forward, and warns after it."""
+
+    def __init__(self, model: nn.Module, mixers: tuple[TokenMixer, ...], documents: Documents) -> None:
+        self.documents = documents
+        self.leaking = [mixer for mixer in mixers if mixer.way != "mask"]
+        self.handles = [
+            mixer.module.register_forward_pre_hook(_Mask(self, mixer), with_kwargs=True)
+            for mixer in mixers
+            if mixer.way == "mask"
+        ]
+        self.handles.append(model.register_forward_hook(self.after, always_call=True))
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+        if self.leaking:
+            kinds = dict.fromkeys(mixer.kind for mixer in self.leaking)
+            paths = [mixer.path for mixer in self.leaking]
+            more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+            logger.warning(
+                "position_ids restart within a row, and %d layers of %s let documents read one another: %s (%s%s); "
+                "pass packed_sequences=True to parallelize",
+                len(paths), type(model).__name__, ", ".join(kinds), ", ".join(paths[:3]), more,
+            )  # fmt: skip
+
+
+class _Mask:
+    def __init__(self, report: _Report, mixer: TokenMixer) -> None:
+        self.report, self.mixer = report, mixer
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        documents = self.report.documents
+        mask, implementation = mask_argument(module, args, kwargs)
+        if mask is None:
+            leaks = not implementation.startswith(("flash", "flex"))
+        elif (
+            isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] == mask.shape[3] == len(documents.begins[0])
+        ):
+            kept = documents.restrict(mask)
+            leaks = not torch.equal(mask.expand_as(kept), kept)
+        else:
+            leaks = False
+        if leaks:
+            self.report.leaking.append(self.mixer)

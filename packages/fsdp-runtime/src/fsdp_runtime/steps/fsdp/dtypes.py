@@ -1,0 +1,207 @@
+"""Parameters whose dtype differs from the model's, such as routers in float32 inside a bfloat16 model, under FSDP2.
+
+FSDP2 needs one dtype for the trainable parameters of each module that it wraps, and casts all of them to
+``MixedPrecisionPolicy.param_dtype``.  Models keep some parameters in float32 because their code computes with them in
+float32.  Here those parameters keep their dtype, as in one process: a large module of them becomes an FSDP module of
+its own, and all others stay replicated, with gradients that are reduced as FSDP2 reduces them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._transformers_compat.models import kept_in_float32
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.steps.fsdp.options import FSDPOptions
+
+#: A module of parameters in another dtype is sharded from this number of elements on; below it, memory is less than
+#: the cost of an all-gather.
+SHARDED_FROM = 2**20
+
+
+@dataclass(frozen=True)
+class FSDPDtypes:
+    """How FSDP2 keeps the dtypes that the model computes in.
+
+    Args:
+        modules: paths of the modules that become FSDP modules of their own.
+        replicated: names of the parameters that stay replicated over the data-parallel ranks.
+        own_dtype: paths of the FSDP modules that compute in the dtype of their parameters whatever ``mp_policy`` says.
+        casts_block_inputs: blocks cast their inputs to the dtype of the policy.  A model that is in that dtype already
+            passes float32 to its blocks where its code wants float32 (rotary angles, residual streams).
+    """
+
+    modules: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
+    own_dtype: frozenset[str] = frozenset()
+    casts_block_inputs: bool = True
+
+
+#: The dtype that a parameter is stored in and the one that it computes in.
+_Dtypes = tuple[torch.dtype, torch.dtype]
+
+
+def resolve_fsdp_dtypes(
+    model: nn.Module,
+    structure: ModelStructure,
+    options: FSDPOptions,
+    *,
+    wrapped: Iterable[str],
+    experts: Iterable[str] = (),
+) -> FSDPDtypes:
+    """Decide which parameters FSDP2 cannot hold together with their neighbours; the model is not changed.
+
+    Args:
+        model: the model, before its parameters are sharded.
+        structure: its embedding and head.
+        options: dtypes of computation and of master weights.
+        wrapped: paths of the blocks that become FSDP modules.
+        experts: paths of the modules of experts that become FSDP modules.
+
+    Raises:
+        OptionError: a module of experts has trainable parameters of several dtypes.
+    """
+    dtypes = _dtypes(model, options)
+    units: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)  # by path of the FSDP module
+    paths = [*wrapped, *experts]
+    for name, parameter in model.named_parameters():
+        if name in dtypes:
+            units[max((path for path in paths if name.startswith(f"{path}.")), key=len, default="")][name] = parameter
+    modules: list[str] = []
+    replicated: list[str] = []
+    own_dtype: set[str] = set()
+    policy = options.mp_policy
+    for path, parameters in units.items():
+        main = _main(path, parameters, dtypes, structure)
+        if main[1] == main[0] and policy is not None and policy.param_dtype not in (None, main[1]):
+            own_dtype.add(path)
+        others = {name for name, each in parameters.items() if not _fits(dtypes[name], main, trains=each.requires_grad)}
+        if others and path in experts:
+            _refuse_experts(path, parameters, dtypes)
+        separate = dict(_separate(model, path, parameters, others, dtypes))
+        modules += separate
+        own_dtype |= separate.keys()
+        covered = {name for found in separate.values() for name in found}
+        replicated += [name for name in parameters if name in others - covered]
+    casts = policy is None or policy.param_dtype != _most(
+        each for each in model.parameters() if each.is_floating_point()
+    )
+    return FSDPDtypes(tuple(modules), tuple(replicated), frozenset(own_dtype), casts_block_inputs=casts)
+
+
+def _dtypes(model: nn.Module, options: FSDPOptions) -> dict[str, _Dtypes]:
+    """Return the dtypes of the parameters whose dtype matters: trainable ones, and frozen ones that a cast changes.
+
+    FSDP2 gathers frozen parameters of any dtype together with others; only a policy casts them.
+    """
+    compute = options.mp_policy.param_dtype if options.mp_policy is not None else None
+    floating = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
+    trainable = {name: each for name, each in floating.items() if each.requires_grad}
+    main, main_of_all = _most(trainable.values()), _most(floating.values())
+    lower = compute in (torch.bfloat16, torch.float16)
+    declared = kept_in_float32(model) if lower else frozenset()
+    found: dict[str, _Dtypes] = {}
+    for name, parameter in floating.items():
+        declares = name in declared and parameter.dtype == torch.float32
+        if name in trainable:
+            stored = options.master_dtype or parameter.dtype
+            keeps = compute is None or parameter.dtype != main or declares
+            found[name] = (stored, stored if keeps else compute or stored)
+        elif lower and options.frozen_params != "replicate":
+            keeps = declares or (parameter.dtype == torch.float32 != main_of_all)
+            found[name] = (parameter.dtype, parameter.dtype if keeps else compute or parameter.dtype)
+    return found
+
+
+def _most(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
+    """Return the dtype of most elements, or ``None`` without parameters."""
+    sizes: dict[torch.dtype, int] = defaultdict(int)
+    for parameter in parameters:
+        sizes[parameter.dtype] += parameter.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def _main(
+    path: str, parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, _Dtypes], structure: ModelStructure
+) -> _Dtypes:
+    """Return the dtypes of most elements of an FSDP module; the root has those of the head, which it gathers."""
+    head = f"{structure.lm_head}.weight"
+    if path == "" and head in parameters and parameters[head].requires_grad:
+        return dtypes[head]
+    sizes: dict[_Dtypes, int] = defaultdict(int)
+    trains = any(parameter.requires_grad for parameter in parameters.values())
+    for name, parameter in parameters.items():
+        sizes[dtypes[name]] += parameter.numel() if parameter.requires_grad or not trains else 0
+    return max(sizes, key=lambda pair: sizes[pair])
+
+
+def _fits(dtypes: _Dtypes, main: _Dtypes, *, trains: bool) -> bool:
+    """Return True for a parameter that an FSDP module can hold; frozen ones may be stored in any dtype."""
+    return dtypes == main if trains else dtypes[1] == main[1]
+
+
+def _separate(
+    model: nn.Module,
+    unit: str,
+    parameters: Mapping[str, nn.Parameter],
+    others: set[str],
+    dtypes: Mapping[str, _Dtypes],
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the outermost modules of an FSDP module that are large and hold nothing but other dtypes, all alike."""
+    done: list[str] = []
+    every = {name for name, _ in model.named_parameters()}
+    for path, module in model.named_modules():
+        inside = path.startswith(f"{unit}.") if unit else path != ""
+        if not inside or any(path.startswith(f"{outer}.") for outer in done):
+            continue
+        names = [f"{path}.{name}" for name, _ in module.named_parameters()]
+        if not names or not others.issuperset(names) or not every.issuperset(names):
+            continue
+        if len({dtypes[name] for name in names}) == 1 and sum(parameters[n].numel() for n in names) >= SHARDED_FROM:
+            done.append(path)
+            yield path, names
+
+
+def _refuse_experts(path: str, parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, _Dtypes]) -> None:
+    first = {dtypes[name]: f"{name} in {parameters[name].dtype}" for name in reversed(list(parameters))}
+    raise OptionError(
+        f"FSDP2 needs one dtype for the trainable parameters of each module of experts, and {path} has "
+        f"{' and '.join(reversed(first.values()))}: convert them to one dtype"
+    )
+
+
+def reduce_gradients(parameter: nn.Parameter, mesh: DeviceMesh, divisor: float) -> None:
+    """Sum the gradient of a replicated parameter over FSDP2's mesh in every backward, and divide it.
+
+    The hook gets the gradient of one backward before it is accumulated, so that accumulation over micro-batches is
+    right with and without ``set_requires_gradient_sync``.
+
+    Args:
+        parameter: the parameter, replicated over all axes of the mesh.
+        mesh: one axis, or replicas and shards.
+        divisor: the divisor of the sum.
+    """
+
+    def reduce(gradient: Tensor) -> Tensor:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local = (local / divisor).contiguous()
+        for axis in range(mesh.ndim):
+            dist.all_reduce(local, group=mesh.get_group(axis))
+        if not isinstance(gradient, DTensor):
+            return local
+        shape, stride = gradient.shape, gradient.stride()
+        return DTensor.from_local(
+            local, gradient.device_mesh, gradient.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    if parameter.requires_grad:
+        parameter.register_hook(reduce)  # type: ignore[no-untyped-call]

@@ -1,0 +1,277 @@
+"""FSDP2: each block is an FSDP module, gathered for its own forward and backward; all other parameters form the root.
+
+Source of the method: PyTorch FSDP2 (``torch.distributed.fsdp.fully_shard``); Zhao et al., arXiv:2304.11277.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_runtime._torch_compat import has_forward, join_axes
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.errors import MeshError, ModelError
+from fsdp_runtime.mesh.spec import axis_size, submesh
+from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
+from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.steps.experts.step import expert_modules
+from fsdp_runtime.steps.fsdp.dtypes import FSDPDtypes, reduce_gradients, resolve_fsdp_dtypes
+from fsdp_runtime.steps.fsdp.missing_media import apply_absent_media
+from fsdp_runtime.steps.fsdp.options import FSDPOptions, replicated_parameters
+
+if TYPE_CHECKING:
+    from fsdp_runtime.parallelism import Parallelism
+
+logger = logging.getLogger(__name__)
+
+
+@checked
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the part of a mesh that FSDP2 shards over.
+
+    Ranks of ``cp`` hold shards too: each computes part of the tokens, and their gradients are summed.
+
+    Args:
+        mesh: a mesh with axes named as in ``MeshSpec``.
+
+    Returns:
+        One axis of shards, two axes (replicas, shards) for HSDP, or ``None`` for a mesh without data-parallel axes.
+
+    Raises:
+        MeshError: the mesh has ``dp_replicate`` but no ``dp_shard``.
+
+    Example:
+        >>> from fsdp_runtime import MeshSpec, fsdp_mesh
+        >>> fsdp_mesh(MeshSpec().build(device_type="cpu")).mesh_dim_names
+        ('dp_shard',)
+    """
+    names = mesh.mesh_dim_names or ()
+    if axis_size(mesh, "cp") > 1:
+        shards = submesh(mesh, "dp_shard_cp")
+    elif "dp_shard" in names:
+        shards = mesh["dp_shard"]
+    elif "dp_replicate" in names:
+        raise MeshError("the mesh has dp_replicate but no dp_shard: add dp_shard, of size 1 for replicas only")
+    else:
+        return None
+    return join_axes(mesh["dp_replicate"], shards) if axis_size(mesh, "dp_replicate") > 1 else shards
+
+
+@checked
+def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
+    """Wrap every block and then the model with ``fully_shard``, in place; the last of the seven steps.
+
+    A block that shares a parameter with another module belongs to the root, because two FSDP modules cannot hold one
+    parameter; embedding and head belong to the root too, so a tied weight is gathered once.
+
+    Args:
+        model: the model, already sharded over ``tp`` if that is asked for.
+        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``fsdp_mesh`` is ``None`` where FSDP2 is not
+            needed, and then nothing changes.
+
+    Example:
+        >>> from torch import nn
+        >>> from torch.distributed.fsdp import MixedPrecisionPolicy
+        >>> from fsdp_runtime import FSDPOptions, MeshSpec, apply_fsdp, describe_parallelism, resolve_parallelism
+        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]))
+        >>> mesh = MeshSpec().build(device_type="cpu")
+        >>> options = FSDPOptions(mp_policy=MixedPrecisionPolicy())
+        >>> apply_fsdp(model, resolve_parallelism(model, mesh, plan=None, fsdp=options))
+        >>> describe_parallelism(model).fsdp_modules
+        ('', '0.0', '0.1')
+    """
+    mesh, options, structure = parallelism.fsdp_mesh, parallelism.fsdp, parallelism.structure
+    if mesh is None:
+        return
+    if options.master_dtype is not None:
+        _convert_trainable(model, options.master_dtype)
+    dtypes = parallelism.fsdp_dtypes
+    reduced = {model.get_parameter(name) for name in dtypes.replicated}
+    replicated = replicated_parameters(model, options) | reduced
+    policy = options.mp_policy or MixedPrecisionPolicy()
+    casts = policy.cast_forward_inputs and dtypes.casts_block_inputs
+    block_policy = replace(
+        policy, output_dtype=None, cast_forward_inputs=casts
+    )  # activations between blocks keep the compute dtype
+    offload_policy = options.offload_policy or OffloadPolicy()
+    if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":  # memory is pinned for a device
+        offload_policy = CPUOffloadPolicy(pin_memory=False)
+    # Tokens and routing weights come in the dtypes that the block gave them.
+    expert_policy = replace(block_policy, cast_forward_inputs=False)
+    experts, expert_mesh = expert_modules(model, parallelism.expert_plan), parallelism.expert_fsdp_mesh
+
+    def shard(
+        path: str, module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, reshard_after_forward: bool
+    ) -> None:
+        shards = mesh.size(mesh.ndim - 1)  # the last axis shards, also under HSDP
+        if path in dtypes.own_dtype:
+            policy = replace(policy, param_dtype=None)
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload_policy,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=replicated,
+            shard_placement_fn=lambda parameter: _shard_placement(parameter, shards),
+        )
+        runtime_state(module).reshard_after_forward = reshard_after_forward
+        if options.gradient_divide_factor is not None:
+            _divide_gradients(module, mesh.size() / options.gradient_divide_factor)
+
+    def frees(path: str) -> bool:
+        is_last = f"{path}.".startswith(f"{structure.decoder[-1]}.")
+        return options.reshard_after_forward and (options.reshard_last_block or not is_last)
+
+    blocks = _blocks_to_wrap(model, structure, options)
+    for path, module in experts.items():
+        if expert_mesh is not None and not replicated.issuperset(module.parameters()):
+            shard(path, module, expert_mesh, policy=expert_policy, reshard_after_forward=frees(path))
+    for path in dtypes.modules:
+        # Their code casts its own inputs, and may return float32.
+        shard(path, model.get_submodule(path), mesh, policy=expert_policy, reshard_after_forward=frees(path))
+    for path, block in blocks.items():
+        shard(path, block, mesh, policy=block_policy, reshard_after_forward=frees(path))
+    reshards_root = options.reshard_after_forward and options.reshard_last_block
+    shard("", model, mesh, policy=policy, reshard_after_forward=reshards_root)
+    for parameter in reduced:
+        reduce_gradients(parameter, mesh, options.gradient_divide_factor or mesh.size())
+    gather_outside_inference_mode(model)
+    runtime_state(model).is_fsdp_root = True
+    _require_root_forward(model, structure, replicated)
+    apply_absent_media(model, structure, mesh)
+    _set_prefetching([blocks[path] for path in structure.decoder if path in blocks], experts.values(), options)
+    logger.info("FSDP2: %d blocks and the root over %d ranks", len(blocks), mesh.size())
+
+
+def _require_root_forward(model: nn.Module, structure: ModelStructure, replicated: set[nn.Parameter]) -> None:
+    """Make a call of the root's own modules (embedding, final norm, head) raise while the root is not gathered.
+
+    Modules inside blocks are left alone, so that compiled blocks do not trace the check.
+    """
+    blocks = {module for path in structure.blocks for module in model.get_submodule(path).modules()}
+    for path, module in model.named_modules():
+        parameter = next(module.parameters(recurse=False), None)
+        if module is model or module in blocks or parameter in replicated:
+            continue
+        if isinstance(parameter, DTensor):
+            check = partial(_check_gathered, path=path, mesh_ndim=parameter.device_mesh.ndim)
+            module.register_forward_pre_hook(check, prepend=True)
+
+
+def _check_gathered(module: nn.Module, _args: Any, *, path: str, mesh_ndim: int) -> None:
+    parameter: object = next(module.parameters(recurse=False), None)
+    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == mesh_ndim:  # gathered ones lack FSDP2's axes
+        raise ModelError(
+            f"{path} is called outside of the model's own forward, where FSDP2 keeps its parameters sharded: call the "
+            "model, or forward_with_lm_head(model, function, ...) for a loss on hidden states; without gradients also "
+            "'with unsharded(model):'"
+        )
+
+
+def _divide_gradients(module: nn.Module, scale: float) -> None:
+    """Multiply the mean that FSDP2 reduces for one FSDP module by ``scale``.
+
+    The mean is over the ranks that the module is sharded over: those of ``efsdp`` for experts, to which the tokens of
+    ``ep`` ranks were sent.
+
+    FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides twice where replicas have no shards
+    (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
+    """
+
+    def rescale(gradients: torch.Tensor) -> None:
+        gradients.mul_(scale)
+
+    if isinstance(module, FSDPModule) and scale != 1:
+        module.set_all_reduce_hook(rescale)
+
+
+def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
+    """Return the dim to shard a parameter on if it has fewer rows than ranks; ``None`` for rows, FSDP2's default.
+
+    A rank of ``tp`` may hold one or two merged experts: sharded by rows they would be on as many ranks, and the other
+    ranks would hold nothing.  FSDP2 shards dims other than the first into equal parts only.
+    """
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if isinstance(placement, Shard)]
+    if local.ndim < 2 or local.shape[0] >= shards:
+        return None
+    free = (dim for dim in range(1, local.ndim) if dim not in sharded and local.shape[dim] % shards == 0)
+    return next((Shard(dim) for dim in free), None)
+
+
+def fsdp_dtypes(
+    model: nn.Module, structure: ModelStructure, options: FSDPOptions, experts: Mapping[str, nn.Module] | None = None
+) -> FSDPDtypes:
+    """Return how FSDP2 keeps the dtypes that the model computes in; the model is not changed.
+
+    Raises:
+        OptionError: a module of experts has trainable parameters of several dtypes.
+    """
+    blocks = _blocks_to_wrap(model, structure, options)
+    return resolve_fsdp_dtypes(model, structure, options, wrapped=blocks, experts=experts or ())
+
+
+def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, options: FSDPOptions) -> dict[str, nn.Module]:
+    """Return the blocks that become FSDP modules, by path."""
+    shared = _shared_parameters(model)
+    found: dict[str, nn.Module] = {}
+    for path in structure.blocks:
+        block = model.get_submodule(path)
+        parameters = list(block.parameters())
+        trains = any(parameter.requires_grad for parameter in parameters)
+        if not shared.isdisjoint(parameters):
+            logger.info("%s shares parameters with another module: part of the root", path)
+        elif not has_forward(block):
+            logger.info("%s has no forward, only parts that are called one by one: part of the root", path)
+        elif trains or options.frozen_params == "layer":
+            found[path] = block
+    return found
+
+
+def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that more than one module holds."""
+    owners: dict[nn.Parameter, int] = defaultdict(int)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[parameter] += 1
+    return {parameter for parameter, count in owners.items() if count > 1}
+
+
+def _set_prefetching(blocks: Sequence[nn.Module], experts: Iterable[nn.Module], options: FSDPOptions) -> None:
+    """Tell FSDP2 what to gather early; a block's experts are gathered while its attention runs."""
+    own = set(experts)
+    wrapped: list[FSDPModule] = []
+    inside: list[list[FSDPModule]] = []
+    for block in blocks:
+        if isinstance(block, FSDPModule):
+            wrapped.append(block)
+            inside.append([part for part in block.modules() if part in own and isinstance(part, FSDPModule)])
+    for index, module in enumerate(wrapped):
+        ahead = list(inside[index])
+        for later in range(index + 1, min(index + 1 + options.prefetch_forward, len(wrapped))):
+            ahead += [wrapped[later], *inside[later]]
+        if ahead:
+            module.set_modules_to_forward_prefetch(ahead)
+        if options.prefetch_backward > 1:
+            before = range(index - 1, max(0, index - options.prefetch_backward) - 1, -1)
+            module.set_modules_to_backward_prefetch([part for i in before for part in (wrapped[i], *inside[i])])
+
+
+def _convert_trainable(model: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in list(model.parameters()):
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype:
+            converted = nn.Parameter(parameter.detach().to(dtype))
+            converted.__dict__.update(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, converted)  # type: ignore[no-untyped-call]  # ties stay ties

@@ -1,0 +1,1 @@
+"""Checks of what users do around a parallelized model."""

@@ -1,0 +1,1 @@
+"""What a parallelized model returns."""

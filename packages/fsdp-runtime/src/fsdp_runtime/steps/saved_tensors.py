@@ -1,0 +1,155 @@
+"""Selective checkpointing that never keeps a result which is changed in place later.
+
+``torch.utils.checkpoint`` keeps the results of chosen operators by reference, and detects a later in-place change by
+version counters.  ``torch.matmul`` returns ``aten._unsafe_view`` of a product, which shares its memory and not its
+counter: ``y = torch.matmul(a, b); y += c`` changes the kept product unnoticed, and the recomputation reads wrong values
+(torch 2.10 to 2.15, no upstream issue found).  Here storages are compared: where an operator writes into the memory of
+a kept result, the module's forward runs once more without keeping results of that operator, and remembers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from fsdp_runtime._torch_compat import TorchDispatchMode, storage_key, tree_leaves, written_arguments
+from fsdp_runtime.steps.pinned_routes import pinned_routes
+
+_unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Keep no results inside the ``with``, for operators of one of the two forwards, such as a check that runs once."""
+    token = _unrecorded.set(True)
+    try:
+        yield
+    finally:
+        _unrecorded.reset(token)
+
+
+class SavedTensorWrittenError(Exception):
+    """An operator is about to write into the memory of a kept result.
+
+    Args:
+        operator: the operator whose result was kept.
+    """
+
+    def __init__(self, operator: Any) -> None:
+        super().__init__(str(operator))
+        self.operator = operator
+
+
+class SelectiveContexts:
+    """The ``context_fn`` of one module's selective checkpointing, with the operators that it must not keep.
+
+    Args:
+        saved: the operators whose results are kept.
+        pins_routes: recompute with the routes of the first forward.
+    """
+
+    def __init__(self, saved: Sequence[Any], *, pins_routes: bool = False) -> None:
+        self.saved = list(saved)
+        self.pins_routes = pins_routes
+
+    def __call__(self, *, replayed: bool = False) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of a forward and of its recomputation; of one that replays its routes without pinning."""
+        kept, reused = create_selective_checkpoint_contexts(list(self.saved))  # type: ignore[no-untyped-call]
+        forward, recompute = _Only(self.saved, kept), _Only(self.saved, reused)
+        watched = _both(forward, _WatchWrites(self.saved))
+        if replayed or not self.pins_routes:
+            return watched, recompute
+        record, replay = pinned_routes()
+        return _both(record, watched), _both(replay, recompute)  # below: torch counts the operators of both forwards
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Return ``forward()``, repeated as long as it writes into kept results."""
+        while True:
+            states = _random_states()
+            try:
+                return forward()
+            except SavedTensorWrittenError as error:
+                packet = error.operator.overloadpacket
+                self.saved = [operator for operator in self.saved if operator.overloadpacket is not packet]
+                _restore_random_states(states)
+
+
+def contexts_of_compiled(saved: Sequence[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return torch's contexts for a module that is compiled in one graph; those that run eagerly for any other module.
+
+    A module with code that the compiler leaves to Python, such as that of packed rows, runs its checkpoint there.
+    """
+    kept, reused = create_selective_checkpoint_contexts(list(saved))  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling():
+        return kept, reused
+    return _Only(saved, kept), _Only(saved, reused)
+
+
+class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands the operators whose results are kept on to torch's mode, which refuses a recomputation with any others.
+
+    FSDP2 gathers the parameters of a part (experts over ``ep``) in one of the two forwards only, if they are there
+    already in the other.
+
+    Args:
+        saved: the operators whose results are kept.
+        mode: torch's mode of the forward or of its recomputation.
+    """
+
+    def __init__(self, saved: Iterable[Any], mode: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.saved = frozenset(saved)
+        self.mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.saved and not _unrecorded.get():
+            return self.mode.__torch_dispatch__(func, types, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class _WatchWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises before an operator writes into the storage of a kept result."""
+
+    def __init__(self, saved: Iterable[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.saved = frozenset(saved)
+        self.kept: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _unrecorded.get():
+            return func(*args, **kwargs)
+        if self.kept:
+            for written in written_arguments(func, args, kwargs):
+                if (operator := self.kept.get(storage_key(written))) is not None:
+                    raise SavedTensorWrittenError(operator)
+        result = func(*args, **kwargs)
+        if func in self.saved:  # the kept result is alive until backward, and so is the key of its storage
+            self.kept.update({storage_key(leaf): func for leaf in tree_leaves(result) if isinstance(leaf, Tensor)})
+        return result
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(outer)
+        stack.enter_context(inner)
+        yield
+
+
+def _random_states() -> tuple[Tensor, Any]:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return torch.get_rng_state(), None if device is None else torch.get_device_module(device).get_rng_state()
+
+
+def _restore_random_states(states: tuple[Tensor, Any]) -> None:
+    host, accelerator = states
+    torch.set_rng_state(host)
+    if accelerator is not None:
+        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(accelerator)

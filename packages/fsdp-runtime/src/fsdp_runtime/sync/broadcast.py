@@ -1,0 +1,131 @@
+"""Send weights to processes outside the model's mesh: metadata over the caller's channel, bytes by broadcast.
+
+Receivers get names, dtypes and shapes by their own channel, allocate, and join a broadcast: of one tensor after
+another, or of a bucket as one flat byte tensor (SGLang's ``flattened_bucket``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.sync.quantize.formats import Quantization
+from fsdp_runtime.weights.naming import Names
+from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, Bucket, WeightInfo, stream_buckets
+
+
+@checked
+def send_weights(
+    model: nn.Module,
+    group: ProcessGroup | None,
+    on_bucket: Callable[[list[WeightInfo]], object],
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    names: Names = "checkpoint",
+    quantize: Quantization | None = None,
+    flat: bool = True,
+) -> None:
+    """Broadcast every weight to receivers in other processes, a bucket at a time.
+
+    Collective over the model's ranks; one of them sends, and the others only gather.
+
+    Args:
+        model: plain, sharded over ``tp``, sharded by FSDP2, or both.
+        group: on the sending rank, a group of this rank and the receivers; ``None`` on the model's other ranks.
+        on_bucket: called on the sending rank before each bucket is broadcast, so that the receivers can allocate and
+            join; must not wait until they have received.
+        bucket_bytes: bytes of a bucket; with ``flat`` the peak is about twice this.
+        dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
+        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
+        flat: broadcast a bucket as one flat byte tensor, which :func:`unflatten_bucket` splits; else each tensor.
+
+    Raises:
+        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
+        OptionError: ``bucket_bytes`` is not positive, ``dtype`` not a floating-point dtype, or ``names`` unknown.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch import nn
+        >>> from fsdp_runtime import send_weights
+        >>> send_weights(nn.Linear(2, 3), None, print)  # a rank that does not send
+    """
+    for bucket in stream_buckets(model, bucket_bytes=bucket_bytes, dtype=dtype, names=names, quantize=quantize):
+        if group is None:
+            continue
+        on_bucket([WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket])
+        group_rank = dist.get_rank(group)
+        for tensor in [flatten_bucket(bucket)] if flat else [tensor for _, tensor in bucket]:
+            dist.broadcast(tensor, group=group, group_src=group_rank)
+        del tensor, bucket  # free before the next bucket is gathered
+
+
+@checked
+def flatten_bucket(bucket: Bucket) -> Tensor:
+    """Return the bytes of a bucket's tensors as one tensor, without gaps.
+
+    Args:
+        bucket: names and tensors, as :func:`stream_buckets` yields them.
+
+    Returns:
+        ``[bytes]``, uint8.
+
+    Raises:
+        OptionError: the bucket is empty.
+
+    Example:
+        >>> import torch
+        >>> from fsdp_runtime import flatten_bucket
+        >>> flatten_bucket([("weight", torch.ones(2, 3))]).shape
+        torch.Size([24])
+    """
+    if not bucket:
+        raise OptionError("bucket is empty: give at least one name and tensor")
+    return torch.cat([_bytes_of(tensor) for _, tensor in bucket])
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
+
+
+@checked
+def unflatten_bucket(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:
+    """Return the names and tensors of a flat bucket: the inverse of :func:`flatten_bucket`.
+
+    Args:
+        weights: metadata of the bucket, in order.
+        flat: ``[bytes]``, uint8.
+
+    Returns:
+        Names and tensors, views of ``flat``.
+
+    Raises:
+        OptionError: ``flat`` does not have the bytes of the weights.
+
+    Example:
+        >>> import torch
+        >>> from fsdp_runtime import WeightInfo, flatten_bucket, unflatten_bucket
+        >>> flat = flatten_bucket([("weight", torch.ones(2, 3))])
+        >>> unflatten_bucket([WeightInfo("weight", torch.float32, (2, 3))], flat)[0][1].shape
+        torch.Size([2, 3])
+    """
+    nbytes = sum(weight.nbytes for weight in weights)
+    if flat.dtype is not torch.uint8 or flat.shape != (nbytes,):
+        raise OptionError(
+            f"flat must be a uint8 tensor of the {nbytes} bytes of the weights, got {flat.dtype} of shape "
+            f"{tuple(flat.shape)}"
+        )
+    bucket, start = [], 0
+    for weight in weights:
+        tensor = flat[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
+        bucket.append((weight.name, tensor))
+        start += weight.nbytes
+    return bucket

@@ -1,0 +1,217 @@
+"""Digests of weights: one number per tensor, whatever the sharding, to compare what was sent with what arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.errors import WeightSyncError
+from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.collectives import all_reduce_over, mesh_ranks
+from fsdp_runtime.sharded.hashing import hash_box
+from fsdp_runtime.sync.groups import rank_in
+from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
+from fsdp_runtime.sync.quantize.formats import Quantization
+from fsdp_runtime.sync.tensor_views import block_view, box_views, inside, torch_dtype
+from fsdp_runtime.weights.naming import Names
+from tp_plans import TransferLayout, TransferPlan, plan_cover
+from tp_plans.transfer.boxes import Box, box_shape
+
+
+@checked
+def digest(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    names: Names = "checkpoint",
+    quantize: Quantization | None = None,
+) -> dict[str, int]:
+    """Return one number per exported weight, the same however the model is sharded.
+
+    A 64-bit hash of every element's bits and position in the full tensor; each element is hashed by one rank that
+    stores it, and the partial sums are added.  Not cryptographic.  Collective over the model's ranks: one all-reduce
+    per mesh axis, of eight bytes per tensor.
+
+    Args:
+        model: plain or parallelized.
+        dtype: the dtype in which weights are sent; ``None`` keeps each one's.
+        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        quantize: hash linear layers in low precision, with their scales, as :class:`ModelShards` sends them.
+
+    Returns:
+        Digests by exported name, in model order, on every rank.
+
+    Raises:
+        ConversionError, OptionError: as :class:`ModelShards`.
+
+    Example:
+        >>> import copy, torch
+        >>> from fsdp_runtime import digest
+        >>> model = torch.nn.Linear(2, 3)
+        >>> digest(model) == digest(copy.deepcopy(model))
+        True
+    """
+    shards = ModelShards(model, dtype=dtype, names=names, quantize=quantize)
+    shards.refresh()
+    groups = mesh_ranks(state_entries(model)).groups
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return _summed(shards.layout, _of_cover(shards.layout, shards.local, rank), groups)
+
+
+@checked
+def digest_layout(
+    layout: TransferLayout, local: Mapping[str, Tensor], *, group: ProcessGroup | None = None
+) -> dict[str, int]:
+    """Return the digests of the tensors that a layout's ranks store, as :func:`digest` does for a model.
+
+    For an engine's side of a transfer.  Of replicas one rank's values count; :func:`verify_transfer` compares all.
+    Collective over the group.
+
+    Args:
+        layout: on ranks of ``group``.
+        local: this rank's local tensors.
+        group: the process group; ``None`` for the world, or for this process alone.
+
+    Returns:
+        Digests by checkpoint name.
+
+    Raises:
+        WeightSyncError: a local tensor is missing or too small.
+
+    Example:
+        >>> import torch
+        >>> from fsdp_runtime import ModelShards, digest, digest_layout
+        >>> model = torch.nn.Linear(2, 3)
+        >>> shards = ModelShards(model)
+        >>> digest_layout(shards.layout, shards.local) == digest(model)
+        True
+    """
+    rank = rank_in(group)
+    return _summed(layout, _of_cover(layout, local, rank), _groups(group))
+
+
+@checked
+def verify_transfer(
+    plan: TransferPlan,
+    *,
+    source: Mapping[str, Tensor] | ModelShards | None = None,
+    destination: Mapping[str, Tensor] | None = None,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Raise unless every block of a plan's destination holds what its source holds, copies and replicas included.
+
+    Collective over the ranks of the group: one all-reduce of sixteen bytes per tensor.
+
+    Args:
+        plan: the plan of the transfer.
+        source: this rank's local tensors, if it sends, or the :class:`ModelShards` that has them.
+        destination: this rank's local tensors, if it receives.
+        group: the process group; ``None`` for the world.
+
+    Raises:
+        WeightSyncError: tensors differ; each is named, with the ranks that hold other values, on every rank.
+
+    Example:
+        >>> import torch, tp_plans
+        >>> from fsdp_runtime import ModelShards, execute_transfer, verify_transfer
+        >>> shards, target = ModelShards(torch.nn.Linear(2, 3)), ModelShards(torch.nn.Linear(2, 3))
+        >>> plan = tp_plans.plan_transfer(shards.layout, target.layout)
+        >>> execute_transfer(plan, source=shards.local, destination=target.local)
+        >>> verify_transfer(plan, source=shards.local, destination=target.local)
+    """
+    rank = rank_in(group)
+    values = present_tensors(source)
+    position = {name: index for index, name in enumerate(plan.destination.tensors)}
+    sent: dict[tuple[int, str], int] = {}
+    arrived: dict[tuple[int, str], int] = {}
+    totals = torch.zeros(2, len(position), dtype=torch.int64)
+    for each in (transfer.direct for transfer in plan.transfers):
+        # A copy that the destination stores in several places counts once for each of its elements there.
+        for part, _ in plan.destination.within(each.destination, each.tensor, each.box):
+            if each.source == rank:
+                value = _hash(plan.source, rank, values, each.tensor, part)
+                key = (each.destination, each.tensor)
+                sent[key] = _wrap(sent.get(key, 0) + value)
+                totals[0, position[each.tensor]] += value
+    for name in position:
+        for block in plan.destination.stored(rank, name):
+            view = block_view(destination or {}, name, block, block.box).to(torch_dtype(plan.destination, name))
+            value = int(hash_box(view, plan.destination.tensors[name].shape, block.box))
+            arrived[rank, name] = _wrap(arrived.get((rank, name), 0) + value)
+            totals[1, position[name]] += value
+    totals = all_reduce_over(_groups(group), totals.view(-1), dist.ReduceOp.SUM).view_as(totals)
+    differing = [name for name, index in position.items() if totals[0, index] != totals[1, index]]
+    if differing:
+        raise WeightSyncError(_describe(differing, sent, arrived, group))
+
+
+def _describe(
+    differing: Sequence[str],
+    sent: Mapping[tuple[int, str], int],
+    arrived: Mapping[tuple[int, str], int],
+    group: ProcessGroup | None,
+) -> str:
+    """The message of a failed verification, equal on every rank; collective."""
+    names = set(differing)
+    own = [{key: value for key, value in side.items() if key[1] in names} for side in (sent, arrived)]
+    gathered = [own]
+    if _groups(group):
+        gathered = [own] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, own, group=group)
+    expected: dict[tuple[int, str], int] = {}
+    for part, _ in gathered:
+        for key, value in part.items():
+            expected[key] = _wrap(expected.get(key, 0) + value)
+    found = {key: value for _, part in gathered for key, value in part.items()}
+    lines = []
+    for name in differing:
+        ranks = [
+            rank for (rank, other), value in found.items() if other == name and value != expected.get((rank, name))
+        ]
+        lines.append(f"  {name}: on ranks {', '.join(map(str, sorted(ranks)))}")
+    return (
+        f"{len(differing)} tensors differ between the trainer and the engine:\n" + "\n".join(lines) + "\nthe trainer "
+        "changed them since, the transfer was not complete, or the engine wrote over them: transfer in full again"
+    )
+
+
+def _of_cover(layout: TransferLayout, local: Mapping[str, Tensor], rank: int) -> Tensor:
+    """Return this rank's part of the sum that is each tensor's digest."""
+    partial_sums = torch.zeros(len(layout.tensors), dtype=torch.int64)
+    position = {name: index for index, name in enumerate(layout.tensors)}
+    for each in plan_cover(layout):
+        if each.source == rank:
+            partial_sums[position[each.tensor]] += _hash(layout, rank, local, each.tensor, each.box)
+    return partial_sums
+
+
+def _hash(layout: TransferLayout, rank: int, local: Mapping[str, Tensor], name: str, box: Box) -> int:
+    """Return the hash of a box that a rank stores, in one block or in several."""
+    values = None
+    for part, view in box_views(layout, rank, local, name, box):
+        if part == box:
+            values = view.to(torch_dtype(layout, name))
+            break
+        if values is None:
+            values = torch.empty(box_shape(box), dtype=torch_dtype(layout, name), device=view.device)
+        values[inside(box, part)].copy_(view)
+    return 0 if values is None else int(hash_box(values, layout.tensors[name].shape, box))
+
+
+def _summed(layout: TransferLayout, partial_sums: Tensor, groups: Sequence[ProcessGroup]) -> dict[str, int]:
+    return dict(zip(layout.tensors, all_reduce_over(groups, partial_sums, dist.ReduceOp.SUM).tolist(), strict=True))
+
+
+def _groups(group: ProcessGroup | None) -> Sequence[ProcessGroup]:
+    chosen = dist.group.WORLD if group is None else group
+    return [] if chosen is None else [chosen]
+
+
+def _wrap(value: int) -> int:
+    """A number wrapped around in 64 bits, as torch's sums are."""
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,109 @@
+"""Small exchanges of numbers before and after an update, bounded in time, with one message on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fsdp_runtime.errors import WeightSyncError
+from fsdp_runtime.sync.point_to_point import HANDSHAKE, exchange, unfinished_exchange
+
+
+class Handshake:
+    """Exchanges of the ranks of a plan, through the first of them.
+
+    Args:
+        ranks: the plan's ranks, in order.
+        rank: this rank.
+        group: the process group.
+        device: where its backend takes tensors from.
+        timeout: how long the first rank waits for the others; they wait twice as long for its answer.
+        tag: the kind of its messages, apart from those of another handshake of the group.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        group: ProcessGroup | None,
+        device: torch.device,
+        timeout: timedelta,
+        tag: int = HANDSHAKE,
+    ) -> None:
+        self._tag = tag
+        self._first, self._others = ranks[0], list(ranks[1:])
+        self._rank, self._group, self._device, self._timeout = rank, group, device, timeout
+
+    def gather(self, numbers: Sequence[int]) -> dict[int, list[int]]:
+        """Return the numbers of every rank, on every rank.
+
+        Args:
+            numbers: this rank's, as many as the others'.
+
+        Raises:
+            WeightSyncError: a rank did not take part in time.  The first rank's message names it; with gloo, whose
+                connections all close at a timeout, those of others refer to the first rank's.
+        """
+        own, tag = torch.tensor(numbers, device=self._device), self._tag + len(numbers)
+        ranks = [self._first, *self._others]
+        if self._rank == self._first:
+            table = self._collected(own, tag)
+        else:
+            table = own.new_zeros(len(ranks), len(own))
+            try:
+                exchange({self._first: own}, {}, self._rank, self._group, self._timeout, tag)
+                exchange({}, {self._first: table}, self._rank, self._group, 2 * self._timeout, tag)
+            except WeightSyncError as error:
+                raise WeightSyncError(
+                    f"rank {self._rank} had no answer from rank {self._first}, which asks all ranks about an update, "
+                    f"within {3 * self._timeout.total_seconds():g} s: that rank or another died, stalls, or did not "
+                    "call update; the message of that rank says which. Form a new process group and build WeightSync "
+                    "anew"
+                ) from error
+        return dict(zip(ranks, table.tolist(), strict=True))
+
+    def _collected(self, own: Tensor, tag: int) -> Tensor:
+        """The numbers of every rank, on the first rank, sent to all others."""
+        incoming = {rank: torch.zeros_like(own) for rank in self._others}
+        missing = unfinished_exchange({}, incoming, self._rank, self._group, self._timeout, tag)
+        if missing:
+            raise WeightSyncError(
+                f"ranks {', '.join(map(str, sorted(missing)))} did not take part in an update of weights within "
+                f"{self._timeout.total_seconds():g} s: they died, stall, or did not call update. Form a new process "
+                "group and build WeightSync anew"
+            )
+        table = torch.stack([own, *incoming.values()])
+        exchange(dict.fromkeys(self._others, table), {}, self._rank, self._group, self._timeout, tag)
+        return table
+
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        """Run a step on every rank, and raise on all if it raised on one.
+
+        Raises:
+            WeightSyncError: the step failed on another rank, or a rank did not answer in time.
+        """
+        try:
+            yield
+        except Exception:
+            with suppress(WeightSyncError):
+                self._agree(succeeded=False)
+            raise
+        self._agree(succeeded=True)
+
+    def _agree(self, *, succeeded: bool) -> None:
+        """Return if a step succeeded on every rank.
+
+        Raises:
+            WeightSyncError: a rank failed, or did not answer in time.
+        """
+        if not all(row[0] for row in self.gather([int(succeeded)]).values()):
+            raise WeightSyncError(
+                "an update was not applied on any rank, since one could not take or did not receive all of it; the "
+                "message of that rank says why. The next update is full"
+            )

@@ -1,0 +1,216 @@
+"""The layout of a model's shards under its checkpoint's names, and the local tensors that hold them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._torch_compat import root_mesh
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.errors import ConversionError, OptionError
+from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
+from fsdp_runtime.sharded.collectives import mesh_ranks, model_mesh
+from fsdp_runtime.sharded.shard_offsets import dtensor_slices, mesh_layout_of
+from fsdp_runtime.sync.merged_shards import MergedShards
+from fsdp_runtime.sync.quantize.formats import Quantization
+from fsdp_runtime.sync.quantized_shards import QuantizedShards
+from fsdp_runtime.weights.adapters import adapter_tensors
+from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
+from fsdp_runtime.weights.naming import Names
+from fsdp_runtime.weights.stream import WeightExport
+from tp_plans import CheckpointTensor, StoredBlock, TransferLayout, mesh_boxes
+from tp_plans.transfer.boxes import Box, intersection
+
+
+class ModelShards:
+    """A model's shards as one side of a transfer: the layout of all ranks, and this rank's local tensors.
+
+    Equal layouts come out on every rank of the model's mesh, without communication.  The local tensors are the model's
+    own storage: training changes what they hold, and a transfer into them changes the model.
+
+    With ``quantize``, and for weights with active adapters, they are copies of this rank's shards, in low precision or
+    with the adapters merged, which :meth:`refresh` brings up to date.  Give the object itself to
+    :func:`execute_transfer`, :class:`WeightSync` or :func:`verify_transfer` as ``source``: they refresh it.
+
+    Args:
+        model: plain, sharded over ``tp`` or ``ep``, sharded by FSDP2, or several of these.
+        dtype: the dtype in which floating-point tensors are sent; ``None`` keeps each one's.
+        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        adapter: send this adapter of a ``PeftModel`` alone: its LoRA factors, under the names that peft gives them in
+            ``adapter_model.safetensors``; ``names`` then has no effect.  Without it, active adapters are merged.
+        quantize: send linear layers in low precision, with their scales: the bits of the full weights, cut.  Other
+            weights default to bfloat16.
+
+    Raises:
+        ConversionError: an exported tensor is no rearrangement of blocks of the model's tensors.
+        OptionError: active adapters cannot be merged, or the model has no such adapter; ``dtype`` is not a
+            floating-point dtype, ``names`` is unknown, or shards cannot be quantized.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime import ModelShards
+        >>> shards = ModelShards(nn.Linear(2, 3))
+        >>> shards.layout.blocks("weight")[0].box, shards.local["weight"].shape
+        (((0, 3), (0, 2)), torch.Size([3, 2]))
+    """
+
+    @checked
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        names: Names = "checkpoint",
+        adapter: str | None = None,
+        quantize: Quantization | None = None,
+    ) -> None:
+        entries = state_entries(model)
+        dtype = torch.bfloat16 if dtype is None and quantize is not None else dtype
+        if adapter is None:
+            groups = WeightExport(model, dtype=dtype, names=names, entries=entries).groups
+        else:
+            groups = _adapter_groups(adapter_tensors(model, entries, adapter), dtype)
+        mesh = model_mesh(entries)
+        own = dist.get_rank() if dist.is_initialized() else 0
+        everyone = [own] if mesh is None else mesh.mesh.flatten().tolist()
+        tensors: dict[str, CheckpointTensor] = {}
+        blocks: dict[str, list[StoredBlock]] = {}
+        local: dict[str, Tensor] = {}
+        for group in groups:
+            _require_blocks(group)
+            boxes = {name: _boxes(tensor, everyone) for name, tensor in group.sources.items()}
+            adapters = {part for each in group.adapters.values() for f in each for part in (f.a_name, f.b_name)}
+            for name, tensor in group.sources.items():
+                if name in adapters:
+                    continue
+                local[name] = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            for item in group.tensors:
+                tensors[item.name] = CheckpointTensor(item.shape, str(item.dtype).removeprefix("torch."))
+                blocks[item.name] = [
+                    block
+                    for chunk in item.chunks or ()
+                    for rank, box in boxes[chunk.source]
+                    for block in stored_part(chunk, rank, box)
+                ]
+        merged = MergedShards(groups, dtype)
+        self._layout, self._local = TransferLayout(tensors, blocks), {**local, **merged.local}
+        self._derived: list[MergedShards | QuantizedShards] = [merged] if merged.local else []
+        if quantize is not None:
+            groups_of_ranks = mesh_ranks(entries).groups
+            quantized = QuantizedShards(self._layout, self._local, quantize, own, groups_of_ranks)
+            self._layout, self._local = quantized.layout, quantized.local
+            self._derived.append(quantized)
+        self._is_fresh = not self._derived
+
+    @property
+    def layout(self) -> TransferLayout:
+        """Which rank of the world stores which block of which checkpoint tensor."""
+        return self._layout
+
+    @property
+    def local(self) -> dict[str, Tensor]:
+        """This rank's local tensors; the layout's blocks name them.
+
+        Raises:
+            OptionError: there are merged or quantized copies, and :meth:`refresh` was not called.
+        """
+        if not self._is_fresh:
+            raise OptionError(
+                "the merged or quantized shards hold no values yet: call refresh() on every rank of the model, and "
+                "again after each step, or give the ModelShards itself as source"
+            )
+        return self._local
+
+    @property
+    def storage(self) -> dict[str, Tensor]:
+        """The tensors of :attr:`local`, whatever they hold."""
+        return self._local
+
+    def refresh(self) -> None:
+        """Merge and quantize the model's present weights, where asked for.  Collective over the model's ranks."""
+        for each in self._derived:
+            each.refresh()
+        self._is_fresh = True
+
+
+def present_tensors(side: Mapping[str, Tensor] | ModelShards | None) -> Mapping[str, Tensor]:
+    """Return the local tensors of one side of a transfer, those of a model with its present values."""
+    if isinstance(side, ModelShards):
+        side.refresh()
+        return side.local
+    return side or {}
+
+
+def _adapter_groups(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[ExportGroup]:
+    """Each factor of an adapter as an export of its own, under its own name."""
+    groups = []
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        item = ExportedTensor(name, shape, dtype or tensor.dtype, [identity_chunk(name, shape)])
+        groups.append(ExportGroup({name: tensor}, [item], None, {}, item.nbytes))
+    return groups
+
+
+def _require_blocks(group: ExportGroup) -> None:
+    converted = next((item.name for item in group.tensors if item.chunks is None), None)
+    if converted is not None:
+        raise ConversionError(
+            f"{converted} is computed from the model's tensors, not a rearrangement of blocks of them: send it with "
+            'stream_weights, or use names="model"'
+        )
+
+
+def _boxes(tensor: Tensor, everyone: Sequence[int]) -> list[tuple[int, Box]]:
+    """The box of a model's tensor on each rank that has one."""
+    if not isinstance(tensor, DTensor):
+        return [(rank, tuple((0, size) for size in tensor.shape)) for rank in everyone]
+    dtensor_slices(tensor)  # raises if the local tensor does not have the shape its placements imply
+    mesh = tensor.device_mesh
+    boxes = mesh_boxes(tensor.shape, mesh.shape, [mesh_layout_of(placement) for placement in tensor.placements])
+    by_rank = dict(zip(mesh.mesh.flatten().tolist(), boxes, strict=True))
+    return [(rank, by_rank[twin]) for rank, twin in _twins(mesh).items()]
+
+
+def _twins(mesh: DeviceMesh) -> dict[int, int]:
+    """The rank of a mesh that holds the same as each rank of its root mesh.
+
+    A tensor on a submesh, as FSDP2 puts what ``tp`` does not shard, is replicated over the axes that the submesh lacks:
+    a rank holds the same as the one of the submesh with its coordinate on all other axes.
+    """
+    ranks = root_mesh(mesh).mesh
+    places = {
+        int(rank): place
+        for rank, place in zip(ranks.flatten(), itertools.product(*map(range, ranks.shape)), strict=True)
+    }
+    members = [places[rank] for rank in mesh.mesh.flatten().tolist()]
+    fixed = [len({place[axis] for place in members}) == 1 for axis in range(ranks.ndim)]
+    return {
+        rank: int(ranks[tuple(members[0][axis] if fixed[axis] else place[axis] for axis in range(ranks.ndim))])
+        for rank, place in places.items()
+    }
+
+
+def stored_part(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
+    """Yield the part of an exported chunk that a rank has, as a block of the exported tensor."""
+    wanted = tuple((side.start, side.stop) for side in chunk.source_slices)
+    common = intersection(wanted, held)
+    if common is None:
+        return
+    box = tuple(
+        (side.start, side.stop)
+        if dim is None
+        else (
+            side.start + common[dim][0] - chunk.start[dim],
+            side.start + common[dim][1] - chunk.start[dim],
+        )
+        for side, dim in zip(chunk.target, chunk.dims, strict=True)
+    )
+    offset = tuple(start - first for (start, _), (first, _) in zip(common, held, strict=True))
+    yield StoredBlock(rank, box, chunk.source, offset, chunk.dims)

@@ -1,0 +1,197 @@
+"""Which weights of a checkpoint are quantized, how, and under which names their parts are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.sync.quantize.kernels import (
+    BLOCK,
+    FP8,
+    MX_GROUP,
+    NV_GROUP,
+    cell_amax,
+    fp8,
+    fp8_blocks,
+    mxfp8,
+    nvfp4,
+)
+
+QuantizationFormat = Literal["fp8", "fp8_block", "mxfp8", "nvfp4"]
+
+#: Weights that quantized checkpoints keep in bfloat16: embeddings, the LM head, routers, vision towers.
+KEPT = ("*embed*", "*lm_head*", "*.gate.weight", "*.router.*", "*shared_expert_gate*", "*vision*", "*visual*", "*norm*")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPart:
+    """One of the tensors that a quantized weight is stored as.
+
+    Args:
+        name: its name in the checkpoint.
+        shape: its full shape.
+        dtype: its dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@checked
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """Export the weights of linear layers in low precision, from their values in bfloat16.
+
+    ==============  ======================================================  =========================================
+    format          parts                                                   as in
+    ==============  ======================================================  =========================================
+    ``fp8``         ``weight`` e4m3, ``weight_scale`` float32               one scale per tensor; compressed-tensors
+    ``fp8_block``   ``weight`` e4m3, ``weight_scale_inv`` float32           128 x 128 blocks; DeepSeek-V3
+    ``mxfp8``       ``weight`` e4m3, ``weight_scale`` uint8                 32 elements of a row; ModelOpt
+    ``nvfp4``       ``weight`` uint8, ``weight_scale``, ``weight_scale_2``  16 elements of a row; ModelOpt
+    ==============  ======================================================  =========================================
+
+    A value is its element times its scale, in ``nvfp4`` times both.  Weights of two dims named ``*.weight`` are
+    quantized, except embeddings, LM head, routers, norms and vision towers.
+
+    Args:
+        format: one of the four.
+        keep: more patterns of names to leave in bfloat16.
+
+    Raises:
+        OptionError: the format is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fsdp_runtime import Quantization, describe_weights
+        >>> for weight in describe_weights(torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False)),
+        ...                                quantize=Quantization(format="fp8_block")):
+        ...     print(weight.name, weight.shape, weight.dtype)
+        0.weight (128, 256) torch.float8_e4m3fn
+        0.weight_scale_inv (1, 2) torch.float32
+    """
+
+    format: QuantizationFormat
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.format not in get_args(QuantizationFormat):
+            raise OptionError(f"format={self.format!r}: write one of {', '.join(get_args(QuantizationFormat))}")
+
+    def applies(self, name: str, shape: Sequence[int]) -> bool:
+        """Return whether a weight is quantized."""
+        kept = any(fnmatchcase(name, pattern) for pattern in (*KEPT, *self.keep))
+        return len(shape) == 2 and name.endswith("weight") and not kept
+
+    def parts(self, name: str, shape: Sequence[int]) -> list[QuantizedPart]:
+        """Return the parts that a quantized weight is stored as, in the order of :meth:`quantize`.
+
+        Raises:
+            OptionError: the rows of the weight cannot be cut into groups.
+        """
+        rows, columns = shape
+        group = {"mxfp8": MX_GROUP, "nvfp4": NV_GROUP}.get(self.format, 1)
+        if columns % group:
+            raise OptionError(
+                f"{name} has {columns} input features, not a multiple of the {group} of a group of {self.format}: "
+                f"give keep=({name!r},) or another format"
+            )
+        values = QuantizedPart(name, (rows, columns), FP8)
+        match self.format:
+            case "fp8":
+                return [values, QuantizedPart(f"{name}_scale", (), torch.float32)]
+            case "fp8_block":
+                blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+                return [values, QuantizedPart(f"{name}_scale_inv", blocks, torch.float32)]
+            case "mxfp8":
+                return [values, QuantizedPart(f"{name}_scale", (rows, columns // MX_GROUP), torch.uint8)]
+        return [
+            QuantizedPart(name, (rows, columns // 2), torch.uint8),
+            QuantizedPart(f"{name}_scale", (rows, columns // NV_GROUP), FP8),
+            QuantizedPart(f"{name}_scale_2", (), torch.float32),
+        ]
+
+    @property
+    def needs_amax(self) -> bool:
+        """Whether a part of a weight needs the largest magnitude of the full weight."""
+        return self.format in ("fp8", "nvfp4")
+
+    @property
+    def cell(self) -> tuple[int, int]:
+        """Rows and columns that share a scale; (1, 1) where a scale is for the full weight only."""
+        return {"fp8_block": (BLOCK, BLOCK), "mxfp8": (1, MX_GROUP), "nvfp4": (1, NV_GROUP)}.get(self.format, (1, 1))
+
+    def cell_amax(self, weight: Tensor, start: tuple[int, int]) -> Tensor:
+        """Return the largest magnitude of each cell that a box of a weight touches, over the box's elements.
+
+        Args:
+            weight: the box's values, rounded to bfloat16 first.
+            start: the box's first row and column.
+
+        Returns:
+            ``[cells, cells]`` in float32; a single number where a scale is for the full weight only.
+        """
+        weight = weight.to(torch.bfloat16)
+        if self.cell == (1, 1):
+            return weight.abs().amax().float().view(1, 1) if weight.numel() else weight.new_zeros(1, 1).float()
+        return cell_amax(weight, start, self.cell)
+
+    def quantize_box(self, weight: Tensor, start: tuple[int, int], cells: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of a box of a weight, rounded to bfloat16 first: those of the full weight, cut.
+
+        Args:
+            weight: the box's values, ``[rows, columns]``.
+            start: the box's first row and column.
+            cells: the largest magnitude of each cell that the box touches, over all of the cell.
+            amax: the largest magnitude of the full weight, 0-d float32; only where :attr:`needs_amax`.
+        """
+        weight = weight.to(torch.bfloat16)
+        match self.format:
+            case "fp8":
+                return fp8(weight, amax)
+            case "fp8_block":
+                return fp8_blocks(weight, cells, start)
+            case "mxfp8":
+                return mxfp8(weight, cells, start)
+        return nvfp4(weight, cells, start, amax)
+
+    def quantize(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of a full weight ``[out, in]``, rounded to bfloat16 first."""
+        cells = self.cell_amax(weight, (0, 0))
+        return self.quantize_box(weight, (0, 0), cells, cells.amax() if cells.numel() else cells.new_zeros(()))
+
+    def config(self, kept: Sequence[str]) -> dict[str, Any]:
+        """Return the ``quantization_config`` of a checkpoint's ``config.json``.
+
+        Args:
+            kept: the modules whose weights are not quantized.
+        """
+        if self.format == "fp8_block":
+            return {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [BLOCK, BLOCK],
+                "modules_to_not_convert": list(kept),
+            }
+        if self.format == "fp8":
+            numbers = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+            weights, inputs = {**numbers, "dynamic": False}, {**numbers, "strategy": "token", "dynamic": True}
+            group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+            return {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "quantization_status": "compressed",
+                "config_groups": {"group_0": group},
+                "ignore": list(kept),
+            }
+        algorithm = {"mxfp8": "MXFP8", "nvfp4": "NVFP4"}[self.format]
+        return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": list(kept)}

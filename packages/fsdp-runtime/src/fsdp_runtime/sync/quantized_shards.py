@@ -1,0 +1,240 @@
+"""A model's shards in low precision: each rank quantizes its own, with the scales of the full weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.sharded.collectives import all_reduce_over
+from fsdp_runtime.sync.quantize.formats import Quantization, QuantizationFormat
+from fsdp_runtime.sync.tensor_views import block_view
+from tp_plans import CheckpointTensor, StoredBlock, TransferLayout
+from tp_plans.transfer.boxes import Box, box_shape
+
+
+@dataclass(frozen=True)
+class _OwnBlock:
+    """A block of a weight on this rank, and the local tensors of its parts."""
+
+    weight: str
+    block: StoredBlock
+    parts: tuple[str, ...]
+
+    @property
+    def start(self) -> tuple[int, int]:
+        """The block's first row and column in the weight."""
+        return self.block.box[0][0], self.block.box[1][0]
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What several ranks have to know of a weight's magnitudes: where it lies in the numbers that are exchanged.
+
+    Args:
+        amax: the place of the largest magnitude of the full weight; ``None`` where it is not needed.
+        first: the place of the first cell.
+        rows: rows of cells that the borders of blocks cut, in order; all of their cells are exchanged.
+        columns: columns of cells that borders cut.
+        grid: rows and columns of cells.
+    """
+
+    amax: int | None
+    first: int
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    grid: tuple[int, int]
+
+    @property
+    def end(self) -> int:
+        """The place after the last number."""
+        return self.first + len(self.rows) * self.grid[1] + len(self.columns) * self.grid[0]
+
+    def strips(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the exchanged cells: the cut rows, and the cut columns transposed."""
+        middle = self.first + len(self.rows) * self.grid[1]
+        rows = numbers[self.first : middle].view(len(self.rows), self.grid[1])
+        return rows, numbers[middle : self.end].view(len(self.columns), self.grid[0])
+
+
+class QuantizedShards:
+    """The quantized parts of a model's shards: their layout on all ranks, and this rank's local tensors.
+
+    A block whose borders cut no cell with one scale is quantized without communication.  The largest magnitudes of cut
+    cells, and of full weights where the format needs them, are combined over the model's ranks.  The bits are those of
+    :meth:`Quantization.quantize` on the full weight.
+
+    Args:
+        layout: the model's, in bfloat16.
+        local: this rank's local tensors.
+        quantization: the format.
+        rank: this rank.
+        groups: process groups that together connect the model's ranks.
+
+    Raises:
+        OptionError: the rows of a weight cannot be cut into groups, or a block ends inside of a byte of ``nvfp4``.
+    """
+
+    def __init__(
+        self,
+        layout: TransferLayout,
+        local: Mapping[str, Tensor],
+        quantization: Quantization,
+        rank: int,
+        groups: Sequence[ProcessGroup],
+    ) -> None:
+        self._quantization, self._groups, self._source = quantization, groups, local
+        self._own: list[_OwnBlock] = []
+        self._shared: dict[str, _Shared] = {}
+        self._count = 0
+        tensors: dict[str, CheckpointTensor] = {}
+        blocks: dict[str, list[StoredBlock]] = {}
+        for name, tensor in layout.tensors.items():
+            if not quantization.applies(name, tensor.shape):
+                tensors[name], blocks[name] = tensor, list(layout.blocks(name))
+                continue
+            for part in quantization.parts(name, tensor.shape):
+                tensors[part.name] = CheckpointTensor(part.shape, str(part.dtype).removeprefix("torch."))
+            self._add(name, tensor.shape, layout.blocks(name), blocks, rank)
+        self.layout = TransferLayout(tensors, blocks)
+        self.local = self._allocated(tensors, blocks, rank)
+
+    def _add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        stored: Sequence[StoredBlock],
+        blocks: dict[str, list[StoredBlock]],
+        rank: int,
+    ) -> None:
+        """Add the blocks of a weight's parts, and note what this rank quantizes and what ranks share."""
+        parts = self._quantization.parts(name, shape)
+        blocks.update({part.name: [] for part in parts})
+        count: dict[int, int] = {}
+        for block in stored:
+            number = count[block.rank] = count.get(block.rank, -1) + 1
+            locals_ = tuple(f"{part.name}#{number}" for part in parts)  # no module has such a name
+            for place, (part, local) in enumerate(zip(parts, locals_, strict=True)):
+                box = _part_box(self._quantization, name, place, block)
+                dims = tuple(range(len(part.shape)))
+                blocks[part.name].append(StoredBlock(block.rank, box, local, (0,) * len(dims), dims))
+            if block.rank == rank:
+                self._own.append(_OwnBlock(name, block, locals_))
+        cut = [_cut_cells(stored, dim, shape[dim], self._quantization.cell[dim]) for dim in range(2)]
+        if self._quantization.needs_amax or cut[0] or cut[1]:
+            amax = self._count if self._quantization.needs_amax else None
+            first = self._count + (amax is not None)
+            grid = [-(-size // each) for size, each in zip(shape, self._quantization.cell, strict=True)]
+            self._shared[name] = shared = _Shared(amax, first, cut[0], cut[1], (grid[0], grid[1]))
+            self._count = shared.end
+
+    def _allocated(
+        self, tensors: Mapping[str, CheckpointTensor], blocks: Mapping[str, Sequence[StoredBlock]], rank: int
+    ) -> dict[str, Tensor]:
+        local = dict(self._source)
+        device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
+        for name, stored in blocks.items():
+            for block in stored:
+                if block.rank == rank and block.local not in local:
+                    dtype = getattr(torch, tensors[name].dtype)
+                    local[block.local] = torch.empty(box_shape(block.box), dtype=dtype, device=device)
+        return local
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Quantize the present weights.  Collective over the model's ranks."""
+        kept, numbers = self._magnitudes()
+        for own in self._own:
+            view = self._view(own)
+            cells = kept.pop(id(own), None)
+            if cells is None:
+                cells = self._quantization.cell_amax(view, own.start)
+            amax = cells.new_zeros(())
+            shared = self._shared.get(own.weight)
+            if shared is not None:
+                self._read_cells(own, shared, numbers, cells)
+                amax = amax if shared.amax is None else numbers[shared.amax].view(torch.float32)
+            parts = self._quantization.quantize_box(view, own.start, cells, amax)
+            for local, part in zip(own.parts, parts, strict=True):
+                self.local[local].copy_(part)
+
+    def _view(self, own: _OwnBlock) -> Tensor:
+        return block_view(self._source, own.weight, own.block, own.block.box)
+
+    def _magnitudes(self) -> tuple[dict[int, Tensor], Tensor]:
+        """The magnitudes of this rank's blocks that others need too, and those of all ranks.
+
+        They are exchanged as the bits of float32 numbers, whose order for numbers from zero is that of integers, with
+        NaN the largest: a maximum of floats may lose a NaN.
+        """
+        device = next((self._view(own).device for own in self._own), torch.device("cpu"))
+        numbers = torch.zeros(self._count, dtype=torch.int32, device=device)
+        kept = {}
+        for own in self._own:
+            shared = self._shared.get(own.weight)
+            if shared is None:
+                continue
+            # The absolute value clears the sign of a NaN, which reductions of floats may set.
+            cells = self._quantization.cell_amax(self._view(own), own.start).abs()
+            if shared.amax is not None:
+                place = numbers[shared.amax : shared.amax + 1]
+                torch.maximum(place, cells.view(torch.int32).max(), out=place)
+            if shared.rows or shared.columns:
+                kept[id(own)] = cells
+                for strip, part in self._strips(own, shared, numbers, cells.view(torch.int32)):
+                    torch.maximum(strip, part, out=strip)
+        return kept, all_reduce_over(self._groups, numbers, dist.ReduceOp.MAX)
+
+    def _read_cells(self, own: _OwnBlock, shared: _Shared, numbers: Tensor, cells: Tensor) -> None:
+        """Put what all ranks found into the cells of a block."""
+        if shared.rows or shared.columns:
+            bits = cells.view(torch.int32)
+            for strip, part in self._strips(own, shared, numbers, bits):
+                part.copy_(strip)
+
+    def _strips(self, own: _OwnBlock, shared: _Shared, numbers: Tensor, cells: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of views of the same cells: among the numbers of all ranks, and among those of a block."""
+        (top, bottom), (left, right) = _cell_box(self._quantization, own.block.box)
+        rows, columns = shared.strips(numbers)
+        found = [(rows[i, left:right], cells[row - top]) for i, row in enumerate(shared.rows) if top <= row < bottom]
+        return found + [
+            (columns[i, top:bottom], cells[:, column - left])
+            for i, column in enumerate(shared.columns)
+            if left <= column < right
+        ]
+
+
+def _cell_box(quantization: Quantization, box: Box) -> Box:
+    """The cells that a box of a weight touches; the one number of a format without cells stands for itself."""
+    if quantization.cell == (1, 1):
+        return ((0, 1), (0, 1))
+    return tuple((start // each, -(-stop // each)) for (start, stop), each in zip(box, quantization.cell, strict=True))
+
+
+def _cut_cells(stored: Sequence[StoredBlock], dim: int, size: int, cell: int) -> tuple[int, ...]:
+    """The cells of a dim that the border of a block cuts."""
+    borders = {border for block in stored for border in block.box[dim]}
+    return tuple(sorted({border // cell for border in borders if border % cell and border != size}))
+
+
+def _part_box(quantization: Quantization, name: str, place: int, block: StoredBlock) -> Box:
+    """The box of a weight's part (values, scales, scale over all) that belongs to a block of the weight."""
+    kind: QuantizationFormat = quantization.format
+    if place == 2 or (place == 1 and kind == "fp8"):
+        return ()
+    if place == 1:
+        return _cell_box(quantization, block.box)
+    if kind != "nvfp4":
+        return block.box
+    rows, (start, stop) = block.box
+    if start % 2 or stop % 2:
+        raise OptionError(
+            f"{name}: rank {block.rank} has columns {start} to {stop}, and nvfp4 stores two columns in a byte: give "
+            f"keep=({name!r},) or another format, or shard columns in even parts"
+        )
+    return (rows, (start // 2, stop // 2))

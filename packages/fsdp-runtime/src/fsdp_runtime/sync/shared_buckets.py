@@ -1,0 +1,134 @@
+"""Buckets in memory that the ranks of a host share: their messages there do not cross the process group.
+
+Each rank owns one bucket, a file of a memory file system without a name: the name is removed once the ranks of the host
+have opened it, so that the memory is free as soon as the last of them closes it or dies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.sync.handshake import Handshake
+from fsdp_runtime.sync.schedule import Message, Round, aligned
+
+#: A file system in memory, as Linux has it.
+_FOLDER = Path("/dev/shm")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class SharedBuckets:
+    """This rank's bucket and those of the other ranks of its host; a context manager.
+
+    Args:
+        rounds: of the plan; they say how large each bucket has to be.
+        rank: this rank.
+        handshake: of the plan's ranks.
+
+    Raises:
+        OptionError: the machine has no file system in memory.
+        OSError: it has not enough room, on this rank.
+        WeightSyncError: another rank failed, or did not take part in time.
+    """
+
+    def __init__(self, rounds: Sequence[Round], rank: int, handshake: Handshake) -> None:
+        self._rank, self._maps = rank, dict[int, mmap.mmap]()
+        self._buckets: Mapping[int, Tensor] = {}
+        with handshake.agreement():
+            host = _host()
+        token = secrets.randbits(62)
+        table = handshake.gather([host, token])
+        self._tokens = {peer: each for peer, (other, each) in table.items() if other == host}
+        path = _path(token)
+        try:
+            with handshake.agreement():
+                nbytes = max((self._own_bytes(messages) for messages in rounds), default=0)
+                self._maps[rank] = _created(path, max(1, nbytes))
+            with handshake.agreement():
+                for peer, each in self._tokens.items():
+                    if peer != rank and _has_messages(rounds, peer, rank):
+                        self._maps[peer] = _opened(_path(each))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            path.unlink(missing_ok=True)
+        self._buckets = {peer: torch.frombuffer(each, dtype=torch.uint8) for peer, each in self._maps.items()}
+
+    def shares(self, message: Message) -> bool:
+        """Whether a message of this rank stays on its host."""
+        return message.source in self._tokens and message.destination in self._tokens
+
+    def run(self, messages: Round, message: Message) -> Tensor:
+        """The bytes of a message, in the bucket of its sender.
+
+        Args:
+            messages: all of its round.
+            message: one that :meth:`shares` names.
+        """
+        offset = 0
+        for each in messages:
+            if each is message:
+                break
+            if each.source == message.source and self.shares(each):
+                offset += aligned(each.nbytes)
+        return self._buckets[message.source][offset : offset + message.nbytes]
+
+    def close(self) -> None:
+        """Give the memory back, once all ranks of the host have."""
+        self._buckets = {}
+        for each in self._maps.values():
+            with suppress(BufferError):  # a view is left somewhere: it is closed with that
+                each.close()
+
+    def __enter__(self) -> SharedBuckets:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _own_bytes(self, messages: Round) -> int:
+        return sum(aligned(each.nbytes) for each in messages if each.source == self._rank and self.shares(each))
+
+
+def _has_messages(rounds: Sequence[Round], source: int, destination: int) -> bool:
+    return any((each.source, each.destination) == (source, destination) for messages in rounds for each in messages)
+
+
+def _host() -> int:
+    """A number that two processes have in common where they see one file system in memory."""
+    if not _FOLDER.is_dir():
+        raise OptionError(f"shared_memory=True: this machine has no {_FOLDER}; leave it out")
+    boot = _BOOT.read_text() if _BOOT.exists() else os.uname().nodename
+    return int.from_bytes(hashlib.sha256(f"{boot} {_FOLDER.stat().st_dev}".encode()).digest()[:7], "big")
+
+
+def _path(token: int) -> Path:
+    return _FOLDER / f"fsdp-runtime-{token:016x}"
+
+
+def _created(path: Path, nbytes: int) -> mmap.mmap:
+    """Create a file and allocate all of it now: a write beyond the room of the file system would end the process."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+        return mmap.mmap(file, nbytes)
+    finally:
+        os.close(file)
+
+
+def _opened(path: Path) -> mmap.mmap:
+    file = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(file, 0)
+    finally:
+        os.close(file)

@@ -1,0 +1,116 @@
+"""vLLM's HTTP server, as far as weights are concerned: the routes of its development mode, with bounded waits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http.client import HTTPException
+from typing import Any, Literal
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.errors import OptionError, WeightSyncError
+
+#: The longest part of a server's answer that an error repeats.
+_LONGEST_ANSWER = 600
+
+
+class EngineClient:
+    """A vLLM server started with ``VLLM_SERVER_DEV_MODE=1``, from which the routes for weights come.
+
+    It has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines take it too, and those
+    that :class:`EngineSync` needs in addition.
+
+    Args:
+        url: the server, as ``"http://127.0.0.1:8000"``.
+        timeout_s: seconds to wait for any one answer.
+
+    Raises:
+        OptionError: the URL is none, or the time is not positive.
+
+    Example:
+        >>> from fsdp_runtime.sync.vllm import EngineClient
+        >>> EngineClient("http://127.0.0.1:8000/").url
+        'http://127.0.0.1:8000'
+    """
+
+    @checked
+    def __init__(self, url: str, *, timeout_s: float = 300.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise OptionError(f"url={url!r}: write the server's address, such as http://127.0.0.1:8000")
+        if timeout_s <= 0:
+            raise OptionError(f"timeout_s={timeout_s}: give a positive number of seconds")
+        self._url, self._timeout_s = url.rstrip("/"), timeout_s
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._url
+
+    def request(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+        """POST a JSON body to a route, or GET it where there is none, and return the JSON of the answer.
+
+        Args:
+            path: the route, as ``"/weight_info"``.
+            body: what to send; ``None`` for a GET.
+            timeout_s: seconds to wait; ``None`` for the client's.
+
+        Raises:
+            WeightSyncError: no answer in time, or one that reports an error; the message has the answer's text.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(self._url + path, data=data, headers={"Content-Type": "application/json"})
+        try:
+            with urlopen(request, timeout=timeout_s or self._timeout_s) as answer:
+                return json.loads(answer.read() or b"null")
+        except HTTPError as error:
+            text = error.read().decode(errors="replace")[:_LONGEST_ANSWER]
+            raise WeightSyncError(f"{self._url}{path} answered {error.code}: {_reason(text)}") from error
+        except (OSError, HTTPException, ValueError) as error:
+            raise WeightSyncError(f"{self._url}{path} gave no answer: {str(error) or type(error).__name__}") from error
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Let every worker join the trainer's group."""
+        self.request("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """Begin an update."""
+        self.request("/start_weight_update", {})
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Take a part of an update; returns when every worker has it."""
+        self.request("/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End an update, and name the version that the engine has now."""
+        self.request("/finish_weight_update", {} if weight_version is None else {"weight_version": weight_version})
+
+    def weight_version(self, *, timeout_s: float | None = None) -> str:
+        """Return the version of the weights that the engine names."""
+        return str(self.request("/weight_info", timeout_s=timeout_s)["weight_version"])
+
+    def world_size(self) -> int:
+        """Return the number of the engine's workers, over all of its parallel axes."""
+        return int(self.request("/get_world_size")["world_size"])
+
+    def pause(self, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
+        """Stop scheduling, and clear the caches of keys and values.
+
+        Args:
+            mode: abort running requests, wait for them, or keep them for later.
+        """
+        self.request(f"/pause?mode={mode}", {})
+
+    def resume(self) -> None:
+        """Schedule again."""
+        self.request("/resume", {})
+
+
+def _reason(text: str) -> str:
+    """The message in a server's answer, without its JSON."""
+    try:
+        found = json.loads(text)
+        return str(found["error"]["message"] if isinstance(found["error"], dict) else found["error"])
+    except (ValueError, KeyError, TypeError):
+        return text.strip() or "no reason"

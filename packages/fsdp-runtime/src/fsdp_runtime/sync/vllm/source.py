@@ -1,0 +1,184 @@
+"""A sharded model's weights as vLLM's trainer engines ask for them: full tensors, or local shards with placements.
+
+vLLM 0.32 calls ``metadata()`` and iterates over the source; 0.33 reads ``metadata`` and calls ``iter_full()`` or
+``iter_local()``.  One class serves both.  Where vLLM is not installed it has no base class, which only vLLM needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.errors import ConversionError, OptionError
+from fsdp_runtime.model.inference_mode import without_inference_mode
+from fsdp_runtime.sync.model_layout import ModelShards
+from fsdp_runtime.sync.quantize.formats import Quantization
+from fsdp_runtime.sync.tensor_views import block_view
+from fsdp_runtime.sync.vllm.placements import MeshPlacement, mesh_placement
+from fsdp_runtime.weights.naming import Names
+from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, WeightExport, WeightInfo
+
+_base: Any = None
+with suppress(ImportError):
+    _base = import_module("vllm.distributed.weight_transfer.base")
+
+_Base: Any = object if _base is None else _base.WeightSource
+
+
+@dataclass(frozen=True)
+class _ParamMeta:
+    """The fields of vLLM's ``ParamMeta``, where vLLM is not installed."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    owners: tuple[int, ...] | None = None
+    mesh_shape: tuple[int, ...] | None = None
+    placements: tuple[Any, ...] | None = None
+
+
+class _Metadata(list[Any]):
+    """A list that returns itself when it is called: an attribute for vLLM 0.33, and a method for 0.32."""
+
+    def __call__(self) -> _Metadata:
+        return self
+
+
+class WeightSource(_Base):
+    """A model's weights under its checkpoint's names, for vLLM's ``WeightTransferTrainerFactory.trainer_init``.
+
+    vLLM's own ``ModuleSource`` sends ``named_parameters()``.  This source also renames, divides and merges as the
+    checkpoint has it (experts one by one, fused matrices apart), sends a tied weight once, casts before it gathers, and
+    gathers a bucket at a time.  Every rank of the model creates one and iterates alike; rank numbers are those of the
+    default process group.
+
+    Shards (``iter_local``) are declared where a tensor's parts on the ranks, in their order, are those of one or two
+    mesh axes; any other tensor is gathered and declared replicated.
+
+    Args:
+        model: plain, or sharded by ``parallelize``.
+        dtype: the dtype in which floating-point tensors are sent; ``None`` keeps each one's.
+        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, which vLLM expects.
+        quantize: send linear layers in low precision, with their scales; full tensors only.
+        bucket_bytes: gather up to this many bytes at once.
+
+    Raises:
+        ConversionError: the model's tensors differ from those of its class, or are quantized.
+        OptionError: ``bucket_bytes`` is not positive, ``dtype`` not a floating-point dtype, or ``names`` unknown.
+
+    Example:
+        >>> from torch import nn
+        >>> from fsdp_runtime.sync.vllm import WeightSource
+        >>> source = WeightSource(nn.Linear(2, 3))
+        >>> [(meta.name, meta.shape) for meta in source.metadata] == [(m.name, m.shape) for m in source.metadata()]
+        True
+        >>> [name for name, tensor in source.iter_full()]
+        ['weight', 'bias']
+    """
+
+    @checked
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        names: Names = "checkpoint",
+        quantize: Quantization | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise OptionError(f"bucket_bytes={bucket_bytes}: give a positive number of bytes")
+        self._export = WeightExport(model, dtype=dtype, names=names, quantize=quantize)
+        self._bucket_bytes, self._shards = bucket_bytes, None
+        if quantize is None:
+            try:
+                self._shards = ModelShards(model, dtype=dtype, names=names)
+            except (ConversionError, OptionError):  # no blocks of the model's tensors: full tensors only
+                self._shards = None
+
+    @property
+    def weights(self) -> list[WeightInfo]:
+        """Names, dtypes and full shapes in the order of the iterations."""
+        return self._export.metadata()
+
+    @cached_property
+    def metadata(self) -> _Metadata:
+        """One vLLM ``ParamMeta`` per weight, equal on every rank; also callable, as vLLM 0.32 does."""
+        return _Metadata(self._meta(weight) for weight in self.weights)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.iter_full()
+
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight as a full tensor, on every rank; collective over the model's ranks."""
+        return self._export.stream(self._bucket_bytes)
+
+    def iter_local(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of every weight, as ``metadata`` declares it; collective where one is gathered."""
+        return without_inference_mode(self._iter_local())
+
+    def implements_iter_full(self) -> bool:
+        """Whether full tensors can be had."""
+        return True
+
+    def implements_iter_local(self) -> bool:
+        """Whether shards can be had: not of quantized weights, nor of those that a conversion computes."""
+        return self._shards is not None
+
+    def _iter_local(self) -> Iterator[tuple[str, Tensor]]:
+        if self._shards is None:
+            raise OptionError("these weights are computed from full tensors: iterate with iter_full()")
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for group in self._export.groups:
+            gathered: dict[str, Tensor] = {}
+            if any(item.name not in self._placed for item in group.tensors):
+                gathered = {item.name: tensor for item, tensor in self._export.gather([group])}
+            for item in group.tensors:
+                if item.name in self._placed:
+                    (block,) = self._shards.layout.stored(rank, item.name)
+                    local = block_view(self._shards.local, item.name, block, block.box)
+                    yield item.name, local.to(item.dtype).contiguous()
+                else:
+                    yield item.name, gathered.pop(item.name)
+
+    @cached_property
+    def _placed(self) -> dict[str, MeshPlacement]:
+        """The weights of which ranks have parts that placements can say, by name."""
+        if self._shards is None:
+            return {}
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        layout = self._shards.layout
+        found = {name: mesh_placement(layout, name, world) for name in layout.tensors}
+        return {name: placement for name, placement in found.items() if placement is not None}
+
+    def _meta(self, weight: WeightInfo) -> Any:
+        make: Any = _ParamMeta if _base is None else _base.ParamMeta
+        placement = self._placed.get(weight.name)
+        if placement is None or (_base is not None and not hasattr(_base, "Shard")):  # 0.32 has no placements
+            return make(weight.name, weight.dtype, weight.shape)
+        shard, replicate = _placement_classes()
+        return make(
+            weight.name,
+            weight.dtype,
+            weight.shape,
+            owners=tuple(range(placement.world_size)),
+            mesh_shape=placement.mesh_shape,
+            placements=tuple(replicate() if dim is None else shard(dim) for dim in placement.dims),
+        )
+
+
+def _placement_classes() -> tuple[Any, Any]:
+    if _base is not None:
+        return _base.Shard, _base.Replicate
+    from torch.distributed.tensor import Replicate, Shard
+
+    return Shard, Replicate

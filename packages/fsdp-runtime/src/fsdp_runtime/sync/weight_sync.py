@@ -1,0 +1,294 @@
+"""Repeated transfers: all weights at first, then what changed, along a chain of versions."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fsdp_runtime.argument_types import checked
+from fsdp_runtime.errors import OptionError, WeightSyncError
+from fsdp_runtime.sync.deltas import ArrivedChanges, Changes
+from fsdp_runtime.sync.execute import execute_transfer
+from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, rank_in
+from fsdp_runtime.sync.handshake import Handshake
+from fsdp_runtime.sync.local_sides import Sides
+from fsdp_runtime.sync.model_layout import ModelShards
+from fsdp_runtime.sync.schedule import split_transfers
+from fsdp_runtime.sync.tensor_views import box_views
+from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
+from tp_plans import TransferPlan
+from tp_plans.transfer.boxes import Box
+
+#: The version of a rank that has none: it takes a full update only.
+NO_VERSION = -1
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one update did, on this rank.
+
+    Args:
+        version: the version that the destination ranks now hold.
+        full_ranks: the destination ranks that were sent all of their weights.
+        bytes_sent: bytes that this rank sent.
+        bytes_received: bytes that this rank received.
+        bytes_full: bytes that this rank would have sent and received in a full update.
+    """
+
+    version: int
+    full_ranks: tuple[int, ...]
+    bytes_sent: int
+    bytes_received: int
+    bytes_full: int
+
+
+class _State(NamedTuple):
+    """What a rank says of itself before an update, in numbers."""
+
+    plan: int
+    chain: int
+    version: int
+    requested: int
+    is_source: int
+    record_bytes: int
+    proposal: int
+
+
+class WeightSync:
+    """The updates of a destination's weights from a source's, one per training step.
+
+    The first update sends everything.  Later ones send the elements whose bits changed in the dtype that is sent, as a
+    difference to the last version, to each destination rank that holds that version; any other, a restarted or a newly
+    built one, is sent all of its weights.  Where the differences of an update are not smaller than full weights, all
+    ranks are sent full weights.
+
+    An update is applied once every rank has all of its own: until then destinations hold their last version, and after
+    a failure they keep it and the next update is full.  Full weights wait on the host meanwhile; with ``staged=False``
+    they are written as they arrive, and a failure leaves a destination without a version.  Build the object on every
+    rank of the plan; each source rank keeps a copy of the values that it sent, in the dtype that is sent.
+
+    Args:
+        plan: the same on every rank.
+        source: this rank's local tensors, if it sends, or the :class:`ModelShards` that has them, which is refreshed by
+            each update.
+        destination: this rank's local tensors, if it receives.
+        group: the process group whose ranks the plan names; ``None`` for the world.
+        bucket_bytes: the bucket of full updates; see :func:`execute_transfer`.
+        timeout: see :func:`execute_transfer`.
+        delta: send differences; ``False`` sends full weights always and keeps no copy.
+        staged: keep full weights on the host until all have arrived, which takes as much memory there as a destination
+            rank stores; ``False`` takes one bucket, and the engine must not serve during a full update.
+        shared_memory: hand full weights over in memory that ranks of one host share; see :func:`execute_transfer`.
+
+    Raises:
+        WeightSyncError: a local tensor is missing, too small, or of a dtype that cannot hold what is sent.
+
+    Example:
+        >>> import torch, tp_plans
+        >>> from fsdp_runtime import ModelShards, WeightSync
+        >>> trained, engine = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        >>> shards, target = ModelShards(trained), ModelShards(engine)
+        >>> plan = tp_plans.plan_transfer(shards.layout, target.layout)
+        >>> sync = WeightSync(plan, source=shards, destination=target.local)
+        >>> sync.update(1).version
+        1
+        >>> torch.equal(trained.weight, engine.weight)
+        True
+    """
+
+    @checked
+    def __init__(
+        self,
+        plan: TransferPlan,
+        *,
+        source: Mapping[str, Tensor] | ModelShards | None = None,
+        destination: Mapping[str, Tensor] | None = None,
+        group: ProcessGroup | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        delta: bool = True,
+        staged: bool = True,
+        shared_memory: bool = False,
+    ) -> None:
+        self._plan, self._group = plan, group
+        self._bucket_bytes, self._timeout = bucket_bytes, timeout
+        self._delta, self._staged, self._shared_memory = delta, staged, shared_memory
+        self._rank = rank_in(group)
+        self._shards = source if isinstance(source, ModelShards) else None
+        tensors = source.storage if isinstance(source, ModelShards) else source or {}
+        self._sides = Sides(plan, self._rank, tensors, destination or {})
+        self._sides.require_tensors()
+        self._handshake = Handshake(plan.ranks or (self._rank,), self._rank, group, self._sides.device, timeout)
+        self._fingerprint = plan.fingerprint()
+        self._chain, self._version, self._is_broken = 0, NO_VERSION, False
+        self._changes = Changes(plan, self._sides, group, timeout)
+
+    @property
+    def version(self) -> int:
+        """The version that this rank holds in full, -1 for none: the last that it completed, also after a failure."""
+        return self._version
+
+    def versions(self) -> dict[int, int]:
+        """Read back the version that each destination rank holds.  Collective over the plan's ranks.
+
+        Returns:
+            Versions by rank, equal on every rank; -1 for a rank that has none of this source's versions, such as a
+            restarted one.
+
+        Raises:
+            WeightSyncError: a rank did not take part in time.
+        """
+        states = self._states(self._version, {}, self._chain)
+        chains = {state.chain for state in states.values() if state.is_source} - {0}
+        return {rank: s.version if s.chain in chains else NO_VERSION for rank, s in self._destinations(states).items()}
+
+    @torch.no_grad()
+    def update(self, version: int) -> SyncReport:
+        """Bring the destination to the source's present weights.  Collective over the plan's ranks.
+
+        Args:
+            version: the number of the new version, larger than the last; the same on every rank.
+
+        Returns:
+            What this rank sent and received.
+
+        Raises:
+            OptionError: ranks give different versions, or one that is not larger than the last, so that an update would
+                be repeated or out of order; the same error on every rank, and nothing has changed.
+            WeightSyncError: ranks were built for different plans, such as for engines of different sizes; another rank
+                did not take part in time; or an update does not fit.
+        """
+        if self._shards is not None:
+            self._shards.refresh()
+        held = 0 if self._is_broken else self._chain
+        records = self._changes.encode() if self._delta and held else {}
+        states = self._states(version, records, held)
+        _require_versions(states, version)
+        full_ranks = self._full_ranks(states)
+        first = min(states)
+        chain = max((s.chain for s in states.values() if s.is_source), default=0) or states[first].proposal
+        self._is_broken = True  # unless it completes: the next update is full
+        full, changes = self._parts(full_ranks)
+        with self._handshake.agreement():  # a rank that cannot says so before anything is sent
+            target = self._stage(full) if self._staged else self._sides.destination
+        if not self._staged and self._rank in full_ranks:
+            self._version = NO_VERSION  # until the update is complete
+        with self._handshake.agreement():
+            self._receive(full, target)
+            differences = self._changes.exchange(records, changes.transfers)
+        self._version = NO_VERSION
+        self._apply(full, target, differences)
+        if self._delta:
+            self._changes.remember(records)
+        self._chain, self._version, self._is_broken = chain, version, False
+        return SyncReport(
+            version,
+            full_ranks,
+            differences.bytes_sent + full.bytes_sent(self._rank),
+            differences.bytes_received + full.bytes_received(self._rank),
+            self._plan.bytes_sent(self._rank) + self._plan.bytes_received(self._rank),
+        )
+
+    def _parts(self, full_ranks: Sequence[int]) -> tuple[TransferPlan, TransferPlan]:
+        """The plan's transfers between ranks: those of full weights, and those of differences.
+
+        Ranks pass on what they receive themselves: where some receive full weights and others differences, all have
+        theirs from the ranks of the source.
+        """
+        remote = [each for each in self._plan.transfers if not each.is_local]
+        if {each.destination in full_ranks for each in remote} == {True, False}:
+            remote = [each.direct for each in remote]
+        full = tuple(each for each in remote if each.destination in full_ranks)
+        changes = tuple(each for each in remote if each.destination not in full_ranks)
+        return replace(self._plan, transfers=full), replace(self._plan, transfers=changes)
+
+    def _stage(self, full: TransferPlan) -> dict[str, Tensor]:
+        """Tensors on the host for what this rank receives in full."""
+        own = [each for each in full.transfers if each.destination == self._rank]
+        blocks = (block for each in own for _, block in full.destination.within(self._rank, each.tensor, each.box))
+        names = {block.local for block in blocks}
+        return {name: torch.empty_like(self._sides.destination[name], device="cpu") for name in names}
+
+    def _receive(self, full: TransferPlan, target: Mapping[str, Tensor]) -> None:
+        """Send full weights, and receive them in some tensors."""
+        execute_transfer(
+            full,
+            source=self._sides.source,
+            destination=target,
+            group=self._group,
+            bucket_bytes=self._bucket_bytes,
+            timeout=self._timeout,
+            device=self._sides.device,
+            shared_memory=self._shared_memory,
+        )
+
+    def _apply(
+        self,
+        full: TransferPlan,
+        arrived: Mapping[str, Tensor],
+        differences: ArrivedChanges,
+    ) -> None:
+        """Write what has arrived, and what this rank keeps from itself, to the destination."""
+        for each in split_transfers(self._plan, self._bucket_bytes):
+            if each.is_local and each.source == self._rank:
+                self._sides.copy(each)
+        for each in full.transfers if self._staged else ():
+            if each.destination == self._rank:
+                staged = box_views(self._plan.destination, self._rank, arrived, each.tensor, each.box)
+                final = box_views(self._plan.destination, self._rank, self._sides.destination, each.tensor, each.box)
+                for (_, values), (_, view) in zip(staged, final, strict=True):
+                    view.copy_(values)
+        self._changes.apply(differences.records)
+
+    def _states(self, version: int, records: Mapping[tuple[str, Box], Tensor], chain: int) -> dict[int, _State]:
+        """What every rank says of itself.
+
+        Raises:
+            WeightSyncError: a rank did not take part in time, or ranks have different plans.
+        """
+        nbytes = sum(len(records[each.tensor, each.box]) for each in self._changes.own()) if records else 0
+        is_source = any(each.source == self._rank and not each.is_relay for each in self._plan.transfers)
+        proposal = secrets.randbits(62) + 1
+        own = _State(self._fingerprint, chain, self._version, version, is_source, nbytes, proposal)
+        states = {rank: _State(*numbers) for rank, numbers in self._handshake.gather(own).items()}
+        others = [rank for rank, state in states.items() if state.plan != states[self._plan.ranks[0]].plan]
+        if others:
+            raise WeightSyncError(
+                f"ranks {', '.join(map(str, others))} were built for another plan than rank {self._plan.ranks[0]}: "
+                "their layouts differ, as those of an engine with another tp do. Nothing was sent; plan from the same "
+                "layouts on every rank"
+            )
+        return states
+
+    def _destinations(self, states: Mapping[int, _State]) -> dict[int, _State]:
+        receiving = {each.destination for each in self._plan.transfers}
+        return {rank: state for rank, state in states.items() if rank in receiving}
+
+    def _full_ranks(self, states: Mapping[int, _State]) -> tuple[int, ...]:
+        """The destination ranks that need all of their weights: those that do not hold the sources' last version."""
+        destinations = {each.destination for each in self._plan.transfers if not each.is_local}
+        sources = [state for state in states.values() if state.is_source]
+        known = {(state.chain, state.version) for state in sources}
+        wire_bytes = sum(state.record_bytes for state in sources)
+        everything = sum(each.nbytes for each in self._plan.transfers if not (each.is_local or each.is_relay))
+        if not self._delta or len(known) != 1 or any(not chain for chain, _ in known) or wire_bytes >= everything:
+            return tuple(sorted(destinations))
+        return tuple(sorted(r for r in destinations if (states[r].chain, states[r].version) not in known))
+
+
+def _require_versions(states: Mapping[int, _State], version: int) -> None:
+    for rank, state in states.items():
+        if state.requested != version:
+            raise OptionError(f"version is {version} on this rank and {state.requested} on rank {rank}: give the same")
+    last = max((state.version for state in states.values() if state.is_source), default=NO_VERSION)
+    if version <= last or version < 0:
+        raise OptionError(
+            f"version {version} was asked for after version {last}: updates are sent once, in order; give a larger one"
+        )

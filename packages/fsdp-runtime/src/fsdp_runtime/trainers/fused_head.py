@@ -1,0 +1,80 @@
+"""TRL's fused LM head for models whose logits are sharded on the vocabulary.
+
+TRL's trainers call ``model(..., labels=labels, fused_lm_head=True)`` for log-probabilities in place of logits; its own
+``add_fused_lm_head`` gathers the head's full weight on every rank.  The one here runs the head as it is sharded.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.trainers.logits import per_token, scored_positions
+
+_FIELDS = frozenset({"log_probs", "entropy", "is_top1"})
+
+
+def add_fused_lm_head(
+    model: Any,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> None:
+    """Patch ``model.forward`` as ``trl.trainer.utils.add_fused_lm_head`` does, with the same arguments.
+
+    Args:
+        model: a causal language model of transformers, not a ``PeftModel`` around it.
+        temperature: the logits are divided by this.
+        cast_lm_head_to_fp32: not supported.
+        outputs: among ``log_probs``, ``entropy`` and ``is_top1``.
+
+    Raises:
+        OptionError: an option that is not supported.
+    """
+    if cast_lm_head_to_fp32:
+        raise OptionError("cast_lm_head_to_fp32=True replaces the sharded head: keep it False, or load float32 weights")
+    if unknown := sorted(set(outputs) - _FIELDS):
+        raise OptionError(f"per-token {', '.join(unknown)} cannot be computed from sharded logits")
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    forward = model.forward
+    takes_logits_to_keep = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+
+    @functools.wraps(type(model).forward)  # generate validates its arguments against this signature
+    def fused_forward(
+        self: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Any = None,
+        shift_labels: Any = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not fused_lm_head:
+            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            return forward(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
+        if shift_labels is not None:
+            raise OptionError("shift_labels come with context or sequence parallelism of accelerate: use labels")
+        kwargs["use_cache"] = False
+        if takes_logits_to_keep:
+            kwargs["logits_to_keep"] = scored_positions(labels)
+        plain = forward(*args, **kwargs)
+        found = per_token(
+            plain.logits,
+            labels,
+            temperature=temperature,
+            entropy="entropy" in outputs,
+            is_top1="is_top1" in outputs,
+        )
+        mask = labels[:, 1:] != -100
+        count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        loss = -found["log_probs"].sum() / count
+        aux_loss = getattr(plain, "aux_loss", None)
+        if aux_loss is not None:
+            loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
+        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
+
+    model.forward = types.MethodType(fused_forward, model)

@@ -1,0 +1,167 @@
+"""accelerate's ``Accelerator`` over the data-parallel ranks of a mesh instead of the world.
+
+A trainer asks its accelerator which part of the batch is its own and how to bring the parts together.  Ranks that
+differ only in ``tp`` compute on the same batch, so to a trainer they are one process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_runtime.errors import BackendError
+from fsdp_runtime.memory.gradient_accumulation import no_sync
+from fsdp_runtime.mesh.spec import axis_size, submesh
+from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_
+
+
+class MeshAccelerator(Accelerator):
+    """An ``Accelerator`` whose processes are the data-parallel ranks of ``mesh``, and that wraps no model.
+
+    ``is_main_process`` and the barriers still concern all ranks.  Made from an ordinary one by
+    :func:`over_mesh`.
+
+    Attributes:
+        mesh: the mesh of the model, with this package's axis names.
+    """
+
+    mesh: DeviceMesh
+
+    @property
+    def num_processes(self) -> int:
+        """The size of ``dp``."""
+        return self._dp.size()
+
+    @property
+    def process_index(self) -> int:
+        """This rank's index on ``dp``."""
+        return self._dp.get_local_rank()
+
+    @property
+    def _dp(self) -> DeviceMesh:
+        return submesh(self.mesh, "dp")
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Apply autocast if ``mixed_precision`` asks for it; no wrapper around the model, no move of its shards."""
+        prepared: nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Deal the batches over ``dp``; workers of the ranks of one ``tp`` group draw the same random numbers."""
+        seed_worker = data_loader.worker_init_fn
+        if isinstance(seed_worker, partial) and "rank" in seed_worker.keywords:  # transformers passes the world's rank
+            own = {**seed_worker.keywords, "rank": self.process_index}
+            data_loader.worker_init_fn = partial(seed_worker.func, *seed_worker.args, **own)
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Accumulate gradients locally; the first backward after the ``with`` reduces them over ``dp``."""
+        return no_sync(self.unwrap_model(model))
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip by the norm of all gradients, each shard counted once; return the norm before clipping."""
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors (also in lists, tuples and dicts) of all data-parallel ranks along the first dim."""
+        return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather, and drop what the data loader repeated to fill the last batch."""
+        with replaced_globals(Accelerator.gather_for_metrics, gather_object=self.gather_objects):
+            return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
+
+    def gather_objects(self, objects: list[Any]) -> list[Any]:
+        """One list of the objects that all data-parallel ranks hold."""
+        heard: list[list[Any]] = [[]] * self.num_processes
+        dist.all_gather_object(heard, objects, group=self._dp.get_group())
+        return [each for part in heard for each in part]
+
+    def gather_from_first(self, tensor: Tensor) -> Tensor:
+        """Gather, and give every rank of ``tp`` the values of the first one, bit for bit.
+
+        For values that need not be the same on all of them, such as rewards from a sampled judge.
+        """
+        gathered: Tensor = self.gather(tensor)
+        if (group := self.model_group) is not None:
+            dist.broadcast(gathered, group=group, group_src=0)
+        return gathered
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum or average tensors over the data-parallel ranks; ``reduction="none"`` leaves them as they are."""
+
+        def one(value: Tensor) -> Tensor:
+            if reduction == "none":
+                return value
+            value = value.clone()
+            dist.all_reduce(value, group=self._dp.get_group())
+            return value * scale / (self.num_processes if reduction == "mean" else 1)
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
+    @property
+    def model_group(self) -> ProcessGroup | None:
+        """The ranks that hold one replica of the batch, or ``None`` where each rank has its own."""
+        return self.mesh["tp"].get_group() if axis_size(self.mesh, "tp") > 1 else None
+
+    def share_random_state(self) -> None:
+        """Give every rank of ``tp`` the random state of the first one, so that they sample the same tokens."""
+        if (group := self.model_group) is None:
+            return
+        states: list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]] = [
+            (torch.get_rng_state, torch.set_rng_state)
+        ]
+        if self.device.type != "cpu":
+            device_module = torch.get_device_module(self.device)
+            states.append((device_module.get_rng_state, device_module.set_rng_state))
+        for read, write in states:
+            state = read().to(self.device)
+            dist.broadcast(state, group=group, group_src=0)
+            write(state.cpu())
+
+    def _gather_one(self, tensor: Tensor) -> Tensor:
+        local = tensor.detach().contiguous() if tensor.ndim else tensor.detach().clone()[None]
+        if self.num_processes == 1:
+            return local
+        parts = [torch.empty_like(local) for _ in range(self.num_processes)]
+        dist.all_gather(parts, local, group=self._dp.get_group())
+        return torch.cat(parts)
+
+
+def over_mesh(accelerator: Accelerator, mesh: DeviceMesh) -> MeshAccelerator:
+    """Turn an accelerator, with all its settings, into one over ``mesh``, in place."""
+    accelerator.__class__ = MeshAccelerator
+    over: MeshAccelerator = accelerator
+    over.mesh = mesh
+    return over
+
+
+@contextmanager
+def replaced_globals(function: Callable[..., Any], **replacements: Any) -> Iterator[None]:
+    """Let a function of another package find these objects under global names of its module, inside the ``with``.
+
+    Raises:
+        BackendError: the module has no such name, so its version is another one.
+    """
+    namespace: dict[str, Any] = inspect.unwrap(function).__globals__
+    if missing := [name for name in replacements if name not in namespace]:
+        raise BackendError(f"{namespace['__name__']} has no {missing[0]}: install the version that the extra pins")
+    before: Mapping[str, Any] = {name: namespace[name] for name in replacements}
+    namespace.update(replacements)
+    try:
+        yield
+    finally:
+        namespace.update(before)

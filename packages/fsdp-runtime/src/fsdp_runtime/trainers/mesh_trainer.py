@@ -1,0 +1,183 @@
+"""The part that all trainers on a mesh share: data, gradients, saving and resuming."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._peft_compat import base_model, is_peft_model
+from fsdp_runtime.errors import CheckpointError, OptionError
+from fsdp_runtime.mesh.spec import submesh
+from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.trainers.logits import full, label_smoother_for, take_sharded_logits
+from fsdp_runtime.trainers.mesh_accelerator import MeshAccelerator, over_mesh
+from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_, grad_norm, require_rl_logprobs
+from fsdp_runtime.trainers.training_arguments import check_arguments, check_mesh, check_model, check_optimizer
+from fsdp_runtime.training_state import load_training_state, save_training_state
+from fsdp_runtime.weights import load_weights, save_weights
+
+logger = logging.getLogger(__name__)
+
+#: The folder of model, optimizer, scheduler and random states in a trainer's checkpoint.
+STATE_FOLDER = "training_state"
+
+
+#: The trainer that the mixin precedes; its class is known where the two are joined.
+_AnyTrainer: Any = object
+
+
+class MeshTrainerMixin(_AnyTrainer):
+    """Let a trainer derived from ``transformers.Trainer`` train a model that ``parallelize`` has sharded.
+
+    Put it before the trainer's class: ``class MyTrainer(MeshTrainerMixin, TheirTrainer)``.  What it changes:
+
+    - Ranks that differ only in ``tp`` get the same batches; batches are divided over ``dp``.
+    - accelerate neither wraps the model nor moves it.
+    - The loss with ``labels`` is computed from logits that are sharded on the vocabulary.
+    - The norm of the gradients, and clipping by it, count every shard once.
+    - ``save_model`` writes what ``from_pretrained`` reads; checkpoints resume on this mesh or another.
+
+    Args:
+        model: a model after ``parallelize`` and ``load_weights``.
+        mesh: the mesh that it was parallelized on; ``dp_replicate``, ``dp_shard`` and ``tp`` may be larger than 1.
+        args: the trainer's training arguments.
+        kwargs: the trainer's other arguments, by keyword.
+
+    Raises:
+        BackendError: rl-logprobs is not installed.
+        MeshError: the mesh has an axis that batches cannot be divided over.
+        ModelError: the model is not parallelized on this mesh, or has no weights yet.
+        OptionError: an option that cannot be right on a sharded model.
+    """
+
+    accelerator: MeshAccelerator
+    mesh: DeviceMesh
+
+    def __init__(self, model: nn.Module | None = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
+        if kwargs.get("model_init") is not None:
+            raise OptionError("model_init makes models that are not sharded: pass a model after parallelize")
+        if kwargs.get("peft_config") is not None:
+            raise OptionError("peft_config wraps the model too late: call peft.get_peft_model before parallelize")
+        check_mesh(mesh)
+        if args is not None:
+            check_arguments(args)
+            if kwargs.get("optimizers", (None, None))[0] is None and kwargs.get("optimizer_cls_and_kwargs") is None:
+                check_optimizer(args)
+        check_model(model, mesh, recompute=bool(getattr(args, "activation_checkpointing", False)))
+        require_rl_logprobs()
+        self.mesh = mesh
+        if hasattr(base_model(model), "loss_function"):
+            take_sharded_logits(base_model(model))
+        super().__init__(model=model, args=args, **kwargs)
+        attributes: dict[str, Any] = self.__dict__
+        if (label_smoother := attributes["label_smoother"]) is not None:
+            attributes["label_smoother"] = label_smoother_for(label_smoother, base_model(model))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, over the ranks of ``dp``."""
+        super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise OptionError("accelerate is set up for DeepSpeed or FSDP: start the script with torchrun")
+        if self.args.world_size != self.mesh.size():
+            raise OptionError(
+                f"accelerate counts {self.args.world_size} processes and the mesh has {self.mesh.size()} ranks: start "
+                "the script with torchrun, and on CPUs set use_cpu=True in the training arguments"
+            )
+        self.accelerator = over_mesh(self.accelerator, self.mesh)
+        if self.accelerator.dataloader_config.dispatch_batches is None:
+            self.accelerator.dataloader_config.dispatch_batches = False
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the samples of one optimizer step over all ranks of ``dp``."""
+        size: int = self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+        return size
+
+    def floating_point_ops(self, inputs: Any) -> Any:
+        """Return this rank's part of the operations of a forward and backward on ``inputs``."""
+        return super().floating_point_ops(inputs) * self.accelerator.num_processes / self.mesh.size()
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch; logits come back as plain tensors."""
+        return full(super().prediction_step(*args, **kwargs))
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            super()._move_model_to_device(model, device)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:
+        return _norm(model) if grad_norm is None else grad_norm
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the weights or adapters, the tokenizer and the arguments; collective."""
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        if is_peft_model(self.model):
+            for adapter in self.model.peft_config:
+                save_adapter(self.model, folder if adapter == "default" else folder / adapter, adapter=adapter)
+        else:
+            save_weights(self.model, folder)
+        if not self.args.should_save:
+            return
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_training_state(
+            Path(output_dir, STATE_FOLDER),
+            self.model,
+            self.optimizer.optimizer,
+            step=self.state.global_step,
+            scheduler=self.lr_scheduler,
+            keep=0,
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if Path(checkpoint, STATE_FOLDER).is_dir():
+            load_training_state(
+                Path(checkpoint, STATE_FOLDER), self.model, self.optimizer.optimizer, scheduler=self.lr_scheduler
+            )
+        elif Path(checkpoint, "optimizer.pt").exists():
+            raise CheckpointError(
+                f"{checkpoint} has optimizer.pt, the state of an unsharded trainer: resume it there, or start "
+                "from its weights with load_weights"
+            )
+        else:
+            logger.warning("%s has weights only: the optimizer and the schedule start anew", checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not Path(resume_from_checkpoint, STATE_FOLDER).is_dir():  # else loaded with the optimizer's state
+            self._load_weights(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._load_weights(self.state.best_model_checkpoint)
+
+    def _load_weights(self, folder: str) -> None:
+        if is_peft_model(self.model):
+            state = Path(folder, STATE_FOLDER)
+            if not state.is_dir():
+                raise CheckpointError(f"{folder} has no {STATE_FOLDER}: a model with adapters resumes from one only")
+            load_training_state(state, self.model)
+        else:
+            load_weights(self.model, folder)
+
+
+def _norm(model: nn.Module) -> Tensor:
+    return grad_norm(model.parameters())
+
+
+def data_parallel_rank(mesh: DeviceMesh) -> int:
+    """Return this rank's index among those that get different batches."""
+    return submesh(mesh, "dp").get_local_rank()

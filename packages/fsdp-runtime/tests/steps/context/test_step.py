@@ -1,0 +1,270 @@
+"""Context parallelism refuses what it would cut apart; its numbers are tested with the log-probabilities' package."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from coverage.table import entries
+from coverage.table import tiny_model as tiny_row
+from fsdp_runtime import (
+    ContextAttention,
+    LayoutError,
+    MeshSpec,
+    ModelError,
+    SequenceLayout,
+    describe_parallelism,
+    inspect_model,
+    parallelize,
+    sequence_layout,
+)
+from fsdp_runtime.steps.context.full_sequence import eager_function, gather_for, gathered_mixers
+from fsdp_runtime.steps.context.step import (
+    check_context_parallel,
+    replace_attention,
+    under_context_parallelism,
+)
+from harness.models import tiny_config, tiny_inputs, tiny_model
+from harness.ranks import RankPool
+
+
+def _attention() -> ContextAttention:
+    """The attention of one rank."""
+    return ContextAttention(MeshSpec().build(device_type="cpu").get_group("cp"), "headtail")
+
+
+def _refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        check_context_parallel(model, inspect_model(model))
+
+
+def test_attention_of_another_kind_is_refused_with_the_fix() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    model.config._attn_implementation = "flex_attention"
+    _refused(
+        model, r"computes attention by 'flex_attention': cp needs 'sdpa' or 'eager', as set by model\.set_attn_impl"
+    )
+
+
+def test_a_head_that_scores_one_token_of_each_row_is_refused_with_the_fix() -> None:
+    import transformers
+
+    model = transformers.Qwen3ForSequenceClassification(tiny_config("Qwen3ForCausalLM"))
+    _refused(model, r"picks one token of each row for its scores.*use cp=1, or parallelize its trunk \(AutoModel\)")
+
+
+def test_an_encoder_with_a_decoder_is_refused() -> None:
+    import transformers
+
+    sizes = {"vocab_size": 16, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    _refused(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)), "an encoder and a decoder")
+
+
+def test_masks_that_are_made_from_the_length_of_a_row_are_refused() -> None:
+    import transformers
+
+    config = transformers.CpmAntConfig(hidden_size=8, num_attention_heads=2, dim_head=4, dim_ff=8, num_hidden_layers=1)
+    _refused(transformers.CpmAntForCausalLM(config), "computes its mask and positions from the length of a rank's row")
+
+
+@pytest.mark.parametrize(
+    ("row", "ways"),
+    [
+        ("llama", {}),
+        ("granite_swa", {}),  # sinks
+        ("doge", {"DogeAttention": "mask"}),  # a mask from the values of all tokens
+        ("glm_moe_dsa", {"GlmMoeDsaAttention": "mask"}),  # an indexer
+        ("jamba", {"JambaMambaMixer": "documents"}),
+    ],
+)
+def test_only_mixers_that_are_no_plain_attention_run_on_full_sequences(row: str, ways: dict[str, str]) -> None:
+    model = tiny_row(entries()[row])
+    implementation = model.config.get_text_config()._attn_implementation
+    found = gathered_mixers(inspect_model(model), implementation)
+    assert {mixer.kind: mixer.way for mixer in found} == ways
+
+
+def test_chunks_of_attention_start_anew_in_each_packed_document() -> None:
+    import transformers
+
+    config = transformers.Llama4TextConfig(
+        vocab_size=131,
+        hidden_size=32,
+        intermediate_size=32,
+        intermediate_size_mlp=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+        attention_chunk_size=4,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        moe_layers=[],
+    )
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(config).eval()
+    positions = torch.tensor([[*range(5), *range(7)]])
+    inputs = {"input_ids": torch.arange(12)[None], "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        replace_attention(model, _attention())
+        torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-6, rtol=0)
+
+
+def test_frequencies_that_depend_on_the_longest_position_are_refused() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    _refused(model, "rotary embeddings of type longrope, whose frequencies depend on the longest position")
+
+
+def test_a_model_of_ones_own_is_shown_what_to_call() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
+    _refused(model, r"not a transformers model.*call ContextAttention\(group, load_balancer\)\.attend")
+
+
+def _alone() -> nn.Module:
+    model = tiny_model("LlamaForCausalLM")
+    replace_attention(model, _attention())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"labels": torch.zeros(2, 6, dtype=torch.long)}, "labels are shifted inside the model, across shards"),
+        ({"use_cache": True}, "a key/value cache would hold the keys of this rank only: pass use_cache=False"),
+        (
+            {"pixel_values": torch.zeros(2, 3)},
+            r"pixel_values \(2, 3\) cannot be sharded along the tokens: compute th",
+        ),
+        ({"attention_mask": torch.ones(2, 5)}, r"attention_mask \(2, 5\): give \[batch, 6\], this rank's tokens"),
+        ({"input_ids": None}, "neither input_ids nor inputs_embeds"),
+    ],
+)
+def test_inputs_that_cannot_be_cut_are_refused_with_the_fix(inputs: dict[str, Any], message: str) -> None:
+    model = _alone()
+    with pytest.raises(LayoutError, match=message):
+        model(**{**tiny_inputs(model, batch=2, length=6), **inputs})
+
+
+def test_inputs_by_position_are_refused() -> None:
+    with pytest.raises(LayoutError, match="takes its inputs by name"):
+        _alone()(torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_another_model_of_the_same_config_keeps_its_attention() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    twin = type(model)(model.config)
+    replace_attention(model, _attention())
+    assert twin.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation != "sdpa"
+    assert model.model.layers[0].self_attn.config is model.config
+
+
+def _gptj() -> Any:
+    """A model whose attention does not use ``transformers.AttentionInterface``."""
+    import transformers
+
+    config = transformers.GPTJConfig(vocab_size=16, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=16)
+    model = transformers.GPTJForCausalLM(config).eval()
+    attention = _attention()
+    attention.eager = eager_function
+    gathered = gather_for(gathered_mixers(inspect_model(model), "eager"), attention)
+    replace_attention(model, attention, keep=gathered.modules)
+    return model
+
+
+def test_attention_of_the_models_own_code_gets_the_masks_of_context_parallelism() -> None:
+    model = _gptj()
+    assert model.config._attn_implementation.startswith("context_parallel_")
+    assert model.transformer.h[0].attn.config._attn_implementation == "eager"
+    model(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+
+def test_a_mask_that_context_parallelism_has_not_made_is_refused() -> None:
+    model = _gptj()
+    model.config._attn_implementation = "eager"  # planted: transformers masks the first tokens on every rank
+    with pytest.raises(
+        LayoutError, match=r"a mask \(1, 1, 4, 4\) that does not come from transformers' mask functions"
+    ):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(LayoutError, match=r"GPTJAttention has a mask \(1, 1, 3, 3\), and the full sequence 4 tokens"):
+        model.transformer.h[0].attn(
+            torch.ones(1, 4, 16), attention_mask=torch.zeros(1, 1, 3, 3), position_ids=ids.cumsum(1) - 1
+        )
+
+
+def test_one_rank_computes_what_the_plain_model_does() -> None:
+    plain = tiny_model("LlamaForCausalLM")
+    inputs = tiny_inputs(plain, batch=2, length=6)
+    torch.testing.assert_close(_alone()(**inputs).logits, plain(**inputs).logits, atol=1e-6, rtol=0)
+
+
+def _attends_in_ones_own_model() -> float:
+    """Attention called directly, as a model of one's own would."""
+    group = MeshSpec(cp=2).build(device_type="cpu").get_group("cp")
+    layout = SequenceLayout(12, 2, group.rank())
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 12, 8, generator=generator) for heads in (4, 2, 2))
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    parts = [layout.shard(each, dim=2) for each in (query, key, value)]
+    output, _ = ContextAttention(group, "headtail").attend(nn.Identity(), *parts, attention_mask=None)
+    return (output - layout.shard(expected, dim=2).transpose(1, 2)).abs().max().item()
+
+
+def test_attention_can_be_called_from_a_model_of_ones_own(two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(_attends_in_ones_own_model)) < 1e-6
+
+
+def _gradients(**options: Any) -> float:
+    """The largest difference of any gradient to the model without those options."""
+    mesh = MeshSpec(cp=2).build(device_type="cpu")
+    models = [tiny_model("Qwen3ForCausalLM", num_hidden_layers=1) for _ in range(2)]
+    layout = sequence_layout(mesh, 8)
+    for model, chosen in zip(models, ({}, options), strict=True):
+        parallelize(model, mesh, **chosen)
+        local = layout.shard_batch(tiny_inputs(model, batch=1, length=8))
+        model(**local).logits.square().sum().backward()
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    return max((one.grad.to_local() - other.grad.to_local()).abs().max().item() for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": "selective"},
+        pytest.param(
+            {"activation_checkpointing": "block", "compile": {"backend": "aot_eager"}}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["selective", "compiled"],
+)
+def test_recomputing_and_compiled_blocks_gather_alike(two_ranks: RankPool, options: dict[str, Any]) -> None:
+    assert max(two_ranks.run(_gradients, **copy.deepcopy(options))) < 1e-9
+
+
+class _OwnModel(nn.Module):
+    """Not a transformers model; its attention would call ``ContextAttention`` itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])
+
+
+def _own_model_on_cp() -> tuple[bool, set[tuple[str, ...]]]:
+    mesh = MeshSpec(cp=2).build(device_type="cpu")
+    model = parallelize(_OwnModel(), mesh, plan=None, cp_attention=False)
+    return under_context_parallelism(model), set(describe_parallelism(model).sharded.values())
+
+
+def test_a_model_of_ones_own_keeps_its_attention_and_is_sharded_over_cp(two_ranks: RankPool) -> None:
+    attention_is_replaced, axes = two_ranks.run(_own_model_on_cp)[0]
+    assert axes == {("dp_shard_cp",)}
+    assert not attention_is_replaced

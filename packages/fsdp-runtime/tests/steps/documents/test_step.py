@@ -1,0 +1,147 @@
+"""Packing refuses what it cannot keep apart, and warns of rows that nobody keeps apart."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from fsdp_runtime import LayoutError, MeshSpec, ModelError, OptionError, inspect_model, parallelize
+from fsdp_runtime.steps.documents.token_mixers import token_mixers
+from harness.models import tiny_inputs, tiny_model
+from harness.ranks import RankPool
+
+PACKED = torch.tensor([[0, 1, 2, 0, 1, 2]])
+
+
+def _jamba() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.JambaConfig(
+        vocab_size=131,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=2,
+        mamba_d_state=4,
+        mamba_dt_rank=2,
+        use_mamba_kernels=False,
+    )
+    return transformers.JambaForCausalLM(config).eval()
+
+
+def _parallelized(model: nn.Module, **options: Any) -> nn.Module:
+    return parallelize(model, MeshSpec().build(device_type="cpu"), **options)
+
+
+def _run(model: nn.Module, **changes: Any) -> Any:
+    return model(input_ids=torch.arange(3, 9)[None], **{"position_ids": PACKED, "use_cache": False, **changes})
+
+
+def test_mixers_are_found_by_what_they_take() -> None:
+    found = token_mixers(inspect_model(_jamba()))
+    assert [(mixer.path, mixer.way) for mixer in found] == [
+        ("model.layers.0.mamba", "documents"),
+        ("model.layers.1.self_attn", "mask"),
+    ]
+
+
+def test_a_model_of_ones_own_is_refused_before_anything_changes() -> None:
+    model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
+    with pytest.raises(ModelError, match="not a transformers model: packed_sequences=True reads position_ids"):
+        _parallelized(model, packed_sequences=True)
+
+
+def test_masks_that_a_model_makes_from_the_rows_length_are_refused() -> None:
+    config = transformers.CpmAntConfig(hidden_size=8, num_attention_heads=2, dim_head=4, dim_ff=8, num_hidden_layers=1)
+    with pytest.raises(ModelError, match=r"self_attention of CpmAntForCausalLM computes its mask and positions"):
+        _parallelized(transformers.CpmAntForCausalLM(config), packed_sequences=True)
+
+
+def test_a_cache_is_refused_and_the_default_one_left_out() -> None:
+    model = _parallelized(_jamba(), packed_sequences=True)
+    with pytest.raises(LayoutError, match="a key/value cache has no boundaries of documents: pass use_cache=False"):
+        _run(model, use_cache=True)
+    assert _run(model, use_cache=None).past_key_values is None
+
+
+def test_rows_of_documents_and_rows_of_trees_are_not_taken_by_one_model() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    with pytest.raises(OptionError, match="leave packed_sequences out, and pack single samples with pack_tree"):
+        _parallelized(model, packed_sequences=True, shared_prefixes=True)
+
+
+def test_a_copied_model_keeps_documents_apart() -> None:
+    model = copy.deepcopy(_parallelized(_jamba(), packed_sequences=True))
+    with torch.no_grad():
+        together = _run(model).logits
+        alone = model(input_ids=torch.arange(6, 9)[None], position_ids=PACKED[:, :3], use_cache=False).logits
+    torch.testing.assert_close(together[:, 3:], alone, atol=1e-6, rtol=0)
+
+
+def test_packed_rows_without_the_option_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = _parallelized(_jamba())
+    for _ in range(2):
+        _run(model)
+    (record,) = [each for each in caplog.records if "position_ids" in each.getMessage()]
+    message = "1 layers of JambaForCausalLM let documents read one another: JambaMambaMixer (model.layers.0.mamba)"
+    assert message in record.getMessage()
+    assert "pass packed_sequences=True to parallelize" in record.getMessage()
+
+
+@pytest.mark.parametrize("positions", [PACKED, torch.arange(6)[None], None], ids=["packed", "one document", "none"])
+def test_a_model_that_keeps_documents_apart_is_not_warned_of(
+    caplog: pytest.LogCaptureFixture, positions: torch.Tensor | None
+) -> None:
+    model = _parallelized(tiny_model("LlamaForCausalLM"))
+    model(**tiny_inputs(model, batch=1, length=6), position_ids=positions, use_cache=False)
+    assert "let documents read" not in caplog.text
+
+
+def test_masks_that_ignore_positions_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = _parallelized(tiny_model("LlamaForCausalLM"))
+    inputs = tiny_inputs(model, batch=1, length=6)
+    model(**inputs, position_ids=PACKED, attention_mask=torch.ones(1, 6), use_cache=False)
+    assert "2 layers of LlamaForCausalLM let documents read one another: LlamaAttention" in caplog.text
+
+
+def _warned_under_tensor_parallelism() -> list[str]:
+    """Messages of a rank, whose modules' classes are not their own."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fsdp_runtime.steps.documents.unpacked_warning")
+    logger.addHandler(handler)
+    model = parallelize(tiny_model("LlamaForCausalLM"), MeshSpec(tp=2).build(device_type="cpu"))
+    inputs = tiny_inputs(model, batch=1, length=6)
+    model(**inputs, position_ids=PACKED, attention_mask=torch.ones(1, 6), use_cache=False)
+    logger.removeHandler(handler)
+    return messages
+
+
+def test_layers_under_tensor_parallelism_are_examined_too(two_ranks: RankPool) -> None:
+    for (message,) in two_ranks.run(_warned_under_tensor_parallelism):
+        assert "2 layers of LlamaForCausalLM let documents read one another" in message
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_a_model_of_packed_rows_generates_from_prompts(padding: int) -> None:
+    plain = tiny_model("Qwen3ForCausalLM")
+    packed = _parallelized(copy.deepcopy(plain), plan=None, packed_sequences=True)
+    mask = (torch.arange(6).expand(2, -1) >= torch.tensor([[padding], [0]])).long()
+    tokens = torch.arange(3, 15).view(2, 6) * mask
+    wanted, found = (
+        model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=4, do_sample=False)  # type: ignore[operator]
+        for model in (plain, packed)
+    )
+    assert torch.equal(found, wanted)
+    with pytest.raises(LayoutError, match="a key/value cache has no boundaries of documents"):
+        _run(packed, use_cache=True)

@@ -1,0 +1,286 @@
+"""Infer a plan and prove it: what inference doubts is decided by running a small copy of the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tp_plans.checks import check
+from tp_plans.errors import CapabilityError, CheckFailedError, ModelError, PlanError, UnknownArchitectureError
+from tp_plans.infer.encoder_decoder import token_blocks
+from tp_plans.infer.sequence_parallel import with_sequence_parallelism
+from tp_plans.infer.stored_parameters import large_patterns
+from tp_plans.infer.suggest import Suggestion, suggestion
+from tp_plans.infer.towers import with_towers
+from tp_plans.model_tree import ModelTree, is_at_or_below
+from tp_plans.patterns import wildcard
+from tp_plans.plan import Plan
+from tp_plans.styles import ExpertsParallel, RowwiseParallel
+from tp_plans.verification.parts import parts_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tp_plans.verification.report import VerificationReport
+    from tp_plans.verification.tiny import TinyModel
+
+logger = logging.getLogger(__name__)
+
+#: How often parts that were found wrong are gathered, before an inference is given up.
+_ROUNDS = 4
+#: Without a mesh, the ranks that a small copy is run on.
+_RANKS = 2
+_logged: set[str] = set()
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A model, and what is wanted of its plan.
+
+    Args:
+        tree: the model.
+        sequence_parallel: whether the plan is to be a sequence-parallel one.
+        towers_tp: the size of the axis where it is to have rules for towers too.
+        large: the patterns of the parameters that are worth a gather, alike for a model and its small copy.
+    """
+
+    tree: ModelTree
+    sequence_parallel: bool
+    towers_tp: int | None
+    large: Collection[str]
+
+    def suggestion(self, gathered: Sequence[str] = (), *, sequence_parallel: bool | None = None) -> Suggestion:
+        wanted = self.sequence_parallel if sequence_parallel is None else sequence_parallel
+        return suggestion(self.tree, sequence_parallel=wanted, gathered=gathered, large=self.large)
+
+    def with_towers(self, plan: Plan, *, among: Sequence[str] | None = None) -> Plan:
+        """Return a plan with rules for towers, where they are wanted: see :func:`tp_plans.infer.towers.with_towers`."""
+        return plan if self.towers_tp is None else self._towers(plan, self.towers_tp, among)[0]
+
+    def tower_parts(self, plan: Plan) -> tuple[str, ...]:
+        """Return the parts of towers that are split inside, as patterns."""
+        return () if self.towers_tp is None else self._towers(plan, self.towers_tp, None)[1]
+
+    def _towers(self, plan: Plan, tp: int, among: Sequence[str] | None) -> tuple[Plan, tuple[str, ...]]:
+        return with_towers(plan, self.tree, tp=tp, among=among, large=self.large)
+
+    def plan(self, gathered: Sequence[str], *, gather_blocks: bool) -> Plan:
+        plan = self.suggestion(gathered, sequence_parallel=False).plan
+        if not self.sequence_parallel:
+            return plan
+        return with_sequence_parallelism(plan, self.tree, gather_blocks=gather_blocks)
+
+
+def inferred_plan(
+    model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None, towers_tp: int | None = None
+) -> Plan:
+    """Return a plan that is inferred from a model's modules and certain: without doubts, or proven by running it.
+
+    Parts that are split wrongly are stored sharded and gathered for their code instead, and the plan is run again.
+
+    Args:
+        model: the model, or its tree.
+        sequence_parallel: whether the plan is to be a sequence-parallel one, which is always run.
+        mesh: the axis whose ranks run the copy, all of which have to call this; ``None`` for new processes.
+        towers_tp: the size of the axis where the plan is to have rules for towers too: what of them is proven to be
+            right is split inside, the other layers are stored sharded.
+
+    Raises:
+        UnknownArchitectureError: no plan is certain; the message lists the doubts.
+        CapabilityError: the model has no sequence-parallel form that is right.
+    """
+    tree = ModelTree.of(model)
+    attempt = _Attempt(tree, sequence_parallel, towers_tp, large_patterns(tree))
+    name = type(attempt.tree.model).__name__
+    try:
+        proposed = attempt.suggestion()
+    except PlanError as error:
+        raise UnknownArchitectureError(f"None can be inferred: {error}") from error
+    without_doubts = not proposed.doubts and not sequence_parallel
+    if without_doubts and not attempt.tower_parts(proposed.plan):
+        _log_once(name, "without doubts")
+        return attempt.with_towers(proposed.plan)
+    if mesh is not None and not _computes(mesh):
+        _log_once(name, "and not proven, since nothing is computed on a simulated mesh")
+        return attempt.with_towers(proposed.plan)
+    try:
+        plan, how = _proven(attempt, mesh)
+    except (CheckFailedError, ModelError, PlanError, ImportError, _NotProvenError) as error:
+        if without_doubts:
+            _log_once(name, "without doubts; the layers of its towers are stored sharded, since it could not be run")
+            return attempt.with_towers(proposed.plan, among=())
+        doubts = "; ".join(map(str, proposed.doubts)) or "the sequence-parallel form is derived"
+        raise UnknownArchitectureError(
+            f"A plan can be inferred, and is not certain. Doubts: {doubts}. They could not be decided by running it: "
+            f'{error}. Accept them with plan="inferred", or correct the plan of tp_plans.suggest(model) and give it'
+        ) from error
+    _log_once(name, how)
+    return plan
+
+
+class _NotProvenError(Exception):
+    """A plan stayed wrong."""
+
+
+def _proven(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
+    from tp_plans.verification.ranks import why_no_new_ranks
+    from tp_plans.verification.tiny import tiny_model
+
+    if mesh is None and (reason := why_no_new_ranks()) is not None:
+        raise _NotProvenError(reason)
+    tp = _RANKS if mesh is None else mesh.size()
+    tiny = tiny_model(attempt.tree.model, tp=tp)
+    towers_tp = None if attempt.towers_tp is None else tp
+    tree = replace(ModelTree.of(tiny.model), known_decoder=attempt.tree.decoder)  # towers may be larger at small sizes
+    small = replace(attempt, tree=tree, towers_tp=towers_tp)
+    gathered = _gathered_until_right(attempt, small, tiny, tp, mesh)
+    towers = _right_towers(small, gathered, tiny, tp, mesh)
+    gather_blocks = attempt.sequence_parallel and _must_gather_blocks(small, gathered, towers, tiny, tp, mesh)
+    plan, run = (each.plan(gathered, gather_blocks=gather_blocks) for each in (attempt, small))
+    if {p: type(style) for p, style in plan.items()} != {p: type(style) for p, style in run.items()}:
+        raise _NotProvenError("the small copy gets other rules than the model")
+    if towers is not None:
+        plan = attempt.with_towers(plan, among=towers)
+    how = f"and proven on {tp} ranks by running {type(tiny.model).__name__} {tiny.ran}"
+    if gathered:
+        how += f"; stored sharded and gathered for use: {', '.join(gathered)}"
+    return plan, f"{how}; the sequence is gathered for each entire block" if gather_blocks else how
+
+
+def _gathered_until_right(
+    attempt: _Attempt, small: _Attempt, tiny: TinyModel, tp: int, mesh: DeviceMesh | None
+) -> tuple[str, ...]:
+    """Return the parts that have to be gathered for the plan without sequence parallelism to be right."""
+    from tp_plans.verification.verify import verify_tiny
+
+    gathered: dict[str, None] = {}
+    for _ in range(_ROUNDS):
+        wrong = [
+            place
+            for each in (attempt, small)
+            for place in _unfit_parts(each.suggestion((*gathered,), sequence_parallel=False).plan, each.tree, tp)
+        ]
+        why = "its sizes do not fit"
+        if not wrong:
+            plan = small.suggestion((*gathered,), sequence_parallel=False).plan
+            report = verify_tiny(tiny, plan, tp=tp, mesh=mesh)
+            wrong, why = [part.where for part in report.wrong], str(report)
+            if report.right and not (wrong := _unreached(plan, small.tree, gathered, report)):
+                return (*gathered,)
+        found = {place: None for place in wrong if place not in gathered and _may_be_gathered(place, small.tree)}
+        if not found:
+            raise _NotProvenError(why)
+        gathered |= found
+    raise _NotProvenError(f"parts stayed wrong after {', '.join(gathered)} were gathered")
+
+
+def _unreached(plan: Plan, tree: ModelTree, gathered: Collection[str], report: VerificationReport) -> list[str]:
+    """Return the parts of blocks that are split and that the loss of the run did not depend on."""
+    parts = parts_of(plan, tree)
+    return [
+        place
+        for place, rules in parts.items()
+        if any(isinstance(style, (RowwiseParallel, ExpertsParallel)) for style in rules.values())
+        and place not in gathered
+        and _may_be_gathered(place, tree)
+        and not _is_reached(place, report)
+    ]
+
+
+def _right_towers(
+    small: _Attempt, gathered: Sequence[str], tiny: TinyModel, tp: int, mesh: DeviceMesh | None
+) -> tuple[str, ...] | None:
+    """Return the parts of towers that are right when they are split inside; what no input reaches is not among them.
+
+    The layers of the others are right when they are stored sharded; ``None`` where they are not.
+    """
+    from tp_plans.verification.verify import verify_tiny
+
+    plan = small.suggestion(gathered, sequence_parallel=False).plan
+    towers = small.tower_parts(plan)
+    while True:
+        tried = small.with_towers(plan, among=towers)
+        if tried == plan:
+            return None
+        report = verify_tiny(tiny, tried, tp=tp, mesh=mesh)
+        wrong = [part.where for part in report.wrong]
+        right = tuple(
+            part
+            for part in towers
+            if _is_reached(part, report)
+            and not any(is_at_or_below(part, each) or is_at_or_below(each, part) for each in wrong)
+        )
+        if report.right and right == towers:
+            return towers
+        if not towers:
+            return None
+        towers = right if len(right) < len(towers) else ()
+
+
+def _is_reached(part: str, report: VerificationReport) -> bool:
+    """Return whether the loss of a run depends on a part, so that the run says whether it is right."""
+    return any(is_at_or_below(wildcard(path), part) for path in report.gradient_errors)
+
+
+def _unfit_parts(plan: Plan, tree: ModelTree, tp: int) -> list[str]:
+    """Return the parts whose sizes do not divide, or that do not fit otherwise."""
+    where = [wildcard(finding.where) for finding in check(plan, tree, tp=tp).errors]
+    return [place for place in parts_of(plan, tree) if place and any(is_at_or_below(each, place) for each in where)]
+
+
+def _may_be_gathered(place: str, tree: ModelTree) -> bool:
+    return place == tree.lm_head or any(is_at_or_below(place, wildcard(block)) for block in token_blocks(tree))
+
+
+def _must_gather_blocks(
+    small: _Attempt,
+    gathered: Sequence[str],
+    towers: Sequence[str] | None,
+    tiny: TinyModel,
+    tp: int,
+    mesh: DeviceMesh | None,
+) -> bool:
+    """Return whether the sequence-parallel form has to gather the sequence for entire blocks to be right.
+
+    Raises:
+        CapabilityError: it is wrong then too, with what differs.
+    """
+    from tp_plans.verification.verify import verify_tiny
+
+    name = type(tiny.model).__name__
+    reports: list[VerificationReport] = []
+    for gather_blocks in (False, True):
+        try:
+            plan = small.plan(gathered, gather_blocks=gather_blocks)
+        except (CapabilityError, PlanError) as error:
+            if reports:
+                break  # this form cannot be derived
+            if isinstance(error, CapabilityError):
+                raise
+            raise CapabilityError(
+                f"{name} has no sequence-parallel form: {error}; pass sequence_parallel=False"
+            ) from error
+        if towers is not None:
+            plan = small.with_towers(plan, among=towers)
+        reports.append(verify_tiny(tiny, plan, tp=tp, mesh=mesh))
+        if reports[-1].right:
+            return gather_blocks
+    raise CapabilityError(
+        f"{name} has no sequence-parallel form that is right. {reports[0]}\nPass sequence_parallel=False: its "
+        "tensor-parallel plan is right"
+    )
+
+
+def _computes(mesh: DeviceMesh) -> bool:
+    from tp_plans.verification.ranks import computes, require_axis
+
+    require_axis(mesh)
+    return computes(mesh)
+
+
+def _log_once(name: str, how: str) -> None:
+    if name not in _logged:
+        _logged.add(name)
+        logger.warning("no plan is known for %s: using one that is inferred from its modules, %s", name, how)
