@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fsdp_runtime._peft_compat import model_of_rows
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
 from fsdp_runtime.mesh.spec import axis_size, require_axes, submesh
@@ -140,7 +139,6 @@ class Parallelism:
             apply_input_check(model, tp_mesh=self.tp_mesh, cp_mesh=self.cp_mesh)
 
 
-@checked
 def resolve_parallelism(
     model: nn.Module,
     mesh: DeviceMesh,

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.parallelism import PlanSource, resolve_parallelism
 from fsdp_runtime.steps.checkpointing import ActivationCheckpointing
 from fsdp_runtime.steps.context.methods import ContextParallel
@@ -18,7 +17,6 @@ from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.tensor.step import Logits, Towers
 
 
-@checked
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,

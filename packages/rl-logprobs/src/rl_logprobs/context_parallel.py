@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 
 from rl_logprobs._torch_compat import all_gather_single, apply_function
-from rl_logprobs.argument_types import checked
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import DtypeError, ShapeError
 
 
-@checked
 def headtail_permutation(length: int, ranks: int) -> torch.Tensor:
     """Return the permutation that gives each rank a chunk from both ends, which balances causal attention.
 
@@ -48,7 +46,6 @@ def headtail_permutation(length: int, ranks: int) -> torch.Tensor:
     return torch.cat(pairs)
 
 
-@checked
 def sequence_shard(
     full: torch.Tensor, permutation: torch.Tensor, group: dist.ProcessGroup, *, dim: int = -1
 ) -> torch.Tensor:
@@ -83,7 +80,6 @@ def sequence_shard(
     return full.index_select(dim, _rank_positions(permutation, group, full.shape[dim]))
 
 
-@checked
 def gather_sequence(
     local: torch.Tensor, permutation: torch.Tensor, group: dist.ProcessGroup, *, dim: int = -1
 ) -> torch.Tensor:

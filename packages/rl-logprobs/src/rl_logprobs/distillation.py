@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from rl_logprobs._torch_compat import apply_function
-from rl_logprobs.argument_types import checked
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import OptionError, ShapeError
@@ -45,7 +44,6 @@ class TopTokens(NamedTuple):
     logprobs: torch.Tensor
 
 
-@checked
 @torch.no_grad()
 def topk_logprobs(
     logits: torch.Tensor,
@@ -141,7 +139,6 @@ def _lowest_of_the_largest(block: torch.Tensor, k: int) -> torch.Tensor:
     return columns.topk(k, dim=1, largest=False, sorted=True).values.clamp_(max=width - 1)
 
 
-@checked
 def logprobs_at(
     logits: torch.Tensor,
     ids: torch.Tensor,
@@ -211,7 +208,6 @@ def logprobs_at(
     return flat.view(local_ids.shape)
 
 
-@checked
 def kept_logprobs(
     logits: torch.Tensor,
     support: Support,

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from rl_logprobs._torch_compat import apply_function
-from rl_logprobs.argument_types import checked
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
@@ -29,7 +28,6 @@ from rl_logprobs.targets import local_targets
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
-@checked
 def kl_estimate(
     logprobs: torch.Tensor,
     reference_logprobs: torch.Tensor,
@@ -110,7 +108,6 @@ def kl_estimate(
     return (logprobs - sampled_logprobs.detach()).exp() * value
 
 
-@checked
 def token_kl(
     logits: torch.Tensor,
     reference_logits: torch.Tensor,

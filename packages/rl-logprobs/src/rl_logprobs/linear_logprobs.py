@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from rl_logprobs.argument_types import checked
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
 from rl_logprobs.logprobs import TokenStatistics, shaped_like
@@ -31,7 +30,6 @@ from rl_logprobs.support.statistics import kept_statistics
 from rl_logprobs.targets import ignored_targets, local_targets
 
 
-@checked
 def linear_token_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -118,7 +116,6 @@ def linear_token_logprobs(
     ).logprobs
 
 
-@checked
 def linear_token_statistics(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.argument_types import checked
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import OptionError
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
@@ -50,7 +49,6 @@ class TokenStatistics:
     target_rank: torch.Tensor | None = None
 
 
-@checked
 def token_logprobs(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -139,7 +137,6 @@ def token_logprobs(
     ).logprobs
 
 
-@checked
 def token_statistics(
     logits: torch.Tensor,
     targets: torch.Tensor,

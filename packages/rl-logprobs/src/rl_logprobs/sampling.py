@@ -7,7 +7,6 @@ import math
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.argument_types import checked
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.errors import OptionError
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
@@ -18,7 +17,6 @@ from rl_logprobs.softmax.vocab_parallel import all_gather
 from rl_logprobs.softmax.vocab_shard import TokenSlice, locate_logits
 
 
-@checked
 @torch.no_grad()
 def sample_tokens(
     logits: torch.Tensor,

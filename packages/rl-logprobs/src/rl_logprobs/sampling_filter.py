@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 
-from rl_logprobs.argument_types import checked
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import OptionError
 from rl_logprobs.softmax.log2_scale import TemperatureScale
@@ -23,7 +22,6 @@ from rl_logprobs.softmax.vocab_shard import VocabShard
 MAX_EXCHANGED_K = 256
 
 
-@checked
 @dataclass(frozen=True)
 class SamplingFilter:
     """The filters of a sampler, applied after the temperature.

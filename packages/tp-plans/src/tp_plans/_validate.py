@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeGuard
 
-from tp_plans.argument_types import argument_types
-from tp_plans.errors import ModelError, PlanError, TransferError
+from tp_plans.errors import ModelError, PlanError
 from tp_plans.layouts import Replicate, Shard
 
-#: Of public functions and classes whose bodies do not check the types of their arguments.
-checked = argument_types(PlanError)
-#: The same of transfers.
-transfer_checked = argument_types(TransferError)
 #: No mesh axis is larger; what is listed for every rank would not end.
 MAX_RANKS = 2**20
 

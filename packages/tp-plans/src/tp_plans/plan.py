@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from tp_plans._validate import checked, is_integer
+from tp_plans._validate import is_integer
 from tp_plans.errors import PlanError, type_name
 from tp_plans.patterns import Patterns
 from tp_plans.styles import DispatchExperts, Style, style_from_dict, style_to_dict
@@ -146,7 +146,6 @@ class Plan(Mapping[str, Style]):
         rules = {p: style for p, style in self.items() if isinstance(style, DispatchExperts) == (axis == "ep")}
         return self._with(rules)
 
-    @checked
     def match(self, path: str) -> list[str]:
         """The patterns that a module path matches; more than one is a mistake in the plan."""
         return self._patterns.match(path)
@@ -155,7 +154,6 @@ class Plan(Mapping[str, Style]):
         """The rules that ``other`` adds, drops or says otherwise; false where there are none."""
         return diff_plans(self, require_plan(other))
 
-    @checked
     def to_json(self, *, indent: int | None = 2) -> str:
         """The plan as JSON text, which :meth:`from_json` reads back to an equal plan."""
         data = {
@@ -219,7 +217,6 @@ def require_plan(value: object) -> Plan:
     return value
 
 
-@checked
 def styles_by_path(plan: Plan, model: Any) -> dict[str, ParallelStyle]:
     """Return the torch styles of a plan for one model, keyed by module path (imports torch).
 
@@ -245,7 +242,6 @@ def styles_by_path(plan: Plan, model: Any) -> dict[str, ParallelStyle]:
     return make(plan, model)
 
 
-@checked
 def expert_styles_by_path(
     plan: Plan,
     model: Any,

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tp_plans._validate import checked
 from tp_plans.errors import PlanError, UnknownArchitectureError, type_name
 from tp_plans.model_tree import ModelTree
 from tp_plans.models import ARCHITECTURES, Architecture
@@ -76,7 +75,6 @@ def register(entry: Architecture) -> None:
         _BY_NAME.setdefault(name, entry)
 
 
-@checked
 def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool = True, tp: int | None = None) -> Plan:
     """The plan of an architecture.
 

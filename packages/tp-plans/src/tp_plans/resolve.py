@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tp_plans._validate import checked, require_size
+from tp_plans._validate import require_size
 from tp_plans.errors import (
     CapabilityError,
     CustomPlanError,
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 _KINDS = "a Plan, a dict of pattern to style, or a dotted path to a dict or to a function that returns one"
 
 
-@checked
 def resolve_plan(
     plan: object,
     model: Any,

@@ -8,7 +8,6 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.batching.balance import Items, assign_rows, lower_bound, step_work
 from fsdp_runtime.errors import OptionError, SampleError
 
@@ -63,7 +62,6 @@ class Packing(Generic[RowT]):
         """The share by which :attr:`work` exceeds the lower bound, 0 at best."""
         return self.work / lower_bound(self.items, self.ranks) - 1
 
-    @checked
     def rows(self, rank: int = 0) -> list[RowT]:
         """Return the rows of a rank, one for each micro-batch.
 
@@ -77,7 +75,6 @@ class Packing(Generic[RowT]):
             raise OptionError(f"rank={rank} of {self.ranks} ranks: samples were packed for ranks={self.ranks}")
         return [self.make_row(rows[rank]) for rows in self.assignment]
 
-    @checked
     def unpack(self, values: Sequence[Tensor], rank: int = 0) -> dict[Hashable, Tensor]:
         """Return the values of each sample of a rank; the inverse of packing for log-probabilities and the like.
 

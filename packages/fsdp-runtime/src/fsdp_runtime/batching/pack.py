@@ -9,7 +9,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.batching.balance import Items
 from fsdp_runtime.batching.micro_batches import Packing, packing_of
 from fsdp_runtime.batching.samples import (
@@ -69,7 +68,6 @@ class PackedRow:
         tensors = (tensor.to(device) for tensor in (self.input_ids, self.position_ids, self.targets))
         return PackedRow(self.samples, self.lengths, *tensors)
 
-    @checked
     def unpack(self, values: Tensor) -> dict[Hashable, Tensor]:
         """Return the values of each sample.
 
@@ -88,7 +86,6 @@ class PackedRow:
         return dict(zip(self.samples, parts, strict=True))
 
 
-@checked
 def pack(
     samples: Sequence[Tensor | Sequence[int]],
     budget: int,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.batching.balance import Items
 from fsdp_runtime.batching.micro_batches import Packing, packing_of
 from fsdp_runtime.batching.pack import read_samples, require_rows_long_enough
@@ -16,7 +15,6 @@ from fsdp_runtime.batching.tree_row import GroupMember, Tree, TreeRow, tree_row
 from fsdp_runtime.errors import SampleError
 
 
-@checked
 def pack_tree(
     groups: Sequence[Sequence[Tensor | Sequence[int]]],
     budget: int,

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.batching.prefix_tree import PrefixTree
 from fsdp_runtime.errors import ModelError, SampleError
 from fsdp_runtime.steps.context.sharding import SequenceLayout
@@ -74,7 +73,6 @@ class TreeRow:
     way_back: Tensor
     slots: Tensor | None = None
 
-    @checked
     def inputs(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the inputs of a model's forward, by name.
 
@@ -90,7 +88,6 @@ class TreeRow:
             )
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "subtree_end": self.subtree_end}
 
-    @checked
     def mask_mod(self, own: MaskFunction | None = None) -> MaskFunction:
         """Return the mask of ancestors as a ``mask_mod`` of ``flex_attention``, for a model with attention of its own.
 
@@ -105,7 +102,6 @@ class TreeRow:
 
         return ancestors
 
-    @checked
     def mask(self, own: MaskFunction | None = None) -> Tensor:
         """Return the mask of ancestors for ``scaled_dot_product_attention``, ``[1, 1, seq, seq]`` bool.
 
@@ -116,7 +112,6 @@ class TreeRow:
         zero = index[:1].view(1, 1, 1, 1)
         return self.mask_mod(own)(zero, zero, index.view(1, 1, -1, 1), index.view(1, 1, 1, -1))
 
-    @checked
     def select(self, values: Tensor) -> Tensor:
         """Return the logits or hidden states from which :attr:`targets` are predicted.
 
@@ -146,7 +141,6 @@ class TreeRow:
             stride=(values.shape[2], 1),
         )
 
-    @checked
     def unpack(self, values: Tensor, *, group: ProcessGroup | None = None) -> dict[Hashable, Tensor]:
         """Return the values of each sample, such as log-probabilities; what samples share they get from one entry.
 
@@ -174,7 +168,6 @@ class TreeRow:
         parts = torch.split(extended.index_select(0, self.way_back[:-1]), [len(path) for path in self.paths])
         return dict(zip(self.samples, parts, strict=True))
 
-    @checked
     def shard(self, layout: SequenceLayout) -> TreeRow:
         """Return this rank's part of a row over ``cp``; no communication.
 

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime._torch_compat import is_compiled
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.steps.checkpointing import recomputes
 
@@ -51,7 +50,6 @@ class ParallelismReport:
         return "\n".join(lines)
 
 
-@checked
 def describe_parallelism(model: nn.Module) -> ParallelismReport:
     """Return which modules are wrapped, recompute or are compiled, and how each parameter is sharded.
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import GradientError
 from fsdp_runtime.model.state import require_memory, state_entries
 from fsdp_runtime.sharded.collectives import all_gather_objects, mesh_ranks
@@ -19,7 +18,6 @@ from fsdp_runtime.sharded.collectives import all_gather_objects, mesh_ranks
 _MAX_NAMED = 8
 
 
-@checked
 @torch.no_grad()
 def assert_finite_gradients(model: nn.Module) -> None:
     """Raise on every rank unless every gradient on every rank is finite.

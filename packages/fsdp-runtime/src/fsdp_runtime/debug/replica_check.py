@@ -17,14 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime._torch_compat import all_gather_flat
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ReplicaError
 from fsdp_runtime.mesh.experts import DIVIDED
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.hashing import hash_bits
 
 
-@checked
 @torch.no_grad()
 def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
     """Raise unless every parameter and persistent buffer is bit-identical on all ranks that replicate it.

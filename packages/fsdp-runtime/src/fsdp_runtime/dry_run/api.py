@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from fsdp_runtime.errors import EstimateError
-from tp_plans.argument_types import argument_types
-
 if TYPE_CHECKING:
     from fsdp_runtime.dry_run.types import Estimate
     from fsdp_runtime.mesh.spec import MeshSpec
@@ -17,7 +14,6 @@ if TYPE_CHECKING:
     from tp_plans import Plan, Style
 
 
-@argument_types(EstimateError)
 def estimate(
     model: str | Path | Any,
     mesh: MeshSpec | Mapping[str, int],

@@ -18,13 +18,11 @@ from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep
 from fsdp_runtime.dry_run.types import Estimate
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
 from tp_plans import TpPlansError
-from tp_plans.argument_types import argument_types
 
 #: Seconds that a dry run takes on one core: of a dense model of some billion parameters, and of a large mixture.
 _SECONDS_OF_A_DRY_RUN = (10, 120)
 
 
-@argument_types(EstimateError)
 def sweep(
     model: str | Path | Any,
     world_size: int,

@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.runtime_state import reshards_after_forward, runtime_state
 
 
-@checked
 @contextmanager
 def no_sync(
     model: nn.Module, *, reduce_scatter: bool = False, reshard_after_backward: bool = True

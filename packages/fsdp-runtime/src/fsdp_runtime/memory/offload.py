@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_runtime._torch_compat import tree_leaves
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OffloadError, OptionError
 from fsdp_runtime.memory.unshard import is_held
 from fsdp_runtime.model.devices import require_device
@@ -63,7 +62,6 @@ class _Offloaded:
     guards: list[Any] = field(default_factory=list)
 
 
-@checked
 def offload(
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -134,7 +132,6 @@ def offload(
     return report
 
 
-@checked
 def onload(model: nn.Module, *, parts: Iterable[Part] = PARTS) -> OffloadReport:
     """Move back the tensors that :func:`offload` moved; parts that are on the device do not change.
 

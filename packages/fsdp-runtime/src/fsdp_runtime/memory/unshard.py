@@ -19,7 +19,6 @@ from fsdp_runtime._torch_compat import (
     reduce_gradients,
     unreduced_gradients,
 )
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.runtime_state import reshards_after_forward, runtime_state
@@ -27,7 +26,6 @@ from fsdp_runtime.runtime_state import reshards_after_forward, runtime_state
 logger = logging.getLogger(__name__)
 
 
-@checked
 @contextmanager
 def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.Module]:
     """Keep the FSDP2 parameters of ``model`` gathered inside the ``with``: no all-gather per call.

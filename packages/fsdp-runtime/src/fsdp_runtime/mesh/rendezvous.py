@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import MeshError
 
 #: Slurm does not provide a port; the job id selects one of this range, so jobs on one node get different ones.
@@ -35,7 +34,6 @@ class RankInfo:
     init_method: str | None = None
 
 
-@checked
 def rank_info_from_env(environment: Mapping[str, str] | None = None) -> RankInfo:
     """Read torchrun's variables, else those of a Slurm step (``srun``), else return a single process.
 

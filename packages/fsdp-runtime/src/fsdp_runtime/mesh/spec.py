@@ -14,13 +14,11 @@ from fsdp_runtime.mesh.experts import (
     expert_view,
     require_expert_size,
 )
-from tp_plans.argument_types import argument_types
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 #: This module imports torch where it is used: the command line checks meshes before.
-checked = argument_types(MeshError)
 
 #: The axes of a mesh, slowest-varying rank first.
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -79,7 +77,6 @@ class MeshSpec:
         """Sizes by axis name, in mesh order, without ``ep``, which divides the same ranks again."""
         return {axis: getattr(self, axis) for axis in AXES}
 
-    @checked
     def resolve(self, world_size: int) -> MeshSpec:
         """Return the spec with every size known and a product of ``world_size``.
 
@@ -104,7 +101,6 @@ class MeshSpec:
         require_expert_size(self.ep, resolved.sizes)
         return resolved
 
-    @checked
     def build(self, *, device_type: str | None = None) -> DeviceMesh:
         """Build the ``DeviceMesh`` with all four axes and flattened ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
@@ -159,7 +155,6 @@ def default_device_type() -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
-@checked
 def adopt_mesh(
     mesh: DeviceMesh,
     *,
@@ -238,7 +233,6 @@ def adopt_mesh(
     return adopted
 
 
-@checked
 def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return one axis of a mesh: its own, a flattened one (``dp``, ``dp_shard_cp``, ``dp_cp``), ``ep`` or ``efsdp``.
 

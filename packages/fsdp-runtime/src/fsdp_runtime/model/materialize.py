@@ -9,13 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import offloads_to_cpu, persistent_buffers
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.model.buffers import compute_meta_buffers
 from fsdp_runtime.model.devices import require_device
 from fsdp_runtime.model.state import StateEntry, state_entries
 
 
-@checked
 def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """Allocate every tensor of the model that is on the meta device on ``device``, in place.
 

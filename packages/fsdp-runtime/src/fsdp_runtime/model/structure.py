@@ -8,7 +8,6 @@ from functools import cached_property
 
 from torch import nn
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError
 from tp_plans import ModelTree
 from tp_plans.naming import FUSED_QKV, HEAD_DIM, KEY, KV_GROUPS, QUERY
@@ -88,7 +87,6 @@ class ModelStructure:
         return None
 
 
-@checked
 def inspect_model(model: nn.Module) -> ModelStructure:
     """Find a model's blocks, token embedding and head by structure; class names do not matter.
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LostRankError, OptionError
 
 
@@ -67,7 +66,6 @@ class RankMonitor:
         """End all threads."""
 
 
-@checked
 @contextmanager
 def monitor_ranks(*, timeout: float = 60.0) -> Iterator[RankMonitor]:
     """End this rank within a bounded time if another rank is lost, and name that rank and its phase.

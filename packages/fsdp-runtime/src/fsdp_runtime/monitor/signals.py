@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.sharded.collectives import all_gather_objects, world_ranks
 
 logger = logging.getLogger(__name__)
 
 
-@checked
 @contextmanager
 def stop_on_signal(signals: Sequence[int] = (signal.SIGTERM,)) -> Iterator[Callable[[], bool]]:
     """Let a loop finish its step, save and leave when a signal asks the job to end.

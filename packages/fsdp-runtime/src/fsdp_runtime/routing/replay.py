@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import is_compiled
 from fsdp_runtime._transformers_compat.recomputation import checkpointing_through
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, RoutesError
 from fsdp_runtime.routing.routers import Router, Routers, find_routers
 from fsdp_runtime.routing.routes import Routes, checked_routes, fill_recorded, has_holes
@@ -27,7 +26,6 @@ from fsdp_runtime.steps.context.step import attention_of, under_context_parallel
 logger = logging.getLogger(__name__)
 
 
-@checked
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[Routes]:
     """Record the experts that every mixture of a model selects for each token of one forward.
@@ -71,7 +69,6 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
     fill_recorded(routes, tokens.gathered(session.recorded))
 
 
-@checked
 @contextmanager
 def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tensor) -> Iterator[None]:
     """Route the tokens of every forward as in another one, or as a generator did.

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import RoutesError
 from fsdp_runtime.routing.routers import Router, Routers
 
@@ -34,7 +33,6 @@ class Routes(Mapping[str, Tensor]):
         [[2, 0], [-1, -1]]
     """
 
-    @checked
     def __init__(self, layers: Mapping[str, Tensor] | None = None) -> None:
         self._layers = dict(layers or {})
         self._recorded = self._complete = False
@@ -61,7 +59,6 @@ class Routes(Mapping[str, Tensor]):
         """Whether ``record_routes`` wrote them for every token."""
         return self._complete
 
-    @checked
     def take(self, tokens: Tensor) -> Routes:
         """Return the routes of some tokens, in another order: those of a micro-batch, or of packed sequences.
 
@@ -107,7 +104,6 @@ def fill_recorded(routes: Routes, layers: Mapping[str, Tensor]) -> None:
     routes._recorded = routes._complete = True
 
 
-@checked
 def routes_from_generator(sequences: Sequence[Any], attention_mask: Tensor) -> Tensor:
     """Bring the routes that a generator returned for each sequence into the form that ``replay_routes`` takes.
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_runtime._torch_compat import has_forward
 from fsdp_runtime._transformers_compat.models import disable_cache, is_cache
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.routing.session import bound_to_routes
@@ -111,7 +110,6 @@ def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, 
     return tuple(path for path, block in structure.blocks.items() if has_forward(block))
 
 
-@checked
 def apply_ac(model: nn.Module, parallelism: Parallelism) -> None:
     """Make modules recompute their activations in backward, in place; the fifth of the seven steps.
 

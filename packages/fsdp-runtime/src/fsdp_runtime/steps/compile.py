@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from fsdp_runtime._transformers_compat.models import disable_cache
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.steps.async_tp import enable_async_tp
 
@@ -39,7 +38,6 @@ def check_compile_options(options: Mapping[str, Any]) -> None:
         raise OptionError(f"compile={dict(options)!r} is refused by torch.compile: {reason}") from error
 
 
-@checked
 def apply_compile(model: nn.Module, parallelism: Parallelism) -> None:
     """Compile every block with ``nn.Module.compile``, in place; the sixth of the seven steps.
 

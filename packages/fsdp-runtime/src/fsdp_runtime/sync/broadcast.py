@@ -13,14 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, Bucket, WeightInfo, stream_buckets
 
 
-@checked
 def send_weights(
     model: nn.Module,
     group: ProcessGroup | None,
@@ -67,7 +65,6 @@ def send_weights(
         del tensor, bucket  # free before the next bucket is gathered
 
 
-@checked
 def flatten_bucket(bucket: Bucket) -> Tensor:
     """Return the bytes of a bucket's tensors as one tensor, without gaps.
 
@@ -96,7 +93,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
 
 
-@checked
 def unflatten_bucket(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:
     """Return the names and tensors of a flat bucket: the inverse of :func:`flatten_bucket`.
 

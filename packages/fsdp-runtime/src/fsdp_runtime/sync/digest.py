@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import all_reduce_over, mesh_ranks
@@ -23,7 +22,6 @@ from tp_plans import TransferLayout, TransferPlan, plan_cover
 from tp_plans.transfer.boxes import Box, box_shape
 
 
-@checked
 def digest(
     model: nn.Module,
     *,
@@ -63,7 +61,6 @@ def digest(
     return _summed(shards.layout, _of_cover(shards.layout, shards.local, rank), groups)
 
 
-@checked
 def digest_layout(
     layout: TransferLayout, local: Mapping[str, Tensor], *, group: ProcessGroup | None = None
 ) -> dict[str, int]:
@@ -95,7 +92,6 @@ def digest_layout(
     return _summed(layout, _of_cover(layout, local, rank), _groups(group))
 
 
-@checked
 def verify_transfer(
     plan: TransferPlan,
     *,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, rank_in
 from fsdp_runtime.sync.handshake import Handshake
 from fsdp_runtime.sync.local_sides import Sides
@@ -24,7 +23,6 @@ from tp_plans import TransferPlan
 
 
 @torch.no_grad()
-@checked
 def execute_transfer(
     plan: TransferPlan,
     *,

@@ -9,14 +9,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
 from fsdp_runtime._torch_compat import separate_group
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError, WeightSyncError
 
 #: How long an exchange of a transfer may take before its ranks give up.
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
-@checked
 def transfer_group(
     store: Store,
     rank: int,

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import root_mesh
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
@@ -61,7 +60,6 @@ class ModelShards:
         (((0, 3), (0, 2)), torch.Size([3, 2]))
     """
 
-    @checked
     def __init__(
         self,
         model: nn.Module,

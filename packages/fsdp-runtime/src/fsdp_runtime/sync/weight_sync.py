@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.sync.deltas import ArrivedChanges, Changes
 from fsdp_runtime.sync.execute import execute_transfer
@@ -103,7 +102,6 @@ class WeightSync:
         True
     """
 
-    @checked
     def __init__(
         self,
         plan: TransferPlan,

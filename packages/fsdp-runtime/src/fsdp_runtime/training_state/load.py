@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import MismatchError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
@@ -55,7 +54,6 @@ class TrainingState:
     rng_restored: bool
 
 
-@checked
 def load_training_state(
     directory: str | os.PathLike[str],
     model: nn.Module,

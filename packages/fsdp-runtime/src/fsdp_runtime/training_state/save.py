@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_memory, state_entries
 from fsdp_runtime.sharded.collectives import (
@@ -47,7 +46,6 @@ class Stateful(Protocol):
         """Restore a state."""
 
 
-@checked
 def save_training_state(
     directory: str | os.PathLike[str],
     model: nn.Module,

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.conversions import Conversion, remember_rules
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import MismatchError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
@@ -41,7 +40,6 @@ class LoadReport:
     unexpected: tuple[str, ...]
 
 
-@checked
 def load_weights(
     model: nn.Module,
     path: str | os.PathLike[str],

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import BASE, adapter_settings, base_model, lora_layers
 from fsdp_runtime._torch_compat import offloads_to_cpu
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.materialize import compute_device, materialize_parameter
 from fsdp_runtime.model.state import StateEntry, reshard_all, state_entries
@@ -29,7 +28,6 @@ _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _SCALING = ("lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out")
 
 
-@checked
 def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) -> None:
     """Give a low-rank adapter the initial values that peft draws, on this rank's shards.
 
@@ -82,7 +80,6 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
         fill_local(tensor, [identity_chunk(name, tensor.shape)], read)
 
 
-@checked
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter: str = "default") -> None:
     """Load an adapter that ``save_adapter`` or peft's ``save_pretrained`` wrote into a sharded model, in place.
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.checkpoints import save_config
 from fsdp_runtime._transformers_compat.models import is_transformers_model
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import ModelRanks, mesh_or_world_ranks, raise_on_all, require_equal_on_all
@@ -36,7 +35,6 @@ _WORK_PREFIX = ".saving-"
 _SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
 
-@checked
 def save_weights(
     model: nn.Module,
     directory: str | os.PathLike[str],

@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.model.state import StateEntry
@@ -72,7 +71,6 @@ class WeightExport:
         ['weight', 'bias']
     """
 
-    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -163,7 +161,6 @@ class WeightExport:
         ]
 
 
-@checked
 def stream_weights(
     model: nn.Module,
     *,
@@ -208,7 +205,6 @@ def stream_weights(
     yield from WeightExport(model, dtype=dtype, names=names, quantize=quantize).stream(bucket_bytes)
 
 
-@checked
 def stream_buckets(
     model: nn.Module,
     *,
@@ -246,7 +242,6 @@ def stream_buckets(
     yield from WeightExport(model, dtype=dtype, names=names, quantize=quantize).buckets(bucket_bytes)
 
 
-@checked
 def describe_weights(
     model: nn.Module,
     *,

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_logprobs.argument_types import checked
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.divergence import kl_estimate
 from rl_logprobs.drift.report import Drift, DriftCause, DriftReport
@@ -25,7 +24,6 @@ from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 LEAST_SHARE = 0.05
 
 
-@checked
 def explain_drift(
     generator_logprobs: Tensor,
     score: Callable[..., Tensor],

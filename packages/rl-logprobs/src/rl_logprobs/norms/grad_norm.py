@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rl_logprobs._torch_compat import foreach_mul_
-from rl_logprobs.argument_types import checked
 from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.errors import DtypeError, NonFiniteNormError, OptionError, ShapeError
 from rl_logprobs.norms.local_gradients import LocalGradients, complete_partial_sums, local_gradients
@@ -20,7 +19,6 @@ from rl_logprobs.norms.reduce_groups import ReduceGroup, reduce_groups
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
 
-@checked
 @torch.no_grad()
 def grad_norm(
     parameters: Parameters,
@@ -67,7 +65,6 @@ def grad_norm(
     return norm
 
 
-@checked
 @torch.no_grad()
 def grad_norms(
     parameter_groups: Mapping[str, Parameters],
@@ -106,7 +103,6 @@ def grad_norms(
     return _norms(listed, everything, local_gradients(everything), norm_type, groups)
 
 
-@checked
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Parameters,
@@ -156,7 +152,6 @@ def clip_grad_norm_(
     return norm
 
 
-@checked
 @torch.no_grad()
 def clip_grads_with_norm_(parameters: Parameters, max_norm: float, total_norm: float | torch.Tensor) -> None:
     """Scale all gradients in place by ``max_norm / (total_norm + 1e-6)``, if that is less than one.

@@ -7,11 +7,9 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
-from rl_logprobs.argument_types import checked
 from rl_logprobs.errors import DtypeError, OptionError
 
 
-@checked
 def should_skip_step(total_norm: torch.Tensor, *, max_norm: float = math.inf) -> torch.Tensor:
     """Return whether to skip an optimizer step with gradients of this norm, as a tensor: the host does not wait.
 

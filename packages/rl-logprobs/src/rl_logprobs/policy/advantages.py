@@ -8,7 +8,6 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.argument_types import checked
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import is_integral, wide_dtype
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
@@ -17,7 +16,6 @@ from rl_logprobs.policy.sequences import Sequences
 AdvantageMethod = Literal["grpo", "dr_grpo", "rloo"]
 
 
-@checked
 @torch.no_grad()
 def group_advantages(
     rewards: torch.Tensor,

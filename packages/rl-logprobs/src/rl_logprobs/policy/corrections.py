@@ -19,7 +19,6 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.argument_types import checked
 from rl_logprobs.errors import OptionError
 from rl_logprobs.policy.losses import MAX_LOG_RATIO
 from rl_logprobs.policy.sequences import Sequences, check_mask
@@ -29,7 +28,6 @@ RejectionLevel = Literal["token", "sequence", "mean", "max"]
 Statistic = Literal["ratio", "k2", "k3"]
 
 
-@checked
 @torch.no_grad()
 def importance_weights(
     logprobs: torch.Tensor,
@@ -92,7 +90,6 @@ def importance_weights(
     return weights.where(scored, 0)
 
 
-@checked
 @torch.no_grad()
 def rejection_mask(
     logprobs: torch.Tensor,

@@ -15,7 +15,6 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.argument_types import checked
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.errors import OptionError, ShapeError
@@ -52,7 +51,6 @@ class MeanPlan:
     cp_group: dist.ProcessGroup | None
 
 
-@checked
 @torch.no_grad()
 def plan_mean(
     masks: torch.Tensor | Sequence[torch.Tensor],
@@ -151,7 +149,6 @@ def plan_mean(
     )
 
 
-@checked
 def global_mean(
     values: torch.Tensor,
     mask: torch.Tensor,

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.argument_types import checked
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 from rl_logprobs.policy.sequences import Sequences, check_mask
@@ -42,7 +41,6 @@ class PolicyLoss(NamedTuple):
     dual_clipped: torch.Tensor
 
 
-@checked
 def ppo_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
@@ -91,7 +89,6 @@ def ppo_loss(
     return _clipped(_bounded_exp(log_ratio), advantages, scored, clip_low, clip_high, dual_clip)
 
 
-@checked
 def gspo_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
@@ -147,7 +144,6 @@ def gspo_loss(
     return _clipped(ratio, advantages, scored, clip_low, clip_high, None)
 
 
-@checked
 def cispo_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.argument_types import checked
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import wide_dtype
 from rl_logprobs.errors import DtypeError, ShapeError
@@ -56,7 +55,6 @@ class RatioMetrics:
             return NotImplemented
         return RatioMetrics(self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
 
-    @checked
     @torch.no_grad()
     def values(self, group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
         """Return the metrics over all ranks of a group, in one all-gather of a few numbers.
@@ -87,7 +85,6 @@ class RatioMetrics:
         }
 
 
-@checked
 @torch.no_grad()
 def ratio_metrics(
     logprobs: torch.Tensor,

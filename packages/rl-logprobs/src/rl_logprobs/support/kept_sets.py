@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 import torch
 
 from rl_logprobs._torch_compat import assert_on_device
-from rl_logprobs.argument_types import checked
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import is_integral
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError, SupportError
@@ -30,7 +29,6 @@ class SamplingMask(Protocol):
         """The start of each generated token's ids in ``token_ids``, and their number at the end."""
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class Support:
     """The kept set of each token: the ids among which the sampler chose, as rows of a sparse matrix (CSR).
@@ -105,7 +103,6 @@ class Support:
         return cls(_integers(ids, "rows"), torch.tensor([0, *counts]).cumsum(0), missing_target)
 
     @classmethod
-    @checked
     def from_padded(
         cls,
         ids: torch.Tensor,
@@ -197,7 +194,6 @@ class Support:
             counts.extend([0] * start + row_counts + [0] * (length - start - len(row_counts)))
         return cls(_integers(ids, "masks"), torch.tensor(counts).cumsum(0), missing_target)
 
-    @checked
     def to(self, device: torch.device | str) -> Support:
         """Return the support with its tensors on a device.
 
@@ -210,7 +206,6 @@ class Support:
             raise OptionError(f"device {device!r} is unknown: {error}") from error
         return self._with(self.ids.to(device), self.offsets.to(device))
 
-    @checked
     def select(self, rows: torch.Tensor) -> Support:
         """Return the support of some tokens; the host waits for an accelerator, because the size is a value there.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.argument_types import checked
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import OptionError
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
@@ -15,7 +14,6 @@ from rl_logprobs.softmax.vocab_shard import locate_logits
 from rl_logprobs.support.kept_sets import Support
 
 
-@checked
 @torch.no_grad()
 def sampling_support(
     logits: torch.Tensor,

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from tp_plans._transformers_compat import own_expert_plan
-from tp_plans._validate import checked
 from tp_plans.errors import CapabilityError, UnknownStyleError
 from tp_plans.infer.bytecode import first_argument, takes_argument
 from tp_plans.model_tree import ModelTree, is_at_or_below
@@ -24,7 +23,6 @@ _COVERED = ("grouped_gemm", "replicated_with_grad_allreduce", "colwise", "rowwis
 _WITH_IDENTITIES = ("LongcatFlashExperts",)
 
 
-@checked
 def with_expert_parallelism(plan: Plan | None, model: Any) -> Plan:
     """Return a plan whose stacked experts are dispatched over the axis ``ep``.
 

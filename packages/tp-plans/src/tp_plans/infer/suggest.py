@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tp_plans._validate import checked
 from tp_plans.errors import PlanError
 from tp_plans.infer.bert_sublayers import sublayers_apart
 from tp_plans.infer.bytecode import reads_below
@@ -57,7 +56,6 @@ class Suggestion:
         return "\n".join([f"{self.plan!r}, doubts:", *(f"  {doubt}" for doubt in self.doubts)])
 
 
-@checked
 def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[str] = ()) -> Suggestion:
     """Propose a tensor-parallel plan for a decoder from its modules' shapes and names.
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tp_plans._validate import checked, require_size
+from tp_plans._validate import require_size
 from tp_plans.checks.divisibility import Constraint, divisibility_constraints
 from tp_plans.infer.bytecode import reads_below, reads_weights
 from tp_plans.infer.rules import propose
@@ -58,7 +58,6 @@ class _Part:
     rules: Mapping[str, Style]
 
 
-@checked
 def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
     """Return a plan with rules for the vision and audio towers and projectors that it leaves replicated.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tp_plans._validate import checked, require_size
+from tp_plans._validate import require_size
 from tp_plans.errors import CapabilityError
 from tp_plans.layouts import Layout, Replicate, Shard
 from tp_plans.model_tree import ModelTree
@@ -33,7 +33,6 @@ from tp_plans.styles import (
 SEQUENCE_DIM = 1
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class FusedLinear:
     """A projection that is several in one matrix, one after another.
@@ -47,7 +46,6 @@ class FusedLinear:
     fused_sizes: tuple[int | str, ...]
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class SublayerSpec:
     """A sub-layer of a block that goes column-wise in and row-wise out: attention or a (gated) MLP.
@@ -79,7 +77,6 @@ class SublayerSpec:
     optional: tuple[str, ...] = ()
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class ReplicatedSublayer:
     """A sub-layer that computes the same on every rank, such as a recurrence; its large layers are stored split.
@@ -95,7 +92,6 @@ class ReplicatedSublayer:
     gathered_params: tuple[str, ...] = ()
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
     """Stacked experts in a block.
@@ -107,7 +103,6 @@ class ExpertsSpec:
     path: str
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """The names of a decoder-only language model's parts, from the class that has the head downwards.
@@ -141,7 +136,6 @@ class DecoderSpec:
     optional: tuple[str, ...] = ()
 
 
-@checked
 def decoder_plan(decoder: DecoderSpec, *, name: str, sequence_parallel: bool = False) -> Plan:
     """The plan of a decoder: TP of Megatron-LM (arXiv:1909.08053), with SP of arXiv:2205.05198 when asked.
 
@@ -248,7 +242,6 @@ def _embedding(output: Layout) -> Style:
     return VocabParallelEmbedding(output_layouts=output, use_local_output=not isinstance(output, Shard))
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One model class, the names of its parts, and what it can do.

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tp_plans._validate import MAX_RANKS, is_integer, transfer_checked
+from tp_plans._validate import MAX_RANKS, is_integer
 from tp_plans.errors import TransferError
 from tp_plans.transfer.boxes import Box, full_box
 from tp_plans.transfer.engine_rules import Engine, EngineRule, RuleBook, engine_rules
@@ -17,7 +17,6 @@ from tp_plans.transfer.layout import CheckpointTensor, StoredBlock, TransferLayo
 VOCAB_PADDING = 64
 
 
-@transfer_checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSize:
     """The sizes of a model and of the engine that serves it.
@@ -79,7 +78,6 @@ class _Member:
 _Part = tuple[Box, tuple[int, ...], tuple[int | None, ...]]
 
 
-@transfer_checked
 def engine_layout(
     tensors: Mapping[str, CheckpointTensor],
     size: EngineSize,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
-from tp_plans._validate import transfer_checked
 from tp_plans.errors import TransferError
 
 #: How a tensor is cut over an engine's ``tp``: not at all; by output features (dim 0), in pairs, in heads; key/value
@@ -25,7 +24,6 @@ EngineSplit = Literal["replicated", "rows", "row_pairs", "heads", "kv_heads", "c
 Engine = Literal["vllm", "sglang"]
 
 
-@transfer_checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRule:
     """How an engine stores the checkpoint tensors whose names match a pattern.
@@ -145,7 +143,6 @@ _RULES: dict[str, list[EngineRule]] = {
 }
 
 
-@transfer_checked
 def engine_rules(engine: Engine) -> list[EngineRule]:
     """Return an engine's built-in rules.
 

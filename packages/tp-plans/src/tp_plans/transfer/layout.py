@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tp_plans._validate import is_integer, transfer_checked
+from tp_plans._validate import is_integer
 from tp_plans.errors import TransferError, type_name
 from tp_plans.transfer.boxes import Box, box_shape, full_box, intersection, is_empty, volume
 from tp_plans.transfer.mesh_layout import MeshLayout, mesh_boxes
@@ -34,7 +34,6 @@ ITEM_SIZES: Mapping[str, int] = {
 FORMAT = 1
 
 
-@transfer_checked
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
     """A tensor of a checkpoint, as it is sent.
@@ -87,7 +86,6 @@ class StoredBlock:
         return tuple(found)
 
 
-@transfer_checked
 class TransferLayout:
     """Which rank stores which blocks of a checkpoint's tensors.
 
@@ -138,7 +136,6 @@ class TransferLayout:
         """The checkpoint's tensors by name."""
         return self._tensors
 
-    @transfer_checked
     def blocks(self, tensor: str) -> tuple[StoredBlock, ...]:
         """Return the stored blocks of a tensor, over all ranks.
 
@@ -191,7 +188,6 @@ class TransferLayout:
             if block.rank == rank
         )
 
-    @transfer_checked
     def shifted(self, by: int) -> TransferLayout:
         """Return the layout with ``by`` added to every rank.
 
@@ -210,7 +206,6 @@ class TransferLayout:
             },
         )
 
-    @transfer_checked
     def union(self, other: TransferLayout) -> TransferLayout:
         """Return both layouts as one, as of two pipeline stages, or of two engines.
 
@@ -272,7 +267,6 @@ class TransferLayout:
         return hash((tuple(self._tensors.items()), tuple(self._blocks.items())))
 
 
-@transfer_checked
 def mesh_layout(
     tensors: Mapping[str, CheckpointTensor],
     mesh_shape: Sequence[int],

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tp_plans._validate import MAX_RANKS, transfer_checked
+from tp_plans._validate import MAX_RANKS
 from tp_plans.errors import PlanError, TransferError
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.transfer.boxes import Box
@@ -76,7 +76,6 @@ def shard_steps(layouts: Sequence[MeshLayout], mesh_shape: Sequence[int]) -> lis
     return ordered
 
 
-@transfer_checked
 def mesh_boxes(shape: Sequence[int], mesh_shape: Sequence[int], layouts: Sequence[MeshLayout]) -> list[Box]:
     """Return the box that each rank of a mesh holds, in the mesh's row-major order.
 

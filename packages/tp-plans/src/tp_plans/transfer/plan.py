@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tp_plans._validate import transfer_checked
 from tp_plans.errors import TransferError
 from tp_plans.transfer.block_transfer import BlockTransfer
 from tp_plans.transfer.boxes import SHARED_BYTES, Box, difference, disjoint, full_box, intersection, split_box, volume
@@ -72,7 +71,6 @@ class TransferPlan:
         return tuple(sorted({*self.source.ranks, *self.destination.ranks}))
 
 
-@transfer_checked
 def plan_transfer(source: TransferLayout, destination: TransferLayout, *, relay: bool = False) -> TransferPlan:
     """Decide which rank sends which block of each checkpoint tensor to which rank.
 
@@ -138,7 +136,6 @@ def plan_transfer(source: TransferLayout, destination: TransferLayout, *, relay:
     return TransferPlan(source, destination, tuple(transfer for _, transfer in fixed))
 
 
-@transfer_checked
 def plan_cover(layout: TransferLayout) -> tuple[BlockTransfer, ...]:
     """Share out every element of a layout's tensors among the ranks that store it, each to one of them.
 

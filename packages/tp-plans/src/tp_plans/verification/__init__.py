@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tp_plans._validate import checked, is_integer
+from tp_plans._validate import is_integer
 from tp_plans.errors import PlanError
 from tp_plans.plan import Plan
 from tp_plans.verification.report import VerificationReport, WrongPart
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["VerificationReport", "WrongPart", "verify_plan"]
 
 
-@checked
 def verify_plan(
     model: Any,
     plan: Plan,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, OptionError
 from fsdp_runtime.mesh.spec import axis_size
 
@@ -100,7 +99,6 @@ class SequenceLayout:
         """``[length / ranks]`` int64: the positions of this rank's tokens, its position ids in an unpadded batch."""
         return self.permutation.chunk(self.ranks)[self.rank]
 
-    @checked
     def shard(self, full: Tensor, *, dim: int = 1) -> Tensor:
         """Return this rank's tokens of a tensor in sequence order; no communication.
 
@@ -122,7 +120,6 @@ class SequenceLayout:
             raise LayoutError(f"{full.shape[dim]} entries on dim {dim} of {tuple(full.shape)}, not {self.length}")
         return full.index_select(dim, self.positions.to(full.device))
 
-    @checked
     def shard_batch(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return this rank's part of a model's inputs, with position ids if they are missing.
 
@@ -151,7 +148,6 @@ class SequenceLayout:
         return found
 
 
-@checked
 def sequence_layout(mesh: DeviceMesh, length: int, *, load_balancer: LoadBalancer = "headtail") -> SequenceLayout:
     """Return the layout of sequences of ``length`` tokens on a mesh; without ``cp`` each rank has the full sequence.
 

@@ -25,7 +25,6 @@ from fsdp_runtime._transformers_compat.models import (
     pooler,
     rope_types,
 )
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
@@ -137,7 +136,6 @@ def check_heads_over_cp(model: Any, structure: ModelStructure, plan: object, *, 
     check_heads(structure, replaced_attention(structure, implementation), plan, cp=cp, tp=tp)
 
 
-@checked
 def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
     """Make a model take its tokens sharded over ``cp``, in place; the fourth of the seven steps.
 

@@ -18,7 +18,6 @@ from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.masks import PathMask, build_masks_along_paths
 from fsdp_runtime._transformers_compat.models import is_stateful, is_transformers_model
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.steps.context.full_sequence import gathered_mixers
 
@@ -87,7 +86,6 @@ def check_shared_prefixes(model: Any, parallelism: Parallelism) -> None:
         raise ModelError(f"{name} has bidirectional attention: a prefix depends on what follows it")
 
 
-@checked
 def apply_shared_prefixes(model: nn.Module, parallelism: Parallelism) -> None:
     """Let a model take the rows of :func:`fsdp_runtime.pack_tree`, in place.
 

@@ -13,7 +13,6 @@ from fsdp_runtime._peft_compat import hook_calls, model_of_rows
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import is_transformers_model
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
@@ -66,7 +65,6 @@ def check_packing(model: Any, structure: ModelStructure) -> None:
         )
 
 
-@checked
 def apply_packing(model: Any, parallelism: Parallelism) -> None:
     """Keep the documents of packed rows apart in a model, in place; the first of the seven steps.
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fsdp_runtime._peft_compat import BASE, base_model, lora_layers
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from tp_plans import Plan, expert_styles_by_path
 from tp_plans.torch_styles import TokenExchange
@@ -61,7 +60,6 @@ def expert_modules(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if plan.match(path)}
 
 
-@checked
 def apply_ep(model: nn.Module, parallelism: Parallelism) -> None:
     """Divide stacked experts over ``ep`` and send tokens to them, in place; the third of the seven steps.
 

@@ -9,13 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 
 FrozenParams = Literal["layer", "root", "replicate"]
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class FSDPOptions:
     """Settings of FSDP2: dtypes, offload, resharding, prefetching, frozen parameters.

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_runtime._torch_compat import has_forward, join_axes
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import MeshError, ModelError
 from fsdp_runtime.mesh.spec import axis_size, submesh
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@checked
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     """Return the part of a mesh that FSDP2 shards over.
 
@@ -68,7 +66,6 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     return join_axes(mesh["dp_replicate"], shards) if axis_size(mesh, "dp_replicate") > 1 else shards
 
 
-@checked
 def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
     """Wrap every block and then the model with ``fully_shard``, in place; the last of the seven steps.
 

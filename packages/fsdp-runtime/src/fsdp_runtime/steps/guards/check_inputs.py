@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.sharded.hashing import hash_bits
@@ -26,7 +25,6 @@ from fsdp_runtime.sharded.hashing import hash_bits
 _MIX = -7046029254386353131
 
 
-@checked
 def assert_inputs_equal(mesh: DeviceMesh, inputs: Mapping[str, Any], *, axis: str = "tp") -> None:
     """Raise on every rank of an axis unless all of them were given equal inputs.  Collective over the axis.
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import children
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import inspect_model
 
@@ -61,7 +60,6 @@ class LMHeadParameters:
 HeadFunction = Callable[[Tensor, LMHeadParameters], Any]
 
 
-@checked
 def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any, **kwargs: Any) -> Any:
     """Run a model's forward with a function in the place of its language-model head, and return the function's result.
 

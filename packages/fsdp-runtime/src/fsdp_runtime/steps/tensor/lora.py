@@ -20,7 +20,6 @@ from fsdp_runtime._peft_compat import (
     unwrapped,
     without_adapters,
 )
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
@@ -129,7 +128,6 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
     return Plan(rules, name=f"{plan.name} with adapters", sequence_parallel=plan.sequence_parallel)
 
 
-@checked
 def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter: str = "default") -> None:
     """Save one adapter of a ``PeftModel`` in peft's format, for ``PeftModel.from_pretrained``.
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal, TypeGuard, get_args
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.steps.experts.adapters import adapt_experts
 from fsdp_runtime.steps.outputs.generation import gather_logits_in_generate
@@ -81,7 +80,6 @@ def check_plan(model: nn.Module, plan: Plan, *, tp: int = 1, ep: int = 1) -> tup
     return findings
 
 
-@checked
 def apply_tp(model: nn.Module, parallelism: Parallelism) -> None:
     """Shard the layers of a model over ``tp`` by the resolved plan, in place; the second of the seven steps.
 

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.sync.quantize.kernels import (
     BLOCK,
@@ -45,7 +44,6 @@ class QuantizedPart:
     dtype: torch.dtype
 
 
-@checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     """Export the weights of linear layers in low precision, from their values in bfloat16.

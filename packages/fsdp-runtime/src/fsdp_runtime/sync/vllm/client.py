@@ -9,7 +9,6 @@ from typing import Any, Literal
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError, WeightSyncError
 
 #: The longest part of a server's answer that an error repeats.
@@ -35,7 +34,6 @@ class EngineClient:
         'http://127.0.0.1:8000'
     """
 
-    @checked
     def __init__(self, url: str, *, timeout_s: float = 300.0) -> None:
         if not url.startswith(("http://", "https://")):
             raise OptionError(f"url={url!r}: write the server's address, such as http://127.0.0.1:8000")

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.sync.model_layout import ModelShards
@@ -85,7 +84,6 @@ class WeightSource(_Base):
         ['weight', 'bias']
     """
 
-    @checked
     def __init__(
         self,
         model: nn.Module,

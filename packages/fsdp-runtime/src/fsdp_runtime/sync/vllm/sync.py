@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fsdp_runtime.argument_types import checked
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.sync.broadcast import flatten_bucket
 from fsdp_runtime.sync.vllm.background import LAST_WORD_S, Background, ignore_errors
@@ -63,7 +62,6 @@ class EngineSync:
         fsdp_runtime.errors.WeightSyncError: ...
     """
 
-    @checked
     def __init__(
         self,
         source: WeightSource,
@@ -92,7 +90,6 @@ class EngineSync:
         self._numbers = itertools.count()
         self._session = False
 
-    @checked
     def update(self, version: str) -> EngineSyncReport:
         """Let the engine take the model's present weights; collective over the model's ranks.
 
