@@ -20,7 +20,7 @@ class RuntimeState:
         reshard_after_forward: the value that ``apply_fsdp`` gave the FSDP module; ``None`` where other code wrapped it.
         is_fsdp_root: ``apply_fsdp`` made the module the root of its FSDP modules.
         checkpoint_contexts: the ``context_fn`` of ``torch.utils.checkpoint`` for selective checkpointing, or ``None``.
-        pins_routes: recomputation sends every token to the experts of the first forward.
+        carried: state of a forward that its recomputation takes from it.
         unsharded: set inside :func:`fsdp_runtime.unsharded`: ``True`` for a module that is kept gathered, ``False`` for
             one that ``max_bytes`` excludes; ``None`` outside.
         no_sync: the module is inside :func:`fsdp_runtime.no_sync`.
@@ -32,7 +32,7 @@ class RuntimeState:
     reshard_after_forward: bool | None = None
     is_fsdp_root: bool = False
     checkpoint_contexts: Callable[[], Any] | None = None
-    pins_routes: bool = False
+    carried: tuple[Any, ...] = ()
     unsharded: bool | None = None
     no_sync: bool = False
     offloaded: Any = None

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_runtime._torch_compat import is_compiled
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.steps.checkpointing import recomputes
+from fsdp_runtime.wrap import effects_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class ParallelismReport:
         fsdp_modules: modules that FSDP2 gathers and frees as one group, the root as ``""``.
         recomputing: modules that recompute their activations in backward.
         compiled: modules that are compiled in place.
+        wrapped: what stands in front of the forward of a module, the outermost first.
         sharded: the mesh axes that each sharded parameter is sharded over.
         replicated: parameters that are replicated over all axes.
         local_bytes: bytes of all parameters on this rank.
@@ -32,17 +34,19 @@ class ParallelismReport:
     fsdp_modules: tuple[str, ...]
     recomputing: tuple[str, ...]
     compiled: tuple[str, ...]
+    wrapped: Mapping[str, tuple[str, ...]]
     sharded: Mapping[str, tuple[str, ...]]
     replicated: tuple[str, ...]
     local_bytes: int
     full_bytes: int
 
     def __str__(self) -> str:
-        axes = Counter(self.sharded.values())
+        axes, wrapped = Counter(self.sharded.values()), Counter(self.wrapped.values())
         lines = [
             f"FSDP modules: {_summary(self.fsdp_modules)}",
             f"recomputing: {_summary(self.recomputing)}",
             f"compiled: {_summary(self.compiled)}",
+            *(f"in front of the forward of {n} modules: {', then '.join(each)}" for each, n in wrapped.items()),
             *(f"sharded over {' and '.join(names)}: {count} parameters" for names, count in axes.items()),
             f"replicated on every rank (all axes): {_summary(self.replicated)}",
             f"bytes on this rank: {self.local_bytes:,} of {self.full_bytes:,}",
@@ -88,6 +92,7 @@ def describe_parallelism(model: nn.Module) -> ParallelismReport:
         fsdp_modules=tuple(path for path, module in modules.items() if isinstance(module, FSDPModule)),
         recomputing=tuple(path for path, module in modules.items() if recomputes(module)),
         compiled=tuple(path for path, module in modules.items() if is_compiled(module)),
+        wrapped={path: effects for path, module in modules.items() if (effects := effects_of(module))},
         sharded=sharded,
         replicated=tuple(replicated),
         local_bytes=local_bytes,

@@ -33,6 +33,7 @@ from fsdp_runtime.dry_run.types import (
 )
 from fsdp_runtime.mesh.spec import MeshSpec
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
+from fsdp_runtime.wrap import replace_forward
 from tp_plans import Plan
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -190,7 +191,7 @@ def _trace_traceable(
         traced = template.copy()
         for path, module in traced.model.named_modules():
             if wildcard(path) in left_out:
-                module.forward = _return_input
+                replace_forward(module, _return_input)
         try:
             summary = trace_step(traced, parallelism, mesh, step, without_grad)
         except UntraceableError as error:

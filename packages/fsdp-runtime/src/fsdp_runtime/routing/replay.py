@@ -18,7 +18,7 @@ from fsdp_runtime._transformers_compat.recomputation import checkpointing_throug
 from fsdp_runtime.errors import ModelError, RoutesError
 from fsdp_runtime.routing.routers import Router, Routers, find_routers
 from fsdp_runtime.routing.routes import Routes, checked_routes, fill_recorded, has_holes
-from fsdp_runtime.routing.session import Session, activated, bound_to_routes
+from fsdp_runtime.routing.session import CarriedRoutes, Session, activated
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
@@ -125,7 +125,7 @@ def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tens
 
 @contextmanager
 def _session(model: nn.Module, session: Session, tokens: _Tokens) -> Iterator[None]:
-    with tokens.counted(), checkpointing_through(model, bound_to_routes), activated(session):
+    with tokens.counted(), checkpointing_through(model, CarriedRoutes().bind), activated(session):
         yield
 
 

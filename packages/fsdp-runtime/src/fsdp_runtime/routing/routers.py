@@ -67,6 +67,11 @@ class Routers:
     tables: tuple[str, ...]
     layers: int
 
+    def inside(self, path: str) -> Routers:
+        """Return the routers at a path and below it."""
+        below = {each: router for each, router in self.by_path.items() if f"{each}.".startswith(f"{path}.")}
+        return Routers(below, (), self.layers)
+
 
 def find_routers(model: nn.Module) -> Routers:
     """Find the routers of every mixture of a model.
@@ -80,7 +85,21 @@ def find_routers(model: nn.Module) -> Routers:
     Raises:
         ModelError: the model has no mixture, or the selection of one cannot be identified.
     """
-    structure = inspect_model(model)
+    routers = routers_of(inspect_model(model))
+    if not routers.by_path:
+        raise ModelError(
+            f"{type(model).__name__} has no router that selects experts: routes are recorded and replayed in mixtures "
+            "of experts only"
+        )
+    return routers
+
+
+def routers_of(structure: ModelStructure) -> Routers:
+    """Return the routers of a model, perhaps none.
+
+    Raises:
+        ModelError: the selection of a mixture cannot be identified.
+    """
     tree = structure.tree
     routers, tables = {}, []
     for mixture in _mixtures(tree):
@@ -94,11 +113,6 @@ def find_routers(model: nn.Module) -> Routers:
         if len(candidates) != 1:
             raise ModelError(_unidentified(tree, mixture, candidates))
         routers[candidates[0]] = _router(structure, candidates[0], mixture)
-    if not routers:
-        raise ModelError(
-            f"{type(model).__name__} has no router that selects experts: routes are recorded and replayed in mixtures "
-            "of experts only"
-        )
     return Routers(routers, tuple(tables), len(structure.decoder))
 
 

@@ -21,6 +21,7 @@ from fsdp_runtime.errors import RoutesError
 from fsdp_runtime.routing.routers import Router, Routers
 from fsdp_runtime.routing.selections import SELECTIONS
 from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.wrap import replace_forward, restore_forward
 
 
 class Session:
@@ -99,34 +100,58 @@ def activated(session: Session) -> Iterator[None]:
         yield
 
 
-def bound_to_routes(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that selects in every later call the experts of its first, whatever is active by then.
+@dataclass(frozen=True, eq=False)
+class CarriedRoutes:
+    """The selections of a forward, in its recomputation; see :class:`fsdp_runtime.steps.recomputation.Carried`.
 
     Args:
-        module: the module whose forward is recomputed.
-        forward: that forward; returned as it is where no session is active.
+        routers: those inside the module, where its tokens are exchanged between ranks: other selections would exchange
+            other numbers of tokens than were saved.  ``None`` where only sessions of users are carried.
     """
-    active = _active.get()
-    return _Bound(module, forward, active) if active else forward
+
+    routers: Routers | None = None
+
+    def bind(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward that selects in every later call the experts of its first, whatever is active by then."""
+        active = _active.get()
+        if active:
+            return _Bound(module, forward, active)
+        if self.routers is None:
+            return forward
+        return _Bound(module, forward, (_Activation(Session(self.routers)),), watches=True)
 
 
 class _Bound:
-    """A forward with the sessions under which it ran first."""
+    """A forward with the sessions under which it ran first.
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], active: tuple[_Activation, ...]) -> None:
+    Args:
+        module: the module whose forward is recomputed.
+        forward: that forward.
+        active: the sessions.
+        watches: no one else watches their routers in the first run.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        active: tuple[_Activation, ...],
+        *,
+        watches: bool = False,
+    ) -> None:
         self.module = module
         self.forward = forward
         self.active = tuple(replace(each, kept={}) for each in active)
-        self.ran = False
+        self.watches = watches
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = partial(self.forward, *args, **kwargs)
-        if not self.ran:
-            self.ran = True
-            with _set(self.active):
+        with _set(self.active):
+            if not self.watches:
+                self.watches = True
                 return run()
-        with _set(self.active), _watching(*(each.session for each in self.active)):
-            return _select(self.module, run)  # the module may itself be a router
+            with _watching(*(each.session for each in self.active)):
+                return _select(self.module, run)  # the module may itself be a router
 
 
 @contextmanager
@@ -146,7 +171,8 @@ def _watching(*sessions: Session) -> Iterator[None]:
         state = runtime_state(module)
         state.watches += 1
         if state.watches == 1:
-            module.forward = _Watched(module, module.__dict__.get("forward"))
+            watched = _Watched(module)
+            watched.patched = replace_forward(module, watched)
     try:
         yield
     finally:
@@ -154,13 +180,7 @@ def _watching(*sessions: Session) -> Iterator[None]:
             state = runtime_state(module)
             state.watches -= 1
             if state.watches == 0:
-                _restore(module.__dict__)
-
-
-def _restore(attributes: dict[str, Any]) -> None:
-    watched = attributes.pop("forward")
-    if watched.patched is not None:
-        attributes["forward"] = watched.patched
+                restore_forward(module, module.__dict__["forward"].patched)
 
 
 class _Watched:
@@ -168,12 +188,11 @@ class _Watched:
 
     Args:
         module: the router.
-        patched: the forward that other code had put on the instance, if any.
     """
 
-    def __init__(self, module: nn.Module, patched: Callable[..., Any] | None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.patched = patched
+        self.patched: Callable[..., Any] | None = None  # the forward that other code had put on the instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.patched or partial(type(self.module).forward, self.module)

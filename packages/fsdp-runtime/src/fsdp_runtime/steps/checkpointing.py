@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
@@ -18,12 +18,13 @@ from fsdp_runtime._torch_compat import has_forward
 from fsdp_runtime._transformers_compat.models import disable_cache, is_cache
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
-from fsdp_runtime.routing.session import bound_to_routes
+from fsdp_runtime.routing.routers import routers_of
+from fsdp_runtime.routing.session import CarriedRoutes
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
-from fsdp_runtime.steps.documents.recompute import pass_documents
 from fsdp_runtime.steps.documents.step import packing_of
-from fsdp_runtime.steps.pinned_routes import pinned_routes
+from fsdp_runtime.steps.recomputation import bound
 from fsdp_runtime.steps.saved_tensors import SelectiveContexts, contexts_of_compiled
+from fsdp_runtime.wrap import Wrapper, is_wrapped, wrap
 from tp_plans.naming import MLP_MODULES
 
 if TYPE_CHECKING:
@@ -134,10 +135,15 @@ def apply_ac(model: nn.Module, parallelism: Parallelism) -> None:
         return
     selective = SelectiveCheckpoint() if mode == "selective" else mode
     saved = selective.overloads() if isinstance(selective, SelectiveCheckpoint) else None
-    for path in parallelism.recompute:
-        _recompute(model.get_submodule(path), saved, pins_routes=parallelism.expert_plan is not None)
-    if (packing := packing_of(model)) is not None:
-        pass_documents(map(model.get_submodule, parallelism.recompute), packing)
+    exchanged = routers_of(parallelism.structure) if parallelism.expert_plan is not None else None
+    documents = packing_of(model)
+    modules = {path: model.get_submodule(path) for path in parallelism.recompute}
+    wrap(modules.values(), Recomputing)
+    for path, module in modules.items():
+        state = runtime_state(module)
+        state.checkpoint_contexts = SelectiveContexts(saved) if saved else None
+        routes = CarriedRoutes(exchanged and exchanged.inside(path))
+        state.carried = (routes,) if documents is None else (routes, documents)
     if mode != "mlp":  # no cache is filled inside a feed-forward part
         disable_cache(model)
     logger.info("activation checkpointing: %d modules recompute", len(parallelism.recompute))
@@ -145,14 +151,17 @@ def apply_ac(model: nn.Module, parallelism: Parallelism) -> None:
 
 def recomputes(module: nn.Module) -> bool:
     """Return True if :func:`apply_ac` made the module recompute its activations."""
-    return isinstance(module, _Recomputing)
+    return is_wrapped(module, Recomputing)
 
 
-class _Recomputing:
-    """Mixed in before a module's class; a subclass rather than a replaced ``forward``, so that deepcopy works."""
+class Recomputing(Wrapper):
+    """Frees the activations of a module after its forward, and runs the forward again in backward."""
+
+    effect = "recomputed in backward"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plain = forward = super().forward  # type: ignore[misc]
+        """Run the module's forward under ``torch.utils.checkpoint`` where gradients are computed."""
+        forward = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if kwargs.get("past_key_values") is not None or any(map(is_cache, (*args, *kwargs.values()))):
@@ -163,18 +172,15 @@ class _Recomputing:
             )
         state = self.__dict__[RUNTIME_STATE]
         contexts: SelectiveContexts | None = state.checkpoint_contexts
-        if not torch.compiler.is_compiling():
-            bound = bound_to_routes(cast(nn.Module, self), forward)
-            if bound is forward and contexts is None and state.pins_routes:
-                return checkpoint(forward, *args, use_reentrant=False, context_fn=pinned_routes, **kwargs)
-            forward = bound  # which replays its own routes
+        compiling = torch.compiler.is_compiling()
+        if not compiling:  # a graph keeps what it has read
+            forward = bound(cast(nn.Module, self), forward, state.carried)
         if contexts is None:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler replaces in-place operators before it decides what to keep
+        if compiling:  # the compiler replaces in-place operators before it decides what to keep
             compiled_contexts = partial(contexts_of_compiled, contexts.saved)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
-        context_fn = partial(contexts, replayed=forward is not plain)
-        return contexts.run(partial(checkpoint, forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs))
+        return contexts.run(partial(checkpoint, forward, *args, use_reentrant=False, context_fn=contexts, **kwargs))
 
 
 def _mlps(structure: ModelStructure) -> tuple[str, ...]:
@@ -192,17 +198,3 @@ def _mlps(structure: ModelStructure) -> tuple[str, ...]:
             f"{', '.join(MLP_MODULES)}; use 'block' or 'selective'"
         )
     return found
-
-
-def _recompute(module: nn.Module, saved: list[Any] | None, *, pins_routes: bool) -> None:
-    if not isinstance(module, _Recomputing):
-        module.__class__ = _recomputing(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
-    state = runtime_state(module)
-    state.pins_routes = pins_routes
-    state.checkpoint_contexts = SelectiveContexts(saved, pins_routes=pins_routes) if saved else None
-
-
-@cache
-def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return one subclass per class: the compiler guards on types and would compile each block anew."""
-    return type(f"Recomputing{cls.__name__}", (_Recomputing, cls), {})

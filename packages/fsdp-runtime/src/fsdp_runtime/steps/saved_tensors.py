@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fsdp_runtime._torch_compat import TorchDispatchMode, storage_key, tree_leaves, written_arguments
-from fsdp_runtime.steps.pinned_routes import pinned_routes
 
 _unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
 
@@ -51,22 +50,16 @@ class SelectiveContexts:
 
     Args:
         saved: the operators whose results are kept.
-        pins_routes: recompute with the routes of the first forward.
     """
 
-    def __init__(self, saved: Sequence[Any], *, pins_routes: bool = False) -> None:
+    def __init__(self, saved: Sequence[Any]) -> None:
         self.saved = list(saved)
-        self.pins_routes = pins_routes
 
-    def __call__(self, *, replayed: bool = False) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of a forward and of its recomputation; of one that replays its routes without pinning."""
+    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of a forward and of its recomputation."""
         kept, reused = create_selective_checkpoint_contexts(list(self.saved))  # type: ignore[no-untyped-call]
         forward, recompute = _Only(self.saved, kept), _Only(self.saved, reused)
-        watched = _both(forward, _WatchWrites(self.saved))
-        if replayed or not self.pins_routes:
-            return watched, recompute
-        record, replay = pinned_routes()
-        return _both(record, watched), _both(replay, recompute)  # below: torch counts the operators of both forwards
+        return _both(forward, _WatchWrites(self.saved)), recompute
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Return ``forward()``, repeated as long as it writes into kept results."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers.logits import per_token, scored_positions
+from fsdp_runtime.wrap import replace_forward
 
 _FIELDS = frozenset({"log_probs", "entropy", "is_top1"})
 
@@ -77,4 +78,4 @@ def add_fused_lm_head(
             loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
 
-    model.forward = types.MethodType(fused_forward, model)
+    replace_forward(model, types.MethodType(fused_forward, model))

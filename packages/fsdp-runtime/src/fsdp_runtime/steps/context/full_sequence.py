@@ -29,13 +29,13 @@ from fsdp_runtime.steps.documents.isolation import (
     map_arguments,
     map_tensors,
     mask_argument,
-    mixed_in,
     restricted,
     run_per_document,
     uses_interface,
 )
 from fsdp_runtime.steps.documents.recurrences import mix_in
 from fsdp_runtime.steps.documents.token_mixers import TokenMixer, Way, has_inner_mixer, token_mixers
+from fsdp_runtime.wrap import Wrapper, wrap
 
 
 def gathered_mixers(structure: ModelStructure, implementation: str) -> tuple[TokenMixer, ...]:
@@ -90,7 +90,7 @@ def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> G
     for mixer in mixers:
         by_way.setdefault(mixer.way, []).append(mixer.module)
     for way, modules in by_way.items():
-        mixed_in(modules, _GatheredMixer, cp_attention=attention, way=way)
+        wrap(modules, _GatheredMixer, cp_attention=attention, way=way)
     mix_in(
         mixers,
         OwnTokens,
@@ -101,9 +101,10 @@ def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> G
     )
 
 
-class _GatheredMixer:
-    """Mixed in before a module's class, as tensor parallelism does, whose rules then see this rank's tokens."""
+class _GatheredMixer(Wrapper):
+    """Gathers tokens inside of tensor parallelism, whose rules then see this rank's tokens."""
 
+    effect = "full sequence of cp"
     cp_attention: ClassVar[ContextAttention]
     way: ClassVar[Way]
 

@@ -50,8 +50,9 @@ def forward_on_own_tokens(cls: type, attention: ContextAttention) -> Callable[..
 
 
 class OwnTokens(ByFunctions):
-    """Mixed in before the class of a token mixer, and before the mixin that runs it on the full sequence."""
+    """Stands before the wrapper that runs a token mixer on the full sequence."""
 
+    effect = "own tokens of cp"
     cp_attention: ClassVar[ContextAttention]
     of_own_tokens: ClassVar[Callable[..., Any]]
 

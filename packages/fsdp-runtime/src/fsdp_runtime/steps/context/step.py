@@ -47,7 +47,6 @@ from fsdp_runtime.steps.documents.positions import (
     masks_embeddings,
     needs_full_row,
 )
-from fsdp_runtime.steps.documents.recompute import take_documents
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
 from fsdp_runtime.steps.documents.token_mixers import (
     attends_both_ways,
@@ -203,7 +202,6 @@ def gather_mixers(model: Any, parallelism: Parallelism) -> None:
     unmasked = bidirectional_without_mask(model, parallelism.structure)
     attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
     runtime_state(model).gathered = gather_for(mixers, attention)
-    take_documents(map(model.get_submodule, parallelism.recompute), attention.packing)
     spread, full = (
         dict(Counter(mixer.kind for mixer in mixers if mixes_by_functions(mixer) is by_functions)) or "nothing"
         for by_functions in (True, False)

@@ -17,6 +17,7 @@ from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.steps.documents.documents import DocumentBatch, Documents
 from fsdp_runtime.steps.documents.token_mixers import MASK, Way, is_bidirectional
+from fsdp_runtime.wrap import Wrapper, wrap
 from tp_plans.infer.bytecode import referenced_names
 
 #: Inputs that tell kernels of boundaries, which rows of one document do not have.
@@ -33,14 +34,28 @@ class CurrentDocuments:
 
     documents: Documents | None = None
 
+    def bind(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward that runs with the present documents, as ``fsdp_runtime.steps.recomputation`` asks."""
+        documents = self.documents
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            current, self.documents = self.documents, documents
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.documents = current
+
+        return run
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CurrentDocuments:
         """Return itself: a copied model's mixers are of the same classes, which refer to it."""
         return self
 
 
-class _PackedMixer:
-    """Mixed in before a module's class, as tensor parallelism does, whose rules then see rows and not documents."""
+class _PackedMixer(Wrapper):
+    """Keeps documents apart inside of tensor parallelism, whose rules then see rows and not documents."""
 
+    effect = "packed rows"
     packing: ClassVar[CurrentDocuments]
     way: ClassVar[Way]
 
@@ -59,18 +74,7 @@ class _PackedMixer:
 
 def keep_documents_apart(modules: Iterable[nn.Module], packing: CurrentDocuments, way: Way) -> None:
     """Make token mixers keep documents apart in one way."""
-    mixed_in(modules, _PackedMixer, packing=packing, way=way)
-
-
-def mixed_in(modules: Iterable[nn.Module], mixin: type, **attributes: Any) -> None:
-    """Mix a class in before the classes of modules; each new class keeps the old name, by which transformers goes."""
-    made: dict[type, type[nn.Module]] = {}
-    for module in modules:
-        cls: type = type(module)
-        if cls not in made:
-            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-            made[cls] = type(cls.__name__, (mixin, cls), {**names, **attributes})
-        module.__class__ = made[cls]
+    wrap(modules, _PackedMixer, packing=packing, way=way)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths differ from batch to batch

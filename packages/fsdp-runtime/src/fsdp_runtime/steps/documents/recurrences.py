@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import data_dependent_errors
-from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, mixed_in
+from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments
 from fsdp_runtime.steps.documents.sequence_functions import (
     CONVOLUTION,
     RECURRENCES,
@@ -26,6 +26,7 @@ from fsdp_runtime.steps.documents.sequence_functions import (
 )
 from fsdp_runtime.steps.documents.token_mixers import TokenMixer, has_inner_mixer
 from fsdp_runtime.steps.saved_tensors import unrecorded
+from fsdp_runtime.wrap import Wrapper, wrap
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ _MOVED = (5, 2, 7, 0, 3, 6, 1, 4)
 _TOLERANCE = 0.02
 
 
-class ByFunctions:
-    """Mixed in before the class of a token mixer that is to mix tokens by other functions than its own."""
+class ByFunctions(Wrapper):
+    """Lets a token mixer mix tokens by other functions than its own."""
 
     of_single_tokens: ClassVar[Callable[..., Any]]
     proven: ClassVar[bool | None] = None
@@ -58,8 +59,9 @@ class ByFunctions:
 
 
 class PackedRows(ByFunctions):
-    """Mixed in before the class of a token mixer, and before the mixin that runs it on documents as rows."""
+    """Stands before the wrapper that runs a token mixer on documents as rows."""
 
+    effect = "packed rows by functions"
     packing: ClassVar[CurrentDocuments]
     of_rows: ClassVar[Callable[..., Any]]
 
@@ -92,7 +94,7 @@ def mix_in(
     for mixer in filter(mixes_by_functions, mixers):
         by_class.setdefault(mixer.cls, []).append(mixer.module)
     for cls, modules in by_class.items():
-        mixed_in(modules, mixin, of_single_tokens=forward_without_mixing(cls), **attributes(cls))
+        wrap(modules, mixin, of_single_tokens=forward_without_mixing(cls), **attributes(cls))
 
 
 def compute_rows(mixers: Iterable[TokenMixer], packing: CurrentDocuments) -> None:

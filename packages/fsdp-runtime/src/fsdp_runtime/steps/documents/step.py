@@ -20,7 +20,6 @@ from fsdp_runtime.steps.context.step import gather_mixers
 from fsdp_runtime.steps.documents.documents import find_documents
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, keep_documents_apart
 from fsdp_runtime.steps.documents.positions import ignores_position_ids
-from fsdp_runtime.steps.documents.recompute import take_documents
 from fsdp_runtime.steps.documents.recurrences import compute_rows
 from fsdp_runtime.steps.documents.token_mixers import Way, bidirectional_without_mask, makes_own_masks, token_mixers
 from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
@@ -93,7 +92,6 @@ def apply_packing(model: Any, parallelism: Parallelism) -> None:
     for way in get_args(Way):
         keep_documents_apart([mixer.module for mixer in mixers if mixer.way == way], packing, way)
     compute_rows(mixers, packing)
-    take_documents([model.get_submodule(path) for path in parallelism.recompute], packing)
     implementation = str(attention_in_force(model.config.get_text_config()))
     inputs = _PackedInputs(packing, varlen=implementation.startswith("flash"))
     hook_calls(model, inputs, inputs.after)

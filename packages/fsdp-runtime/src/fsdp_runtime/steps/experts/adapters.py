@@ -10,7 +10,6 @@ rank's gradient of the factors is that of its own experts: their sum over all ra
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import active_factors, base_model, is_out_first, lora_layers
 from fsdp_runtime._torch_compat import own_parameters
+from fsdp_runtime.wrap import Wrapper, wrap
 from tp_plans.row_ranges import shard_ranges
 from tp_plans.torch_styles.gradients import attach_zero_grads, full_view
 
@@ -31,11 +31,11 @@ def adapt_experts(model: nn.Module) -> None:
             continue
         for mixin, module in ((_Wrapper, layer.module), (_Experts, layer.experts)):
             if not isinstance(module, mixin):
-                module.__class__ = _mixed(mixin, cast(Any, type(module)))
+                wrap([module], mixin)
 
 
-class _Wrapper:
-    """Mixed in before peft's wrapper of a parameter: its experts get it for the time of their forward."""
+class _Wrapper(Wrapper):
+    """In front of peft's wrapper of a parameter: its experts get it for the time of their forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         wrapper = cast(Any, self)
@@ -47,8 +47,10 @@ class _Wrapper:
             wrappers.pop()
 
 
-class _Experts:
-    """Mixed in before the class of stacked experts, below the style that swaps in the weights of a rank's experts."""
+class _Experts(Wrapper):
+    """In front of stacked experts, below the style that swaps in the weights of a rank's experts."""
+
+    effect = "adapters of experts"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module = cast(nn.Module, self)
@@ -85,10 +87,3 @@ def _products(module: nn.Module, wrapper: Any, weight: Tensor) -> Iterator[tuple
 def _full(factor: Tensor) -> Tensor:
     """A replicated factor as a plain tensor, of whose gradient each rank computes a partial sum."""
     return full_view(factor, partial=True) if isinstance(factor, DTensor) else factor
-
-
-@cache
-def _mixed(mixin: type, cls: Any) -> Any:
-    """Return one class for all modules of a class, so that equal blocks are compiled once."""
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (mixin, cls), names)
