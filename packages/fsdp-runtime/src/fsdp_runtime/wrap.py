@@ -37,7 +37,7 @@ def wrap(modules: Iterable[nn.Module], wrapper: type[Wrapper], **attributes: Any
     for module in modules:
         cls: Any = type(module)
         if cls not in made:
-            made[cls] = _with_wrapper(cls, wrapper, attributes) if attributes else _shared(cls, wrapper)
+            made[cls] = _with_wrapper(cls, wrapper, attributes) if attributes else _shared(cls, wrapper)  # type: ignore[arg-type]  # mypy: a class is hashable
         module.__class__ = made[cls]
 
 
