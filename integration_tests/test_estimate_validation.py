@@ -132,7 +132,7 @@ def predicted(name: str, axes: dict[str, int], options: dict[str, Any], logprobs
     options = dict(options)
     master = options.pop("master", False)
     told: dict[str, Any] = {"dtype": "bf16", "master_dtype": "fp32"} if master else {"dtype": "fp32"}
-    found = fsdp_runtime.dry_run(
+    found = fsdp_runtime.estimate(
         config_of(name), axes, seq_len=LENGTH, micro_batch=BATCH, rank=rank, logprobs=logprobs, **told, **options
     )
     traffic: dict[str, Any] = {}

@@ -2,7 +2,8 @@
 
 ``valid`` of a call returns the arguments of a right one; one or two of them are replaced by values of another type,
 shape, dtype or device.  An error is meant for the user if it is one of the package's, or a TypeError or ValueError that
-the package's own code raises and that names an argument.
+the package's own code raises and that names an argument.  Where an argument has another *type* than a right one, any
+error of Python or torch will do, as in any library: it must come in time, and leave the models as they were.
 """
 
 from __future__ import annotations
@@ -138,12 +139,13 @@ def complaint(call: Call, changes: tuple[Change, ...], package: ModuleType, *err
         errors: base classes of the errors that are meant for users.
     """
     values = arguments(call, changes)
+    mistyped = any(_is_of_another_type(call, name, values[name]) for name, _ in changes if name in values)
     models = {name: (value, _state(value)) for name, value in values.items() if isinstance(value, nn.Module)}
     try:
         with _time_limit():
             use(call.function(**values))
     except Exception as error:
-        problem = _problem(error, call.parameters, package, errors)
+        problem = None if mistyped else _problem(error, call.parameters, package, errors)
         changed = [name for name, (model, before) in models.items() if _state(model) != before]
         if problem is None and changed:
             problem = f"{changed[0]} is changed after {type(error).__name__}: {error}"
@@ -170,6 +172,13 @@ def use(result: Any) -> None:
     elif inspect.isgenerator(result):
         for _ in result:
             pass
+
+
+def _is_of_another_type(call: Call, name: str, value: Any) -> bool:
+    """Return True if a right call has an argument of a type that the value is not of."""
+    default = inspect.signature(call.function).parameters[name].default
+    right = [each for each in (call.valid().get(name, default), default) if each is not inspect.Parameter.empty]
+    return not any(type(value) is type(each) or isinstance(value, type(each)) for each in right)
 
 
 def _problem(

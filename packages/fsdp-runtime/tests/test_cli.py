@@ -253,7 +253,7 @@ import sys
 for name in [name for name in sys.modules if name.partition(".")[0] == "fsdp_runtime"]:
     del sys.modules[name]
 import fsdp_runtime.dry_run.types, fsdp_runtime.parallelize, fsdp_runtime
-print(callable(fsdp_runtime.dry_run), callable(fsdp_runtime.parallelize))
+print(callable(fsdp_runtime.estimate), callable(fsdp_runtime.parallelize))
 """
     found = subprocess.run(["python", "-c", program], env=environment(), capture_output=True, text=True, check=False)
     assert (found.stdout, found.returncode) == ("True True\n", 0), found.stderr

@@ -198,7 +198,7 @@ def test_devices_that_the_machine_lacks_are_refused(device_type: Any) -> None:
 def test_values_of_other_types_are_refused_with_their_type(value: Any) -> None:
     mesh, model = MeshSpec().build(device_type="cpu"), torch.nn.Linear(2, 2)
     name = rf"type {type(value).__name__}, not"
-    with pytest.raises(ModelError, match=f"model is of {name} nn.Module"):
+    with pytest.raises(ModelError, match=f"model is of {name} a torch.nn.Module"):
         parallelize(value, mesh)
     calls = (lambda: parallelize(model, value), lambda: submesh(value, "tp"), lambda: adopt_mesh(value))
     for call in (*calls, lambda: sequence_layout(value, 8)):

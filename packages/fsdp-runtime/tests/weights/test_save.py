@@ -122,7 +122,7 @@ def test_an_empty_directory_name_is_refused_before_anything_is_written(
             save_weights(nn.Linear(2, 2), empty)
         with pytest.raises(OptionError, match=r"directory='.?' is empty"):
             save_training_state(empty, nn.Linear(2, 2), step=1)
-    with pytest.raises(OptionError, match="directory is of type NoneType"):
+    with pytest.raises(OptionError, match="directory=None: give a path"):
         save_weights(nn.Linear(2, 2), None)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 

@@ -155,7 +155,13 @@ class Plan(Mapping[str, Style]):
         return diff_plans(self, require_plan(other))
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The plan as JSON text, which :meth:`from_json` reads back to an equal plan."""
+        """The plan as JSON text, which :meth:`from_json` reads back to an equal plan.
+
+        Raises:
+            PlanError: ``indent`` is not a number of spaces, at most 100, or ``None``.
+        """
+        if indent is not None and not (is_integer(indent, least=0) and indent <= 100):
+            raise PlanError(f"indent={indent!r}: give 0 to 100 spaces, or None for one line")
         data = {
             "format": FORMAT,
             "name": self.name,

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from fsdp_runtime.errors import OptionError, SampleError
 
+#: No mesh has more ranks.
+MAX_RANKS = 2**20
+
 #: Token ids of one sample.
 TokenIds = Tensor | Sequence[int]
 #: The work of one attended pair of tokens in units of a token's other work: ``1 / (6 * hidden_size)`` (a pair costs
@@ -99,6 +102,17 @@ def require_positive(name: str, value: object) -> None:
     """
     if type(value) is not int or value < 1:
         raise OptionError(f"{name}={value!r}: give a positive integer")
+
+
+def require_ranks(ranks: object) -> None:
+    """Check the number of data-parallel ranks.
+
+    Raises:
+        OptionError: it is no positive integer, or larger than that of any mesh: rows are made for every rank.
+    """
+    require_positive("ranks", ranks)
+    if ranks > MAX_RANKS:  # type: ignore[operator]  # an integer by now
+        raise OptionError(f"ranks={ranks}: give at most {MAX_RANKS}")
 
 
 def require_pair_cost(value: float) -> None:

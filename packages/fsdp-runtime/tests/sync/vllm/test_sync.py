@@ -244,7 +244,7 @@ def test_the_entry_point_names_the_plugin(ours: Any) -> None:
     import tomllib
     from pathlib import Path
 
-    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    settings = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     (target,) = settings["project"]["entry-points"]["vllm.general_plugins"].values()
     module, _, function = target.partition(":")
     assert getattr(importlib.import_module(module), function) is ours.plugin.register
