@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,49 +88,6 @@ def model_of_rows(model: Any) -> Any:
     if not is_peft_model(model) or any(each.is_prompt_learning for each in model.peft_config.values()):
         return model
     return base_model(model)
-
-
-def hook_calls(model: nn.Module, before: Callable[..., Any], after: Callable[..., Any] | None = None) -> None:
-    """Register hooks of every call that runs a model, one call of each per forward.
-
-    ``generate`` of a ``PeftModel`` calls the model inside; its forward does so in some classes, and runs the forward
-    of that model without its hooks in others.
-
-    Args:
-        model: the model.
-        before: a forward pre-hook that takes keywords.
-        after: a forward hook, called after an error, too.
-    """
-    base = base_model(model)
-    if base is not model:
-        inside = _Inside(before, after)
-        base.register_forward_pre_hook(inside.before, with_kwargs=True)
-        base.register_forward_hook(inside.after, always_call=True)
-        model.register_forward_pre_hook(inside.enter, prepend=True)
-        model.register_forward_hook(inside.leave, always_call=True)
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    if after is not None:
-        model.register_forward_hook(after, always_call=True)
-
-
-class _Inside:
-    """The hooks of the model inside a ``PeftModel``, which do nothing while the outer ones are in force."""
-
-    def __init__(self, before: Callable[..., Any], after: Callable[..., Any] | None) -> None:
-        self.hooks = before, after
-        self.depth = 0
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        self.depth += 1
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.depth -= 1
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return None if self.depth else self.hooks[0](module, args, kwargs)
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self.depth or self.hooks[1] is None else self.hooks[1](module, args, output)
 
 
 def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:

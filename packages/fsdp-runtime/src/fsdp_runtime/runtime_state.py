@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,7 @@ class RuntimeState:
         no_sync: the module is inside :func:`fsdp_runtime.no_sync`.
         offloaded: of a model, the host copies that :func:`fsdp_runtime.offload` made, or ``None``.
         watches: of a router, how many sessions and recomputations read its selection at present.
+        hook_effects: what the hooks around its forward do.
         gathered: of a model under context parallelism, its attention and the modules that run on full sequences.
     """
 
@@ -37,6 +38,7 @@ class RuntimeState:
     no_sync: bool = False
     offloaded: Any = None
     watches: int = 0
+    hook_effects: list[str] = field(default_factory=list)
     gathered: Any = None
 
 

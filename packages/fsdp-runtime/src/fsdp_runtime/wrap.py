@@ -1,9 +1,12 @@
-"""The one place that puts code in front of the forward of a user's module.
+"""The one place that puts code around the forward of a user's module; ``describe_parallelism`` lists it.
 
-A wrapper is a class that is mixed in before the module's own.  A class rather than hooks or a replaced ``forward``:
-``torch.compile`` guards on the ids of hooks, which differ from block to block; an interrupt skips hooks; ``deepcopy``
-keeps a class and copies no state with it.  Tensor parallelism and FSDP2 add classes of their own in the same way, so
-the order of the steps is the order of the wrappers.
+In front of a part of a model, a wrapper is a class that is mixed in before the module's own.  A class rather than
+hooks: ``torch.compile`` guards on the ids of hooks, which differ from block to block; an interrupt skips hooks;
+``deepcopy`` keeps a class and copies no state with it.  Tensor parallelism and FSDP2 add classes of their own in the
+same way, so the order of the steps is the order of the wrappers.
+
+Inputs and outputs of a whole model, which is not compiled, pass through torch's hooks, so that those of the user run in
+the order of their registration.
 """
 
 from __future__ import annotations
@@ -13,6 +16,10 @@ from functools import cache
 from typing import Any, ClassVar
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 
 
 class Wrapper:
@@ -47,9 +54,104 @@ def is_wrapped(module: nn.Module, wrapper: type[Wrapper]) -> bool:
 
 
 def effects_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the effects of a module's wrappers, the outermost first."""
-    found = (vars(cls).get("effect") for cls in type(module).__mro__ if issubclass(cls, Wrapper))
-    return tuple(effect for effect in found if effect)
+    """Return the effects of what is around a module's forward: of hooks, then of wrappers, the outermost first."""
+    state = module.__dict__.get(RUNTIME_STATE)
+    hooks = [] if state is None else state.hook_effects
+    wrappers = (vars(cls).get("effect") for cls in type(module).__mro__ if issubclass(cls, Wrapper))
+    return (*hooks, *(effect for effect in wrappers if effect))
+
+
+class Hooks:
+    """The hooks of :func:`hook_forward`.
+
+    Args:
+        module: the module.
+        effect: what they do.
+        handles: torch's.
+    """
+
+    def __init__(self, module: nn.Module, effect: str, handles: list[RemovableHandle]) -> None:
+        self.module, self.effect, self.handles = module, effect, handles
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+        runtime_state(self.module).hook_effects.remove(self.effect)
+
+
+def hook_forward(
+    module: nn.Module,
+    effect: str,
+    *,
+    before: Callable[..., Any] | None = None,
+    after: Callable[..., Any] | None = None,
+    first: bool = False,
+    always: bool = False,
+) -> Hooks:
+    """Register hooks around a module's forward.
+
+    Args:
+        module: the module.
+        effect: what they do, for ``describe_parallelism``.
+        before: called with the module, its arguments and its keywords.
+        after: called with the module, its arguments and its output.
+        first: run before the hooks that are there.
+        always: call ``after`` when the forward has raised an error, too.
+
+    Returns:
+        The hooks, which can be removed.
+    """
+    handles = []
+    if before is not None:
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=first))
+    if after is not None:
+        handles.append(module.register_forward_hook(after, prepend=first, always_call=always))
+    runtime_state(module).hook_effects.append(effect)
+    return Hooks(module, effect, handles)
+
+
+def hook_model(
+    model: nn.Module, effect: str, before: Callable[..., Any], after: Callable[..., Any] | None = None
+) -> None:
+    """Register hooks of every call that runs a model, one call of each per forward.
+
+    ``generate`` of a ``PeftModel`` calls the model inside; its forward does so in some classes, and runs the forward
+    of that model without its hooks in others.
+
+    Args:
+        model: the model.
+        effect: what they do.
+        before: as in :func:`hook_forward`.
+        after: as in :func:`hook_forward`, called after an error, too.
+    """
+    base = base_model(model)
+    if base is not model:
+        inside = _Inside(before, after)
+        hook_forward(base, effect, before=inside.before, after=inside.after, always=True)
+        model.register_forward_pre_hook(inside.enter, prepend=True)
+        model.register_forward_hook(inside.leave, always_call=True)
+    hook_forward(model, effect, before=before, after=after, always=True)
+
+
+class _Inside:
+    """The hooks of the model inside a ``PeftModel``, which do nothing while the outer ones are in force."""
+
+    def __init__(self, before: Callable[..., Any], after: Callable[..., Any] | None) -> None:
+        self.hooks = before, after
+        self.depth = 0
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self.depth += 1
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.depth -= 1
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if self.depth else self.hooks[0](module, args, kwargs)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if self.depth or self.hooks[1] is None else self.hooks[1](module, args, output)
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -25,6 +25,7 @@ from fsdp_runtime.model.devices import require_device
 from fsdp_runtime.model.materialize import compute_device
 from fsdp_runtime.model.state import is_freed, state_entries
 from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.wrap import hook_forward
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +246,7 @@ def _guard(offloaded: _Offloaded, model: nn.Module) -> None:
 
     for module in model.modules():
         guards = [
-            module.register_forward_pre_hook(refuse_forward, prepend=True),
+            hook_forward(module, "refuses to run while offloaded", before=refuse_forward, first=True),
             module.register_state_dict_pre_hook(refuse_forward),  # type: ignore[no-untyped-call]
         ]
         offloaded.guards += guards

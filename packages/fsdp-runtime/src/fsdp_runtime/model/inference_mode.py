@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.wrap import hook_forward
 
 _T = TypeVar("_T")
 
@@ -47,7 +48,7 @@ def gather_outside_inference_mode(model: nn.Module) -> None:
         model: the root FSDP module.
     """
 
-    def gather_once(_module: nn.Module, _args: Any) -> None:
+    def gather_once(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if not torch.is_inference_mode_enabled():
             return
         handle.remove()
@@ -57,4 +58,4 @@ def gather_outside_inference_mode(model: nn.Module) -> None:
                     module.unshard()
                     module.reshard()
 
-    handle = model.register_forward_pre_hook(gather_once, prepend=True)
+    handle = hook_forward(model, "gathers once outside of inference mode", before=gather_once, first=True)

@@ -22,6 +22,7 @@ from fsdp_runtime.routing.session import CarriedRoutes, Session, activated
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
+from fsdp_runtime.wrap import hook_forward
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class _Tokens:
         if self.model is None:
             yield
             return
-        handle = self.model.register_forward_pre_hook(self._count, with_kwargs=True)
+        handle = hook_forward(self.model, "counts tokens for routes", before=self._count)
         try:
             yield
         finally:

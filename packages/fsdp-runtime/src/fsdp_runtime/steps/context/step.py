@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import hook_calls
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import attention_in_force, use_attention
 from fsdp_runtime._transformers_compat.models import (
@@ -54,6 +53,7 @@ from fsdp_runtime.steps.documents.token_mixers import (
     makes_own_masks,
     token_mixers,
 )
+from fsdp_runtime.wrap import hook_model
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
@@ -183,7 +183,7 @@ def replace_attention(
 ) -> None:
     """Replace a model's attention except in some modules, and complete its inputs in a hook."""
     use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask, keep=keep)
-    hook_calls(model, _Inputs(attention, shared_prefixes, derived, cuts_padding))
+    hook_model(model, "completes a rank's part of rows", _Inputs(attention, shared_prefixes, derived, cuts_padding))
 
 
 def gather_mixers(model: Any, parallelism: Parallelism) -> None:

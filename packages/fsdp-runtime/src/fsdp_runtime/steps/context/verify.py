@@ -23,6 +23,7 @@ from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import apply_cp
 from fsdp_runtime.steps.documents.token_mixers import attends_both_ways
+from fsdp_runtime.wrap import hook_forward
 from tp_plans.verification.ranks import computes, on_ranks_of
 from tp_plans.verification.tiny import tiny_model
 
@@ -103,7 +104,7 @@ def _outputs(model: Any, layout: SequenceLayout) -> Outputs:
                 found.setdefault((path, index), tensor)
 
     handles = [
-        module.register_forward_hook(lambda _module, _args, output, path=path: keep(path, output))
+        hook_forward(module, "keeps outputs", after=lambda _module, _args, output, path=path: keep(path, output))
         for path, module in model.named_modules()
     ]
     ids, mask = (each.to(model.device) for each in _rows(model, layout))

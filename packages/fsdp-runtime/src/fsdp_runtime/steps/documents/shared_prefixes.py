@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fsdp_runtime._peft_compat import hook_calls
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.masks import PathMask, build_masks_along_paths
 from fsdp_runtime._transformers_compat.models import is_stateful, is_transformers_model
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.steps.context.full_sequence import gathered_mixers
+from fsdp_runtime.wrap import hook_model
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
@@ -107,7 +107,7 @@ def apply_shared_prefixes(model: nn.Module, parallelism: Parallelism) -> None:
     if parallelism.shared_prefixes and parallelism.cp_mesh is None:  # attention over cp reads subtree_end itself
         build_masks_along_paths(_current, _ANY_MASK)
         hooks = _Hooks()
-        hook_calls(model, hooks, hooks.after)
+        hook_model(model, "takes subtree_end", hooks, hooks.after)
         logger.info("shared prefixes: %s takes subtree_end", type(model).__name__)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import hook_calls, model_of_rows
+from fsdp_runtime._peft_compat import model_of_rows
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import is_transformers_model
@@ -23,6 +23,7 @@ from fsdp_runtime.steps.documents.positions import ignores_position_ids
 from fsdp_runtime.steps.documents.recurrences import compute_rows
 from fsdp_runtime.steps.documents.token_mixers import Way, bidirectional_without_mask, makes_own_masks, token_mixers
 from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
+from fsdp_runtime.wrap import hook_model
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
@@ -94,7 +95,7 @@ def apply_packing(model: Any, parallelism: Parallelism) -> None:
     compute_rows(mixers, packing)
     implementation = str(attention_in_force(model.config.get_text_config()))
     inputs = _PackedInputs(packing, varlen=implementation.startswith("flash"))
-    hook_calls(model, inputs, inputs.after)
+    hook_model(model, "finds the documents of rows", inputs, inputs.after)
     logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.way})" for mixer in mixers)))
 
 

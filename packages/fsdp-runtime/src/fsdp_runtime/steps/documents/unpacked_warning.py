@@ -14,6 +14,7 @@ from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.steps.documents.documents import Documents, find_documents
 from fsdp_runtime.steps.documents.isolation import mask_argument
 from fsdp_runtime.steps.documents.token_mixers import TokenMixer, token_mixers
+from fsdp_runtime.wrap import hook_forward
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def warn_of_packed_rows(model: nn.Module, structure: ModelStructure) -> None:
     """Watch the first forwards of a model with position ids, and warn where documents meet in some layer."""
     mixers = token_mixers(structure) if is_transformers_model(model_of_rows(model)) else ()
     if mixers:
-        model.register_forward_pre_hook(PackedRowsWatch(mixers), with_kwargs=True)
+        hook_forward(model, "warns where documents meet", before=PackedRowsWatch(mixers))
 
 
 class PackedRowsWatch:
@@ -55,11 +56,11 @@ class _Report:
         self.documents = documents
         self.leaking = [mixer for mixer in mixers if mixer.way != "mask"]
         self.handles = [
-            mixer.module.register_forward_pre_hook(_Mask(self, mixer), with_kwargs=True)
+            hook_forward(mixer.module, "looks at masks", before=_Mask(self, mixer))
             for mixer in mixers
             if mixer.way == "mask"
         ]
-        self.handles.append(model.register_forward_hook(self.after, always_call=True))
+        self.handles.append(hook_forward(model, "warns where documents meet", after=self.after, always=True))
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         for handle in self.handles:

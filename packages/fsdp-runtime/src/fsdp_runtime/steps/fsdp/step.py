@@ -28,6 +28,7 @@ from fsdp_runtime.steps.experts.step import expert_modules
 from fsdp_runtime.steps.fsdp.dtypes import FSDPDtypes, reduce_gradients, resolve_fsdp_dtypes
 from fsdp_runtime.steps.fsdp.missing_media import apply_absent_media
 from fsdp_runtime.steps.fsdp.options import FSDPOptions, replicated_parameters
+from fsdp_runtime.wrap import hook_forward
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
@@ -164,10 +165,10 @@ def _require_root_forward(model: nn.Module, structure: ModelStructure, replicate
             continue
         if isinstance(parameter, DTensor):
             check = partial(_check_gathered, path=path, mesh_ndim=parameter.device_mesh.ndim)
-            module.register_forward_pre_hook(check, prepend=True)
+            hook_forward(module, "checks that FSDP2 has gathered it", before=check, first=True)
 
 
-def _check_gathered(module: nn.Module, _args: Any, *, path: str, mesh_ndim: int) -> None:
+def _check_gathered(module: nn.Module, _args: Any, _kwargs: Any, *, path: str, mesh_ndim: int) -> None:
     parameter: object = next(module.parameters(recurse=False), None)
     if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == mesh_ndim:  # gathered ones lack FSDP2's axes
         raise ModelError(

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.sharded.hashing import hash_bits
+from fsdp_runtime.wrap import hook_forward
 
 #: Odd multiplier of a digest, so that equal digests of two inputs do not cancel in a sum.
 _MIX = -7046029254386353131
@@ -83,7 +84,7 @@ def apply_input_check(model: nn.Module, *, tp_mesh: DeviceMesh | None, cp_mesh: 
         cp_mesh: the one-axis mesh whose ranks must get shards of one batch, or ``None``.
     """
     groups = [None if mesh is None else mesh.get_group() for mesh in (tp_mesh, cp_mesh)]
-    model.register_forward_pre_hook(InputCheck(*groups), with_kwargs=True, prepend=True)
+    hook_forward(model, "compares inputs over ranks", before=InputCheck(*groups), first=True)
 
 
 def _compare(inputs: Mapping[str, Any], group: ProcessGroup, axis: str) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime.wrap import hook_forward
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def full_logits(model: nn.Module) -> Iterator[nn.Module]:
             output.logits = output.logits.full_tensor()
         return output
 
-    handle = model.register_forward_hook(gather)
+    handle = hook_forward(model, "gathers logits", after=gather)
     try:
         yield model
     finally:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._transformers_compat.models import is_transformers_model
+from fsdp_runtime.wrap import hook_forward
 from tp_plans.torch_styles.placement import plain_full_tensor
 
 
@@ -19,7 +20,7 @@ def return_full_hidden_states(model: nn.Module) -> None:
     """Let every transformers model in a model return full plain tensors in its tuples of hidden states."""
     for module in model.modules():
         if is_transformers_model(module):
-            module.register_forward_hook(_with_full_tuples)
+            hook_forward(module, "gathers hidden states", after=_with_full_tuples)
 
 
 def _with_full_tuples(_module: nn.Module, _args: Any, output: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime.wrap import hook_forward
 
 _has_labels = ContextVar("has_labels", default=False)
 
@@ -25,10 +26,8 @@ def gather_logits_for_labels(model: nn.Module, heads: Iterable[str]) -> None:
         heads: paths of the layers whose output is sharded on the vocabulary.
     """
     for path in heads:
-        model.get_submodule(path).register_forward_hook(_gather)
-    inner = base_model(model)
-    inner.register_forward_pre_hook(_begin, with_kwargs=True)
-    inner.register_forward_hook(_end, always_call=True)
+        hook_forward(model.get_submodule(path), "gathers logits for labels", after=_gather)
+    hook_forward(base_model(model), "notices labels", before=_begin, after=_end, always=True)
 
 
 def _begin(model: nn.Module, args: Any, kwargs: Any) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fsdp_runtime._torch_compat import children
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import inspect_model
+from fsdp_runtime.wrap import hook_forward
 
 #: Inputs of the map that a model applies to its logits: small ones show a factor, large ones a bound.
 _PROBES = (-1e4, -64.0, -8.0, -1.0, -0.125, 0.0, 0.125, 1.0, 8.0, 64.0, 1e4)
@@ -114,7 +115,7 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
         raise ModelError(f"{path} is None in {type(model).__name__}")
     stand_in = _StandIn(head, path)
     run = _Run(model, stand_in, function, _maps.get(model))
-    hook = model.register_forward_hook(run, prepend=True)
+    hook = hook_forward(model, "computes from the head's inputs", after=run, first=True)
     siblings[name] = stand_in
     try:
         output = model(*args, **kwargs)
