@@ -59,7 +59,7 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
         "that of the bytes that the loss reaches whose storage is split; the second one is that of transformers' own "
         'tensor parallelism (`tp_plan="auto"`) on the same model and batch. The columns video and audio are the same '
         "with these media, with TP and with SP. Model types without a plan of transformers have one that is inferred "
-        "and proven by running a small copy with images. Where it is refused for its doubts, the column inferred has "
+        "and verified by running a small copy with images. Where it is refused for its doubts, the column inferred has "
         'the outcome of `plan="inferred"`, which accepts them. Less than 100 % are split where norms, biases and '
         "tensors of less than 0.3 % of the model, such as small convolutions and position tables, stay replicated. "
         "The columns media on one rank are FSDP2 over two data-parallel ranks, alone and with sequence parallelism "
