@@ -55,22 +55,28 @@ def _by_mode(rows: Mapping[str, Row], modes: Sequence[str]) -> dict[str, Row]:
 
 def _of_media(results: Mapping[str, Any]) -> dict[str, Row]:
     media = [f"{mode}{medium}" for mode in ("TP", "SP") for medium in ("", " video", " audio")]
-    return _by_mode(results.get(multimodal_page.KEY, {}), [*media, *COLUMNS])
+    return _by_mode(results.get(multimodal_page.KEY, {}), [*media, *COLUMNS, _THEIRS])
 
 
 def _of_heads(results: Mapping[str, Any]) -> dict[str, Row]:
     heads = results.get(heads_page.KEY, {})
-    return _by_mode({f"{name}, {head}": cells for name, row in heads.items() for head, cells in row.items()}, _OURS)
+    return _by_mode({f"{name}, {head}": cells for name, row in heads.items() for head, cells in row.items()}, _WAYS)
 
 
-_OURS = ("TP", "SP")
+#: What the modes of transformers' own parallelism begin with.
+_THEIRS = "transformers"
+_WAYS = ("TP", "SP", _THEIRS)
 #: The kinds of rows, by the name of their page.
 KINDS: dict[str, Kind] = {
     "packed": Kind(
         "Packed rows and context parallelism", packed_page.section, _of_rows("packed", *context_parallel.MODES)
     ),
-    "experts": Kind("Expert parallelism", expert_page.section, _of_rows(*expert_page.MODES["parallelize"])),
-    "widths": Kind("Four and eight ranks, and FSDP2", widths.section, _of_rows(*widths.OURS)),
+    "experts": Kind(
+        "Expert parallelism",
+        expert_page.section,
+        _of_rows(*expert_page.MODES["parallelize"], *expert_page.MODES[_THEIRS]),
+    ),
+    "widths": Kind("Four and eight ranks, and FSDP2", widths.section, _of_rows(*widths.WIDTHS)),
     "bfloat16": Kind("bfloat16", bfloat16_page.section, _of_rows("bfloat16", *bfloat16_tensor.MODE_NAMES.values())),
     "compiled": Kind("Compiled blocks", compiled.section, _of_rows(*compiled.OURS)),
     "multimodal": Kind("Vision-language and audio-language models", multimodal_page.section, _of_media),
@@ -133,7 +139,7 @@ def pages(results: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str,
     rows = {name: row for name, row in results["rows"].items() if name in entries}
     shown = {**results, "rows": rows}
     kinds = {
-        "decoders": Kind("Decoders", lambda found: decoders_page.section(found, entries), _of_rows(*_OURS)),
+        "decoders": Kind("Decoders", lambda found: decoders_page.section(found, entries), _of_rows(*_WAYS)),
         **KINDS,
     }
     lines = {name: [*kind.lines(shown)] for name, kind in kinds.items()}
@@ -156,15 +162,15 @@ def _summary(results: Mapping[str, Any], kinds: Mapping[str, Kind]) -> Iterator[
     yield "# Coverage"
     yield ""
     yield from _method(results)
-    yield "A row is one architecture, or one class of it. It is right where, on every rank, outputs and every parameter's"
-    yield "gradient agree with one process. Each kind of rows has a page with its method, its table and all reasons."
+    yield "A row is one architecture, or one class of it. It is right where outputs and the gradients of all parameters"
+    yield "agree with one process on every rank. Each kind of rows has a page with its method, its table and all reasons."
     yield "Nothing here was measured on a GPU."
     yield ""
     measured = {name: kind.outcomes(results) for name, kind in kinds.items()}
     yield from table(
         ["kind of rows", "measured", "outcome"],
         (
-            [f"[{kinds[name].title}](coverage/{name}.md)", mode, tally([cell["status"] for cell in row.values()])]
+            [_link(name, kinds), _title(mode), tally([cell["status"] for cell in row.values()])]
             for name, modes in measured.items()
             for mode, row in modes.items()
             if row
@@ -173,17 +179,26 @@ def _summary(results: Mapping[str, Any], kinds: Mapping[str, Kind]) -> Iterator[
     yield ""
     yield "## Refused"
     yield ""
-    yield "What is refused before anything changes; the pages have the reasons:"
+    yield "What is refused here before anything changes; the pages have the reasons:"
     yield ""
     for name, modes in measured.items():
-        yield from _refused(f"[{kinds[name].title}](coverage/{name}.md)", modes)
+        yield from _refused(_link(name, kinds), modes)
+
+
+def _link(name: str, kinds: Mapping[str, Kind]) -> str:
+    return f"[{kinds[name].title}](coverage/{name}.md)"
+
+
+def _title(mode: str) -> str:
+    return mode.replace(_THEIRS, "transformers' own", 1)
 
 
 def _refused(title: str, modes: Mapping[str, Row]) -> Iterator[str]:
     """Yield a line for each set of refused rows, which several ways may share; of a large set only the number."""
     sets: dict[tuple[str, ...], list[str]] = {}
     for mode, row in modes.items():
-        if refused := tuple(sorted(name for name, cell in row.items() if cell["status"] == "refused")):
+        refused = tuple(sorted(name for name, cell in row.items() if cell["status"] == "refused"))
+        if refused and not mode.startswith(_THEIRS):
             sets.setdefault(refused, []).append(mode)
     for names, told in sets.items():
         which = "; ".join(names) if len(names) <= _NAMED else f"{len(names)} rows"

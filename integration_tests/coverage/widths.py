@@ -44,8 +44,6 @@ WIDTHS: Mapping[str, Width] = {
     "tp=8": Width(8),
     "tp=8 SP": Width(8, "SP"),
 }
-#: Those of this project.
-OURS = tuple(mode for mode, width in WIDTHS.items() if width.mode != "transformers")
 
 
 def is_due(row: Mapping[str, Mapping[str, Any]], mode: str) -> bool:
