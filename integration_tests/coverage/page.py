@@ -74,7 +74,7 @@ KINDS: dict[str, Kind] = {
     "experts": Kind(
         "Expert parallelism",
         expert_page.section,
-        _of_rows(*expert_page.MODES["parallelize"], *expert_page.MODES[_THEIRS]),
+        _of_rows(*expert_page.MODES["parallelize"]),
     ),
     "widths": Kind("Four and eight ranks, and FSDP2", widths.section, _of_rows(*widths.WIDTHS)),
     "bfloat16": Kind("bfloat16", bfloat16_page.section, _of_rows("bfloat16", *bfloat16_tensor.MODE_NAMES.values())),
@@ -163,8 +163,8 @@ def _summary(results: Mapping[str, Any], kinds: Mapping[str, Kind]) -> Iterator[
     yield ""
     yield from _method(results)
     yield "A row is one architecture, or one class of it. It is right where outputs and the gradients of all parameters"
-    yield "agree with one process on every rank. Each kind of rows has a page with its method, its table and all reasons."
-    yield "Nothing here was measured on a GPU."
+    yield "agree with one process on every rank. Each kind of rows has a page with its method, its table and all reasons;"
+    yield "that of expert parallelism has transformers' own, too. Nothing here was measured on a GPU."
     yield ""
     measured = {name: kind.outcomes(results) for name, kind in kinds.items()}
     yield from table(
