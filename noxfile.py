@@ -258,7 +258,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Measure every architecture with TP and SP on two ranks, and write docs/coverage.md (`-- --help` for more)."""
+    """Measure every architecture with TP and SP on two ranks, and write its pages (`-- --help` for more)."""
     install_editable(session, "test")
     environment = {"PYTHONPATH": "integration_tests", **ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
     session.run("python", "-m", "coverage.run", *session.posargs, env=environment)

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from coverage import page
-from coverage.cells import NO_PLAN
+from coverage.cells import NO_PLAN, table
 from coverage.expert_page import MODES
 from coverage.expert_parallel import MESHES
 from coverage.measure import RankResult
 from coverage.outcome import Outcome, evaluate, evaluate_experts, summarize
-from coverage.table import Entry
+from coverage.table import Entry, coverage_entries
 from harness.parity import RankReport
 from harness.ranks import RankError, RankPool, RanksFailed
 
+DOCS = Path(__file__).parents[1] / "docs"
 RIGHT, REFUSED = {"status": "right", "share": 0.99, "whole": {}}, {"status": "refused", "note": "no heads | no split"}
 ENTRIES = {
     "llama": Entry("llama", "llama", "LlamaForCausalLM", shipped=True),
@@ -58,12 +59,13 @@ def test_heads_have_a_section_with_counts_and_each_reason_once() -> None:
         "trunk": {"TP": {"status": "right"}, "SP": refused, "transformers": theirs},
         "reward": {"TP": {"status": "wrong"}, "SP": refused, "transformers": {"status": "hung", "note": "late"}},
     }
-    text = page.markdown({**RESULTS, "heads": {"phi": cells}}, ENTRIES)
+    text = page.pages({**RESULTS, "heads": {"phi": cells}}, ENTRIES)["coverage/heads.md"]
     assert "- TP: 1 of 2 right, 1 wrong" in text
     assert "- SP: 0 of 2 right, 2 refused" in text
     assert "- transformers' own TP: 0 of 2 right, 1 refused, 1 hung" in text
     marks = "✓ | refused | refused | ✗ wrong | refused | ✗ hangs"
-    assert f"| phi | {marks} | trunk, SP: no form \\| none; reward, transformers' own TP: late |" in text
+    assert f"| phi | {marks} | 1, 2 |" in text
+    assert text.endswith("\n\n1. trunk, SP: no form | none\n2. reward, transformers' own TP: late\n")
 
 
 def test_agreement_on_every_rank_is_right() -> None:
@@ -123,44 +125,65 @@ def test_results_do_not_contain_what_differs_between_runs() -> None:
 
 
 def test_the_page_counts_and_lists_every_row() -> None:
-    text = page.markdown(RESULTS, ENTRIES)
+    text = page.pages(RESULTS, ENTRIES)["coverage/decoders.md"]
     assert "torch 2.13.0 and transformers 5.23.0" in text
     assert "- SP: 1 of 1 right (1 with at least 95 % split) that transformers ships a plan for; 0 of 1 right" in text
     assert "| llama | LlamaForCausalLM | ✓ | ✓ | 99.0 % |  |" in text
-    assert "| phi | PhiForCausalLM | ✓ | refused | 99.0 % | SP: no heads \\| no split |" in text
+    assert "| phi | PhiForCausalLM | ✓ | refused | 99.0 % | 1 |\n\n1. SP: no heads | no split\n" in text
 
 
-def test_a_section_reads_its_own_key_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "SECTIONS", (lambda results: iter([f"## {results.get('heads')}"]),))
-    assert page.markdown({**RESULTS, "heads": 3}, ENTRIES).endswith("\n## 3\n")
+def test_the_short_page_counts_each_kind_of_rows_and_names_what_is_refused() -> None:
+    text = page.pages(RESULTS, ENTRIES)["coverage.md"]
+    assert "| [Decoders](coverage/decoders.md) | SP | 1 of 2 right, 1 refused |" in text
+    assert text.endswith("\n- [Decoders](coverage/decoders.md), SP: phi\n")
+
+
+def test_a_kind_of_rows_has_a_page_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = page.Kind("Kinds", lambda found: iter([str(found["heads"])] if "heads" in found else []), lambda _: {})
+    monkeypatch.setattr(page, "KINDS", {"kinds": kind})
+    assert page.pages({**RESULTS, "heads": 3}, ENTRIES)["coverage/kinds.md"].endswith("\n\n3\n")
+    assert page.pages(RESULTS, ENTRIES).keys() == {"coverage.md", "coverage/decoders.md"}
+
+
+def test_equal_notes_of_a_table_have_one_number() -> None:
+    lines = [*table(["row", "notes"], [["a", ["x", "y"]], ["b", []], ["c", ["y"]]])]
+    assert lines[2:] == ["| a | 1, 2 |", "| b |  |", "| c | 2 |", "", "1. x", "2. y"]
+
+
+def test_the_checked_in_pages_are_those_of_the_checked_in_results() -> None:
+    expected = page.pages(page.read(DOCS / "coverage.json"), coverage_entries())
+    found = {str(path.relative_to(DOCS)) for path in (DOCS / "coverage").glob("*.md")} | {"coverage.md"}
+    assert found == expected.keys()
+    assert [name for name in expected if (DOCS / name).read_text() != expected[name]] == []
 
 
 def test_the_page_shows_transformers_own_where_it_was_run() -> None:
     rows = {"llama": {"TP": RIGHT, "transformers": {**RIGHT, "share": 0.5}}}
-    assert "| llama | LlamaForCausalLM | ✓ |  | 99.0 % | ✓ | 50.0 % |  |" in page.markdown(
-        {**RESULTS, "rows": rows}, ENTRIES
-    )
+    text = page.pages({**RESULTS, "rows": rows}, ENTRIES)["coverage/decoders.md"]
+    assert "| llama | LlamaForCausalLM | ✓ |  | 99.0 % | ✓ | 50.0 % |  |" in text
 
 
 def _with_experts(way: str, *statuses: dict[str, Any]) -> str:
     rows = {"phi": {"TP": RIGHT}, "llama": {"TP": RIGHT, **dict(zip(MODES[way], statuses, strict=True))}}
-    return page.markdown({**RESULTS, "rows": rows}, ENTRIES)
+    return page.pages({**RESULTS, "rows": rows}, ENTRIES)["coverage/experts.md"]
 
 
 def test_the_page_has_a_table_of_mixtures_with_a_column_for_every_mesh() -> None:
     text = _with_experts("parallelize", RIGHT, RIGHT, {"status": "wrong", "note": "output off by 1e-2"})
-    assert "| row | dp_shard=2 tp=2 ep=2 | dp_shard=2 tp=2 ep=4 | dp_shard=4 ep=4 |" in text
-    assert "| llama | ✓ | ✓ | ✗ output off by 1e-2 |" in text
+    assert "| row | dp_shard=2 tp=2 ep=2 | dp_shard=2 tp=2 ep=4 | dp_shard=4 ep=4 | notes |" in text
+    assert "| llama | ✓ | ✓ | ✗ output off by 1e-2 |  |" in text
     assert "1 of 1 mixtures right on dp_shard=2 tp=2 ep=4, 0 of 1 mixtures right on dp_shard=4 ep=4" in text
-    assert "## Expert parallelism" not in page.markdown(RESULTS, ENTRIES)
+    assert "coverage/experts.md" not in page.pages(RESULTS, ENTRIES)
 
 
 def test_the_page_says_what_is_wrong_with_experts_and_by_how_much() -> None:
     experts = "gradient of m.*.experts.{} off by {} of its largest element"
     wrong = {"status": "wrong", "note": f"{experts.format('up', 0.5)}; {experts.format('down', 0.25)}; a; b; c"}
     text = _with_experts("transformers", wrong, REFUSED, {"status": "failed", "note": "x" * 200})
-    assert "| llama | ✗ gradients of experts off by 0.5; a; b; and 1 more | refused: no heads \\| no split |" in text
-    assert f"| ✗ fails: {'x' * 120}… |" in text
+    assert (
+        "✗ gradients of experts off by 0.5; a; b; and 1 more | refused: no heads \\| no split | ✗ fails | 1 |" in text
+    )
+    assert f"\n1. transformers, dp_shard=4 ep=4: ✗ fails: {'x' * 200}\n" in text
 
 
 def test_ranks_that_fail_are_an_outcome() -> None:
@@ -185,7 +208,8 @@ def test_what_is_wrong_with_a_mixture_is_told_once_for_all_layers_and_ranks() ->
 def test_what_is_wrong_in_float64_alone_is_told_apart() -> None:
     wrong = {"status": "wrong", "note": "a"}
     modes = [MODES[way][0] for way in ("transformers", "transformers in float32")]
-    text = page.markdown({**RESULTS, "rows": {"llama": dict(zip(modes, (wrong, RIGHT), strict=True))}}, ENTRIES)
+    rows = {"llama": dict(zip(modes, (wrong, RIGHT), strict=True))}
+    text = page.pages({**RESULTS, "rows": rows}, ENTRIES)["coverage/experts.md"]
     assert "| llama | ✗ a; in float32 ✓ |" in text
     assert "0 of 1 mixtures right on dp_shard=2 tp=2 ep=2 (1 of 1 others in float32)" in text
 
@@ -194,10 +218,11 @@ def test_multimodal_rows_are_shown_next_to_transformers_own() -> None:
     row = {"TP": RIGHT, "SP": REFUSED, "TP video": RIGHT, "SP video": RIGHT, "TP audio": RIGHT, "SP audio": REFUSED}
     theirs = {"status": "right", "share": 0.5, "whole": {}}
     without = {"media on one rank, dp_shard=2": {"status": "alone"}}
-    text = page.markdown({**RESULTS, "multimodal": {"qwen3_vl": {**row, **without, "transformers": theirs}}}, ENTRIES)
+    results = {**RESULTS, "multimodal": {"qwen3_vl": {**row, **without, "transformers": theirs}}}
+    text = page.pages(results, ENTRIES)["coverage/multimodal.md"]
     absent = ["one process fails", ""]
     cells = ["qwen3_vl", "✓", "refused", "99.0 %", "", "✓", "TP ✓, SP refused", *absent, "✓", "50.0 %"]
     assert "- media on one rank, dp_shard=2: 0 of 1 right, 1 fail in one process" in text
-    assert f"| {' | '.join(cells)} | SP, SP audio: no heads \\| no split |" in text
+    assert f"| {' | '.join(cells)} | 1 |\n\n1. SP, SP audio: no heads | no split\n" in text
     assert "- TP, with images: 1 of 1 right (1 with at least 95 % split)" in text
-    assert "Vision-language" not in page.markdown(RESULTS, ENTRIES)
+    assert "coverage/multimodal.md" not in page.pages(RESULTS, ENTRIES)

@@ -36,7 +36,6 @@ LONG = {
     "guides/dry-run.md",
     "guides/expert-parallelism.md",
     "guides/heads.md",
-    "guides/hsdp-and-cp.md",
     "guides/logprobs.md",
     "migration/nemo-rl.md",
     "migration/torchtitan.md",

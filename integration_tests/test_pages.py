@@ -1,13 +1,18 @@
-"""The collector of pages' code: what it runs, where, and what it takes for a broken promise."""
+"""Pages: what the collector runs of their code, how wide their tables are, and whether they name every folder."""
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 
 import pytest
 
 from harness import pages
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md")]
+LONGEST_CELL = 100
 
 PAGE = """# A page
 
@@ -71,3 +76,28 @@ def test_an_error_is_traced_to_the_line_of_the_page(tmp_path: Path) -> None:
         pages.run(pages.blocks(path, "python"), {})
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
     assert (last.filename, last.lineno) == ("broken.md", 5)
+
+
+def _cells(page: Path) -> list[str]:
+    """Return the cells of a page's tables; a pipe behind a backslash is part of a cell."""
+    outside = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^ *\|(.*)\|$", outside, re.MULTILINE)
+    return [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_table_has_a_long_cell(page: Path) -> None:
+    assert [cell for cell in _cells(page) if len(cell) > LONGEST_CELL] == []
+
+
+def test_cells_are_those_of_tables(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("| a | b\\|c |\n|---|---|\n\n```text\n| code |\n```\n")
+    assert _cells(page) == ["a", "b\\|c", "---", "---"]
+
+
+def test_the_architecture_page_names_every_folder_of_the_sources_and_no_other() -> None:
+    named = re.findall(r"^\| `(\w[\w/]*)/` \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    sources = ROOT.glob("packages/*/src")
+    folders = [str(file.parent.relative_to(source)) for source in sources for file in source.rglob("__init__.py")]
+    assert sorted(named) == sorted(folders)

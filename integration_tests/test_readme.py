@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there."""
+"""What the README shows runs as it stands there, and CONTRIBUTING.md names every session."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from harness import pages
 from harness.models import tiny_model
 from harness.torchrun import torchrun
 
-README = Path(__file__).parents[1] / "README.md"
-TRAINER, PLAN = pages.blocks(README, "python")
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+(TRAINER,) = pages.blocks(README, "python")
 
 
 def test_the_trainer_takes_a_step_and_saves_a_checkpoint(tmp_path: Path) -> None:
@@ -27,14 +28,22 @@ def test_the_trainer_takes_a_step_and_saves_a_checkpoint(tmp_path: Path) -> None
     assert all(changed)
 
 
-def test_the_plan_alone_prints_what_the_comment_says() -> None:
-    assert pages.run([PLAN], {}) == []
+def test_it_is_short_and_says_first_what_has_not_run() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 110
+    assert "Nothing here has run on a GPU" in "\n".join(lines[:20])
+
+
+def test_its_two_commands_are_those_of_the_noxfile_and_of_continuous_integration() -> None:
+    commands = re.findall(r"^    (python3 .*?) +#", README.read_text(), re.MULTILINE)
+    install, *tests = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("python3")]
+    assert commands == ["python3 -m pip install nox && python3 -m nox -s demo", " && ".join([install, *tests])]
 
 
 def _session_names() -> set[str]:
     """Return the names of the noxfile's sessions, as ``nox -l`` lists them."""
     names = set()
-    for node in ast.parse((README.parent / "noxfile.py").read_text()).body:
+    for node in ast.parse((ROOT / "noxfile.py").read_text()).body:
         if isinstance(node, ast.FunctionDef) and "nox.session" in "".join(map(ast.unparse, node.decorator_list)):
             renamed = re.search(r"name='(\w+)'", "".join(map(ast.unparse, node.decorator_list)))
             names.add(renamed[1] if renamed else node.name)
@@ -42,5 +51,5 @@ def _session_names() -> set[str]:
 
 
 def test_the_table_of_sessions_has_every_session_of_the_noxfile() -> None:
-    table = README.read_text().partition("## Sessions")[2].partition("\n## ")[0]
+    table = (ROOT / "CONTRIBUTING.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == _session_names()

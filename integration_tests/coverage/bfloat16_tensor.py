@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from coverage.cells import counts, mark, notes, table, text
+from coverage.cells import counts, mark, notes, table
 from coverage.measure import MODES, Refused, default_dtype
 from coverage.outcome import failure
 from coverage.shrink import VOCAB
@@ -164,8 +164,7 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
     rows = {name: row for name, row in results["rows"].items() if {*titles} & row.keys()}
     if not rows:
         return
-    yield ""
-    yield "## bfloat16 with tensor parallelism"
+    yield "## With tensor parallelism"
     yield ""
     yield (
         "Models in bfloat16, but for the parameters that their classes keep in float32, on two ranks of `tp`. Ranks "
@@ -185,7 +184,7 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
             [
                 name,
                 *(cell for mode in titles for cell in (mark(row, mode), str(row.get(mode, {}).get("ratio", "")))),
-                text(notes(row, titles)),
+                notes(row, titles),
             ]
             for name, row in sorted(rows.items())
         ),

@@ -1,4 +1,4 @@
-"""Cells and tables of the coverage page."""
+"""Cells and tables of the coverage pages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ MARKS = {
 }
 #: What transformers' own refusal says, which the mark tells by itself.
 NO_PLAN = "transformers ships no plan for this model"
-#: The longest text of notes in a table.
+#: The longest note below a table.
 _LONGEST = 400
+#: What a table shows in one column: its text, or notes, of which it shows the numbers.
+Cell = str | Sequence[str]
 
 
 def mark(row: Row, mode: str) -> str:
@@ -43,18 +45,28 @@ def notes(row: Row, modes: Iterable[str]) -> list[str]:
     return [f"{', '.join(told)}: {note}" for note, told in found.items()]
 
 
-def text(parts: Sequence[str], longest: int = _LONGEST) -> str:
-    """Return notes as the text of a cell."""
-    told = re.sub(r"\s+", " ", "; ".join(parts)).replace("|", "\\|")
-    return told if len(told) <= longest else f"{told[:longest]}…"
+def one_line(note: str) -> str:
+    """Return a note on one line, without its end where it is very long."""
+    told = re.sub(r"\s+", " ", note)
+    return told if len(told) <= _LONGEST else f"{told[:_LONGEST]}…"
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table."""
+def table(titles: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Iterator[str]:
+    """Yield the lines of a table, and below it the notes of its cells, numbered; equal notes have one number."""
+    numbers: dict[str, int] = {}
     yield f"| {' | '.join(titles)} |"
     yield f"|{'---|' * len(titles)}"
     for cells in rows:
-        yield f"| {' | '.join(cells)} |"
+        shown = (cell if isinstance(cell, str) else _numbered(cell, numbers) for cell in cells)
+        yield f"| {' | '.join(shown)} |"
+    if numbers:
+        yield ""
+        yield from (f"{number}. {note}" for note, number in numbers.items())
+
+
+def _numbered(told: Sequence[str], numbers: dict[str, int]) -> str:
+    """Return the numbers of notes; a new note gets the next one."""
+    return ", ".join(str(numbers.setdefault(one_line(note), len(numbers) + 1)) for note in told)
 
 
 def counts(rows: Mapping[str, Row], mode: str) -> str:

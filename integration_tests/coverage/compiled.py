@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coverage.cells import Row, counts, mark, notes, table, text
+from coverage.cells import Cell, Row, counts, mark, notes, table
 from coverage.measure import MODES, Refused, default_dtype, gradient_errors
 from coverage.outcome import failure
 from coverage.shrink import VOCAB
@@ -38,6 +38,8 @@ ALONE = "one process"
 #: The second one differs from the first in what ``inductor`` does before it writes code: it takes operators apart and
 #: decides what to recompute.  It is for rows whose graphs the first one cannot run.
 BACKENDS = ("aot_eager", "aot_eager_decomp_partition", "inductor")
+#: The modes of a row with a plan: ``"inductor TP"``.
+OURS = tuple(f"{backend} {way}" for backend in BACKENDS for way in WAYS)
 #: Reasons of breaks that a note lists.
 _LISTED = 3
 
@@ -151,15 +153,11 @@ def compile_is_due(row: Row, mode: str, lengths: Sequence[int]) -> bool:
 
 
 def section(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the section of the page, if anything was measured."""
-    modes = [f"{backend} {way}" for backend in BACKENDS for way in WAYS]
-    rows = {name: row for name, row in results["rows"].items() if {*modes} & row.keys()}
+    """Yield the lines of the page, if anything was measured."""
+    rows = {name: row for name, row in results["rows"].items() if {*OURS} & row.keys()}
     if not rows:
         return
-    shown = [mode for mode in modes if any(mode in row for row in rows.values())]
-    yield ""
-    yield "## Compiled blocks"
-    yield ""
+    shown = [mode for mode in OURS if any(mode in row for row in rows.values())]
     yield (
         '`compile={"backend": ...}` under `tp=2`, in float64 (experts as `batched_mm`): a row is right where logits '
         "and gradients of each step equal those of one process without a compiler. The numbers are the graphs that "
@@ -198,8 +196,8 @@ def _fails_alone(row: Row, mode: str) -> bool:
     return row.get(mode, {}).get("status") == row.get(alone, {}).get("status") == "failed"
 
 
-def _cells(row: Row, shown: Sequence[str]) -> list[str]:
-    cells = []
+def _cells(row: Row, shown: Sequence[str]) -> list[Cell]:
+    cells: list[Cell] = []
     for mode in shown:
         found = row.get(mode, {})
         told = "fails in one process, too" if _fails_alone(row, mode) else mark(row, mode)
@@ -207,4 +205,4 @@ def _cells(row: Row, shown: Sequence[str]) -> list[str]:
     alone = [row[mode] for mode in row if mode.endswith(ALONE)]
     own = [str(each["breaks"]) if "breaks" in each else each["status"] for each in alone]
     reasons = [reason for mode in shown for reason in row.get(mode, {}).get("reasons", ())]
-    return [*cells, ", ".join(own), text([*notes(row, shown), *dict.fromkeys(reasons)])]
+    return [*cells, ", ".join(own), [*notes(row, shown), *dict.fromkeys(reasons)]]

@@ -1,4 +1,4 @@
-"""The section of the page about expert parallelism: ours next to transformers' own, on the same meshes."""
+"""The coverage page on expert parallelism: ours next to transformers' own, on the same meshes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from coverage.cells import Cell, table
 from coverage.expert_parallel import MESHES
 
 IN_FLOAT32 = "transformers in float32"
@@ -18,6 +19,8 @@ PREFIXES = {
 _MARKS = {"right": "✓", "refused": "refused", "failed": "✗ fails", "hung": "✗ hangs"}
 #: Mismatches of parameters that are not experts' which a cell names.
 _NAMED = 2
+#: The longest outcome that stands in its cell; a longer one is a note.
+_LONGEST = 60
 
 
 def mesh_mode(axes: Mapping[str, int], way: str = "parallelize") -> str:
@@ -51,14 +54,11 @@ def _is_right(row: Mapping[str, Any], axes: Mapping[str, int], way: str) -> bool
 
 
 def section(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table of mixtures, if any was measured."""
+    """Yield the lines of the page, if any mixture was measured."""
     rows: Mapping[str, Mapping[str, Any]] = results["rows"]
     ways = [way for way in _COLUMNS if any(mode in row for row in rows.values() for mode in MODES[way])]
     if not ways:
         return
-    yield ""
-    yield "## Expert parallelism"
-    yield ""
     yield (
         "The rows whose model has stacked experts, on 4 ranks, each data-parallel rank with token ids of its own. A "
         "mixture is right (✓) where the logits and every parameter's gradient agree on every rank with one process. "
@@ -73,18 +73,31 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
             "FSDP2 divides gradients in float64 and float16 by the given number of ranks twice, those in float32 and "
             "bfloat16 once."
         )
-    titles = [mesh_mode(axes) for axes in MESHES]
     yield ""
-    heads = [title if way == "parallelize" else f"transformers, {title}" for way in ways for title in titles]
-    yield f"| row | {' | '.join(heads)} |"
-    yield f"|{'---|' * (1 + len(ways) * len(titles))}"
-    for name in sorted(rows):
-        cells = [_cells(rows[name], axes, way) for way in ways for axes in MESHES]
-        if any(cells):
-            yield f"| {name} | {' | '.join(cells)} |"
+    yield from summary(rows)
+    yield ""
+    columns = [
+        (f"transformers, {mesh_mode(axes)}" if way == "transformers" else mesh_mode(axes), axes, way)
+        for way in ways
+        for axes in MESHES
+    ]
+    found = {name: {title: _outcome(rows[name], axes, way) for title, axes, way in columns} for name in sorted(rows)}
+    titles = ["row", *(title for title, _, _ in columns), "notes"]
+    yield from table(titles, (_cells(name, told) for name, told in found.items() if any(told.values())))
 
 
-def _cells(row: Mapping[str, Any], axes: Mapping[str, int], way: str) -> str:
+def _cells(name: str, told: Mapping[str, str]) -> list[Cell]:
+    """Return a row: outcomes that are short in their cells, the others as notes below their marks."""
+    notes = [f"{title}: {outcome}" for title, outcome in told.items() if len(outcome) > _LONGEST]
+    return [name, *(outcome if len(outcome) <= _LONGEST else _mark(outcome) for outcome in told.values()), notes]
+
+
+def _mark(outcome: str) -> str:
+    """Return the mark that a long outcome begins with."""
+    return next((mark for mark in _MARKS.values() if outcome.startswith(mark)), "✗ wrong")
+
+
+def _outcome(row: Mapping[str, Any], axes: Mapping[str, int], way: str) -> str:
     found, again = row.get(mesh_mode(axes, way)), None
     if way == "transformers":
         again = row.get(mesh_mode(axes, IN_FLOAT32))
@@ -99,7 +112,7 @@ def _cell(found: Mapping[str, Any] | None) -> str:
     if found["status"] == "wrong":
         return f"✗ {_wrong(note)}"
     mark = _MARKS[found["status"]]
-    return f"{mark}: {note[:120]}{'…' * (len(note) > 120)}" if note else mark
+    return f"{mark}: {note}" if note else mark
 
 
 def _wrong(note: str) -> str:

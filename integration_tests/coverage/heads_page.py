@@ -1,4 +1,4 @@
-"""The section of the coverage page on heads: classifiers, question answering, trunks, masked and seq2seq models."""
+"""The coverage page on heads: classifiers, question answering, trunks, masked and seq2seq models."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ KEY = "heads"
 HeadRows = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 _TITLES = {"TP": "TP", "SP": "SP", "transformers": "transformers' own TP"}
-_LONGEST_NOTE = 200
 
 
 def section(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the section; none where nothing was measured."""
+    """Yield the lines of the page; none where nothing was measured."""
     rows: HeadRows = results.get(KEY, {})
     if not rows:
         return
     heads = list(dict.fromkeys(head for row in rows.values() for head in row))
     modes = [mode for mode in _TITLES if any(mode in cell for row in rows.values() for cell in row.values())]
-    yield ""
-    yield "## Heads"
-    yield ""
     yield (
         "Every class that transformers maps an architecture to, on two ranks of `tp` against one process in float64: "
         "each output, the loss with labels, and every gradient on every rank agree to 1e-12, for rows with padding "
         "left and right. Classifiers have 3 labels, reward models 1; a trunk (`AutoModel`) gives its hidden states. "
         "An empty cell: there is no such class, or it was not measured. transformers' own tensor parallelism "
         '(`tp_plan="auto"`) runs the same classes on the same rows; it is refused where transformers has no plan for a '
-        "class, or one that splits none of its parameters. See [heads](guides/heads.md)."
+        "class, or one that splits none of its parameters. See [heads](../guides/heads.md)."
     )
     yield ""
     for mode in modes:
@@ -41,7 +37,7 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     titles = [f"{head}: {_TITLES[mode]}" for head in heads for mode in modes]
     cells = (
-        [name, *(mark(row.get(head, {}), mode) for head in heads for mode in modes), "; ".join(_notes(row, modes))]
+        [name, *(mark(row.get(head, {}), mode) for head in heads for mode in modes), [*_notes(row, modes)]]
         for name, row in sorted(rows.items())
     )
     yield from table(["row", *titles, "notes"], cells)
@@ -52,8 +48,8 @@ def _notes(row: Mapping[str, Mapping[str, Any]], modes: Sequence[str]) -> Iterat
     seen: dict[str, str] = {}
     for head, cell in row.items():
         for mode in modes:
-            note = " ".join(str(cell.get(mode, {}).get("note", "")).split()).replace("|", "\\|")
+            note = cell.get(mode, {}).get("note")
             if note and note not in {*seen, NO_PLAN}:
                 seen[note] = f"{head}, {_TITLES[mode]}"
     for note, where in seen.items():
-        yield f"{where}: {note[:_LONGEST_NOTE]}{'…' * (len(note) > _LONGEST_NOTE)}"
+        yield f"{where}: {note}"

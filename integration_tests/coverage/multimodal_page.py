@@ -1,11 +1,11 @@
-"""The section of the page about vision-language and audio-language models: ours next to transformers' own."""
+"""The coverage page on vision-language and audio-language models: ours next to transformers' own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from coverage.cells import NO_PLAN, mark, table, tally, text
+from coverage.cells import NO_PLAN, Cell, mark, table, tally
 from coverage.multimodal_absent import COLUMNS
 
 #: The key of the results that holds the rows.
@@ -16,7 +16,6 @@ MEDIA = ("video", "audio")
 #: What comes before the reason why an inferred plan was not used.
 _UNDECIDED = "They could not be decided by running it: "
 _MOSTLY = 0.95
-_LONGEST = 300
 
 #: Model types of ``AutoModelForImageTextToText`` and ``AutoModelForMultimodalLM`` without a row, and why.
 NOT_MEASURED = {
@@ -52,9 +51,6 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
     rows = {name: _shown(row) for name, row in results.get(KEY, {}).items()}
     if not rows:
         return
-    yield ""
-    yield "## Vision-language and audio-language models"
-    yield ""
     yield (
         "Every model type of `AutoModelForImageTextToText` and `AutoModelForMultimodalLM` that builds, tiny, in "
         "float64, on two ranks of `tp`, with towers sharded (the default): a batch with two images in one row, none in "
@@ -63,7 +59,7 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
         "that of the bytes that the loss reaches whose storage is split; the second one is that of transformers' own "
         'tensor parallelism (`tp_plan="auto"`) on the same model and batch. The columns video and audio are the same '
         "with these media, with TP and with SP. Model types without a plan of transformers have one that is inferred "
-        "and proven by running a small copy with images. Where it is refused for its doubts, the column inferred has "
+        "and verified by running a small copy with images. Where it is refused for its doubts, the column inferred has "
         'the outcome of `plan="inferred"`, which accepts them. Less than 100 % are split where norms, biases and '
         "tensors of less than 0.3 % of the model, such as small convolutions and position tables, stay replicated. "
         "The columns media on one rank are FSDP2 over two data-parallel ranks, alone and with sequence parallelism "
@@ -88,7 +84,7 @@ def _shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {mode: found for mode, found in row.items() if not (decided and mode == "inferred")}
 
 
-def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
+def _cells(name: str, row: Mapping[str, Any]) -> list[Cell]:
     return [
         name,
         mark(row, "TP"),
@@ -140,7 +136,7 @@ def _share(row: Mapping[str, Any], mode: str) -> str:
     return "" if found.get("share") is None else f"{100 * found['share']:.1f} %"
 
 
-def _notes(row: Mapping[str, Any]) -> str:
+def _notes(row: Mapping[str, Any]) -> list[str]:
     notes = {mode: _reason(found["note"]) for mode, found in row.items() if found.get("note")}
     notes = {mode: note for mode, note in notes.items() if note != NO_PLAN}
     told = [
@@ -149,7 +145,7 @@ def _notes(row: Mapping[str, Any]) -> str:
     whole = next((found["whole"] for found in row.values() if found.get("whole")), {})
     if whole and row.get("TP", {}).get("share", 1) < _MOSTLY:
         told.append("replicated: " + ", ".join(f"`{pattern}` {100 * share:.0f} %" for pattern, share in whole.items()))
-    return text(told, _LONGEST)
+    return told
 
 
 def _reason(note: str) -> str:

@@ -1,41 +1,91 @@
-"""The results as JSON, the page that shows them, and what has got worse since they were last checked in."""
+"""The results as JSON, the pages that show them, and what has got worse since they were last checked in."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from coverage import (
+    bfloat16_page,
     bfloat16_tensor,
     compiled,
     context_parallel,
+    decoders_page,
     expert_page,
     heads_page,
     multimodal_page,
+    packed_page,
     widths,
 )
-from coverage.cells import mark, notes, share, table, text
+from coverage.cells import table, tally
+from coverage.multimodal_absent import COLUMNS
 from coverage.outcome import Outcome
-from coverage.table import UNBUILDABLE, Entry
+from coverage.table import Entry
 
 #: One row: mode to what is kept of its outcome.
 Row = dict[str, dict[str, Any]]
 
-_TITLES = {"TP": "TP", "SP": "SP", "transformers": "transformers' own TP"}
-#: What follows the table, in this order: each yields its lines from the results, none where nothing was measured.
-SECTIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
-    expert_page.section,
-    widths.section,
-    bfloat16_tensor.section,
-    compiled.section,
-    multimodal_page.section,
-    heads_page.section,
-)
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of rows with a page of its own.
+
+    Args:
+        title: the page's heading.
+        lines: yields what stands below it from the results; nothing where nothing was measured.
+        outcomes: takes the results; returns what was measured, each with row to outcome.
+    """
+
+    title: str
+    lines: Callable[[Mapping[str, Any]], Iterator[str]]
+    outcomes: Callable[[Mapping[str, Any]], Mapping[str, Row]]
+
+
+def _of_rows(*modes: str) -> Callable[[Mapping[str, Any]], Mapping[str, Row]]:
+    return lambda results: _by_mode(results["rows"], modes)
+
+
+def _by_mode(rows: Mapping[str, Row], modes: Sequence[str]) -> dict[str, Row]:
+    return {mode: {name: row[mode] for name, row in rows.items() if mode in row} for mode in modes}
+
+
+def _of_media(results: Mapping[str, Any]) -> dict[str, Row]:
+    media = [f"{mode}{medium}" for mode in ("TP", "SP") for medium in ("", " video", " audio")]
+    return _by_mode(results.get(multimodal_page.KEY, {}), [*media, *COLUMNS, _THEIRS])
+
+
+def _of_heads(results: Mapping[str, Any]) -> dict[str, Row]:
+    heads = results.get(heads_page.KEY, {})
+    return _by_mode({f"{name}, {head}": cells for name, row in heads.items() for head, cells in row.items()}, _WAYS)
+
+
+#: What the modes of transformers' own parallelism begin with.
+_THEIRS = "transformers"
+_WAYS = ("TP", "SP", _THEIRS)
+#: The kinds of rows, by the name of their page.
+KINDS: dict[str, Kind] = {
+    "packed": Kind(
+        "Packed rows and context parallelism", packed_page.section, _of_rows("packed", *context_parallel.MODES)
+    ),
+    "experts": Kind(
+        "Expert parallelism",
+        expert_page.section,
+        _of_rows(*expert_page.MODES["parallelize"]),
+    ),
+    "widths": Kind("Four and eight ranks, and FSDP2", widths.section, _of_rows(*widths.WIDTHS)),
+    "bfloat16": Kind("bfloat16", bfloat16_page.section, _of_rows("bfloat16", *bfloat16_tensor.MODE_NAMES.values())),
+    "compiled": Kind("Compiled blocks", compiled.section, _of_rows(*compiled.OURS)),
+    "multimodal": Kind("Vision-language and audio-language models", multimodal_page.section, _of_media),
+    "heads": Kind("Heads", heads_page.section, _of_heads),
+}
 #: What a row's notes say of parameters that stay whole: those above this share of the model.
 _NOTEWORTHY = 0.01
+#: Refused rows that the summary names.
+_NAMED = 20
 
 
 def versions() -> dict[str, str]:
@@ -76,107 +126,80 @@ def regressions(before: Mapping[str, Row], now: Mapping[str, Row]) -> list[str]:
     ]
 
 
-def markdown(results: Mapping[str, Any], entries: Mapping[str, Entry]) -> str:
-    """The page of a whole run."""
+def write_pages(path: Path, results: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
+    """The pages of a whole run, beside the file of its results."""
+    for name, text in pages(results, entries).items():
+        page = path.parent / name
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(text)
+
+
+def pages(results: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, str]:
+    """The pages of a whole run by their paths: ``coverage.md``, and one for each kind of rows that was measured."""
     rows = {name: row for name, row in results["rows"].items() if name in entries}
-    return (
-        "\n".join(
-            [
-                *_head(results, rows, entries),
-                *_table(rows, entries),
-                "",
-                *_unbuildable(entries),
-                *(line for section in SECTIONS for line in section({**results, "rows": rows})),
-            ]
-        )
-        + "\n"
-    )
+    shown = {**results, "rows": rows}
+    kinds = {
+        "decoders": Kind("Decoders", lambda found: decoders_page.section(found, entries), _of_rows(*_WAYS)),
+        **KINDS,
+    }
+    lines = {name: [*kind.lines(shown)] for name, kind in kinds.items()}
+    kinds = {name: kind for name, kind in kinds.items() if lines[name]}
+    below = {
+        f"coverage/{name}.md": [f"# {kind.title}", "", *_method(results), "", *lines[name]]
+        for name, kind in kinds.items()
+    }
+    texts = {"coverage.md": _summary(shown, kinds), **below}
+    return {name: "\n".join(text) + "\n" for name, text in texts.items()}
 
 
-def _head(results: Mapping[str, Any], rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[str]:
+def _method(results: Mapping[str, Any]) -> Iterator[str]:
+    releases = " and ".join(f"{name} {number}" for name, number in results["versions"].items())
+    yield f"Tiny models in float64 on {results['tp']} CPU ranks against one process, unless the text says otherwise."
+    yield f"Measured with {releases}; written by `nox -s coverage` from `docs/coverage.json`."
+
+
+def _summary(results: Mapping[str, Any], kinds: Mapping[str, Kind]) -> Iterator[str]:
     yield "# Coverage"
     yield ""
-    releases = " and ".join(f"{name} {number}" for name, number in results["versions"].items())
-    yield (
-        f"Tiny models in float64 on {results['tp']} CPU ranks against one process, {releases}; written by "
-        "`nox -s coverage`. An architecture is right (✓) where the logits and every parameter's gradient agree on "
-        "every rank, for token ids alone, with position ids, and with padding left and right, and where the weights "
-        "gather to the ones that were split. The share is that of the parameter bytes that the loss reaches whose "
-        "storage is split over `tp`; notes name what stays whole above 1 %. Real models are wider, so that what "
-        "cannot be split weighs less."
-    )
+    yield from _method(results)
+    yield "A row is one architecture, or one class of it. It is right where outputs and the gradients of all parameters"
+    yield "agree with one process on every rank. Each kind of rows has a page with its method, its table and all reasons;"
+    yield "that of expert parallelism has transformers' own, too. Nothing here was measured on a GPU."
     yield ""
-    for mode in ("TP", "SP", "transformers"):
-        groups = {
-            "that transformers ships a plan for": [name for name in rows if entries[name].shipped],
-            "without a shipped plan for their layers": [name for name in rows if entries[name].unplanned],
-            "other rows (variants, remote-code models)": [
-                name for name in rows if not (entries[name].shipped or entries[name].unplanned)
-            ],
-        }
-        parts = [f"{counts} {what}" for what, names in groups.items() if (counts := _counts(rows, names, mode))]
-        if parts:
-            yield f"- {_TITLES[mode]}: {'; '.join(parts)}"
-    packed = [row["packed"] for row in rows.values() if "packed" in row]
-    if packed:
-        right, leaks = sum(e["status"] == "right" for e in packed), sum(e.get("leaks", False) for e in packed)
-        yield (
-            f"- [Packed rows](guides/packed-sequences.md): {right} of {len(packed)} right with "
-            "`packed_sequences=True`, on one process: every document's logits, and the sum of all gradients, equal "
-            "those of the documents alone to 1e-12, and the tokens of other documents change nothing. Without the "
-            f"option a document reads another in {leaks} of them (leaks)."
-        )
-    yield from context_parallel.summary(rows)
-    low = [row["bfloat16"]["status"] for row in rows.values() if "bfloat16" in row]
-    if low:
-        yield (
-            f"- [bfloat16](guides/offload.md): {low.count('right')} of {len(low)} right under FSDP2 on two ranks, with "
-            "the parameters that the class keeps in float32, with and without a mixed-precision policy: logits and all "
-            "gradients equal those of one process bit for bit, or where notes say so to one rounding of bfloat16."
-        )
-    yield from expert_page.summary(rows)
-    yield ""
-
-
-def _counts(rows: Mapping[str, Row], names: Sequence[str], mode: str) -> str:
-    found = [rows[name][mode] for name in names if mode in rows[name]]
-    right = [each for each in found if each["status"] == "right"]
-    mostly = sum(each["share"] >= 0.95 for each in right)
-    return f"{len(right)} of {len(found)} right ({mostly} with at least 95 % split)" if found else ""
-
-
-def _table(rows: Mapping[str, Row], entries: Mapping[str, Entry]) -> Iterator[str]:
-    peers = any("transformers" in row for row in rows.values())
-    theirs = ["transformers' own", "split"] if peers else []
-    packs = ["packed", "packed without the option"] if any("packed" in row for row in rows.values()) else []
-    contexts = [mode for mode in (*context_parallel.MODES, "bfloat16") if any(mode in row for row in rows.values())]
-    titles = ["row", "class", "TP", "SP", "split", *theirs, *packs, *contexts, "notes"]
+    measured = {name: kind.outcomes(results) for name, kind in kinds.items()}
     yield from table(
-        titles, (_cells(name, rows[name], entries[name], theirs, packs, contexts) for name in sorted(rows))
+        ["kind of rows", "measured", "outcome"],
+        (
+            [_link(name, kinds), _title(mode), tally([cell["status"] for cell in row.values()])]
+            for name, modes in measured.items()
+            for mode, row in modes.items()
+            if row
+        ),
     )
+    yield ""
+    yield "## Refused"
+    yield ""
+    yield "What is refused here before anything changes; the pages have the reasons:"
+    yield ""
+    for name, modes in measured.items():
+        yield from _refused(_link(name, kinds), modes)
 
 
-def _cells(
-    name: str, row: Row, entry: Entry, peers: Sequence[str], packs: Sequence[str], contexts: Sequence[str]
-) -> list[str]:
-    own = [mark(row, "TP"), mark(row, "SP"), share(row, "TP")]
-    theirs = [mark(row, "transformers"), share(row, "transformers")] if peers else []
-    packed = [mark(row, "packed"), _leaks(row)] if packs else []
-    return [name, entry.class_name, *own, *theirs, *packed, *(mark(row, mode) for mode in contexts), _notes(row)]
+def _link(name: str, kinds: Mapping[str, Kind]) -> str:
+    return f"[{kinds[name].title}](coverage/{name}.md)"
 
 
-def _leaks(row: Row) -> str:
-    leaks = row.get("packed", {}).get("leaks")
-    return "" if leaks is None else "leaks" if leaks else "✓"
+def _title(mode: str) -> str:
+    return mode.replace(_THEIRS, "transformers' own", 1)
 
 
-def _notes(row: Row) -> str:
-    told = notes(row, ("TP", "SP", "packed", *context_parallel.MODES, "bfloat16"))
-    if whole := row.get("TP", {}).get("whole"):
-        told.append("whole: " + ", ".join(f"`{pattern}` {100 * share:.0f} %" for pattern, share in whole.items()))
-    return text(told)
-
-
-def _unbuildable(entries: Mapping[str, Entry]) -> Iterator[str]:
-    for name, reason in UNBUILDABLE.items():
-        yield f"Not measured: {name}, {reason}."
+def _refused(title: str, modes: Mapping[str, Row]) -> Iterator[str]:
+    """Yield a line for each set of refused rows, which several ways may share; of a large set only the number."""
+    sets: dict[tuple[str, ...], list[str]] = {}
+    for mode, row in modes.items():
+        refused = tuple(sorted(name for name, cell in row.items() if cell["status"] == "refused"))
+        if refused and not mode.startswith(_THEIRS):
+            sets.setdefault(refused, []).append(mode)
+    for names, told in sets.items():
+        which = "; ".join(names) if len(names) <= _NAMED else f"{len(names)} rows"
+        yield f"- {title}, {' and '.join(told)}: {which}"

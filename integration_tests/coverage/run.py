@@ -36,6 +36,9 @@ EXPERT_RANKS = 4
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, report, and write the results of a whole run; 1 where something has got worse."""
     options = _options(arguments)
+    if options.pages:
+        page.write_pages(options.results, page.read(options.results), coverage_entries())
+        return 0
     chosen = _chosen(options.patterns)
     checked_in = page.read(options.results)
     working = options.working or options.results.with_suffix(f".tp{options.tp}.part.json")
@@ -270,7 +273,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="go on where an earlier run was stopped")
     parser.add_argument("--accept", action="store_true", help="write the results even where some have got worse")
-    parser.add_argument("--dry", action="store_true", help="leave the page and its JSON as they are")
+    parser.add_argument("--dry", action="store_true", help="leave the pages and the JSON as they are")
+    parser.add_argument("--pages", action="store_true", help="measure nothing: write the pages from the JSON")
     parser.add_argument("--results", type=Path, default=RESULTS, help=argparse.SUPPRESS)
     parser.add_argument("--working", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -285,12 +289,12 @@ def _chosen(patterns: Sequence[str]) -> dict[str, Entry]:
 
 
 def _record(options: argparse.Namespace, before: dict[str, Any], rows: dict[str, Any]) -> None:
-    """Write the JSON and the page; what was not run again (the peers, other sections' data) stays as it was."""
+    """Write the JSON and the pages; what was not run again (the peers, other sections' data) stays as it was."""
     kept = before["rows"] if not rows else {}
     merged = kept | {name: {**before["rows"].get(name, {}), **row} for name, row in rows.items()}
     results = {**before, "tp": options.tp, "versions": page.versions(), "rows": merged}
     page.write(options.results, results)
-    options.results.with_suffix(".md").write_text(page.markdown(results, coverage_entries()))
+    page.write_pages(options.results, results, coverage_entries())
 
 
 def _line(name: str, mode: str, found: Outcome) -> str:

@@ -1,4 +1,4 @@
-"""Four and eight ranks of ``tp``, and ``tp`` with FSDP2: what is measured, and the section of the page about it."""
+"""Four and eight ranks of ``tp``, and ``tp`` with FSDP2: what is measured, and the page about it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coverage.cells import Row, counts, mark, notes, share, table, text
+from coverage.cells import Cell, Row, counts, mark, notes, share, table
 
 #: Other positions and masks are measured on two ranks; they do not depend on how weights are split.
 WIDTH_KINDS = ("ids",)
@@ -53,13 +53,10 @@ def is_due(row: Mapping[str, Mapping[str, Any]], mode: str) -> bool:
 
 
 def section(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the section of the page, if anything was measured."""
+    """Yield the lines of the page, if anything was measured."""
     rows = {name: row for name, row in results["rows"].items() if WIDTHS.keys() & row.keys()}
     if not rows:
         return
-    yield ""
-    yield "## Four and eight ranks, and FSDP2"
-    yield ""
     yield (
         "Token ids alone, on the ranks of `tp` named above each column, and on 4 ranks of which two each share the "
         "rows (FSDP2 with sequence parallelism, or without it where that is refused). The models have 8 heads and 8 "
@@ -75,8 +72,8 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
     yield from table(titles, ([name, *_cells(rows[name], peers)] for name in sorted(rows)))
 
 
-def _cells(row: Row, peers: list[str]) -> list[str]:
+def _cells(row: Row, peers: list[str]) -> list[Cell]:
     together = next((mode for mode in ("dp_shard=2 tp=2", "dp_shard=2 tp=2 SP") if mode in row), "")
     own = [cell for tp in ("tp=4", "tp=8") for cell in (mark(row, tp), mark(row, f"{tp} SP"), share(row, tp))]
     modes = [mode for mode in WIDTHS if mode not in peers]
-    return [*own, mark(row, together), *(mark(row, mode) for mode in peers), text(notes(row, modes))]
+    return [*own, mark(row, together), *(mark(row, mode) for mode in peers), notes(row, modes)]
