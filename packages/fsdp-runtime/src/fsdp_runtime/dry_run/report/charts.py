@@ -140,11 +140,11 @@ def _draw(axis: Any, chart: Chart) -> None:
 
     unit, scale = binary_scale(chart.longest)
     rows, parts = range(len(chart.bars)), chart.parts
-    colours = colormaps[chart.colours].colors
+    colours = colormaps[chart.colours]
     begin = [0.0] * len(chart.bars)
     for index, part in enumerate(parts):
         lengths = [sizes[part] / scale for _, sizes in chart.bars]
-        colour = colours[index % len(colours)]
+        colour = colours(index % colours.N)
         axis.barh(rows, lengths, left=begin, color=colour, label=part, edgecolor="white", linewidth=0.4)
         begin = [start + length for start, length in zip(begin, lengths, strict=True)]
     for row, (_, sizes) in enumerate(chart.bars):
