@@ -18,8 +18,9 @@ from coverage.packing import LENGTH as LENGTH_OF_ROWS
 from coverage.packing import PACKED_BOUND, ROWS, measure_packing_on_ranks
 from coverage.table import UNBUILDABLE, coverage_entries
 from coverage.table import tiny_model as tiny_row
-from fsdp_runtime import LayoutError, ModelError, SequenceLayout, parallelize, sequence_layout, submesh
+from fsdp_runtime import LayoutError, ModelError, parallelize, sequence_layout, submesh
 from fsdp_runtime.steps.context.masks import SequenceMask
+from fsdp_runtime.steps.context.sharding import SequenceLayout
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.pairwise import alternating_first

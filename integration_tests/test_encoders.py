@@ -14,7 +14,8 @@ from transformers.models.bert.modeling_bert import BertEmbeddings
 from coverage.heads import BATCH, HeadRow, head_model, head_rows
 from coverage.measure import gradient_errors
 from coverage.packing import PACKED_BOUND, measure_packing
-from fsdp_runtime import LayoutError, ModelError, inspect_model, parallelize, sequence_layout
+from fsdp_runtime import LayoutError, ModelError, parallelize, sequence_layout
+from fsdp_runtime.model import inspect_model
 from fsdp_runtime.steps.context.step import check_context_parallel
 from fsdp_runtime.steps.documents import isolation as run
 from fsdp_runtime.steps.documents.positions import derived_positions

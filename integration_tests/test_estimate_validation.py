@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp_runtime
 import rl_logprobs
+from fsdp_runtime.dry_run import estimate
 from harness.collectives import RecordCollectives, by_axis
 from harness.models import VOCAB, jitter, tiny_config
 
@@ -132,7 +133,7 @@ def predicted(name: str, axes: dict[str, int], options: dict[str, Any], logprobs
     options = dict(options)
     master = options.pop("master", False)
     told: dict[str, Any] = {"dtype": "bf16", "master_dtype": "fp32"} if master else {"dtype": "fp32"}
-    found = fsdp_runtime.estimate(
+    found = estimate(
         config_of(name), axes, seq_len=LENGTH, micro_batch=BATCH, rank=rank, logprobs=logprobs, **told, **options
     )
     traffic: dict[str, Any] = {}

@@ -21,16 +21,14 @@ from coverage.table import UNBUILDABLE, Entry, entries, tiny_model
 from fsdp_runtime import (
     MeshSpec,
     ModelError,
-    Packing,
-    TreeRow,
     forward_with_lm_head,
-    pack_tree,
     parallelize,
     record_routes,
     replay_routes,
     sequence_layout,
     submesh,
 )
+from fsdp_runtime.batching import MicroBatches, TreeRow, pack_tree
 from fsdp_runtime.routing.routers import find_routers
 from fsdp_runtime.steps.documents import prefix_attention
 from harness import models
@@ -355,7 +353,7 @@ def _tree_routes(model: nn.Module, row: TreeRow) -> dict[str, Tensor]:
     }
 
 
-def _rows_and_routes(model: nn.Module, cp: int = 1, ranks: int = 1) -> tuple[Packing[TreeRow], dict[Any, Any]]:
+def _rows_and_routes(model: nn.Module, cp: int = 1, ranks: int = 1) -> tuple[MicroBatches[TreeRow], dict[Any, Any]]:
     """The rows of all ranks, and the routes of each sample's tokens."""
     packing = pack_tree(_groups(), budget=28 // cp, ranks=ranks, cp=cp, multiple_of=4)
     routes = {}
@@ -456,7 +454,7 @@ def _case(architecture: str, axes: dict[str, int], options: dict[str, Any]) -> I
     model.zero_grad()
     parallelize(model, mesh, shared_prefixes=True, **options)
     data, cp = submesh(mesh, "dp"), axes.get("cp", 1)
-    packing: Packing[TreeRow] = pack_tree(_groups(), budget=40 // cp, ranks=data.size(), cp=cp)
+    packing: MicroBatches[TreeRow] = pack_tree(_groups(), budget=40 // cp, ranks=data.size(), cp=cp)
     found: Values = {}
     balancer = options.get("cp_load_balancer", "headtail")
     for full in packing.rows(data.get_local_rank()):

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_runtime import Estimate, MeshSpec, estimate
+from fsdp_runtime import MeshSpec
+from fsdp_runtime.dry_run import Estimate, estimate
 from fsdp_runtime.dry_run.report.format import format_bytes, format_count
 from fsdp_runtime.dry_run.sweep_types import format_mesh
 from fsdp_runtime.steps.context.methods import ContextParallel

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime import inspect_model
+from fsdp_runtime.model import inspect_model
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 
 #: Name of the file that is made when the fault strikes.

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import fsdp_runtime
 from faults.inject import Fault, InjectedFault
+from fsdp_runtime.monitor import monitor_ranks, stop_on_signal
 from harness.models import tiny_inputs, tiny_model
 
 #: A state is saved after every so many steps.
@@ -90,8 +91,8 @@ def train(settings: Settings) -> None:
     injected = InjectedFault(settings.fault, training.model, Path(settings.folder))
     losses = Path(settings.folder, f"losses-{dist.get_rank()}.jsonl")
     with (
-        fsdp_runtime.stop_on_signal() as must_stop,
-        fsdp_runtime.monitor_ranks(timeout=settings.timeout) as monitor,
+        stop_on_signal() as must_stop,
+        monitor_ranks(timeout=settings.timeout) as monitor,
         losses.open("a") as file,
     ):
         with monitor.phase("load"):

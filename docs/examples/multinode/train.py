@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import fsdp_runtime
+from fsdp_runtime.mesh import rank_info_from_env
 
 VOCABULARY, BATCH, LENGTH = 256, 8, 32
 
@@ -25,7 +26,7 @@ VOCABULARY, BATCH, LENGTH = 256, 8, 32
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train for some steps and print every loss."""
     options = parse(arguments)
-    launch = fsdp_runtime.rank_info_from_env()
+    launch = rank_info_from_env()
     print(f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()}", flush=True)
     replicas = 1 if options.shard_over_nodes else options.nodes
     mesh = fsdp_runtime.MeshSpec(dp_replicate=replicas, dp_shard=-1, tp=options.tp).build()

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from warmup import warm_up
 
 import fsdp_runtime
-from fsdp_runtime import WeightInfo
+from fsdp_runtime.weights import WeightInfo, stream_buckets
 
 Digests = dict[str, str]
 """The SHA-256 of every weight's bytes, by the model's own names."""
@@ -152,7 +152,7 @@ class TrainerActor:
         sent = 0
         dtype = getattr(torch, self._settings.dtype)
         model = self._run.trainer.model
-        for bucket in fsdp_runtime.stream_buckets(model, bucket_bytes=STREAM_BUCKET, dtype=dtype, names="model"):
+        for bucket in stream_buckets(model, bucket_bytes=STREAM_BUCKET, dtype=dtype, names="model"):
             if dist.get_rank() == 0:
                 weights = [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
                 ray.get(generator.receive.remote(weights, fsdp_runtime.flatten_bucket(bucket).numpy()))

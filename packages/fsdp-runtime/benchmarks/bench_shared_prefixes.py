@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_runtime import MeshSpec, forward_with_lm_head, pack_tree, parallelize
+from fsdp_runtime import MeshSpec, forward_with_lm_head, parallelize
+from fsdp_runtime.batching import pack_tree
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "integration_tests"))
 

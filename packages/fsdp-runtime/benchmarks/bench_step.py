@@ -33,7 +33,8 @@ from torch.distributed.tensor.parallel import (
 sys.path.insert(0, str(Path(__file__).parents[3] / "integration_tests"))
 from turns import take_turns
 
-from fsdp_runtime import MeshSpec, inspect_model, parallelize, submesh
+from fsdp_runtime import MeshSpec, parallelize, submesh
+from fsdp_runtime.model import inspect_model
 from harness.collectives import RecordCollectives, by_axis
 
 BATCH, LENGTH, VOCAB = 2, 256, 8192

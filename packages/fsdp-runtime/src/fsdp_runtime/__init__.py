@@ -1,7 +1,26 @@
 """Everything between a model and a running mesh: plans applied, FSDP2, weights in and out.
 
-``fsdp_runtime._api`` lists what is public, and is imported at the first use of a name: the command line refuses wrong
-arguments, and prints its help and version, before torch is imported.
+Mesh:        ``MeshSpec``, ``adopt_mesh``, ``submesh``
+Parallelize: ``parallelize``, ``FSDPOptions``, ``SelectiveCheckpoint``, ``ContextAttention``, ``describe_parallelism``
+Steps:       ``resolve_parallelism``, ``Parallelism``, ``apply_packing``, ``apply_tp``, ``apply_ep``, ``apply_cp``,
+             ``apply_shared_prefixes``, ``apply_ac``, ``apply_compile``, ``apply_fsdp``
+Train:       ``sequence_layout``, ``forward_with_lm_head``, ``no_sync``, ``unsharded``, ``offload``, ``onload``,
+             ``assert_inputs_equal``, ``assert_finite_gradients``, ``assert_replicas_equal``
+Routes:      ``record_routes``, ``replay_routes``, ``Routes``, ``routes_from_generator``
+Weights:     ``meta_device``, ``materialize``, ``load_weights``, ``save_weights``, ``stream_weights``, ``WeightExport``,
+             ``init_adapters``, ``load_adapter``, ``save_adapter``
+Sync:        ``send_weights``, ``flatten_bucket``, ``unflatten_bucket``, ``WeightSync``, ``SyncReport``,
+             ``ModelShards``, ``Quantization``, ``execute_transfer``, ``transfer_group``, ``digest``,
+             ``digest_layout``, ``verify_transfer``, ``WeightSyncError``
+Resume:      ``save_training_state``, ``load_training_state``, ``TrainingState``
+Errors:      ``FsdpRuntimeError``, and of its subclasses ``BackendError``, ``GradientError``, ``LayoutError``,
+             ``MeshError``, ``ModelError``, ``OptionError``, ``WeightsError``; all are in ``fsdp_runtime.errors``
+
+Rooms with a table of their own are imported by name, such as ``fsdp_runtime.dry_run``: ``batching``, ``dry_run``,
+``mesh``, ``model``, ``monitor``, ``trainers``, ``weights``.  The modules below may move.
+
+A name is imported at its first use: the command line refuses wrong arguments, and prints its help and version, before
+torch is imported.
 """
 
 from __future__ import annotations
@@ -17,26 +36,15 @@ else:
     import sys
     from types import ModuleType
 
+    from fsdp_runtime._lazy import lazy_names
+
+    __getattr__, __dir__ = lazy_names(__name__, "fsdp_runtime._api")
+
     class _Package(ModuleType):
-        """The import system binds a submodule to its package; ``estimate`` and ``parallelize`` are functions here."""
+        """The import system binds a submodule to its package; ``parallelize`` stays the function."""
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if not (name in ("estimate", "parallelize") and isinstance(value, ModuleType)):
+            if name != "parallelize" or not isinstance(value, ModuleType):
                 super().__setattr__(name, value)
 
     sys.modules[__name__].__class__ = _Package
-
-    def __getattr__(name: str) -> Any:
-        if name.startswith("_") and name != "__all__":  # private names are submodules, which the import system finds
-            raise AttributeError(f"module 'fsdp_runtime' has no attribute {name!r}")
-        import fsdp_runtime._api as names
-
-        if name == "__all__" or name in names.__all__:
-            value = globals()[name] = getattr(names, name)
-            return value
-        raise AttributeError(f"module 'fsdp_runtime' has no attribute {name!r}")
-
-    def __dir__() -> list[str]:
-        import fsdp_runtime._api as names
-
-        return sorted({*globals(), *names.__all__})

@@ -13,9 +13,9 @@ from typing import Any
 import fsdp_runtime
 from fsdp_runtime.dry_run import Estimate, Sweep, estimate, sweep
 from fsdp_runtime.dry_run.parse_args import parse_mesh, split_bandwidths
+from fsdp_runtime.dry_run.report.charts import chart_picture
 from fsdp_runtime.dry_run.report.html import html_report
-from fsdp_runtime.dry_run.report.png import write_png
-from fsdp_runtime.dry_run.report.progress import ProgressBar
+from fsdp_runtime.dry_run.report.progress import ProgressLine
 from fsdp_runtime.dry_run.report.sections import Section, estimate_sections, sweep_sections
 from fsdp_runtime.dry_run.report.text import text_lines
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         candidate fits); 2 if the command failed.
     """
     options = parser().parse_args(arguments)
-    progress = ProgressBar()
+    progress = ProgressLine()
     try:
         return _sweep(options, progress) if options.sweep else _estimate(options, progress)
     except (FsdpRuntimeError, TpPlansError, OSError) as error:
@@ -143,11 +143,11 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", metavar="FILE", help="write JSON; - for standard output instead of the text")
-    group.add_argument("--html", metavar="FILE", help="write a page with charts, without external resources")
+    group.add_argument("--html", metavar="FILE", help="write a page; its charts need fsdp-runtime[charts]")
     group.add_argument("--png", metavar="FILE", help="write the charts; needs fsdp-runtime[charts]")
 
 
-def _estimate(options: argparse.Namespace, progress: ProgressBar) -> int:
+def _estimate(options: argparse.Namespace, progress: ProgressLine) -> int:
     if options.mesh is None:
         raise EstimateError(
             "no mesh was given: use --mesh, such as --mesh dp_shard=16,tp=8, or --sweep with --world-size"
@@ -167,7 +167,7 @@ def _estimate(options: argparse.Namespace, progress: ProgressBar) -> int:
     return TOO_LARGE if found.fits is False else OK
 
 
-def _sweep(options: argparse.Namespace, progress: ProgressBar) -> int:
+def _sweep(options: argparse.Namespace, progress: ProgressLine) -> int:
     varied: dict[str, Any] = {}
     if options.sequence_parallel:
         varied["sequence_parallel"] = (True,)
@@ -241,7 +241,7 @@ def _write(found: Estimate | Sweep, sections: list[Section], options: argparse.N
     if options.html is not None:
         Path(options.html).write_text(html_report(found), encoding="utf-8")
     if options.png is not None:
-        write_png(found, options.png)
+        Path(options.png).write_bytes(chart_picture(found, "png"))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fsdp_runtime._peft_compat import model_of_rows
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
-from fsdp_runtime.mesh.spec import axis_size, require_axes, submesh
+from fsdp_runtime.mesh.spec import axis_size, fsdp_mesh, require_axes, submesh
 from fsdp_runtime.model.structure import ModelStructure, inspect_model
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.async_tp import async_compile_options
@@ -41,7 +41,7 @@ from fsdp_runtime.steps.documents.step import apply_packing, check_packing
 from fsdp_runtime.steps.experts.step import ExpertExchange, apply_ep, check_adapted_experts, expert_modules
 from fsdp_runtime.steps.fsdp.dtypes import FSDPDtypes
 from fsdp_runtime.steps.fsdp.options import FSDPOptions, check_fsdp_options
-from fsdp_runtime.steps.fsdp.step import apply_fsdp, fsdp_dtypes, fsdp_mesh
+from fsdp_runtime.steps.fsdp.step import apply_fsdp, fsdp_dtypes
 from fsdp_runtime.steps.guards.check_inputs import apply_input_check
 from fsdp_runtime.steps.guards.optimizer_groups import step_meshes_apart
 from fsdp_runtime.steps.guards.refuse_pickle import refuse_pickle

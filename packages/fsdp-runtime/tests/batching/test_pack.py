@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_runtime import OptionError, SampleError, pack
+from fsdp_runtime import OptionError
+from fsdp_runtime.batching import SampleError, pack
 
 batches = st.lists(st.integers(1, 40), min_size=1, max_size=20)
 

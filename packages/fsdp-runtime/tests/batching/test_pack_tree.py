@@ -11,15 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fsdp_runtime import (
-    GroupMember,
-    ModelError,
-    OptionError,
-    SampleError,
-    SequenceLayout,
-    pack_tree,
-)
+from fsdp_runtime import ModelError, OptionError
+from fsdp_runtime.batching import GroupMember, SampleError, pack_tree
 from fsdp_runtime.batching.prefix_tree import prefix_tree
+from fsdp_runtime.steps.context.sharding import SequenceLayout
 
 # Few token ids, so that samples share prefixes by chance; some are prefixes of others, some equal.
 sample = st.lists(st.integers(0, 2), min_size=1, max_size=8)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime import MeshSpec, ReplicaError, assert_replicas_equal, parallelize
+from fsdp_runtime import MeshSpec, assert_replicas_equal, parallelize
+from fsdp_runtime.errors import ReplicaError
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 

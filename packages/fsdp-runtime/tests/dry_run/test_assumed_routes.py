@@ -9,7 +9,8 @@ import torch
 import transformers
 from torch import nn
 
-from fsdp_runtime import Estimate, EstimateError, MeshSpec, estimate, sweep
+from fsdp_runtime import MeshSpec
+from fsdp_runtime.dry_run import Estimate, EstimateError, estimate, sweep
 from fsdp_runtime.dry_run.build_model import build_model
 from fsdp_runtime.dry_run.candidates import candidate_meshes
 from fsdp_runtime.dry_run.trace.assumed_routes import AssumedRoutes, mean_destinations

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime import Estimate, EstimateError, MeshError, OptionError, estimate, parallelism
-from fsdp_runtime.dry_run import MemoryBreakdown, Peak, pipeline
+from fsdp_runtime import MeshError, OptionError, parallelism
+from fsdp_runtime.dry_run import Estimate, EstimateError, MemoryBreakdown, Peak, estimate, pipeline
 from fsdp_runtime.dry_run.advice import advice_for
 from fsdp_runtime.dry_run.assumptions import quantization_assumptions
 from harness.estimates import made_estimate, made_settings

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_runtime import Estimate, EstimateError, MeshSpec, ModelError, Sweep, sweep
+from fsdp_runtime import MeshSpec, ModelError
+from fsdp_runtime.dry_run import Estimate, EstimateError, Sweep, sweep
 from fsdp_runtime.dry_run.candidates import candidate_meshes, make_candidates, rank_candidates
 from fsdp_runtime.dry_run.sweep_types import Candidate
 from harness.estimates import GIB, made_estimate, made_settings, made_traffic
@@ -110,7 +111,7 @@ def _stand_in(model: str, mesh: MeshSpec, **options: Any) -> Estimate:
 
 def _patch(monkeypatch: pytest.MonkeyPatch) -> None:
     # The package binds the function of the same name over the module.
-    monkeypatch.setattr(importlib.import_module("fsdp_runtime.dry_run.sweep"), "estimate", _stand_in)
+    monkeypatch.setattr(importlib.import_module("fsdp_runtime.dry_run.compare"), "estimate", _stand_in)
 
 
 def _reasons(found: Sweep) -> dict[str, str]:
@@ -152,7 +153,7 @@ def test_options_without_a_mesh_are_refused() -> None:
 
 
 def test_a_process_that_dies_does_not_affect_other_candidates() -> None:
-    module = importlib.import_module("fsdp_runtime.dry_run.sweep")
+    module = importlib.import_module("fsdp_runtime.dry_run.compare")
     dies = "__import__('os')._exit(1)"
     # Expressions instead of candidates: processes that evaluate them start without importing torch.
     found = dict(module._outcomes(eval, ["'first'", dies, "'last'"], 1))

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime import Estimate, estimate
-from fsdp_runtime.dry_run import losses
+from fsdp_runtime.dry_run import Estimate, estimate, losses
 from fsdp_runtime.dry_run.trace.recorder import Recorder
 from rl_logprobs.softmax import fused_linear, row_blocks
 

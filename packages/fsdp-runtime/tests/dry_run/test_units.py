@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_runtime import EstimateError, MeshError, MeshSpec
+from fsdp_runtime import MeshError, MeshSpec
+from fsdp_runtime.dry_run import EstimateError
 from fsdp_runtime.dry_run.parse_args import (
     parse_bandwidth,
     parse_bandwidths,

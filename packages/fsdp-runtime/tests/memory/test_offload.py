@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import MeshSpec, ModelError, OffloadError, OptionError, offload, onload, parallelize, unsharded
+from fsdp_runtime import MeshSpec, ModelError, OptionError, offload, onload, parallelize, unsharded
+from fsdp_runtime.errors import OffloadError
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 

@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from fsdp_runtime import MeshError, RankInfo, rank_info_from_env
+from fsdp_runtime import MeshError
+from fsdp_runtime.mesh import RankInfo, rank_info_from_env
 from fsdp_runtime.mesh.rendezvous import first_host
 from harness.interpreter import environment
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_runtime import AttentionHeads, ModelError, inspect_model
+from fsdp_runtime import ModelError
+from fsdp_runtime.model import AttentionHeads, inspect_model
 from harness.models import tiny_model
 
 

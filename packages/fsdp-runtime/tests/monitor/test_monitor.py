@@ -8,7 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from fsdp_runtime import LostRankError, OptionError, monitor_ranks
+from fsdp_runtime import OptionError
+from fsdp_runtime.monitor import LostRankError, monitor_ranks
 from fsdp_runtime.monitor.failure_detector import FailureDetector
 from fsdp_runtime.monitor.heartbeat import Heartbeat
 from harness.pairwise import alternating_first

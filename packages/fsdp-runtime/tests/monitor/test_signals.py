@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch.distributed as dist
 
-from fsdp_runtime import stop_on_signal
+from fsdp_runtime.monitor import stop_on_signal
 from harness.ranks import RankPool
 
 

@@ -11,15 +11,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fsdp_runtime import (
-    MeshSpec,
-    ModelError,
-    Routes,
-    RoutesError,
-    parallelize,
-    record_routes,
-    replay_routes,
-)
+from fsdp_runtime import MeshSpec, ModelError, Routes, parallelize, record_routes, replay_routes
+from fsdp_runtime.errors import RoutesError
 from fsdp_runtime.routing import selections
 from fsdp_runtime.routing.routers import find_routers
 from harness.float64 import compute_in_float64

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime import ConversionError, parallelize, save_weights
+from fsdp_runtime import parallelize, save_weights
+from fsdp_runtime.errors import ConversionError
 from fsdp_runtime.weights import (
     WeightInfo,
     describe_weights,

@@ -13,17 +13,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fsdp_runtime import (
-    OptionError,
-    Quantization,
-    describe_weights,
-    parallelize,
-    save_weights,
-    stream_buckets,
-    stream_weights,
-)
+from fsdp_runtime import OptionError, Quantization, parallelize, save_weights, stream_weights
 from fsdp_runtime.sharded.hashing import hash_bits
 from fsdp_runtime.sync.quantize.kernels import FP8_MAX
+from fsdp_runtime.weights import describe_weights, stream_buckets
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool

@@ -22,7 +22,8 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_runtime import CheckpointError, FSDPOptions, MismatchError, OptionError, WeightsError, parallelize
+from fsdp_runtime import FSDPOptions, OptionError, WeightsError, parallelize
+from fsdp_runtime.errors import CheckpointError, MismatchError
 from fsdp_runtime.sharded.collectives import ModelRanks
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.training_state import directory as step_directories

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from coverage.table import entries, tiny_model
-from fsdp_runtime import ConversionError, MismatchError
 from fsdp_runtime._transformers_compat.conversions import Conversion
+from fsdp_runtime.errors import ConversionError, MismatchError
 from fsdp_runtime.weights import load_weights, save_weights, stream_weights
 from fsdp_runtime.weights.conversion.convert import TensorSpec, trace_conversion
 from fsdp_runtime.weights.conversion.trace import traced_input

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import CheckpointError, FSDPOptions, MismatchError, OptionError, WeightsError, parallelize, unsharded
+from fsdp_runtime import FSDPOptions, OptionError, WeightsError, parallelize, unsharded
+from fsdp_runtime.errors import CheckpointError, MismatchError
 from fsdp_runtime.model import state
 from fsdp_runtime.weights import load_weights
 from harness.memory import LiveBytes

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import (
-    CheckpointError,
-    MismatchError,
     ModelError,
     OptionError,
     init_adapters,
@@ -28,6 +26,7 @@ from fsdp_runtime import (
     save_adapter,
     stream_weights,
 )
+from fsdp_runtime.errors import CheckpointError, MismatchError
 from harness.models import tiny_config, tiny_inputs, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool

@@ -1,1 +1,16 @@
-"""Samples packed into rows: side by side, or with shared prefixes computed once."""
+"""Batching: samples packed into the rows of every data-parallel rank, with equal work on each.
+
+Calls:   ``pack`` (samples side by side), ``pack_tree`` (groups of samples, each shared prefix once)
+Results: ``MicroBatches``, with the rows: ``PackedRow``, ``TreeRow`` and its ``GroupMember``
+Errors:  ``SampleError``
+"""
+
+from __future__ import annotations
+
+from fsdp_runtime.batching.micro_batches import MicroBatches
+from fsdp_runtime.batching.packed_rows import PackedRow, pack
+from fsdp_runtime.batching.packed_trees import pack_tree
+from fsdp_runtime.batching.tree_row import GroupMember, TreeRow
+from fsdp_runtime.errors import SampleError
+
+__all__ = ["GroupMember", "MicroBatches", "PackedRow", "SampleError", "TreeRow", "pack", "pack_tree"]

@@ -27,7 +27,7 @@ RowT = TypeVar("RowT", bound=UnpackableRow)
 
 
 @dataclass(frozen=True, eq=False)
-class Packing(Generic[RowT]):
+class MicroBatches(Generic[RowT]):
     """The rows of every rank and micro-batch; the result of :func:`pack` and :func:`pack_tree`.
 
     The same samples give the same packing on every rank, so that no communication is needed.
@@ -96,7 +96,7 @@ class Packing(Generic[RowT]):
         return {key: value for row, each in zip(rows, values, strict=True) for key, value in row.unpack(each).items()}
 
 
-def packing_of(items: Items, ranks: int, make_row: Callable[[Sequence[int]], RowT]) -> Packing[RowT]:
+def micro_batches_of(items: Items, ranks: int, make_row: Callable[[Sequence[int]], RowT]) -> MicroBatches[RowT]:
     """Assign items to rows; items keep their order within a row."""
     assigned = assign_rows(items, ranks)
-    return Packing(items, tuple(tuple(tuple(sorted(row)) for row in rows) for rows in assigned), make_row)
+    return MicroBatches(items, tuple(tuple(tuple(sorted(row)) for row in rows) for rows in assigned), make_row)

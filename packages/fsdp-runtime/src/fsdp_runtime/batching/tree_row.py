@@ -30,7 +30,7 @@ class GroupMember(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TreeRow:
-    """One row of prefix trees in pre-order, padded on the right; :func:`fsdp_runtime.pack_tree` makes it.
+    """One row of prefix trees in pre-order, padded on the right; :func:`fsdp_runtime.batching.pack_tree` makes it.
 
     A token that is followed by several branches predicts the first token of each.  So log-probabilities are not found
     by a shift: entry ``i`` of :attr:`targets` is predicted by the token at index ``predictors[i]``.
@@ -50,7 +50,7 @@ class TreeRow:
 
     Example:
         >>> import torch
-        >>> from fsdp_runtime import pack_tree
+        >>> from fsdp_runtime.batching import pack_tree
         >>> (row,) = pack_tree([[[5, 6, 8], [5, 6, 9]]], budget=4).rows()
         >>> row.mask()[0, 0].int()  # the last token does not see the third
         tensor([[1, 0, 0, 0],

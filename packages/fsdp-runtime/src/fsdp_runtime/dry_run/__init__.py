@@ -1,17 +1,18 @@
 """Dry run: memory, traffic and work of a training step on each rank of a mesh, without a device or weights.
 
-``estimate``             traces the step on fake tensors and returns an ``Estimate``
-``sweep``                estimates many meshes with the same number of ranks and ranks them, as a ``Sweep``
-``types``                the results: ``Estimate``, ``Settings``, ``Memory``, ``Peak``, ``Traffic``, …
+Calls:   ``estimate`` (one mesh), ``sweep`` (all meshes of a number of ranks, ranked)
+Results: ``Estimate``, with ``Settings``, ``Memory``, ``MemoryBreakdown``, ``Peak``, ``Traffic``,
+         ``ReplicatedParameters``, ``Assumption``, ``Advice`` and ``PHASES``; ``Sweep``, with ``Candidate``
+Errors:  ``EstimateError``
 
 ``trace/`` records one step, ``scale/`` extends it to all repeated blocks, ``report/`` shows results and imports only
-result types.
+result types.  Importing this package does not import torch: ``estimate`` does, after it has read its arguments.
 """
 
 from __future__ import annotations
 
 from fsdp_runtime.dry_run.api import estimate
-from fsdp_runtime.dry_run.sweep import sweep
+from fsdp_runtime.dry_run.compare import sweep
 from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep
 from fsdp_runtime.dry_run.types import (
     PHASES,
@@ -25,6 +26,7 @@ from fsdp_runtime.dry_run.types import (
     Settings,
     Traffic,
 )
+from fsdp_runtime.errors import EstimateError
 
 __all__ = [
     "PHASES",
@@ -32,6 +34,7 @@ __all__ = [
     "Assumption",
     "Candidate",
     "Estimate",
+    "EstimateError",
     "Memory",
     "MemoryBreakdown",
     "Peak",

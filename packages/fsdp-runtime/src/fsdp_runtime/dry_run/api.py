@@ -96,7 +96,7 @@ def estimate(
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from fsdp_runtime import estimate
+        >>> from fsdp_runtime.dry_run import estimate
         >>> class Model(nn.Module):
         ...     def __init__(self):
         ...         super().__init__()

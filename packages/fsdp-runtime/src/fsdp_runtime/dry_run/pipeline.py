@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime.dry_run.advice import advice_for
 from fsdp_runtime.dry_run.assumptions import quantization_assumptions, untrained_assumptions
 from fsdp_runtime.dry_run.build_model import build_model
 from fsdp_runtime.dry_run.parse_args import dtype_name, plan_name
-from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks, TracedModel, find_repeated_blocks
+from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel, find_repeated_blocks
 from fsdp_runtime.dry_run.scale.scaling import peaks, scale_up
 from fsdp_runtime.dry_run.scale.summary import Summary, wildcard
 from fsdp_runtime.dry_run.step import StepConfig, trace_step
@@ -35,6 +37,17 @@ from fsdp_runtime.mesh.spec import MeshSpec
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
 from fsdp_runtime.wrap import replace_forward
 from tp_plans import Plan
+
+#: The fields of :class:`Settings` that are the step's own.
+_STEP_FIELDS = (
+    "seq_len",
+    "micro_batch",
+    "sequence_parallel",
+    "context_parallel",
+    "optimizer",
+    "offload",
+    "routing",
+)
 
 ProgressCallback = Callable[[str, int, int], None]
 
@@ -78,35 +91,11 @@ def run(
             fsdp=step.fsdp_options,
             expert_exchange=exchange,
         )
-        full = TracedModel(model, parallelism.structure)
-        by_block = _names_single_blocks(parallelism)
-        repeated = None if exact or by_block else find_repeated_blocks(full.structure)
-        summary, traced = _trace(full, parallelism, mesh, step, repeated, report)
+        trace = _trace(TracedModel(model, parallelism.structure), parallelism, mesh, step, exact=exact, report=report)
+        summary = trace.summary
         traffic = summarize_traffic(summary.calls, summary.nbytes, summary.bytes_sent, mesh, bandwidths)
     report("done", _STEPS, _STEPS)
-    blocks = len(full.structure.decoder)
-    settings = Settings(
-        model=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        mesh={**spec.sizes, "ep": spec.ep},
-        world_size=mesh.size(),
-        rank=rank,
-        seq_len=step.seq_len,
-        micro_batch=step.micro_batch,
-        plan=plan_name(step.plan),
-        sequence_parallel=step.sequence_parallel,
-        context_parallel=step.context_parallel,
-        activation_checkpointing=str(step.activation_checkpointing),
-        dtype=dtype_name(step.dtype),
-        master_dtype=None if step.master_dtype is None else dtype_name(step.master_dtype),
-        optimizer=step.optimizer,
-        logprobs=step.logprobs if isinstance(step.logprobs, str) else "custom",
-        offload=step.offload,
-        routing=step.routing,
-        blocks=blocks,
-        traced=traced,
-        scaling=_describe_scaling(blocks, traced, repeated, exact=exact, by_block=by_block),
-    )
+    settings = _settings(model, spec, rank, step, trace)
     memory = _memory(summary, offload=step.offload)
     return Estimate(
         settings=settings,
@@ -133,6 +122,25 @@ def run(
     )
 
 
+def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, trace: _Trace) -> Settings:
+    return Settings(
+        model=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        mesh={**spec.sizes, "ep": spec.ep},
+        world_size=math.prod(spec.sizes.values()),
+        rank=rank,
+        plan=plan_name(step.plan),
+        activation_checkpointing=str(step.activation_checkpointing),
+        dtype=dtype_name(step.dtype),
+        master_dtype=None if step.master_dtype is None else dtype_name(step.master_dtype),
+        logprobs=step.logprobs if isinstance(step.logprobs, str) else "custom",
+        blocks=trace.blocks,
+        traced=trace.traced,
+        scaling=trace.scaling,
+        **{name: getattr(step, name) for name in _STEP_FIELDS},
+    )
+
+
 def _path_of_experts(parallelism: Parallelism) -> str:
     """Return the path of the modules whose tokens are dispatched, or ``""``."""
     return next((pattern for pattern, _ in (parallelism.expert_plan or Plan({})).items()), "")
@@ -145,20 +153,35 @@ def _names_single_blocks(parallelism: Parallelism) -> bool:
     return any(part.isdigit() for pattern, _ in parallelism.plan.items() for part in pattern.split("."))
 
 
+class _Trace(NamedTuple):
+    """The summary of the full model, its number of blocks, those of each trace, and how they were scaled, in words."""
+
+    summary: Summary
+    blocks: int
+    traced: tuple[int, ...]
+    scaling: str
+
+
 def _trace(
     full: TracedModel,
     parallelism: Parallelism,
     mesh: DeviceMesh,
     step: StepConfig,
-    repeated: RepeatedBlocks | None,
+    *,
+    exact: bool,
     report: ProgressCallback,
-) -> tuple[Summary, tuple[int, ...]]:
-    """Return the summary of the full model, and the number of blocks of each trace."""
+) -> _Trace:
+    """Trace every block, or a few and scale them."""
+    blocks = len(full.structure.decoder)
+    by_block = _names_single_blocks(parallelism)
+    repeated = None if exact or by_block else find_repeated_blocks(full.structure)
     if repeated is None or not repeated.saves_work:
         report("tracing every block", 2, _STEPS)
         summary = _trace_traceable(full, parallelism, mesh, step)
         report("adding up", 3, _STEPS)
-        return summary, (summary.blocks,)
+        reason = ", as requested" if exact else ", because the plan has rules for single blocks" if by_block else ""
+        reason = reason or ": too few of them repeat to trace fewer"
+        return _Trace(summary, blocks, (summary.blocks,), f"all {blocks} blocks were traced{reason}")
     stack = full.structure.decoder[0].rpartition(".")[0]
     summaries: list[Summary] = []
     for done, count in enumerate((repeated.min_count, repeated.min_count + 1), start=2):
@@ -171,7 +194,13 @@ def _trace(
         return re.sub(rf"^{re.escape(stack)}\.(\d+)", lambda found: f"{stack}.{int(found[1]) + by}", path)
 
     small, large = summaries
-    return scale_up(small, large, repeated, shift_block), (small.blocks, large.blocks)
+    group = "block" if repeated.period == 1 else f"group of {repeated.period} blocks"
+    scaling = (
+        f"{small.blocks} and {large.blocks} of {blocks} blocks were traced; the difference of one {group} is added for "
+        f"each of the others, which are identical (blocks {repeated.start} to "
+        f"{repeated.start + repeated.count * repeated.period - 1} repeat)"
+    )
+    return _Trace(scale_up(small, large, repeated, shift_block), blocks, (small.blocks, large.blocks), scaling)
 
 
 def _trace_traceable(
@@ -238,20 +267,3 @@ def _memory(summary: Summary, *, offload: bool) -> Memory:
 
 def _without(nbytes: MemoryBreakdown, categories: Collection[str]) -> MemoryBreakdown:
     return MemoryBreakdown(**{name: size for name, size in nbytes.by_category().items() if name not in categories})
-
-
-def _describe_scaling(
-    blocks: int, traced: tuple[int, ...], repeated: RepeatedBlocks | None, *, exact: bool, by_block: bool
-) -> str:
-    if len(traced) == 2 and repeated is not None:
-        group = "block" if repeated.period == 1 else f"group of {repeated.period} blocks"
-        return (
-            f"{traced[0]} and {traced[1]} of {blocks} blocks were traced; the difference of one {group} is added for "
-            f"each of the others, which are identical (blocks {repeated.start} to "
-            f"{repeated.start + repeated.count * repeated.period - 1} repeat)"
-        )
-    if exact:
-        return f"all {blocks} blocks were traced, as requested"
-    if by_block:
-        return f"all {blocks} blocks were traced, because the plan has rules for single blocks"
-    return f"all {blocks} blocks were traced: too few of them repeat to trace fewer"

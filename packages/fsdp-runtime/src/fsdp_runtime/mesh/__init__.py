@@ -1,1 +1,13 @@
-"""Meshes of ranks: their axes, and the rank's place from its environment."""
+"""Meshes of ranks: their axes, and the rank's place from its environment.
+
+Meshes: ``MeshSpec``, ``adopt_mesh``
+Parts:  ``submesh``, ``fsdp_mesh`` (what FSDP2 shards over)
+Launch: ``rank_info_from_env``, which returns a ``RankInfo``
+"""
+
+from __future__ import annotations
+
+from fsdp_runtime.mesh.rendezvous import RankInfo, rank_info_from_env
+from fsdp_runtime.mesh.spec import MeshSpec, adopt_mesh, fsdp_mesh, submesh
+
+__all__ = ["MeshSpec", "RankInfo", "adopt_mesh", "fsdp_mesh", "rank_info_from_env", "submesh"]

@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from fsdp_runtime.errors import MeshError
 
 #: Slurm does not provide a port; the job id selects one of this range, so jobs on one node get different ones.
@@ -47,7 +44,7 @@ def rank_info_from_env(environment: Mapping[str, str] | None = None) -> RankInfo
         MeshError: some of the variables are missing, or one is not an integer.
 
     Example:
-        >>> from fsdp_runtime import rank_info_from_env
+        >>> from fsdp_runtime.mesh import rank_info_from_env
         >>> rank_info_from_env({})
         RankInfo(rank=0, world_size=1, local_rank=None, init_method=None)
     """
@@ -65,6 +62,9 @@ def start_distributed(info: RankInfo, device_type: str) -> None:
 
     Gloo is added to an accelerator's backend for CPU tensors, such as offloaded gradients.
     """
+    import torch  # not above: the command line reads meshes before torch is imported
+    import torch.distributed as dist
+
     backend = "gloo"
     if device_type != "cpu":
         if info.local_rank is not None:

@@ -272,6 +272,40 @@ def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     return flatten_axes(mesh, parts, axis) if len(parts) > 1 else _axis(mesh, parts[0])
 
 
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the part of a mesh that FSDP2 shards over.
+
+    Ranks of ``cp`` hold shards too: each computes part of the tokens, and their gradients are summed.
+
+    Args:
+        mesh: a mesh with axes named as in ``MeshSpec``.
+
+    Returns:
+        One axis of shards, two axes (replicas, shards) for HSDP, or ``None`` for a mesh without data-parallel axes.
+
+    Raises:
+        MeshError: the mesh has ``dp_replicate`` but no ``dp_shard``.
+
+    Example:
+        >>> from fsdp_runtime import MeshSpec
+        >>> from fsdp_runtime.mesh import fsdp_mesh
+        >>> fsdp_mesh(MeshSpec().build(device_type="cpu")).mesh_dim_names
+        ('dp_shard',)
+    """
+    from fsdp_runtime._torch_compat import join_axes
+
+    names = mesh.mesh_dim_names or ()
+    if axis_size(mesh, "cp") > 1:
+        shards = submesh(mesh, "dp_shard_cp")
+    elif "dp_shard" in names:
+        shards = mesh["dp_shard"]
+    elif "dp_replicate" in names:
+        raise MeshError("the mesh has dp_replicate but no dp_shard: add dp_shard, of size 1 for replicas only")
+    else:
+        return None
+    return join_axes(mesh["dp_replicate"], shards) if axis_size(mesh, "dp_replicate") > 1 else shards
+
+
 def _axis(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return an axis of a mesh, the same object each time.
 

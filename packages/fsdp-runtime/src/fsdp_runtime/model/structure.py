@@ -104,7 +104,7 @@ def inspect_model(model: nn.Module) -> ModelStructure:
 
     Example:
         >>> from torch import nn
-        >>> from fsdp_runtime import inspect_model
+        >>> from fsdp_runtime.model import inspect_model
         >>> model = nn.Sequential(nn.Embedding(8, 4), nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]), nn.Linear(4, 8))
         >>> structure = inspect_model(model)
         >>> structure.decoder, structure.embedding, structure.lm_head

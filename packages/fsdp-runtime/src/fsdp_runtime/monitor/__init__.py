@@ -3,10 +3,17 @@
 A rank that waits in a collective learns of another rank's end as "Connection closed by peer", or only after the
 backend's timeout of minutes; neither names the rank.  Here every rank writes heartbeats to the rendezvous store from a
 thread of its own.
+
+Lost ranks:  ``monitor_ranks``, which yields a ``RankMonitor``
+Stop:        ``stop_on_signal``
+Errors:      ``LostRankError``
 """
 
 from __future__ import annotations
 
-from fsdp_runtime.monitor.monitor import RankMonitor, monitor_ranks
+from fsdp_runtime.errors import LostRankError
+from fsdp_runtime.monitor.monitor import monitor_ranks
+from fsdp_runtime.monitor.rank_monitor import RankMonitor
+from fsdp_runtime.monitor.signals import stop_on_signal
 
-__all__ = ["RankMonitor", "monitor_ranks"]
+__all__ = ["LostRankError", "RankMonitor", "monitor_ranks", "stop_on_signal"]

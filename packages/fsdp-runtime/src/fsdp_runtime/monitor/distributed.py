@@ -18,7 +18,7 @@ from fsdp_runtime._torch_compat import clone_default_store
 from fsdp_runtime.errors import FsdpRuntimeError, LostRankError
 from fsdp_runtime.monitor.failure_detector import FailureDetector, no_heartbeat
 from fsdp_runtime.monitor.heartbeat import Heartbeat, HeartbeatStore, LostRank
-from fsdp_runtime.monitor.monitor import RankMonitor
+from fsdp_runtime.monitor.rank_monitor import RankMonitor
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""``monitor_ranks``, and the monitor of a single process, which has no other ranks to observe."""
+"""``monitor_ranks``."""
 
 from __future__ import annotations
 
@@ -7,63 +7,9 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from fsdp_runtime.errors import LostRankError, OptionError
-
-
-class RankMonitor:
-    """The running monitor of :func:`monitor_ranks`, which creates it.
-
-    This class serves a single process: it only keeps the phase for error messages.
-
-    Args:
-        rank: this rank.
-    """
-
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
-        self._phase = "start"
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Name this rank's current phase for error messages, on this rank and on others.
-
-        Args:
-            name: such as ``"forward"``; the enclosing phase is current again afterwards.
-
-        Yields:
-            Nothing.
-
-        Raises:
-            LostRankError: another rank is known to be lost.
-
-        Example:
-            >>> from fsdp_runtime import monitor_ranks
-            >>> with monitor_ranks() as monitor:
-            ...     with monitor.phase("forward"):
-            ...         pass
-        """
-        enclosing = self._phase
-        self.set_phase(name)
-        yield
-        self.set_phase(enclosing)  # not after an error, whose message has to name the inner phase
-
-    def set_phase(self, name: str) -> None:
-        """Change the current phase."""
-        self._phase = name
-
-    def start(self) -> None:
-        """Begin to send and to observe heartbeats."""
-
-    def finish(self) -> None:
-        """Report the end of the monitored block."""
-
-    def fail(self, error: BaseException) -> None:
-        """Report an exception that leaves the monitored block; may raise another rank's failure instead."""
-        if not isinstance(error, LostRankError):
-            error.add_note(f"on rank {self.rank}, in phase {self._phase!r}")
-
-    def stop(self) -> None:
-        """End all threads."""
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.monitor.distributed import DistributedMonitor
+from fsdp_runtime.monitor.rank_monitor import RankMonitor
 
 
 @contextmanager
@@ -94,14 +40,15 @@ def monitor_ranks(*, timeout: float = 60.0) -> Iterator[RankMonitor]:
         OptionError: the timeout is not positive.
 
     Example:
-        >>> from fsdp_runtime import monitor_ranks
+        >>> from fsdp_runtime.monitor import monitor_ranks
         >>> with monitor_ranks(timeout=60) as monitor:
         ...     with monitor.phase("forward"):
         ...         pass
     """
     if not timeout > 0:
         raise OptionError(f"timeout={timeout}: give seconds above 0")
-    monitor = _monitor(timeout)
+    alone = not dist.is_initialized() or dist.get_world_size() < 2
+    monitor = RankMonitor() if alone else DistributedMonitor(timeout)
     monitor.start()
     try:
         yield monitor
@@ -111,11 +58,3 @@ def monitor_ranks(*, timeout: float = 60.0) -> Iterator[RankMonitor]:
         raise
     finally:
         monitor.stop()
-
-
-def _monitor(timeout: float) -> RankMonitor:
-    if not dist.is_initialized() or dist.get_world_size() < 2:
-        return RankMonitor()
-    from fsdp_runtime.monitor.distributed import DistributedMonitor
-
-    return DistributedMonitor(timeout)

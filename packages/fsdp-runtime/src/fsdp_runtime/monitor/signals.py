@@ -33,7 +33,7 @@ def stop_on_signal(signals: Sequence[int] = (signal.SIGTERM,)) -> Iterator[Calla
 
     Example:
         >>> import os, signal
-        >>> from fsdp_runtime import stop_on_signal
+        >>> from fsdp_runtime.monitor import stop_on_signal
         >>> with stop_on_signal() as must_stop:
         ...     for step in range(10):
         ...         if step == 3:

@@ -108,7 +108,8 @@ def unflatten_bucket(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:
 
     Example:
         >>> import torch
-        >>> from fsdp_runtime import WeightInfo, flatten_bucket, unflatten_bucket
+        >>> from fsdp_runtime import flatten_bucket, unflatten_bucket
+        >>> from fsdp_runtime.weights import WeightInfo
         >>> flat = flatten_bucket([("weight", torch.ones(2, 3))])
         >>> unflatten_bucket([WeightInfo("weight", torch.float32, (2, 3))], flat)[0][1].shape
         torch.Size([2, 3])

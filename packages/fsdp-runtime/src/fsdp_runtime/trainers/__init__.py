@@ -1,20 +1,19 @@
 """Trainers of transformers and TRL on a model that ``parallelize`` has sharded.
 
 Install what they need with ``pip install fsdp-runtime[trainer]`` (transformers, accelerate and rl-logprobs) or
-``fsdp-runtime[trl]`` (TRL and datasets in addition).  Importing ``fsdp_runtime`` imports none of them.
+``fsdp-runtime[trl]`` (TRL and datasets in addition).  Importing this package imports none of them; the first use of a
+name does, and raises ``BackendError`` where one is not installed.
 
-``Trainer``            ``transformers.Trainer``
-``SFTTrainer``         ``trl.SFTTrainer``
-``GRPOTrainer``        ``trl.GRPOTrainer``
-``MeshTrainerMixin``   the part that they share, for trainers of your own
+transformers:      ``Trainer``
+TRL:               ``SFTTrainer``, ``GRPOTrainer``
+Others, your own:  ``MeshTrainerMixin``, the part that the three share
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsdp_runtime.errors import BackendError
+from fsdp_runtime._lazy import lazy_names
 
 if TYPE_CHECKING:
     from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin
@@ -23,23 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = ["GRPOTrainer", "MeshTrainerMixin", "SFTTrainer", "Trainer"]
 
-_MODULES = {
-    "GRPOTrainer": "trl_trainers",
-    "MeshTrainerMixin": "mesh_trainer",
-    "SFTTrainer": "trl_trainers",
-    "Trainer": "transformers_trainer",
-}
-_EXTRAS = {"trl_trainers": "trl"}
+_FILES = ("mesh_trainer", "transformers_trainer", "trl_trainers")
+_MIXIN, _TRANSFORMERS, _TRL = (
+    f"{__name__}.{file}" for file in ("mesh_trainer", "transformers_trainer", "trl_trainers")
+)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _MODULES[name]
-    try:
-        return getattr(import_module(f"{__name__}.{module}"), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("fsdp_runtime"):
-            raise
-        extra = _EXTRAS.get(module, "trainer")
-        raise BackendError(f"{name} needs the package {error.name}: pip install 'fsdp-runtime[{extra}]'") from error
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {"GRPOTrainer": _TRL, "MeshTrainerMixin": _MIXIN, "SFTTrainer": _TRL, "Trainer": _TRANSFORMERS},
+    extras={_MIXIN: "trainer", _TRANSFORMERS: "trainer", _TRL: "trl"},
+)

@@ -44,7 +44,7 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (
         lambda args: getattr(args, "enable_jit_checkpoint", False),
         "enable_jit_checkpoint",
-        "ranks could save at different steps: fsdp_runtime.stop_on_signal",
+        "ranks could save at different steps: fsdp_runtime.monitor.stop_on_signal",
     ),
     (lambda args: args.eval_use_gather_object, "eval_use_gather_object", "gather tensors"),
     (

@@ -234,7 +234,7 @@ def stream_buckets(
 
     Example:
         >>> from torch import nn
-        >>> from fsdp_runtime import stream_buckets
+        >>> from fsdp_runtime.weights import stream_buckets
         >>> engine = nn.Linear(2, 3)
         >>> for bucket in stream_buckets(nn.Linear(2, 3)):
         ...     _ = engine.load_state_dict(dict(bucket))
@@ -269,7 +269,7 @@ def describe_weights(
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from fsdp_runtime import describe_weights
+        >>> from fsdp_runtime.weights import describe_weights
         >>> describe_weights(nn.Linear(2, 3, bias=False), dtype=torch.bfloat16)
         [WeightInfo(name='weight', dtype=torch.bfloat16, shape=(3, 2))]
     """

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 import fsdp_runtime.steps.context.masks as masks
 from coverage.table import entries
 from coverage.table import tiny_model as tiny_row
-from fsdp_runtime import ContextAttention, LayoutError, MeshSpec, ModelError, OptionError, SequenceLayout, inspect_model
+from fsdp_runtime import ContextAttention, LayoutError, MeshSpec, ModelError, OptionError
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
+from fsdp_runtime.model import inspect_model
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.methods import ContextParallel
 from fsdp_runtime.steps.context.ring import Parts
+from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import check_context_parallel, check_heads_over_cp
 from fsdp_runtime.steps.context.ulysses import kv_copies
 from harness.collectives import RecordCollectives

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_runtime import LayoutError, MeshSpec, OptionError, SequenceLayout, sequence_layout
+from fsdp_runtime import LayoutError, MeshSpec, OptionError, sequence_layout
+from fsdp_runtime.steps.context.sharding import SequenceLayout
 
 LOAD_BALANCERS = st.sampled_from(["headtail", None])
 

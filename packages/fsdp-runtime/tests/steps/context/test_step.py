@@ -16,13 +16,13 @@ from fsdp_runtime import (
     LayoutError,
     MeshSpec,
     ModelError,
-    SequenceLayout,
     describe_parallelism,
-    inspect_model,
     parallelize,
     sequence_layout,
 )
+from fsdp_runtime.model import inspect_model
 from fsdp_runtime.steps.context.full_sequence import eager_function, gather_for, gathered_mixers
+from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import (
     check_context_parallel,
     replace_attention,

@@ -11,7 +11,8 @@ import torch
 import transformers
 from torch import nn
 
-from fsdp_runtime import LayoutError, MeshSpec, ModelError, OptionError, inspect_model, parallelize
+from fsdp_runtime import LayoutError, MeshSpec, ModelError, OptionError, parallelize
+from fsdp_runtime.model import inspect_model
 from fsdp_runtime.steps.documents.token_mixers import token_mixers
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool

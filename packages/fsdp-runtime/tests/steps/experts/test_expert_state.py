@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 import rl_logprobs
 from fsdp_runtime import (
     FSDPOptions,
-    ReplicaError,
     assert_replicas_equal,
     load_training_state,
     load_weights,
@@ -30,6 +29,7 @@ from fsdp_runtime import (
     submesh,
     unsharded,
 )
+from fsdp_runtime.errors import ReplicaError
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for, own_part

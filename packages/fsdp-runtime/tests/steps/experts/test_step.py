@@ -13,13 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_runtime import (
-    FSDPOptions,
-    monitor_ranks,
-    parallelize,
-    resolve_parallelism,
-    submesh,
-)
+from fsdp_runtime import FSDPOptions, parallelize, resolve_parallelism, submesh
+from fsdp_runtime.monitor import monitor_ranks
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, RankReport, assert_parity, compare, gradient_errors, logits_of, mesh_for

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime import BackendError, MeshSpec, ModelError, OptionError, inspect_model, nemo
+from fsdp_runtime import BackendError, MeshSpec, ModelError, OptionError, nemo
+from fsdp_runtime.model import inspect_model
 from fsdp_runtime.steps.fsdp.megatron_fsdp import shard_with_megatron
 from harness.models import tiny_model
 from harness.ranks import RankPool

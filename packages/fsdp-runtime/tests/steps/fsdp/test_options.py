@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, describe_parallelism, inspect_model, parallelize
+from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, describe_parallelism, parallelize
+from fsdp_runtime.model import inspect_model
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.pairwise import alternating_first

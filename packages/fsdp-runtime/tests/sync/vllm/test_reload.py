@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime import WeightInfo, WeightSyncError
+from fsdp_runtime import WeightSyncError
+from fsdp_runtime.weights import WeightInfo
 
 OURS = "fsdp_runtime.sync.vllm"
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tp_plans
-from fsdp_runtime import MeshSpec, OptionError, Quantization, describe_weights, parallelize, stream_weights
+from fsdp_runtime import MeshSpec, OptionError, Quantization, parallelize, stream_weights
 from fsdp_runtime.sync.vllm.placements import MeshPlacement, mesh_placement
+from fsdp_runtime.weights import describe_weights
 from harness.models import tiny_model
 from harness.ranks import RankPool
 

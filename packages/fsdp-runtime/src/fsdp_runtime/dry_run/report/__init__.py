@@ -1,1 +1,1 @@
-"""Show results of dry runs as text, HTML, SVG and PNG; these modules import only result types."""
+"""Show results of dry runs as text, HTML and charts; these modules import only result types."""

@@ -35,7 +35,7 @@ class SequenceLayout:
         OptionError: an unknown load balancer.
 
     Example:
-        >>> from fsdp_runtime import SequenceLayout
+        >>> from fsdp_runtime.steps.context.sharding import SequenceLayout
         >>> SequenceLayout(length=8, ranks=2, rank=0).positions.tolist()
         [0, 1, 6, 7]
         >>> SequenceLayout(length=8, ranks=2, rank=0, load_balancer=None).positions.tolist()

@@ -87,7 +87,7 @@ def check_shared_prefixes(model: Any, parallelism: Parallelism) -> None:
 
 
 def apply_shared_prefixes(model: nn.Module, parallelism: Parallelism) -> None:
-    """Let a model take the rows of :func:`fsdp_runtime.pack_tree`, in place.
+    """Let a model take the rows of :func:`fsdp_runtime.batching.pack_tree`, in place.
 
     Its forward then accepts ``subtree_end`` beside ``input_ids`` and ``position_ids``; without it nothing changes.
 

@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_runtime._torch_compat import has_forward, join_axes
-from fsdp_runtime.errors import MeshError, ModelError
-from fsdp_runtime.mesh.spec import axis_size, submesh
+from fsdp_runtime._torch_compat import has_forward
+from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
@@ -34,37 +33,6 @@ if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
-
-
-def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the part of a mesh that FSDP2 shards over.
-
-    Ranks of ``cp`` hold shards too: each computes part of the tokens, and their gradients are summed.
-
-    Args:
-        mesh: a mesh with axes named as in ``MeshSpec``.
-
-    Returns:
-        One axis of shards, two axes (replicas, shards) for HSDP, or ``None`` for a mesh without data-parallel axes.
-
-    Raises:
-        MeshError: the mesh has ``dp_replicate`` but no ``dp_shard``.
-
-    Example:
-        >>> from fsdp_runtime import MeshSpec, fsdp_mesh
-        >>> fsdp_mesh(MeshSpec().build(device_type="cpu")).mesh_dim_names
-        ('dp_shard',)
-    """
-    names = mesh.mesh_dim_names or ()
-    if axis_size(mesh, "cp") > 1:
-        shards = submesh(mesh, "dp_shard_cp")
-    elif "dp_shard" in names:
-        shards = mesh["dp_shard"]
-    elif "dp_replicate" in names:
-        raise MeshError("the mesh has dp_replicate but no dp_shard: add dp_shard, of size 1 for replicas only")
-    else:
-        return None
-    return join_axes(mesh["dp_replicate"], shards) if axis_size(mesh, "dp_replicate") > 1 else shards
 
 
 def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:

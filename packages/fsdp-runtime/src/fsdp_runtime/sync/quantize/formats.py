@@ -69,7 +69,8 @@ class Quantization:
 
     Example:
         >>> import torch
-        >>> from fsdp_runtime import Quantization, describe_weights
+        >>> from fsdp_runtime import Quantization
+        >>> from fsdp_runtime.weights import describe_weights
         >>> for weight in describe_weights(torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False)),
         ...                                quantize=Quantization(format="fp8_block")):
         ...     print(weight.name, weight.shape, weight.dtype)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fsdp_runtime.batching.balance import Items
-from fsdp_runtime.batching.micro_batches import Packing, packing_of
-from fsdp_runtime.batching.pack import read_samples, require_rows_long_enough
+from fsdp_runtime.batching.micro_batches import MicroBatches, micro_batches_of
+from fsdp_runtime.batching.packed_rows import read_samples, require_rows_long_enough
 from fsdp_runtime.batching.prefix_tree import common_prefix_length, lexicographic_order, prefix_tree
 from fsdp_runtime.batching.samples import PAIR_COST, Sample, require_pair_cost, require_ranks, row_sizes
 from fsdp_runtime.batching.tree_row import GroupMember, Tree, TreeRow, tree_row
@@ -26,7 +26,7 @@ def pack_tree(
     distinct_lengths: int = 8,
     pair_cost: float = PAIR_COST,
     padding_id: int = 0,
-) -> Packing[TreeRow]:
+) -> MicroBatches[TreeRow]:
     """Pack groups of samples so that the prefixes that the samples of a group share are computed once.
 
     A prompt of ``P`` tokens with ``G`` responses of ``R`` takes ``P + G * R`` tokens instead of ``G * (P + R)``.  The
@@ -57,7 +57,7 @@ def pack_tree(
         OptionError: an option is out of range.
 
     Example:
-        >>> from fsdp_runtime import pack_tree
+        >>> from fsdp_runtime.batching import pack_tree
         >>> prompt = [5, 6, 7]
         >>> (row,) = pack_tree([[prompt + [8, 9], prompt + [10], prompt + [8, 11]]], budget=8).rows()
         >>> row.input_ids
@@ -88,7 +88,7 @@ def pack_tree(
 
     tokens = [len(tree.prefixes.token_ids) for tree in trees]
     work = [count + pair_cost * tree.prefixes.attended_pairs for count, tree in zip(tokens, trees, strict=True)]
-    return packing_of(Items(tokens, work, sizes.capacity), ranks, make_row)
+    return micro_batches_of(Items(tokens, work, sizes.capacity), ranks, make_row)
 
 
 def _divided(samples: Sequence[Sample], capacity: int) -> list[list[int]]:

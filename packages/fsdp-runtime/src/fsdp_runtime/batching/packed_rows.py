@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.batching.balance import Items
-from fsdp_runtime.batching.micro_batches import Packing, packing_of
+from fsdp_runtime.batching.micro_batches import MicroBatches, micro_batches_of
 from fsdp_runtime.batching.samples import (
     PAIR_COST,
     Sample,
@@ -36,7 +36,7 @@ class PackedRow:
             does not count in the loss.
 
     Example:
-        >>> from fsdp_runtime import pack
+        >>> from fsdp_runtime.batching import pack
         >>> (row,) = pack([[5, 6, 7], [8, 9]], budget=6, multiple_of=2).rows()
         >>> row.cu_seqlens.tolist()
         [0, 3, 5, 6]
@@ -98,7 +98,7 @@ def pack(
     pair_cost: float = PAIR_COST,
     padding_id: int = 0,
     ignore_index: int = -100,
-) -> Packing[PackedRow]:
+) -> MicroBatches[PackedRow]:
     """Pack samples into rows of at most ``budget`` tokens, with the same work for all ranks in each micro-batch.
 
     The work of a sample of ``n`` tokens is ``n + pair_cost * n * (n + 1) / 2``.  The number of micro-batches is the
@@ -128,7 +128,7 @@ def pack(
         OptionError: an option is out of range.
 
     Example:
-        >>> from fsdp_runtime import pack
+        >>> from fsdp_runtime.batching import pack
         >>> packing = pack([[5, 6, 7], [8, 9], [10, 11, 12, 13]], budget=5, ranks=2)
         >>> packing.micro_batches
         1
@@ -149,7 +149,7 @@ def pack(
         return _row([read[item] for item in items], items, sizes.padded, padding_id, ignore_index)
 
     work = [length + pair_cost * length * (length + 1) / 2 for length in lengths]
-    return packing_of(Items(lengths, work, sizes.capacity), ranks, make_row)
+    return micro_batches_of(Items(lengths, work, sizes.capacity), ranks, make_row)
 
 
 def read_samples(samples: Sequence[TokenIds], loss_masks: Sequence[TokenIds] | None, within: str = "") -> list[Sample]:

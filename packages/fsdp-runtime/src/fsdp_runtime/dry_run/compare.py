@@ -72,7 +72,7 @@ def sweep(
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from fsdp_runtime import sweep
+        >>> from fsdp_runtime.dry_run import sweep
         >>> class Model(nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
