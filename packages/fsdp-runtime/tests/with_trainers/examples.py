@@ -59,13 +59,13 @@ def _guide(folder: Path) -> list[int]:
     """The guide's code, with the names that its text explains."""
     import transformers
 
-    from fsdp_runtime import MeshSpec, integrations, load_weights, meta_device, parallelize
+    from fsdp_runtime import MeshSpec, load_weights, meta_device, parallelize, trainers
 
     forget_accelerate()
     names: dict[str, Any] = {
-        **vars(integrations),
-        "Trainer": integrations.Trainer,
-        "MeshTrainerMixin": integrations.MeshTrainerMixin,
+        **vars(trainers),
+        "Trainer": trainers.Trainer,
+        "MeshTrainerMixin": trainers.MeshTrainerMixin,
         "TheirTrainer": transformers.Trainer,
         "MeshSpec": MeshSpec,
         "load_weights": load_weights,

@@ -280,9 +280,9 @@ def test_losses_are_finite_where_no_label_is_left(folder: Path) -> None:
 def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    from fsdp_runtime import integrations
+    from fsdp_runtime import trainers
 
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.delitem(sys.modules, "fsdp_runtime.trainers.trl_trainers", raising=False)
     with pytest.raises(BackendError, match=r"pip install 'fsdp-runtime\[trl\]'"):
-        _ = integrations.SFTTrainer
+        _ = trainers.SFTTrainer
