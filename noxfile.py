@@ -294,7 +294,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and formatting with ruff, and the layers of the packages with import-linter, which reads them only."""
+    """Check style and formatting with ruff, and who imports whom in the packages with import-linter."""
     session.install(*group("lint"))
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
