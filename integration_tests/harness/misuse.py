@@ -2,8 +2,9 @@
 
 ``valid`` of a call returns the arguments of a right one; one or two of them are replaced by values of another type,
 shape, dtype or device.  An error is meant for the user if it is one of the package's, or a TypeError or ValueError that
-the package's own code raises and that names an argument.  For an argument of a wrong type, Python's own TypeError or
-AttributeError will do, wherever it is raised: types are for type checkers.
+the package's own code raises and that names an argument.  For an argument of a wrong type, Python's own TypeError,
+AttributeError or KeyError (of a mapping for a sequence) will do wherever it is raised, and torch's RuntimeError of a
+tensor for another value: types are for type checkers.
 """
 
 from __future__ import annotations
@@ -144,8 +145,8 @@ def complaint(call: Call, changes: tuple[Change, ...], package: ModuleType, *err
         with _time_limit():
             use(call.function(**values))
     except Exception as error:
-        python_refuses = isinstance(error, (TypeError, AttributeError)) and _of_wrong_type(call, values)
-        problem = None if python_refuses else _problem(error, call.parameters, package, errors)
+        understood = isinstance(error, _type_errors(call, values))
+        problem = None if understood else _problem(error, call.parameters, package, errors)
         changed = [name for name, (model, before) in models.items() if _state(model) != before]
         if problem is None and changed:
             problem = f"{changed[0]} is changed after {type(error).__name__}: {error}"
@@ -190,12 +191,18 @@ def _problem(
     return f"{type(error).__name__}: {str(error)[:300]} ({where}: {last.line})"
 
 
-def _of_wrong_type(call: Call, values: dict[str, Any]) -> bool:
-    """Whether an argument has another type than the right one, or is a container, whose entries may have."""
-    defaults = {name: each.default for name, each in inspect.signature(call.function).parameters.items()}
-    right = {**defaults, **call.valid()}
+def _type_errors(call: Call, values: dict[str, Any]) -> tuple[type[Exception], ...]:
+    """The errors that Python and torch may raise for arguments of other types than the right ones.
+
+    The entries of a container may have other types too, so that every container counts.
+    """
+    right = {name: each.default for name, each in inspect.signature(call.function).parameters.items()} | call.valid()
     scalars = (Tensor, int, float, str, Path)
-    return any(type(value) is not type(right[name]) or not isinstance(value, scalars) for name, value in values.items())
+    wrong = [
+        name for name, value in values.items() if type(value) is not type(right[name]) or not isinstance(value, scalars)
+    ]
+    tensors = any(isinstance(values[name], Tensor) for name in wrong)
+    return (*((TypeError, AttributeError, KeyError) if wrong else ()), *((RuntimeError,) if tensors else ()))
 
 
 def _state(model: nn.Module) -> list[tuple[Any, ...]]:

@@ -17,7 +17,7 @@ from fsdp_runtime.batching.samples import (
     TokenIds,
     read_sample,
     require_pair_cost,
-    require_positive,
+    require_ranks,
     row_sizes,
 )
 from fsdp_runtime.errors import SampleError
@@ -138,7 +138,7 @@ def pack(
         >>> row.targets
         tensor([[   6,    7, -100,    9, -100]])
     """
-    require_positive("ranks", ranks)
+    require_ranks(ranks)
     require_pair_cost(pair_cost)
     sizes = row_sizes(budget, cp=cp, multiple_of=multiple_of, distinct_lengths=distinct_lengths)
     read = read_samples(samples, loss_masks)

@@ -10,7 +10,7 @@ from fsdp_runtime.batching.balance import Items
 from fsdp_runtime.batching.micro_batches import Packing, packing_of
 from fsdp_runtime.batching.pack import read_samples, require_rows_long_enough
 from fsdp_runtime.batching.prefix_tree import common_prefix_length, lexicographic_order, prefix_tree
-from fsdp_runtime.batching.samples import PAIR_COST, Sample, require_pair_cost, require_positive, row_sizes
+from fsdp_runtime.batching.samples import PAIR_COST, Sample, require_pair_cost, require_ranks, row_sizes
 from fsdp_runtime.batching.tree_row import GroupMember, Tree, TreeRow, tree_row
 from fsdp_runtime.errors import SampleError
 
@@ -67,7 +67,7 @@ def pack_tree(
         >>> row.predictors.tolist(), row.targets.tolist()  # the prompt's last token predicts two tokens
         ([0, 1, 2, 3, 3, 2], [6, 7, 8, 9, 11, 10])
     """
-    require_positive("ranks", ranks)
+    require_ranks(ranks)
     require_pair_cost(pair_cost)
     sizes = row_sizes(budget, cp=cp, multiple_of=multiple_of, distinct_lengths=distinct_lengths)
     if not len(groups):
