@@ -267,7 +267,7 @@ CALLS = {
 }
 #: Each runs in a process without a world, and a right one takes a second.
 DRY_RUNS = {
-    "estimate": Call(fsdp_runtime.dry_run, lambda: {**dry_run(), "mesh": {"dp_shard": 2}}),
+    "estimate": Call(fsdp_runtime.estimate, lambda: {**dry_run(), "mesh": {"dp_shard": 2}}),
     "sweep": Call(swept, lambda: {"model": Model, "world_size": 1, "seq_len": 4}),
 }
 #: These make and read files, or a model with adapters.
