@@ -107,7 +107,7 @@ def test_gradients_go_back_through_unpack() -> None:
         ({"samples": [], "budget": 8}, SampleError, "no samples"),
         ({"samples": [[]], "budget": 8}, SampleError, "sample 0 is (0,)"),
         ({"samples": [torch.tensor([0.5])], "budget": 8}, SampleError, "give [length] integers"),
-        ({"samples": [[1, "2"]], "budget": 8}, TypeError, ""),
+        ({"samples": [[1, "2"]], "budget": 8}, TypeError, "invalid data type"),
         ({"samples": [[1, 2]], "budget": 8, "loss_masks": [[1]]}, SampleError, "2 tokens and a loss mask (1,)"),
         ({"samples": [[1, 2]], "budget": 8, "loss_masks": []}, SampleError, "1 samples and 0 loss masks"),
         ({"samples": [[1]], "budget": 0}, OptionError, "budget=0: give a positive integer"),
