@@ -294,10 +294,12 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and formatting with ruff."""
+    """Check style and formatting with ruff, and who imports whom in the packages with import-linter."""
     session.install(*group("lint"))
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
+    sources = os.pathsep.join(f"packages/{package}/src" for package in PACKAGES)
+    session.run("lint-imports", "--no-cache", "--no-logo", env={"PYTHONPATH": sources})
 
 
 @nox.session

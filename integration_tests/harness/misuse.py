@@ -2,8 +2,9 @@
 
 ``valid`` of a call returns the arguments of a right one; one or two of them are replaced by values of another type,
 shape, dtype or device.  An error is meant for the user if it is one of the package's, or a TypeError or ValueError that
-the package's own code raises and that names an argument.  Where an argument has another *type* than a right one, any
-error of Python or torch will do, as in any library: it must come in time, and leave the models as they were.
+the package's own code raises and that names an argument.  For an argument of a wrong type, Python's own TypeError,
+AttributeError or KeyError (of a mapping for a sequence) will do wherever it is raised, and torch's RuntimeError of a
+tensor for another value: types are for type checkers.
 """
 
 from __future__ import annotations
@@ -139,13 +140,13 @@ def complaint(call: Call, changes: tuple[Change, ...], package: ModuleType, *err
         errors: base classes of the errors that are meant for users.
     """
     values = arguments(call, changes)
-    mistyped = any(_is_of_another_type(call, name, values[name]) for name, _ in changes if name in values)
     models = {name: (value, _state(value)) for name, value in values.items() if isinstance(value, nn.Module)}
     try:
         with _time_limit():
             use(call.function(**values))
     except Exception as error:
-        problem = None if mistyped else _problem(error, call.parameters, package, errors)
+        understood = isinstance(error, _type_errors(call, values))
+        problem = None if understood else _problem(error, call.parameters, package, errors)
         changed = [name for name, (model, before) in models.items() if _state(model) != before]
         if problem is None and changed:
             problem = f"{changed[0]} is changed after {type(error).__name__}: {error}"
@@ -174,13 +175,6 @@ def use(result: Any) -> None:
             pass
 
 
-def _is_of_another_type(call: Call, name: str, value: Any) -> bool:
-    """Return True if a right call has an argument of a type that the value is not of."""
-    default = inspect.signature(call.function).parameters[name].default
-    right = [each for each in (call.valid().get(name, default), default) if each is not inspect.Parameter.empty]
-    return not any(type(value) is type(each) or isinstance(value, type(each)) for each in right)
-
-
 def _problem(
     error: Exception, names: list[str], package: ModuleType, errors: tuple[type[Exception], ...]
 ) -> str | None:
@@ -195,6 +189,20 @@ def _problem(
     last = next((frame for frame in reversed(frames) if frame.filename.startswith(folder)), frames[-1])
     where = f"{Path(last.filename).name}:{last.lineno}"
     return f"{type(error).__name__}: {str(error)[:300]} ({where}: {last.line})"
+
+
+def _type_errors(call: Call, values: dict[str, Any]) -> tuple[type[Exception], ...]:
+    """The errors that Python and torch may raise for arguments of other types than the right ones.
+
+    The entries of a container may have other types too, so that every container counts.
+    """
+    right = {name: each.default for name, each in inspect.signature(call.function).parameters.items()} | call.valid()
+    scalars = (Tensor, int, float, str, Path)
+    wrong = [
+        name for name, value in values.items() if type(value) is not type(right[name]) or not isinstance(value, scalars)
+    ]
+    tensors = any(isinstance(values[name], Tensor) for name in wrong)
+    return (*((TypeError, AttributeError, KeyError) if wrong else ()), *((RuntimeError,) if tensors else ()))
 
 
 def _state(model: nn.Module) -> list[tuple[Any, ...]]:

@@ -19,6 +19,8 @@ TokenIds = Tensor | Sequence[int]
 #: The work of one attended pair of tokens in units of a token's other work: ``1 / (6 * hidden_size)`` (a pair costs
 #: ``4 * hidden_size`` operations a layer, a token ``24 * hidden_size ** 2``), here for a hidden size of 4096.
 PAIR_COST = 1 / (6 * 4096)
+#: The largest number of ranks: each gets rows, empty ones where there are few samples.
+MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +94,17 @@ def row_sizes(budget: int, *, cp: int, multiple_of: int, distinct_lengths: int) 
             f"budget of {-(-unit // cp)} or more"
         )
     return RowSizes(capacity, -(-capacity // (distinct_lengths * unit)) * unit, unit)
+
+
+def require_ranks(ranks: int) -> None:
+    """Check a number of data-parallel ranks, of which each gets a list of rows.
+
+    Raises:
+        OptionError: it is not a positive integer, or larger than any job.
+    """
+    require_positive("ranks", ranks)
+    if ranks > MOST_RANKS:
+        raise OptionError(f"ranks={ranks}: give at most {MOST_RANKS:,}, submesh(mesh, 'dp').size()")
 
 
 def require_positive(name: str, value: object) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from fsdp_runtime.errors import OptionError
 from fsdp_runtime.sharded.collectives import all_gather_objects, world_ranks
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ def stop_on_signal(signals: Sequence[int] = (signal.SIGTERM,)) -> Iterator[Calla
         received a signal.  Collective over the world, a few bytes per rank.
 
     Raises:
+        OptionError: a number is none of a signal.
         ValueError: not called in the main thread, the only one in which Python can install handlers.
 
     Example:
@@ -43,6 +45,9 @@ def stop_on_signal(signals: Sequence[int] = (signal.SIGTERM,)) -> Iterator[Calla
         ...             break
         save and leave after step 3
     """
+    signals = tuple(signals)
+    if unknown := [number for number in signals if number not in signal.valid_signals()]:
+        raise OptionError(f"signals={unknown}: give numbers of signals, such as signal.SIGTERM")
     received: list[int] = []
     previous: dict[int, Any] = {}
 

@@ -1,0 +1,150 @@
+"""The rules of the house that import-linter cannot state: circles, sizes of files, public names."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGES = Path(__file__).parents[1] / "packages"
+NAMES = ("tp_plans", "fsdp_runtime", "rl_logprobs")
+#: A longer file has two subjects.
+MOST_LINES = 450
+#: Public names of the three top levels together: a new one takes the place of an old one.  The aim is 130.
+MOST_NAMES = 237
+#: Circles that stand today.  Take out what is gone; never add one.
+KNOWN_CIRCLES = (
+    {"tp_plans.plan", "tp_plans.torch_styles"},
+    {"fsdp_runtime.monitor.distributed", "fsdp_runtime.monitor.monitor"},
+    {
+        "fsdp_runtime.parallelism",
+        "fsdp_runtime.steps.checkpointing",
+        "fsdp_runtime.steps.compile",
+        "fsdp_runtime.steps.context.step",
+        "fsdp_runtime.steps.context.verify",
+        "fsdp_runtime.steps.documents.shared_prefixes",
+        "fsdp_runtime.steps.documents.step",
+        "fsdp_runtime.steps.experts.step",
+        "fsdp_runtime.steps.fsdp.step",
+        "fsdp_runtime.steps.tensor.step",
+    },
+)
+#: Packages whose docstring has no table of contents yet.  Take out what has one.
+WITHOUT_TABLE = {"tp_plans", "fsdp_runtime"}
+
+Graph = Mapping[str, set[str]]
+
+
+@cache
+def _files() -> dict[str, Path]:
+    """The source file of each module."""
+    found = {}
+    for source in PACKAGES.glob("*/src"):
+        for path in sorted(source.rglob("*.py")):
+            parts = path.relative_to(source).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def _graph() -> Graph:
+    """The modules that each module imports: at once, later in a function, or for types only."""
+    files = _files()
+    return {name: set(imported(name, path, files)) - {name} for name, path in files.items()}
+
+
+def imported(module: str, path: Path, known: Mapping[str, Path]) -> Iterator[str]:
+    """The known modules that a file imports anywhere: ``from package import name`` counts where the name is found."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found = (f"{base}.{alias.name}" for alias in node.names)
+            yield from (each if each in known else base for each in found if each in known or base in known)
+
+
+def circles(graph: Graph) -> list[set[str]]:
+    """The largest sets of modules that reach one another."""
+    reached = {name: _reached(graph, name) for name in graph}
+    found: list[set[str]] = []
+    for name in graph:
+        if name in reached[name] and not any(name in circle for circle in found):
+            found.append({other for other in reached[name] if name in reached[other]})
+    return found
+
+
+def _reached(graph: Graph, start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = [*graph[start]]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting.extend(graph[name])
+    return found
+
+
+def listed_names(docstring: str) -> set[str]:
+    """The names in a docstring's table of contents: the paragraph of lines such as "Mesh:  ``MeshSpec``"."""
+    tables = (each for each in docstring.split("\n\n") if re.match(r"\s*\w[\w' -]*: +``", each))
+    return set(re.findall(r"``(\w+)``", "".join(tables)))
+
+
+def _public(package: str) -> set[str]:
+    return set(importlib.import_module(package).__all__)
+
+
+def test_no_new_circle_of_imports() -> None:
+    new = [sorted(found) for found in circles(_graph()) if not any(found <= known for known in KNOWN_CIRCLES)]
+    assert not new, f"modules that import one another, also lazily or for types: {new}"
+
+
+def test_known_circles_still_stand() -> None:
+    found = circles(_graph())
+    gone = [sorted(known) for known in KNOWN_CIRCLES if not any(each <= known for each in found)]
+    assert not gone, f"take these out of KNOWN_CIRCLES: {gone}"
+
+
+def test_no_file_has_two_subjects() -> None:
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in _files().items()}
+    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
+
+
+def test_the_top_levels_do_not_grow() -> None:
+    counts = {package: len(_public(package)) for package in NAMES}
+    assert sum(counts.values()) <= MOST_NAMES, counts
+
+
+@pytest.mark.parametrize("package", NAMES)
+def test_public_names_are_those_of_the_table_of_contents(package: str) -> None:
+    listed, public = listed_names(importlib.import_module(package).__doc__ or ""), _public(package)
+    if package in WITHOUT_TABLE:
+        assert not listed, f"{package} has a table: take it out of WITHOUT_TABLE"
+        return
+    missing = sorted(public - _implied(package, listed))
+    assert not missing, f"not in the table of {package}: {missing}"
+    assert listed <= public, f"in the table, but not public: {sorted(listed - public)}"
+
+
+def _implied(package: str, listed: set[str]) -> set[str]:
+    """The listed names, subclasses of listed errors, and classes that listed functions return or that results hold."""
+    module = importlib.import_module(package)
+    public = {name: getattr(module, name) for name in _public(package)}
+    errors = tuple(public[name] for name in listed & {*public} if name.endswith("Error"))
+    found = {name for name, each in public.items() if isinstance(each, type) and issubclass(each, errors)}
+    waiting = [*listed]
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        types = getattr(public.get(name), "__annotations__", {})
+        text = str([*types.values()] if isinstance(public.get(name), type) else types.get("return"))
+        waiting.extend(({*re.findall(r"\w+", text)} & {*public}) - found)
+    return found
