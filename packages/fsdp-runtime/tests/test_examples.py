@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import fsdp_runtime
+import fsdp_runtime.sync
 
 #: Results of functions, whose examples are those of the functions.
 RESULTS = {
@@ -31,13 +32,16 @@ RESULTS = {
 }
 
 
+PUBLIC = {name: getattr(room, name) for room in (fsdp_runtime, fsdp_runtime.sync) for name in room.__all__}
+
+
 def _needs_example(name: str) -> bool:
-    value = getattr(fsdp_runtime, name)
+    value = PUBLIC[name]
     is_error = inspect.isclass(value) and issubclass(value, BaseException)
     return callable(value) and not is_error and name not in RESULTS
 
 
-NAMES = [name for name in fsdp_runtime.__all__ if _needs_example(name)]
+NAMES = [name for name in PUBLIC if _needs_example(name)]
 
 
 def _examples(value: Any) -> list[doctest.DocTest]:
@@ -52,7 +56,7 @@ def _examples(value: Any) -> list[doctest.DocTest]:
 
 
 def test_every_public_function_and_class_has_an_example() -> None:
-    assert [name for name in NAMES if not _examples(getattr(fsdp_runtime, name))] == []
+    assert [name for name in NAMES if not _examples(PUBLIC[name])] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,6 +64,6 @@ def test_examples_print_what_they_say(name: str, tmp_path: Any, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     report: list[str] = []
-    for test in _examples(getattr(fsdp_runtime, name)):
+    for test in _examples(PUBLIC[name]):
         runner.run(test, out=report.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(report)

@@ -30,7 +30,6 @@ from fsdp_runtime.errors import (
     RoutesError,
     SampleError,
     WeightsError,
-    WeightSyncError,
 )
 from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.memory.offload import OffloadReport, offload, onload
@@ -58,29 +57,16 @@ from fsdp_runtime.steps.guards.check_inputs import assert_inputs_equal
 from fsdp_runtime.steps.outputs.lm_head import LMHeadParameters, forward_with_lm_head
 from fsdp_runtime.steps.tensor.lora import save_adapter
 from fsdp_runtime.steps.tensor.step import apply_tp
-from fsdp_runtime.sync.digest import digest, digest_layout, verify_transfer
-from fsdp_runtime.sync.execute import execute_transfer
-from fsdp_runtime.sync.groups import transfer_group
-from fsdp_runtime.sync.model_layout import ModelShards
-from fsdp_runtime.sync.quantize.formats import Quantization
-from fsdp_runtime.sync.weight_sync import SyncReport, WeightSync
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.weights import (
     LoadReport,
-    WeightExport,
-    WeightInfo,
-    describe_weights,
-    flatten_bucket,
     init_adapters,
     load_adapter,
     load_weights,
     materialize,
     meta_device,
     save_weights,
-    send_weights,
-    stream_buckets,
     stream_weights,
-    unflatten_bucket,
 )
 
 __all__ = [
@@ -104,7 +90,6 @@ __all__ = [
     "MetaBufferError",
     "MismatchError",
     "ModelError",
-    "ModelShards",
     "ModelStructure",
     "OffloadError",
     "OffloadReport",
@@ -114,7 +99,6 @@ __all__ = [
     "Packing",
     "Parallelism",
     "ParallelismReport",
-    "Quantization",
     "RankInfo",
     "RankMonitor",
     "ReplicaError",
@@ -124,13 +108,8 @@ __all__ = [
     "SelectiveCheckpoint",
     "SequenceLayout",
     "Sweep",
-    "SyncReport",
     "TrainingState",
     "TreeRow",
-    "WeightExport",
-    "WeightInfo",
-    "WeightSync",
-    "WeightSyncError",
     "WeightsError",
     "adopt_mesh",
     "apply_ac",
@@ -145,12 +124,7 @@ __all__ = [
     "assert_inputs_equal",
     "assert_replicas_equal",
     "describe_parallelism",
-    "describe_weights",
-    "digest",
-    "digest_layout",
     "estimate",
-    "execute_transfer",
-    "flatten_bucket",
     "forward_with_lm_head",
     "fsdp_mesh",
     "init_adapters",
@@ -175,15 +149,10 @@ __all__ = [
     "save_adapter",
     "save_training_state",
     "save_weights",
-    "send_weights",
     "sequence_layout",
     "stop_on_signal",
-    "stream_buckets",
     "stream_weights",
     "submesh",
     "sweep",
-    "transfer_group",
-    "unflatten_bucket",
     "unsharded",
-    "verify_transfer",
 ]

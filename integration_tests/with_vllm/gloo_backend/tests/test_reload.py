@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime import WeightInfo, WeightSyncError
+from fsdp_runtime.sync import WeightInfo, WeightSyncError
 
-OURS = "fsdp_runtime.sync.vllm"
+OURS = "vllm_gloo"
 
 
 class _Reload:
