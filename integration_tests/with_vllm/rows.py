@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_runtime
+import fsdp_runtime.sync
 import rl_logprobs
-from fsdp_runtime.sync.vllm import EngineClient, EngineSync, EngineSyncReport
+from vllm_gloo import EngineClient, EngineSync, EngineSyncReport
 
 #: Two forwards in float32 that sum in other orders.
 FLOAT32_ROUNDING = 1e-5
@@ -93,12 +94,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
     Raises:
         RuntimeError: one is as it was, as where the optimizer has parameters that FSDP2 gathered for a forward.
     """
-    before = fsdp_runtime.digest(model)
+    before = fsdp_runtime.sync.digest(model)
     tokens = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(seed))
     model(tokens, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    same = [name for name, number in fsdp_runtime.digest(model).items() if number == before[name]]
+    same = [name for name, number in fsdp_runtime.sync.digest(model).items() if number == before[name]]
     if same:
         raise RuntimeError(f"training changed nothing in {len(same)} of {len(before)} weights, first {same[0]}")
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_runtime
-from fsdp_runtime.sync.vllm import EngineSync, WeightSource
-from fsdp_runtime.weights import describe_weights
+from fsdp_runtime.sync import WeightExport, WeightSource
+from vllm_gloo import EngineSync
 from with_vllm import models
 from with_vllm.engine import Engine
 from with_vllm.failures import Failures
@@ -115,7 +115,7 @@ class Session:
 
     def _layouts(self, family: str, tp: int, model: nn.Module, engine: Engine) -> None:
         """Compare ``engine_layout`` with what vLLM's own loaders store."""
-        shapes = {weight.name: list(weight.shape) for weight in describe_weights(model)}
+        shapes = {weight.name: list(weight.shape) for weight in WeightExport().describe(model)}
         results: list[list[str]] = []
         message, _ = bounded(lambda: results.extend(engine.ask("compare_layout", json.dumps(shapes))))
         if message is not None:

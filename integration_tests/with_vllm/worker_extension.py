@@ -12,8 +12,8 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload,
 
 import tp_plans
 from fsdp_runtime.sync.tensor_views import block_view
-from fsdp_runtime.sync.vllm import cpu_repack, gpt_oss, reload
-from fsdp_runtime.sync.vllm._vllm_compat import drop_pending, processing_replaced
+from vllm_gloo import cpu_repack, gpt_oss, reload
+from vllm_gloo._vllm_compat import drop_pending, processing_replaced
 
 
 class Questions:

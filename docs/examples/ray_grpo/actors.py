@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from warmup import warm_up
 
 import fsdp_runtime
-from fsdp_runtime.weights import WeightInfo, stream_buckets
+from fsdp_runtime.sync import WeightExport, WeightInfo, flatten_bucket, unflatten_bucket
 
 Digests = dict[str, str]
 """The SHA-256 of every weight's bytes, by the model's own names."""
@@ -56,7 +56,7 @@ class GeneratorActor:
         """
         # Ray hands on a view of shared memory that must not be written to, and torch has no read-only tensors.
         flat = torch.from_numpy(run_of_bytes.copy())
-        self._came |= self._generator.load_some(fsdp_runtime.unflatten_bucket(weights, flat))
+        self._came |= self._generator.load_some(unflatten_bucket(weights, flat))
 
     def received_all(self) -> None:
         """Check that the stream that ends here left no weight out.
@@ -152,10 +152,10 @@ class TrainerActor:
         sent = 0
         dtype = getattr(torch, self._settings.dtype)
         model = self._run.trainer.model
-        for bucket in stream_buckets(model, bucket_bytes=STREAM_BUCKET, dtype=dtype, names="model"):
+        for bucket in WeightExport(bucket_bytes=STREAM_BUCKET, dtype=dtype, names="model").buckets(model):
             if dist.get_rank() == 0:
                 weights = [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
-                ray.get(generator.receive.remote(weights, fsdp_runtime.flatten_bucket(bucket).numpy()))
+                ray.get(generator.receive.remote(weights, flatten_bucket(bucket).numpy()))
                 sent += 1
         if dist.get_rank() == 0:
             ray.get(generator.received_all.remote())
@@ -183,6 +183,6 @@ class TrainerActor:
 
 def _digests(weights: Iterable[tuple[str, torch.Tensor]]) -> Digests:
     return {
-        name: hashlib.sha256(fsdp_runtime.flatten_bucket([(name, tensor.detach())]).numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(flatten_bucket([(name, tensor.detach())]).numpy().tobytes()).hexdigest()
         for name, tensor in weights
     }

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp_runtime import unflatten_bucket
+from fsdp_runtime.sync import unflatten_bucket
 
 ADDRESS = ("localhost", int(os.environ["MASTER_PORT"]) + 1)
 KEY = b"an example"

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from engine import ADDRESS, KEY, small_model
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime import adopt_mesh, parallelize, send_weights
+from fsdp_runtime import adopt_mesh, parallelize
+from fsdp_runtime.sync import send_weights
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from batch import Sample
 from rollout import UNFINISHED
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_runtime.sync.vllm import EngineClient
+from vllm_gloo import EngineClient
 
 TOP_K = 50
 """Ids that a token is sampled from at the most, and so the number of log-probs that are asked for."""

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.sync.vllm import EngineClient
+from vllm_gloo import EngineClient
 
 PORT, NAME = 8123, "policy"
 LARGEST_BATCH = 256

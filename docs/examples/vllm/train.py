@@ -31,7 +31,8 @@ from transformers import AutoConfig, AutoTokenizer  # noqa: E402
 from warmup import warm_up  # noqa: E402
 
 import fsdp_runtime  # noqa: E402
-from fsdp_runtime.sync.vllm import EngineClient, EngineSync, EngineSyncReport, WeightSource  # noqa: E402
+from fsdp_runtime.sync import WeightSource  # noqa: E402
+from vllm_gloo import EngineClient, EngineSync, EngineSyncReport  # noqa: E402
 
 HEAD = " step  reward largest |ratio - 1| grad norm  engine  sync s  step s"
 

@@ -14,6 +14,7 @@ import fsdp_runtime.dry_run
 import fsdp_runtime.mesh
 import fsdp_runtime.model
 import fsdp_runtime.monitor
+import fsdp_runtime.sync
 import fsdp_runtime.weights
 
 #: The package and its rooms with names that are in no other table.
@@ -24,6 +25,7 @@ ROOMS = (
     fsdp_runtime.mesh,
     fsdp_runtime.model,
     fsdp_runtime.monitor,
+    fsdp_runtime.sync,
     fsdp_runtime.weights,
 )
 PUBLIC = {name: getattr(room, name) for room in ROOMS for name in room.__all__}
@@ -53,6 +55,9 @@ RESULTS = {
     "TrainingState",
     "WeightInfo",
 }
+
+
+PUBLIC = {name: getattr(room, name) for room in (fsdp_runtime, fsdp_runtime.sync) for name in room.__all__}
 
 
 def _needs_example(name: str) -> bool:

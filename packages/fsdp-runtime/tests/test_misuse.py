@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fsdp_runtime
+import fsdp_runtime.sync
 import tp_plans
 from fsdp_runtime import FSDPOptions, MeshSpec
 from fsdp_runtime.batching import pack, pack_tree
@@ -16,11 +17,13 @@ from fsdp_runtime.mesh import fsdp_mesh, rank_info_from_env
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.monitor import monitor_ranks, stop_on_signal
 from fsdp_runtime.steps.context.sharding import SequenceLayout
-from fsdp_runtime.weights import WeightInfo, describe_weights, stream_buckets
 from harness.misuse import Call, try_wrong_arguments, use
 
 ERRORS = (fsdp_runtime.FsdpRuntimeError, tp_plans.TpPlansError)
-ROOMS = ("fsdp_runtime", *(f"fsdp_runtime.{room}" for room in ("batching", "mesh", "model", "monitor", "weights")))
+ROOMS = (
+    "fsdp_runtime",
+    *(f"fsdp_runtime.{room}" for room in ("batching", "mesh", "model", "monitor", "sync", "weights")),
+)
 #: The records that functions return, and what a custom attention is given.
 RESULTS = {
     *("AttentionHeads", "ContextAttention", "GroupMember", "LoadReport"),
@@ -102,13 +105,13 @@ def saved_adapter():
 
 
 def bucket():
-    return next(stream_buckets(Model()))
+    return next(fsdp_runtime.sync.WeightExport().buckets(Model()))
 
 
 def flat_bucket():
     given = bucket()
-    weights = [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in given]
-    return {"weights": weights, "flat": fsdp_runtime.flatten_bucket(given)}
+    weights = [fsdp_runtime.sync.WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in given]
+    return {"weights": weights, "flat": fsdp_runtime.sync.flatten_bucket(given)}
 
 
 def routed():
@@ -151,19 +154,19 @@ def dry_run():
 
 
 def sides():
-    source, target = (fsdp_runtime.ModelShards(Model()) for _ in range(2))
+    source, target = (fsdp_runtime.sync.ModelShards(Model()) for _ in range(2))
     plan = tp_plans.plan_transfer(source.layout, target.layout)
     return {"plan": plan, "source": source.local, "destination": target.local}
 
 
 def arrived():
     given = sides()
-    fsdp_runtime.execute_transfer(**given)
+    fsdp_runtime.sync.execute_transfer(**given)
     return given
 
 
 def layout():
-    shards = fsdp_runtime.ModelShards(Model())
+    shards = fsdp_runtime.sync.ModelShards(Model())
     return {"layout": shards.layout, "local": shards.local}
 
 
@@ -179,11 +182,11 @@ CALLS = {
     "MeshSpec": Call(MeshSpec),
     "MeshSpec.resolve": Call(MeshSpec(dp_shard=-1).resolve, lambda: {"world_size": 8}),
     "MeshSpec.build": Call(MeshSpec().build),
-    "ModelShards": Call(fsdp_runtime.ModelShards, lambda: {"model": Model()}),
+    "ModelShards": Call(fsdp_runtime.sync.ModelShards, lambda: {"model": Model()}),
     "PackedRow.unpack": Call(ROW.unpack, lambda: {"values": torch.ones(1, 6)}),
     "MicroBatches.rows": Call(PACKING.rows),
     "MicroBatches.unpack": Call(PACKING.unpack, lambda: {"values": [torch.ones(1, 6)]}),
-    "Quantization": Call(fsdp_runtime.Quantization, lambda: {"format": "fp8"}),
+    "Quantization": Call(fsdp_runtime.sync.Quantization, lambda: {"format": "fp8"}),
     "Routes": Call(fsdp_runtime.Routes),
     "Routes.take": Call(ROUTES.take, lambda: {"tokens": torch.tensor([1, -1])}),
     "SelectiveCheckpoint": Call(fsdp_runtime.SelectiveCheckpoint),
@@ -198,8 +201,9 @@ CALLS = {
     "TreeRow.select": Call(TREE.select, lambda: {"values": torch.ones(1, 4, 10)}),
     "TreeRow.shard": Call(TREE.shard, lambda: {"layout": SequenceLayout(length=4, ranks=2, rank=0)}),
     "TreeRow.unpack": Call(TREE.unpack, lambda: {"values": torch.ones(3)}),
-    "WeightExport": Call(fsdp_runtime.WeightExport, lambda: {"model": Model()}, keep=("entries",)),
-    "WeightSync": Call(fsdp_runtime.WeightSync, sides),
+    "WeightExport": Call(fsdp_runtime.sync.WeightExport, dict),
+    "WeightSource": Call(fsdp_runtime.sync.WeightSource, lambda: {"model": Model()}),
+    "WeightSync": Call(fsdp_runtime.sync.WeightSync, sides),
     "adopt_mesh": Call(fsdp_runtime.adopt_mesh, lambda: {"mesh": mesh()}),
     "apply_ac": Call(fsdp_runtime.apply_ac, resolved),
     "apply_compile": Call(fsdp_runtime.apply_compile, resolved),
@@ -215,11 +219,10 @@ CALLS = {
     ),
     "assert_replicas_equal": Call(fsdp_runtime.assert_replicas_equal, lambda: {"model": Model()}),
     "describe_parallelism": Call(fsdp_runtime.describe_parallelism, lambda: {"model": Model()}),
-    "describe_weights": Call(describe_weights, lambda: {"model": Model()}),
-    "digest": Call(fsdp_runtime.digest, lambda: {"model": Model()}),
-    "digest_layout": Call(fsdp_runtime.digest_layout, layout),
-    "execute_transfer": Call(fsdp_runtime.execute_transfer, sides),
-    "flatten_bucket": Call(fsdp_runtime.flatten_bucket, lambda: {"bucket": bucket()}),
+    "digest": Call(fsdp_runtime.sync.digest, lambda: {"model": Model()}),
+    "digest_layout": Call(fsdp_runtime.sync.digest_layout, layout),
+    "execute_transfer": Call(fsdp_runtime.sync.execute_transfer, sides),
+    "flatten_bucket": Call(fsdp_runtime.sync.flatten_bucket, lambda: {"bucket": bucket()}),
     "forward_with_lm_head": Call(
         with_head,
         lambda: {
@@ -257,20 +260,19 @@ CALLS = {
     ),
     "save_weights": Call(fsdp_runtime.save_weights, lambda: {"model": Model(), "directory": "weights"}),
     "send_weights": Call(
-        fsdp_runtime.send_weights, lambda: {"model": Model(), "group": None, "on_bucket": lambda weights: None}
+        fsdp_runtime.sync.send_weights, lambda: {"model": Model(), "group": None, "on_bucket": lambda weights: None}
     ),
     "sequence_layout": Call(fsdp_runtime.sequence_layout, lambda: {"mesh": mesh(), "length": 8}),
     "stop_on_signal": Call(stop_on_signal),
-    "stream_buckets": Call(stream_buckets, lambda: {"model": Model()}),
     "stream_weights": Call(fsdp_runtime.stream_weights, lambda: {"model": Model()}),
     "submesh": Call(fsdp_runtime.submesh, lambda: {"mesh": mesh(), "axis": "dp"}),
     "transfer_group": Call(
-        fsdp_runtime.transfer_group,
+        fsdp_runtime.sync.transfer_group,
         lambda: {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1, "name": str(next(COUNT))},
     ),
-    "unflatten_bucket": Call(fsdp_runtime.unflatten_bucket, flat_bucket),
+    "unflatten_bucket": Call(fsdp_runtime.sync.unflatten_bucket, flat_bucket),
     "unsharded": Call(fsdp_runtime.unsharded, lambda: {"model": sharded()}),
-    "verify_transfer": Call(fsdp_runtime.verify_transfer, arrived),
+    "verify_transfer": Call(fsdp_runtime.sync.verify_transfer, arrived),
 }
 #: Each runs in a process without a world, and a right one takes a second.
 DRY_RUNS = {

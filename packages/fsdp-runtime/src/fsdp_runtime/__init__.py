@@ -7,17 +7,14 @@ Steps:       ``resolve_parallelism``, ``Parallelism``, ``apply_packing``, ``appl
 Train:       ``sequence_layout``, ``forward_with_lm_head``, ``no_sync``, ``unsharded``, ``offload``, ``onload``,
              ``assert_inputs_equal``, ``assert_finite_gradients``, ``assert_replicas_equal``
 Routes:      ``record_routes``, ``replay_routes``, ``Routes``, ``routes_from_generator``
-Weights:     ``meta_device``, ``materialize``, ``load_weights``, ``save_weights``, ``stream_weights``, ``WeightExport``,
+Weights:     ``meta_device``, ``materialize``, ``load_weights``, ``save_weights``, ``stream_weights``,
              ``init_adapters``, ``load_adapter``, ``save_adapter``
-Sync:        ``send_weights``, ``flatten_bucket``, ``unflatten_bucket``, ``WeightSync``, ``SyncReport``,
-             ``ModelShards``, ``Quantization``, ``execute_transfer``, ``transfer_group``, ``digest``,
-             ``digest_layout``, ``verify_transfer``, ``WeightSyncError``
 Resume:      ``save_training_state``, ``load_training_state``, ``TrainingState``
 Errors:      ``FsdpRuntimeError``, and of its subclasses ``BackendError``, ``GradientError``, ``LayoutError``,
              ``MeshError``, ``ModelError``, ``OptionError``, ``WeightsError``; all are in ``fsdp_runtime.errors``
 
 Rooms with a table of their own are imported by name, such as ``fsdp_runtime.dry_run``: ``batching``, ``dry_run``,
-``mesh``, ``model``, ``monitor``, ``trainers``, ``weights``.  The modules below may move.
+``mesh``, ``model``, ``monitor``, ``sync``, ``trainers``, ``weights``.  The modules below may move.
 
 A name is imported at its first use: the command line refuses wrong arguments, and prints its help and version, before
 torch is imported.

@@ -14,7 +14,6 @@ from fsdp_runtime.errors import (
     ModelError,
     OptionError,
     WeightsError,
-    WeightSyncError,
 )
 from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.memory.offload import offload, onload
@@ -38,25 +37,15 @@ from fsdp_runtime.steps.guards.check_inputs import assert_inputs_equal
 from fsdp_runtime.steps.outputs.lm_head import forward_with_lm_head
 from fsdp_runtime.steps.tensor.lora import save_adapter
 from fsdp_runtime.steps.tensor.step import apply_tp
-from fsdp_runtime.sync.digest import digest, digest_layout, verify_transfer
-from fsdp_runtime.sync.execute import execute_transfer
-from fsdp_runtime.sync.groups import transfer_group
-from fsdp_runtime.sync.model_layout import ModelShards
-from fsdp_runtime.sync.quantize.formats import Quantization
-from fsdp_runtime.sync.weight_sync import SyncReport, WeightSync
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.weights import (
-    WeightExport,
-    flatten_bucket,
     init_adapters,
     load_adapter,
     load_weights,
     materialize,
     meta_device,
     save_weights,
-    send_weights,
     stream_weights,
-    unflatten_bucket,
 )
 
 __all__ = [
@@ -69,17 +58,11 @@ __all__ = [
     "MeshError",
     "MeshSpec",
     "ModelError",
-    "ModelShards",
     "OptionError",
     "Parallelism",
-    "Quantization",
     "Routes",
     "SelectiveCheckpoint",
-    "SyncReport",
     "TrainingState",
-    "WeightExport",
-    "WeightSync",
-    "WeightSyncError",
     "WeightsError",
     "adopt_mesh",
     "apply_ac",
@@ -94,10 +77,6 @@ __all__ = [
     "assert_inputs_equal",
     "assert_replicas_equal",
     "describe_parallelism",
-    "digest",
-    "digest_layout",
-    "execute_transfer",
-    "flatten_bucket",
     "forward_with_lm_head",
     "init_adapters",
     "load_adapter",
@@ -116,12 +95,8 @@ __all__ = [
     "save_adapter",
     "save_training_state",
     "save_weights",
-    "send_weights",
     "sequence_layout",
     "stream_weights",
     "submesh",
-    "transfer_group",
-    "unflatten_bucket",
     "unsharded",
-    "verify_transfer",
 ]

@@ -14,18 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import tp_plans
-from fsdp_runtime import (
-    ModelShards,
-    OptionError,
-    Quantization,
-    WeightSync,
-    digest,
-    digest_layout,
-    parallelize,
-    save_adapter,
-    stream_weights,
-)
+from fsdp_runtime import OptionError, parallelize, save_adapter, stream_weights
 from fsdp_runtime.sharded.hashing import hash_bits
+from fsdp_runtime.sync import ModelShards, Quantization, WeightExport, WeightSync, digest, digest_layout
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -80,7 +71,7 @@ def _merged(formats: tuple[str | None, ...]) -> list[str]:
         for dtype in (torch.float32, torch.bfloat16) if quantize is None else (None,):
             expected = dict(stream_weights(_adapted(), dtype=dtype, quantize=quantize))
             model = parallelize(_adapted(), mesh_for({"dp_shard": 2, "tp": 2}))
-            shards = ModelShards(model, dtype=dtype, quantize=quantize)
+            shards = ModelShards(model, export=WeightExport(dtype=dtype, quantize=quantize))
             tensors = shards.layout.tensors
             target = tp_plans.mesh_layout(tensors, (4,), {name: [Replicate()] for name in tensors})
             local = {name: torch.empty_like(expected[name]) for name in tensors}
@@ -89,7 +80,7 @@ def _merged(formats: tuple[str | None, ...]) -> list[str]:
             wrong += [f"{dtype} {quantize}: names"] if local.keys() != expected.keys() else []
             wrong += [f"{dtype} {quantize}: {name}" for name in local if not _same(local[name], expected[name])]
             hashes = {name: int(hash_bits(tensor)) for name, tensor in expected.items()}
-            wrong += ["digests"] if digest(model, dtype=dtype, quantize=quantize) != hashes else []
+            wrong += ["digests"] if digest(model, export=WeightExport(dtype=dtype, quantize=quantize)) != hashes else []
     return wrong
 
 
@@ -159,7 +150,7 @@ def _experts_received(meshes: list[tuple[dict[str, int], dict[str, int]]]) -> li
         cut: Any = {name: [Replicate(), Shard(len(tensor.shape) - 1)] for name, tensor in tensors.items()}
         apart = tp_plans.mesh_layout(tensors, (2, 2), cut)
         engine = EngineSize(num_attention_heads=4, num_key_value_heads=4, **size)
-        merged = ModelShards(model, dtype=torch.bfloat16)
+        merged = ModelShards(model, export=WeightExport(dtype=torch.bfloat16))
         together = tp_plans.engine_layout(merged.layout.tensors, engine, replicas=4 // engine.tp)
         for kind, source, target in (("factors", shards, apart), ("merged", merged, together)):
             dtype = torch.float32 if kind == "factors" else torch.bfloat16

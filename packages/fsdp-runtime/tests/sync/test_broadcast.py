@@ -12,18 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime import parallelize, save_weights
+from fsdp_runtime import load_weights, parallelize, save_weights, stream_weights
 from fsdp_runtime.errors import ConversionError
-from fsdp_runtime.weights import (
-    WeightInfo,
-    describe_weights,
-    flatten_bucket,
-    load_weights,
-    send_weights,
-    stream_buckets,
-    stream_weights,
-    unflatten_bucket,
-)
+from fsdp_runtime.sync import WeightExport, WeightInfo, flatten_bucket, send_weights, unflatten_bucket
 from harness.memory import LiveBytes
 from harness.models import tiny_model
 from harness.ranks import RankPool
@@ -80,14 +71,20 @@ def _train_here_infer_there(path: Path, *, flat: bool, dtype: torch.dtype | None
     group = dist.new_group([0, 2, 3])
     rank = dist.get_rank()
     if rank < 2:
-        described = describe_weights(model, dtype=dtype)
+        described = WeightExport(dtype=dtype).describe(model)
 
         def on_bucket(weights: list[WeightInfo] | None) -> None:
             dist.broadcast_object_list([weights], src=0, group=group)
 
         if rank == 0:
             on_bucket(described)
-        send_weights(model, group if rank == 0 else None, on_bucket, bucket_bytes=40_000, dtype=dtype, flat=flat)
+        send_weights(
+            model,
+            group if rank == 0 else None,
+            on_bucket,
+            export=WeightExport(bucket_bytes=40_000, dtype=dtype),
+            flat=flat,
+        )
         if rank == 0:
             on_bucket(None)
         return []
@@ -123,9 +120,9 @@ def test_receivers_in_other_processes_get_every_weight(
 def test_a_receiver_in_this_process_takes_lists_of_names_and_tensors(tmp_path: Path) -> None:
     model = tiny_model("Qwen3ForCausalLM", dtype=torch.float32)
     model.save_pretrained(tmp_path)
-    engine = Engine(describe_weights(model))
+    engine = Engine(WeightExport().describe(model))
     sizes = []
-    for bucket in stream_buckets(model, bucket_bytes=40_000):
+    for bucket in WeightExport(bucket_bytes=40_000).buckets(model):
         engine.load_weights(bucket)
         sizes.append(sum(tensor.nbytes for _, tensor in bucket))
     assert engine.differences(tmp_path) == []
@@ -136,14 +133,14 @@ def test_a_receiver_in_this_process_takes_lists_of_names_and_tensors(tmp_path: P
 def test_metadata_equals_the_stream_in_its_order() -> None:
     for names in ("checkpoint", "model"):
         model = tiny_model("Gemma3ForConditionalGeneration", dtype=torch.float32, tied=True)
-        described = describe_weights(model, dtype=torch.bfloat16, names=names)
+        described = WeightExport(dtype=torch.bfloat16, names=names).describe(model)
         streamed = stream_weights(model, dtype=torch.bfloat16, names=names)
         assert described == [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in streamed]
 
 
 def test_buckets_hold_one_dtype_so_that_bytes_stay_aligned() -> None:
     model = nn.BatchNorm1d(3)  # float32 statistics and an int64 count
-    buckets = list(stream_buckets(model))
+    buckets = list(WeightExport().buckets(model))
     assert [{tensor.dtype for _, tensor in bucket} for bucket in buckets] == [{torch.float32}, {torch.int64}]
 
 
@@ -163,11 +160,16 @@ def _peak(bucket_bytes: int) -> tuple[int, int, int]:
     """Peak live bytes of the sending rank, the model's bytes and its largest weight's."""
     model = tiny_model("LlamaForCausalLM", dtype=torch.float32, num_hidden_layers=12)
     mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp_shard", "tp"))
-    sizes = [weight.nbytes for weight in describe_weights(model)]
+    sizes = [weight.nbytes for weight in WeightExport().describe(model)]
     group = dist.new_group([0])
     parallelize(model, mesh)
     with LiveBytes() as live:
-        send_weights(model, group if dist.get_rank() == 0 else None, lambda _: None, bucket_bytes=bucket_bytes)
+        send_weights(
+            model,
+            group if dist.get_rank() == 0 else None,
+            lambda _: None,
+            export=WeightExport(bucket_bytes=bucket_bytes),
+        )
     return live.peak, sum(sizes), max(sizes)
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tp_plans
-from fsdp_runtime import ModelShards, WeightSyncError, execute_transfer, parallelize
+from fsdp_runtime import parallelize
+from fsdp_runtime.sync import ModelShards, WeightExport, WeightSyncError, execute_transfer
 from fsdp_runtime.sync.tensor_views import box_views
 from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_model
@@ -35,7 +36,10 @@ def _mesh_to_mesh(architecture: str, one: dict[str, int], other: dict[str, int],
     wrong = []
     for dtype in (torch.float32, torch.bfloat16):
         trained, fresh = _sharded(architecture, one, 0, tied=tied), _sharded(architecture, other, 1, tied=tied)
-        source, target = ModelShards(trained, dtype=dtype), ModelShards(fresh, dtype=dtype)
+        source, target = (
+            ModelShards(trained, export=WeightExport(dtype=dtype)),
+            ModelShards(fresh, export=WeightExport(dtype=dtype)),
+        )
         plan = tp_plans.plan_transfer(source.layout, target.layout)
         execute_transfer(
             plan, source=source.local, destination=target.local, bucket_bytes=10_000, timeout=timedelta(seconds=60)
@@ -105,7 +109,7 @@ def _to_engine(model_type: str, tp: int, ep: int) -> tuple[bool, int, int, int]:
     full = {name: tensor.clone() for name, tensor in stream_weights(model, dtype=torch.bfloat16)}
     mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp_shard", "tp"))
     if rank < 2:
-        shards = ModelShards(parallelize(model, mesh), dtype=torch.bfloat16)
+        shards = ModelShards(parallelize(model, mesh), export=WeightExport(dtype=torch.bfloat16))
     told: list[Any] = [shards.layout.to_json() if rank == 0 else None]
     dist.broadcast_object_list(told, src=0)
     source = TransferLayout.from_json(told[0])

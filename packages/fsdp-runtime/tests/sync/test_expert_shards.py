@@ -11,9 +11,10 @@ import transformers
 from torch import nn
 
 import tp_plans
-from fsdp_runtime import ModelShards, WeightSync, digest, digest_layout, parallelize, stream_weights, verify_transfer
+from fsdp_runtime import parallelize, stream_weights
 from fsdp_runtime.sharded.chunks import local_part
 from fsdp_runtime.sharded.hashing import hash_bits
+from fsdp_runtime.sync import ModelShards, WeightExport, WeightSync, digest, digest_layout, verify_transfer
 from harness.models import jitter, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -51,7 +52,7 @@ def _synced(cases: list[int]) -> list[str]:
     wrong, rank = [], dist.get_rank()
     for name, axes, engine in (CASES[number] for number in cases):
         plain, model = _model(name), parallelize(_model(name), mesh_for(axes))
-        shards = ModelShards(model, dtype=torch.bfloat16)
+        shards = ModelShards(model, export=WeightExport(dtype=torch.bfloat16))
         size = EngineSize(num_attention_heads=4, num_key_value_heads=4, **engine)
         target = tp_plans.engine_layout(shards.layout.tensors, size, replicas=4 // size.tp)
         local = {key: torch.zeros(shape, dtype=torch.bfloat16) for key, shape in target.local_shapes(rank).items()}
@@ -62,7 +63,9 @@ def _synced(cases: list[int]) -> list[str]:
             full_ranks = sync.update(version).full_ranks
             verify_transfer(plan, source=shards, destination=local)
             expected = {key: int(hash_bits(value)) for key, value in stream_weights(plain, dtype=torch.bfloat16)}
-            wrong += [f"{case}: trainer"] if digest(model, dtype=torch.bfloat16) != expected else []
+            wrong += (
+                [f"{case}: trainer"] if digest(model, export=WeightExport(dtype=torch.bfloat16)) != expected else []
+            )
             wrong += [f"{case}: engine"] if digest_layout(target, local) != expected else []
             full = dict(plain.named_parameters())
             with torch.no_grad():

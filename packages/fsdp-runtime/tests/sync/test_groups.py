@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import tp_plans
-from fsdp_runtime import OptionError, WeightSyncError, execute_transfer, transfer_group
+from fsdp_runtime import OptionError
+from fsdp_runtime.sync import WeightSyncError, execute_transfer, transfer_group
 from harness.ranks import RankPool
 from tp_plans import CheckpointTensor, Replicate
 

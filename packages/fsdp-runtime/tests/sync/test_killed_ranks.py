@@ -16,8 +16,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import tp_plans
-from fsdp_runtime import ModelShards, WeightSync, WeightSyncError, parallelize, transfer_group, verify_transfer
-from fsdp_runtime.sync import rank_rounds
+from fsdp_runtime import parallelize
+from fsdp_runtime.sync import (
+    ModelShards,
+    WeightExport,
+    WeightSync,
+    WeightSyncError,
+    rank_rounds,
+    transfer_group,
+    verify_transfer,
+)
 from harness.models import tiny_model
 from harness.processes import preloaded_context
 from tp_plans import EngineSize, TransferLayout, TransferPlan
@@ -32,7 +40,7 @@ class _Trainer:
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / f"world{life}"), 2), rank=rank, world_size=2)
         mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
         self.model = parallelize(tiny_model("Qwen3ForCausalLM", dtype=torch.float32, layers=1), mesh)
-        self.shards = ModelShards(self.model, dtype=torch.bfloat16)
+        self.shards = ModelShards(self.model, export=WeightExport(dtype=torch.bfloat16))
         (folder / "layout.json").write_text(self.shards.layout.to_json())
 
     @torch.no_grad()

@@ -13,10 +13,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fsdp_runtime import OptionError, Quantization, parallelize, save_weights, stream_weights
+from fsdp_runtime import OptionError, parallelize, save_weights, stream_weights
 from fsdp_runtime.sharded.hashing import hash_bits
+from fsdp_runtime.sync import Quantization, WeightExport
 from fsdp_runtime.sync.quantize.kernels import FP8_MAX
-from fsdp_runtime.weights import describe_weights, stream_buckets
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -109,7 +109,7 @@ class _Linears(nn.Module):
 
 def test_linear_layers_are_quantized_and_all_else_is_in_bfloat16() -> None:
     names = {
-        weight.name: weight.dtype for weight in describe_weights(_Linears(), quantize=Quantization(format="nvfp4"))
+        weight.name: weight.dtype for weight in WeightExport(quantize=Quantization(format="nvfp4")).describe(_Linears())
     }
     assert names.pop("up_proj.weight") == torch.uint8
     assert names.pop("up_proj.weight_scale") == torch.float8_e4m3fn
@@ -117,12 +117,12 @@ def test_linear_layers_are_quantized_and_all_else_is_in_bfloat16() -> None:
     assert set(names) == {"embed_tokens.weight", "up_proj.bias", "mlp.gate.weight", "norm.weight", "norm.bias"}
     assert set(names.values()) == {torch.bfloat16}
     kept = Quantization(format="nvfp4", keep=("up_proj.*",))
-    assert {weight.dtype for weight in describe_weights(_Linears(), quantize=kept)} == {torch.bfloat16}
+    assert {weight.dtype for weight in WeightExport(quantize=kept).describe(_Linears())} == {torch.bfloat16}
 
 
 def test_what_cannot_be_cut_into_groups_and_unknown_formats_are_refused() -> None:
     with pytest.raises(OptionError, match=r"weight has 24 input features, not a multiple of the 32"):
-        describe_weights(nn.Linear(24, 4), quantize=Quantization(format="mxfp8"))
+        WeightExport(quantize=Quantization(format="mxfp8")).describe(nn.Linear(24, 4))
     with pytest.raises(OptionError, match="format='int4': write one of fp8"):
         Quantization(format="int4")  # type: ignore[arg-type]
 
@@ -134,7 +134,7 @@ def _streamed(kind: Any, path: Path) -> list[str]:
     expected = dict(stream_weights(plain, quantize=quantization))
     full = dict(stream_weights(plain, dtype=torch.bfloat16))
     model = parallelize(copy.deepcopy(plain), mesh_for({"dp_shard": 2, "tp": 2}))
-    described = describe_weights(model, quantize=quantization)
+    described = WeightExport(quantize=quantization).describe(model)
     for name, tensor in stream_weights(model, quantize=quantization, bucket_bytes=20_000):
         info = described.pop(0)
         if (info.name, info.shape, info.dtype) != (name, tuple(tensor.shape), tensor.dtype):
@@ -143,7 +143,7 @@ def _streamed(kind: Any, path: Path) -> list[str]:
             torch.atleast_1d(tensor).view(torch.uint8), torch.atleast_1d(expected[name]).view(torch.uint8)
         ):
             wrong.append(name)
-    buckets = dict(pair for bucket in stream_buckets(model, quantize=quantization) for pair in bucket)
+    buckets = dict(pair for bucket in WeightExport(quantize=quantization).buckets(model) for pair in bucket)
     wrong += [name for name in expected if not torch.equal(buckets[name].float(), expected[name].float())]
     for name, tensor in full.items():
         if quantization.applies(name, tensor.shape):

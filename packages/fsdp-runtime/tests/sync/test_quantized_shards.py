@@ -12,21 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tp_plans
-from fsdp_runtime import (
+from fsdp_runtime import OptionError, parallelize, stream_weights
+from fsdp_runtime.sharded.chunks import local_part
+from fsdp_runtime.sharded.hashing import hash_bits
+from fsdp_runtime.sync import (
     ModelShards,
-    OptionError,
     Quantization,
+    WeightExport,
     WeightSync,
     digest,
     digest_layout,
     execute_transfer,
-    parallelize,
-    stream_weights,
+    quantized_shards,
     verify_transfer,
 )
-from fsdp_runtime.sharded.chunks import local_part
-from fsdp_runtime.sharded.hashing import hash_bits
-from fsdp_runtime.sync import quantized_shards
 from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.sync.tensor_views import box_views
 from harness.models import tiny_model
@@ -107,7 +106,7 @@ def _sent(architecture: str, axes: dict[str, int], formats: tuple[str, ...]) -> 
         quantization = Quantization(format=kind)
         plain = tiny_model(architecture, dtype=torch.float32, num_hidden_layers=1)
         model = parallelize(copy.deepcopy(plain), mesh_for(axes))
-        shards = ModelShards(model, quantize=quantization)
+        shards = ModelShards(model, export=WeightExport(quantize=quantization))
         tensors = shards.layout.tensors
         target = tp_plans.engine_layout(tensors, EngineSize(num_attention_heads=4), replicas=4)
         local = {
@@ -123,7 +122,11 @@ def _sent(architecture: str, axes: dict[str, int], formats: tuple[str, ...]) -> 
             report = sync.update(version)
             verify_transfer(plan, source=shards, destination=local)
             expected = {n: int(hash_bits(t)) for n, t in stream_weights(plain, quantize=quantization)}
-            wrong += [f"{kind}: digests of the trainer"] if digest(model, quantize=quantization) != expected else []
+            wrong += (
+                [f"{kind}: digests of the trainer"]
+                if digest(model, export=WeightExport(quantize=quantization)) != expected
+                else []
+            )
             wrong += [f"{kind}: digests of the engine"] if digest_layout(target, local) != expected else []
             with torch.no_grad():
                 for name, parameter in plain.named_parameters():
@@ -153,7 +156,7 @@ def test_an_engine_gets_quantized_weights_and_differences_bit_for_bit(
 
 def test_values_before_the_first_refresh_are_refused_and_later_ones_are_the_last_refreshed() -> None:
     model = nn.Linear(32, 4, bias=False)
-    shards = ModelShards(model, quantize=Quantization(format="fp8"))
+    shards = ModelShards(model, export=WeightExport(quantize=Quantization(format="fp8")))
     with pytest.raises(OptionError, match=r"call refresh\(\) on every rank of the model"):
         shards.local.clear()
     shards.refresh()

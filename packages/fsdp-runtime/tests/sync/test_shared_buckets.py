@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tp_plans
-from fsdp_runtime import OptionError, WeightSyncError, execute_transfer
-from fsdp_runtime.sync import shared_buckets
+from fsdp_runtime import OptionError
+from fsdp_runtime.sync import WeightSyncError, execute_transfer, shared_buckets
 from fsdp_runtime.sync.schedule import schedule_rounds
 from fsdp_runtime.sync.tensor_views import box_views
 from harness.memory import LiveBytes

@@ -13,14 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tp_plans
-from fsdp_runtime import (
-    ModelShards,
-    OptionError,
-    WeightSync,
-    WeightSyncError,
-    parallelize,
-    verify_transfer,
-)
+from fsdp_runtime import OptionError, parallelize
+from fsdp_runtime.sync import ModelShards, WeightExport, WeightSync, WeightSyncError, verify_transfer
 from harness.models import tiny_model
 from harness.ranks import RankPool
 from tp_plans import EngineSize, TransferLayout
@@ -45,7 +39,7 @@ class _Pair:
         mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp_shard", "tp"))
         if self.rank < 2:
             self.model = parallelize(tiny_model("Qwen3ForCausalLM", dtype=torch.float32), mesh)
-            self.shards = ModelShards(self.model, dtype=torch.bfloat16)
+            self.shards = ModelShards(self.model, export=WeightExport(dtype=torch.bfloat16))
             told = [self.shards.layout.to_json()]
         dist.broadcast_object_list(told, src=0)
         source = TransferLayout.from_json(told[0])

@@ -18,10 +18,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdp_runtime import OptionError, WeightsError, apply_tp, parallelize, resolve_parallelism, save_adapter
+from fsdp_runtime import (
+    OptionError,
+    WeightsError,
+    apply_tp,
+    load_weights,
+    parallelize,
+    resolve_parallelism,
+    save_adapter,
+    save_weights,
+)
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.sync import WeightExport
 from fsdp_runtime.training_state import save_training_state
-from fsdp_runtime.weights import describe_weights, load_weights, save, save_weights
+from fsdp_runtime.weights import save
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 from harness.models import ARCHITECTURES, tiny_model
 from harness.pairwise import pairwise_first
@@ -102,7 +112,7 @@ def test_a_weight_that_blocks_share_without_a_declaration_is_saved_under_each_na
     shared = "mlp.down_proj.weight"
     first, second = model.model.layers[:2]
     second.mlp.down_proj.weight = first.mlp.down_proj.weight
-    names = [weight.name for weight in describe_weights(model)]
+    names = [weight.name for weight in WeightExport().describe(model)]
     assert {f"model.layers.0.{shared}", f"model.layers.1.{shared}"} <= set(names)
     assert len(names) == len(set(names))
     save_weights(model, tmp_path)

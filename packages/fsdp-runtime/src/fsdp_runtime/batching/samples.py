@@ -20,7 +20,7 @@ TokenIds = Tensor | Sequence[int]
 #: ``4 * hidden_size`` operations a layer, a token ``24 * hidden_size ** 2``), here for a hidden size of 4096.
 PAIR_COST = 1 / (6 * 4096)
 #: The largest number of ranks: each gets rows, empty ones where there are few samples.
-MOST_RANKS = 2**20
+MAX_RANKS = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +103,8 @@ def require_ranks(ranks: int) -> None:
         OptionError: it is not a positive integer, or larger than any job.
     """
     require_positive("ranks", ranks)
-    if ranks > MOST_RANKS:
-        raise OptionError(f"ranks={ranks}: give at most {MOST_RANKS:,}, submesh(mesh, 'dp').size()")
+    if ranks > MAX_RANKS:
+        raise OptionError(f"ranks={ranks}: give at most {MAX_RANKS}, as submesh(mesh, 'dp').size()")
 
 
 def require_positive(name: str, value: object) -> None:
@@ -115,17 +115,6 @@ def require_positive(name: str, value: object) -> None:
     """
     if type(value) is not int or value < 1:
         raise OptionError(f"{name}={value!r}: give a positive integer")
-
-
-def require_ranks(ranks: object) -> None:
-    """Check the number of data-parallel ranks.
-
-    Raises:
-        OptionError: it is no positive integer, or larger than that of any mesh: rows are made for every rank.
-    """
-    require_positive("ranks", ranks)
-    if ranks > MAX_RANKS:  # type: ignore[operator]  # an integer by now
-        raise OptionError(f"ranks={ranks}: give at most {MAX_RANKS}")
 
 
 def require_pair_cost(value: float) -> None:

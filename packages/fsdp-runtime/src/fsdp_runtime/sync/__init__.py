@@ -1,1 +1,38 @@
-"""Transfer of weights from shards to shards: a model's layout, buckets of point-to-point messages, digests."""
+"""Weights of a training model on their way to an engine.
+
+How they leave, once for every way:
+
+``WeightExport``      dtype, names, precision and bucket size; ``describe``, ``stream`` and ``buckets`` of a model
+``Quantization``      FP8, MXFP8 or NVFP4 with scales, as checkpoints store them
+``WeightInfo``        name, dtype and shape of one weight
+
+Full tensors, gathered on the trainer:
+
+``send_weights``      broadcast, a bucket at a time; ``flatten_bucket`` and ``unflatten_bucket``: its bytes
+``WeightSource``      the same weights as vLLM's trainer engines ask for them
+
+Shards to shards, without a full tensor:
+
+``ModelShards``       which rank stores which block, and this rank's tensors
+``execute_transfer``  one transfer by a plan of ``tp_plans.plan_transfer``
+``WeightSync``        repeated updates: what changed, along a chain of versions; ``SyncReport`` says what was sent
+``transfer_group``    a process group of trainer and engines that are separate jobs
+
+Whether they arrived:
+
+``verify_transfer``   every block of the destination against its source
+``digest``            one number per weight of a model; ``digest_layout`` of the tensors of a layout
+``WeightSyncError``   what an update that failed raises
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdp_runtime.sync._api import *  # noqa: F403
+    from fsdp_runtime.sync._api import __all__ as __all__
+else:
+    from fsdp_runtime._lazy import lazy_names
+
+    __getattr__, __dir__ = lazy_names(__name__, "fsdp_runtime.sync._api")  # fsdp_runtime.weights imports a module of it

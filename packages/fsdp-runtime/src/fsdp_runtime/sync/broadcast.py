@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.sync.quantize.formats import Quantization
-from fsdp_runtime.weights.naming import Names
-from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, Bucket, WeightInfo, stream_buckets
+from fsdp_runtime.weights.stream import Bucket, WeightExport, WeightInfo
 
 
 def send_weights(
@@ -24,10 +22,7 @@ def send_weights(
     group: ProcessGroup | None,
     on_bucket: Callable[[list[WeightInfo]], object],
     *,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    dtype: torch.dtype | None = None,
-    names: Names = "checkpoint",
-    quantize: Quantization | None = None,
+    export: WeightExport = WeightExport(),
     flat: bool = True,
 ) -> None:
     """Broadcast every weight to receivers in other processes, a bucket at a time.
@@ -39,23 +34,20 @@ def send_weights(
         group: on the sending rank, a group of this rank and the receivers; ``None`` on the model's other ranks.
         on_bucket: called on the sending rank before each bucket is broadcast, so that the receivers can allocate and
             join; must not wait until they have received.
-        bucket_bytes: bytes of a bucket; with ``flat`` the peak is about twice this.
-        dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
-        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
-        quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
+        export: how the weights are exported; with ``flat`` the peak is about twice its ``bucket_bytes``.
         flat: broadcast a bucket as one flat byte tensor, which :func:`unflatten_bucket` splits; else each tensor.
 
     Raises:
         ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
-        OptionError: ``bucket_bytes`` is not positive, ``dtype`` not a floating-point dtype, or ``names`` unknown.
+        OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
 
     Example:
         >>> import torch.distributed as dist
         >>> from torch import nn
-        >>> from fsdp_runtime import send_weights
+        >>> from fsdp_runtime.sync import send_weights
         >>> send_weights(nn.Linear(2, 3), None, print)  # a rank that does not send
     """
-    for bucket in stream_buckets(model, bucket_bytes=bucket_bytes, dtype=dtype, names=names, quantize=quantize):
+    for bucket in export.buckets(model):
         if group is None:
             continue
         on_bucket([WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket])
@@ -69,7 +61,7 @@ def flatten_bucket(bucket: Bucket) -> Tensor:
     """Return the bytes of a bucket's tensors as one tensor, without gaps.
 
     Args:
-        bucket: names and tensors, as :func:`stream_buckets` yields them.
+        bucket: names and tensors, as :meth:`WeightExport.buckets` yields them.
 
     Returns:
         ``[bytes]``, uint8.
@@ -79,7 +71,7 @@ def flatten_bucket(bucket: Bucket) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from fsdp_runtime import flatten_bucket
+        >>> from fsdp_runtime.sync import flatten_bucket
         >>> flatten_bucket([("weight", torch.ones(2, 3))]).shape
         torch.Size([24])
     """
@@ -108,8 +100,7 @@ def unflatten_bucket(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:
 
     Example:
         >>> import torch
-        >>> from fsdp_runtime import flatten_bucket, unflatten_bucket
-        >>> from fsdp_runtime.weights import WeightInfo
+        >>> from fsdp_runtime.sync import WeightInfo, flatten_bucket, unflatten_bucket
         >>> flat = flatten_bucket([("weight", torch.ones(2, 3))])
         >>> unflatten_bucket([WeightInfo("weight", torch.float32, (2, 3))], flat)[0][1].shape
         torch.Size([2, 3])

@@ -62,7 +62,7 @@ def execute_transfer(
 
     Example:
         >>> import torch, tp_plans
-        >>> from fsdp_runtime import ModelShards, execute_transfer
+        >>> from fsdp_runtime.sync import ModelShards, execute_transfer
         >>> trained, engine = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
         >>> shards, target = ModelShards(trained), ModelShards(engine)
         >>> plan = tp_plans.plan_transfer(shards.layout, target.layout)

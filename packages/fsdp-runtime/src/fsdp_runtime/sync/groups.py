@@ -48,7 +48,7 @@ def transfer_group(
 
     Example:
         >>> import torch.distributed as dist
-        >>> from fsdp_runtime import transfer_group
+        >>> from fsdp_runtime.sync import transfer_group
         >>> group = transfer_group(dist.HashStore(), 0, 1)
         >>> group.rank(), group.size()
         (0, 1)

@@ -18,11 +18,9 @@ from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
 from fsdp_runtime.sharded.collectives import mesh_ranks, model_mesh
 from fsdp_runtime.sharded.shard_offsets import dtensor_slices, mesh_layout_of
 from fsdp_runtime.sync.merged_shards import MergedShards
-from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.weights.adapters import adapter_tensors
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
-from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.stream import WeightExport
 from tp_plans import CheckpointTensor, StoredBlock, TransferLayout, mesh_boxes
 from tp_plans.transfer.boxes import Box, intersection
@@ -40,12 +38,10 @@ class ModelShards:
 
     Args:
         model: plain, sharded over ``tp`` or ``ep``, sharded by FSDP2, or several of these.
-        dtype: the dtype in which floating-point tensors are sent; ``None`` keeps each one's.
-        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        export: names, dtype and precision of the weights; with ``quantize``, the bits of the full weights, cut.
+            ``bucket_bytes`` has no effect, as nothing is gathered.
         adapter: send this adapter of a ``PeftModel`` alone: its LoRA factors, under the names that peft gives them in
             ``adapter_model.safetensors``; ``names`` then has no effect.  Without it, active adapters are merged.
-        quantize: send linear layers in low precision, with their scales: the bits of the full weights, cut.  Other
-            weights default to bfloat16.
 
     Raises:
         ConversionError: an exported tensor is no rearrangement of blocks of the model's tensors.
@@ -54,7 +50,7 @@ class ModelShards:
 
     Example:
         >>> from torch import nn
-        >>> from fsdp_runtime import ModelShards
+        >>> from fsdp_runtime.sync import ModelShards
         >>> shards = ModelShards(nn.Linear(2, 3))
         >>> shards.layout.blocks("weight")[0].box, shards.local["weight"].shape
         (((0, 3), (0, 2)), torch.Size([3, 2]))
@@ -64,15 +60,13 @@ class ModelShards:
         self,
         model: nn.Module,
         *,
-        dtype: torch.dtype | None = None,
-        names: Names = "checkpoint",
+        export: WeightExport = WeightExport(),
         adapter: str | None = None,
-        quantize: Quantization | None = None,
     ) -> None:
         entries = state_entries(model)
-        dtype = torch.bfloat16 if dtype is None and quantize is not None else dtype
+        dtype, quantize = export.exported_dtype, export.quantize
         if adapter is None:
-            groups = WeightExport(model, dtype=dtype, names=names, entries=entries).groups
+            groups = export.prepare(model, entries).groups
         else:
             groups = _adapter_groups(adapter_tensors(model, entries, adapter), dtype)
         mesh = model_mesh(entries)

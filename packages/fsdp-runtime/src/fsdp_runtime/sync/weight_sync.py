@@ -91,7 +91,7 @@ class WeightSync:
 
     Example:
         >>> import torch, tp_plans
-        >>> from fsdp_runtime import ModelShards, WeightSync
+        >>> from fsdp_runtime.sync import ModelShards, WeightSync
         >>> trained, engine = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
         >>> shards, target = ModelShards(trained), ModelShards(engine)
         >>> plan = tp_plans.plan_transfer(shards.layout, target.layout)

@@ -116,7 +116,7 @@ def _check(args: Any, kwargs: dict[str, Any], *, tp: int) -> None:
     """Raise :class:`OptionError` for what GRPO cannot do on a mesh."""
     refused = {
         "use_vllm": "it reads parameters that are sharded: generate in an engine of your own (rollout_func) and send "
-        "it the weights with fsdp_runtime.send_weights",
+        "it the weights with fsdp_runtime.sync.send_weights",
         "use_transformers_continuous_batching": "it is not covered: leave it off",
         "sync_ref_model": "it is not covered: leave it off",
         "cast_lm_head_to_fp32": "it replaces the sharded head: leave it off, or load float32 weights",

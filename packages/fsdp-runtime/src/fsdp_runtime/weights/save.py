@@ -89,7 +89,8 @@ def save_weights(
     with raise_on_all(ranks) as step:
         target = require_path("directory", directory)
         step.value = os.path.normpath(target)
-        export = WeightExport(model, dtype=dtype, names=names, quantize=quantize, entries=entries)
+        options = WeightExport(dtype=dtype, names=names, quantize=quantize, bucket_bytes=bucket_bytes)
+        export = options.prepare(model, entries)
         items = export.tensors
         config_dtype = next((item.dtype for item in items if item.dtype.is_floating_point), torch.get_default_dtype())
         if quantize is not None:
@@ -97,7 +98,7 @@ def save_weights(
         shards = list(split_by_bytes(items, max_shard_bytes))
     require_equal_on_all("directory", step.values)
     with _work_directory(target, ranks) as work:
-        _write_shards(shards, export.stream(bucket_bytes), work, ranks)
+        _write_shards(shards, export.stream(), work, ranks)
         with raise_on_all(ranks):
             if work is not None:
                 if is_transformers_model(base_model(model)):

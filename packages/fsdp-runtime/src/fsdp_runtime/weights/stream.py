@@ -45,44 +45,104 @@ class WeightInfo:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WeightExport:
-    """A prepared export of a model's weights, for several uses: metadata, a stream, buckets.
+    """How weights leave a model: their dtype, names and precision, and how much of them is gathered at once.
 
-    Preparing resolves names and conversions, without communication.  The export refers to the model's parameters and
-    buffers: prepare a new one after these were replaced (values may change, as in training).
+    Every way out takes one: :func:`~fsdp_runtime.sync.send_weights`, :class:`~fsdp_runtime.sync.ModelShards`,
+    :class:`~fsdp_runtime.sync.WeightSource` and :func:`~fsdp_runtime.sync.digest`, and its own methods.
 
     Args:
-        model: plain, sharded over ``tp``, sharded by FSDP2, or both.
         dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
         quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
+        bucket_bytes: gather up to this many bytes of full tensors at once, at least one parameter.  The peak is about
+            this plus the largest parameter, plus the buffers of one more axis under TP and FSDP2.
 
     Raises:
-        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
-        OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
+        OptionError: ``bucket_bytes`` is not positive; at use, ``dtype`` is not a floating-point dtype, or ``names`` is
+            unknown.
 
     Example:
+        >>> import torch
         >>> from torch import nn
-        >>> from fsdp_runtime import WeightExport
-        >>> export = WeightExport(nn.Linear(2, 3))
-        >>> [(weight.name, weight.shape) for weight in export.metadata()]
-        [('weight', (3, 2)), ('bias', (3,))]
-        >>> [name for bucket in export.buckets() for name, tensor in bucket]
+        >>> from fsdp_runtime.sync import WeightExport
+        >>> model, export = nn.Linear(2, 3), WeightExport(dtype=torch.bfloat16)
+        >>> export.describe(model)[0]
+        WeightInfo(name='weight', dtype=torch.bfloat16, shape=(3, 2))
+        >>> [name for bucket in export.buckets(model) for name, tensor in bucket]
         ['weight', 'bias']
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        dtype: torch.dtype | None = None,
-        names: Names = "checkpoint",
-        quantize: Quantization | None = None,
-        entries: Sequence[StateEntry] | None = None,
-    ) -> None:
-        dtype = torch.bfloat16 if dtype is None and quantize is not None else dtype
-        self._dtype, self._quantize = dtype, quantize
-        self._groups = export_groups(model, dtype=dtype, names=names, entries=entries)
+    dtype: torch.dtype | None = None
+    names: Names = "checkpoint"
+    quantize: Quantization | None = None
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise OptionError(f"bucket_bytes={self.bucket_bytes}: give a positive number of bytes")
+
+    @property
+    def exported_dtype(self) -> torch.dtype | None:
+        """The dtype of floating-point tensors that are not quantized; ``None`` for each one's."""
+        return torch.bfloat16 if self.dtype is None and self.quantize is not None else self.dtype
+
+    def describe(self, model: nn.Module) -> list[WeightInfo]:
+        """Return names, dtypes and shapes in the order of :meth:`stream`; no communication, equal on every rank.
+
+        Raises:
+            ConversionError, OptionError: as :meth:`prepare`.
+        """
+        return self.prepare(model).metadata()
+
+    def stream(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight as a full plain tensor, on every rank; see :func:`~fsdp_runtime.stream_weights`.
+
+        Raises:
+            ConversionError, OptionError: as :meth:`prepare`.
+        """
+        yield from self.prepare(model).stream()
+
+    def buckets(self, model: nn.Module) -> Iterator[Bucket]:
+        """Yield the weights of :meth:`stream` in lists, each of one dtype and up to ``bucket_bytes``.
+
+        For receivers in this process, such as vLLM's ``load_weights``.  Collective: every rank has to exhaust the
+        iterator.  A larger weight has a list of its own.  Drop a bucket before requesting the next.
+
+        Raises:
+            ConversionError, OptionError: as :meth:`prepare`.
+        """
+        yield from self.prepare(model).buckets()
+
+    def prepare(self, model: nn.Module, entries: Sequence[StateEntry] | None = None) -> ExportedModel:
+        """Resolve names and conversions once for several uses, for instance one per step; no communication.
+
+        Args:
+            model: plain, sharded over ``tp``, sharded by FSDP2, or both.
+            entries: the model's state, where it is known.
+
+        Raises:
+            ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are
+                quantized.
+            OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
+        """
+        return ExportedModel(self, export_groups(model, dtype=self.exported_dtype, names=self.names, entries=entries))
+
+
+class ExportedModel:
+    """A model's weights with names and conversions resolved: metadata, a stream, buckets, each as often as wanted.
+
+    It refers to the model's parameters and buffers: prepare a new one after these were replaced (values may change, as
+    in training).
+
+    Args:
+        options: how the weights are exported.
+        groups: the tensors of the model that are exported together, in order.
+    """
+
+    def __init__(self, options: WeightExport, groups: list[ExportGroup]) -> None:
+        self._options, self._groups, self._quantize = options, groups, options.quantize
 
     @property
     def groups(self) -> list[ExportGroup]:
@@ -105,27 +165,28 @@ class WeightExport:
         """Return names, dtypes and shapes in the order of :meth:`stream`; no communication."""
         return [WeightInfo(item.name, item.dtype, item.shape) for item in self.tensors]
 
-    def stream(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight as a full plain tensor, on every rank; see :func:`stream_weights`.  Collective."""
-        return without_inference_mode(self._stream(bucket_bytes))
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight as a full plain tensor, on every rank.  Collective."""
+        return without_inference_mode(self._stream())
 
-    def buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
-        """Yield lists of weights of one dtype, up to ``bucket_bytes``; see :func:`stream_buckets`.  Collective."""
-        return without_inference_mode(self._buckets(bucket_bytes))
+    def buckets(self) -> Iterator[Bucket]:
+        """Yield lists of weights of one dtype, up to ``bucket_bytes``.  Collective."""
+        return without_inference_mode(self._buckets())
 
-    def _stream(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        for groups in self._batches(bucket_bytes):
+    def _stream(self) -> Iterator[tuple[str, Tensor]]:
+        for groups in split_by_bytes(self._groups, self._options.bucket_bytes):
             for item, tensor in self.gather(groups):
                 yield item.name, tensor
                 del tensor
 
-    def _buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        for groups in self._batches(bucket_bytes):  # no bucket waits here while the next groups are gathered
+    def _buckets(self) -> Iterator[Bucket]:
+        limit = self._options.bucket_bytes
+        for groups in split_by_bytes(self._groups, limit):  # no bucket waits here while the next groups are gathered
             open_buckets: dict[torch.dtype, Bucket] = {}  # quantized weights and their scales alternate
             sizes: dict[torch.dtype, int] = {}
             for item, tensor in self.gather(groups):
                 size = sizes.get(tensor.dtype, 0) + tensor.nbytes
-                if size > bucket_bytes and tensor.dtype in open_buckets:
+                if size > limit and tensor.dtype in open_buckets:
                     yield open_buckets.pop(tensor.dtype)
                     size = tensor.nbytes
                 open_buckets.setdefault(tensor.dtype, []).append((item.name, tensor))
@@ -134,15 +195,11 @@ class WeightExport:
             while open_buckets:
                 yield open_buckets.pop(next(iter(open_buckets)))
 
-    def _batches(self, bucket_bytes: int) -> Iterator[list[ExportGroup]]:
-        """Yield the groups that are gathered together."""
-        if bucket_bytes < 1:
-            raise OptionError(f"bucket_bytes={bucket_bytes}: give a positive number of bytes")
-        yield from split_by_bytes(self._groups, bucket_bytes)
-
     def gather(self, groups: Sequence[ExportGroup]) -> Iterator[tuple[ExportedTensor, Tensor]]:
         """Yield the weights of some of the groups, gathered together.  Collective."""
-        full = full_tensors([tensor for group in groups for tensor in group.sources.values()], dtype=self._dtype)
+        full = full_tensors(
+            [tensor for group in groups for tensor in group.sources.values()], dtype=self._options.exported_dtype
+        )
         for group in groups:
             for item, tensor in group.produce({name: next(full) for name in group.sources}):
                 parts = self._parts(item)
@@ -202,78 +259,7 @@ def stream_weights(
         weight (3, 2) torch.bfloat16
         bias (3,) torch.bfloat16
     """
-    yield from WeightExport(model, dtype=dtype, names=names, quantize=quantize).stream(bucket_bytes)
-
-
-def stream_buckets(
-    model: nn.Module,
-    *,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    dtype: torch.dtype | None = None,
-    names: Names = "checkpoint",
-    quantize: Quantization | None = None,
-) -> Iterator[Bucket]:
-    """Yield the weights of :func:`stream_weights` in lists, each of one dtype and up to ``bucket_bytes``.
-
-    For receivers in this process, such as vLLM's ``load_weights``.  Collective: every rank has to exhaust the iterator.
-    Drop a bucket before requesting the next.
-
-    Args:
-        model: plain, sharded over ``tp``, sharded by FSDP2, or both.
-        bucket_bytes: bytes of a list; a larger weight has a list of its own.
-        dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
-        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
-        quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
-
-    Yields:
-        Lists of names and full tensors.
-
-    Raises:
-        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
-        OptionError: ``bucket_bytes`` is not positive, ``dtype`` not a floating-point dtype, or ``names`` unknown.
-
-    Example:
-        >>> from torch import nn
-        >>> from fsdp_runtime.weights import stream_buckets
-        >>> engine = nn.Linear(2, 3)
-        >>> for bucket in stream_buckets(nn.Linear(2, 3)):
-        ...     _ = engine.load_state_dict(dict(bucket))
-    """
-    yield from WeightExport(model, dtype=dtype, names=names, quantize=quantize).buckets(bucket_bytes)
-
-
-def describe_weights(
-    model: nn.Module,
-    *,
-    dtype: torch.dtype | None = None,
-    names: Names = "checkpoint",
-    quantize: Quantization | None = None,
-) -> list[WeightInfo]:
-    """Return names, dtypes and shapes of :func:`stream_weights` with the same arguments, in its order.
-
-    No communication; equal on every rank.
-
-    Args:
-        model: plain, sharded over ``tp``, sharded by FSDP2, or both.
-        dtype: dtype of exported floating-point tensors; ``None`` keeps each one's.
-        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
-        quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
-
-    Returns:
-        One entry per weight.
-
-    Raises:
-        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
-        OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from fsdp_runtime.weights import describe_weights
-        >>> describe_weights(nn.Linear(2, 3, bias=False), dtype=torch.bfloat16)
-        [WeightInfo(name='weight', dtype=torch.bfloat16, shape=(3, 2))]
-    """
-    return WeightExport(model, dtype=dtype, names=names, quantize=quantize).metadata()
+    yield from WeightExport(dtype=dtype, names=names, quantize=quantize, bucket_bytes=bucket_bytes).stream(model)
 
 
 def split_by_bytes(items: Sequence[_T], limit: int) -> Iterator[list[_T]]:

@@ -69,10 +69,9 @@ class Quantization:
 
     Example:
         >>> import torch
-        >>> from fsdp_runtime import Quantization
-        >>> from fsdp_runtime.weights import describe_weights
-        >>> for weight in describe_weights(torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False)),
-        ...                                quantize=Quantization(format="fp8_block")):
+        >>> from fsdp_runtime.sync import Quantization, WeightExport
+        >>> export = WeightExport(quantize=Quantization(format="fp8_block"))
+        >>> for weight in export.describe(torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False))):
         ...     print(weight.name, weight.shape, weight.dtype)
         0.weight (128, 256) torch.float8_e4m3fn
         0.weight_scale_inv (1, 2) torch.float32

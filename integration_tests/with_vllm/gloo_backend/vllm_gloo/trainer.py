@@ -1,6 +1,6 @@
 """The gloo backend for ``WeightTransferTrainerFactory``, for trainers that have vLLM in their environment.
 
-Imported by that factory alone.  Without vLLM, use :class:`~fsdp_runtime.sync.vllm.EngineSync` itself.
+Imported by that factory alone.  Without vLLM, use :class:`~vllm_gloo.EngineSync` itself.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from vllm.distributed.weight_transfer import base
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.sync.vllm.plugin import BACKEND
-from fsdp_runtime.sync.vllm.report import EngineSyncReport
-from fsdp_runtime.sync.vllm.source import WeightSource
-from fsdp_runtime.sync.vllm.sync import EngineSync
+from fsdp_runtime.sync.vllm_source import WeightSource
+from vllm_gloo.plugin import BACKEND
+from vllm_gloo.report import EngineSyncReport
+from vllm_gloo.sync import EngineSync
 
 
 @dataclass
@@ -46,7 +46,7 @@ class GlooTrainerWeightTransferEngine(base.TrainerWeightTransferEngine):
     def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client: Any, source: Any = None) -> Any:
         """Return an engine for this rank; the group with the workers is formed by the first update."""
         if not isinstance(source, WeightSource):
-            raise OptionError("source: give a fsdp_runtime.sync.vllm.WeightSource")
+            raise OptionError("source: give a fsdp_runtime.sync.WeightSource")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         engine.sync = EngineSync(
             source,

@@ -15,9 +15,8 @@ from fsdp_runtime.sharded.collectives import all_reduce_over, mesh_ranks
 from fsdp_runtime.sharded.hashing import hash_box
 from fsdp_runtime.sync.groups import rank_in
 from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
-from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.sync.tensor_views import block_view, box_views, inside, torch_dtype
-from fsdp_runtime.weights.naming import Names
+from fsdp_runtime.weights.stream import WeightExport
 from tp_plans import TransferLayout, TransferPlan, plan_cover
 from tp_plans.transfer.boxes import Box, box_shape
 
@@ -25,9 +24,7 @@ from tp_plans.transfer.boxes import Box, box_shape
 def digest(
     model: nn.Module,
     *,
-    dtype: torch.dtype | None = None,
-    names: Names = "checkpoint",
-    quantize: Quantization | None = None,
+    export: WeightExport = WeightExport(),
 ) -> dict[str, int]:
     """Return one number per exported weight, the same however the model is sharded.
 
@@ -37,9 +34,7 @@ def digest(
 
     Args:
         model: plain or parallelized.
-        dtype: the dtype in which weights are sent; ``None`` keeps each one's.
-        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
-        quantize: hash linear layers in low precision, with their scales, as :class:`ModelShards` sends them.
+        export: the names, dtype and precision in which the weights are hashed, as :class:`ModelShards` sends them.
 
     Returns:
         Digests by exported name, in model order, on every rank.
@@ -49,12 +44,12 @@ def digest(
 
     Example:
         >>> import copy, torch
-        >>> from fsdp_runtime import digest
+        >>> from fsdp_runtime.sync import digest
         >>> model = torch.nn.Linear(2, 3)
         >>> digest(model) == digest(copy.deepcopy(model))
         True
     """
-    shards = ModelShards(model, dtype=dtype, names=names, quantize=quantize)
+    shards = ModelShards(model, export=export)
     shards.refresh()
     groups = mesh_ranks(state_entries(model)).groups
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -82,7 +77,7 @@ def digest_layout(
 
     Example:
         >>> import torch
-        >>> from fsdp_runtime import ModelShards, digest, digest_layout
+        >>> from fsdp_runtime.sync import ModelShards, digest, digest_layout
         >>> model = torch.nn.Linear(2, 3)
         >>> shards = ModelShards(model)
         >>> digest_layout(shards.layout, shards.local) == digest(model)
@@ -114,7 +109,7 @@ def verify_transfer(
 
     Example:
         >>> import torch, tp_plans
-        >>> from fsdp_runtime import ModelShards, execute_transfer, verify_transfer
+        >>> from fsdp_runtime.sync import ModelShards, execute_transfer, verify_transfer
         >>> shards, target = ModelShards(torch.nn.Linear(2, 3)), ModelShards(torch.nn.Linear(2, 3))
         >>> plan = tp_plans.plan_transfer(shards.layout, target.layout)
         >>> execute_transfer(plan, source=shards.local, destination=target.local)

@@ -5,6 +5,7 @@ Trainer and workers are those of the package, in threads of one process; vLLM's 
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -16,10 +17,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime import OptionError, WeightSyncError
+from fsdp_runtime import OptionError
+from fsdp_runtime.sync import WeightExport, WeightSyncError
 from harness.models import tiny_model
 
-OURS = "fsdp_runtime.sync.vllm"
+OURS = "vllm_gloo"
 
 
 class Engine:
@@ -103,7 +105,8 @@ def ours(release: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     loader = ModuleType(f"{OURS}.reload")
     loader.__dict__.update(load_into=load_into, try_on_meta=try_on_meta)
     monkeypatch.setitem(sys.modules, loader.__name__, loader)
-    modules = {name: importlib.import_module(f"{OURS}.{name}") for name in ("sync", "source", "worker", "plugin")}
+    modules = {name: importlib.import_module(f"{OURS}.{name}") for name in ("sync", "worker", "plugin")}
+    modules["source"] = importlib.import_module("fsdp_runtime.sync.vllm_source")
     return SimpleNamespace(**modules, worker_class=modules["worker"].GlooWeightTransferEngine)
 
 
@@ -150,7 +153,7 @@ def test_what_the_engine_refuses_is_not_sent(ours: Any, model: nn.Module) -> Non
     engine = Engine(ours.worker_class)
     ours.sync.EngineSync(ours.source.WeightSource(model), engine, timeout_s=20).update("a")
     engine.calls.clear()
-    fp8 = ours.source.WeightSource(model, dtype=torch.float8_e4m3fn)
+    fp8 = ours.source.WeightSource(model, export=WeightExport(dtype=torch.float8_e4m3fn))
     with pytest.raises(WeightSyncError, match=r"version 'b' \(it has version 'a'\).* float8_e4m3fn.*not quantized"):
         ours.sync.EngineSync(fp8, engine, timeout_s=20).update("b")
     other = ours.source.WeightSource(tiny_model("Qwen3ForCausalLM", dtype=torch.float32, tied=True, vocab_size=99))
@@ -244,7 +247,15 @@ def test_the_entry_point_names_the_plugin(ours: Any) -> None:
     import tomllib
     from pathlib import Path
 
-    settings = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    settings = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     (target,) = settings["project"]["entry-points"]["vllm.general_plugins"].values()
     module, _, function = target.partition(":")
     assert getattr(importlib.import_module(module), function) is ours.plugin.register
+
+
+def test_examples_print_what_they_say() -> None:
+    for name, module in (("EngineClient", "client"), ("EngineSync", "sync")):
+        found = importlib.import_module(f"{OURS}.{module}")
+        (example,) = doctest.DocTestFinder(recurse=False).find(getattr(found, name), module=found)
+        results = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL).run(example)
+        assert (results.failed, results.attempted > 0) == (0, True)

@@ -10,7 +10,7 @@ def register() -> None:
     """Register the gloo backend with vLLM's factories for workers and for trainers; a second call changes nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-    from fsdp_runtime.sync.vllm._vllm_compat import is_registered
+    from vllm_gloo._vllm_compat import is_registered
 
     package = __name__.rpartition(".")[0]
     for factory, module, name in (

@@ -118,7 +118,8 @@ def _base(release: str) -> SimpleNamespace:
     return SimpleNamespace(**names, **({} if old else {"Shard": _Shard, "Replicate": _Replicate}))
 
 
-OURS = "fsdp_runtime.sync.vllm"
+#: Modules that are defined by what vLLM is at their import.
+OURS = ("vllm_gloo.", "fsdp_runtime.sync.vllm_source")
 
 
 @pytest.fixture(params=["0.32", "0.33"])
@@ -144,8 +145,8 @@ def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         fakes[module.__name__] = module
     for name, module in fakes.items():
         monkeypatch.setitem(sys.modules, name, module)
-    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(f"{OURS}.")}
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(OURS)}
     yield request.param
-    for name in [name for name in sys.modules if name.startswith(f"{OURS}.")]:
+    for name in [name for name in sys.modules if name.startswith(OURS)]:
         del sys.modules[name]
     sys.modules.update(kept)

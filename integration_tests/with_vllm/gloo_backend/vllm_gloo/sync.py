@@ -15,12 +15,12 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.sync.broadcast import flatten_bucket
-from fsdp_runtime.sync.vllm.background import LAST_WORD_S, Background, ignore_errors
-from fsdp_runtime.sync.vllm.gloo_group import GlooGroup, open_group, open_store
-from fsdp_runtime.sync.vllm.messages import GlooInit, GlooUpdate, buckets
-from fsdp_runtime.sync.vllm.report import EngineSyncReport
-from fsdp_runtime.sync.vllm.source import WeightSource
+from fsdp_runtime.sync.vllm_source import WeightSource
 from fsdp_runtime.weights.stream import WeightInfo
+from vllm_gloo.background import LAST_WORD_S, Background, ignore_errors
+from vllm_gloo.gloo_group import GlooGroup, open_group, open_store
+from vllm_gloo.messages import GlooInit, GlooUpdate, buckets
+from vllm_gloo.report import EngineSyncReport
 
 _T = TypeVar("_T")
 
@@ -54,7 +54,8 @@ class EngineSync:
 
     Example:
         >>> from torch import nn
-        >>> from fsdp_runtime.sync.vllm import EngineClient, EngineSync, WeightSource
+        >>> from fsdp_runtime.sync import WeightSource
+        >>> from vllm_gloo import EngineClient, EngineSync
         >>> sync = EngineSync(WeightSource(nn.Linear(2, 3)), EngineClient("http://127.0.0.1:9", timeout_s=1))
         >>> sync.update("1")
         Traceback (most recent call last):
@@ -249,7 +250,7 @@ class EngineSync:
         """Run a part of an update; the message of its error."""
         try:
             part()
-        except Exception as error:  # noqa: BLE001 (every rank raises it)
+        except Exception as error:
             return self._message(error, version)
         return None
 
@@ -259,7 +260,7 @@ class EngineSync:
         if self._is_sender and failure is None:
             try:
                 outcome[0] = part()
-            except Exception as error:  # noqa: BLE001 (every rank raises it)
+            except Exception as error:
                 outcome[1] = self._message(error, version)
         if self._distributed:
             dist.broadcast_object_list(outcome, group=self._group, group_src=0)
@@ -274,7 +275,7 @@ class EngineSync:
         text = str(error) or f"no answer within {self._timeout_s:g} s"
         try:
             held = f"it has version {self._client.weight_version(timeout_s=LAST_WORD_S)!r}"
-        except Exception:  # noqa: BLE001 (of any client)
+        except Exception:
             return f"the engine did not take version {version!r} (it does not answer): {text}"
         if self._session:
             self._finish()

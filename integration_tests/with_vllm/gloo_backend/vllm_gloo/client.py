@@ -29,7 +29,7 @@ class EngineClient:
         OptionError: the URL is none, or the time is not positive.
 
     Example:
-        >>> from fsdp_runtime.sync.vllm import EngineClient
+        >>> from vllm_gloo import EngineClient
         >>> EngineClient("http://127.0.0.1:8000/").url
         'http://127.0.0.1:8000'
     """

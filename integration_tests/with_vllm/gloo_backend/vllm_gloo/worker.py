@@ -18,9 +18,9 @@ from vllm.distributed.weight_transfer import base
 
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.sync.broadcast import unflatten_bucket
-from fsdp_runtime.sync.vllm.gloo_group import GlooGroup, join_group
-from fsdp_runtime.sync.vllm.messages import GlooInit, GlooUpdate, buckets, dtype_name
-from fsdp_runtime.sync.vllm.reload import load_into, try_on_meta
+from vllm_gloo.gloo_group import GlooGroup, join_group
+from vllm_gloo.messages import GlooInit, GlooUpdate, buckets, dtype_name
+from vllm_gloo.reload import load_into, try_on_meta
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class _Update(GlooUpdate, base.WeightTransferUpdateInfo):
 
 
 class GlooWeightTransferEngine(base.WeightTransferEngine):
-    """vLLM's worker side of the backend ``gloo``; see :class:`fsdp_runtime.sync.vllm.EngineSync`."""
+    """vLLM's worker side of the backend ``gloo``; see :class:`vllm_gloo.EngineSync`."""
 
     init_info_cls, update_info_cls = _Init, _Update
     supports_draft_weight_update = False
@@ -87,7 +87,7 @@ class GlooWeightTransferEngine(base.WeightTransferEngine):
         problem = ""
         try:
             parts[update_info.action](update_info, group)
-        except Exception as error:  # noqa: BLE001 (the trainer raises it)
+        except Exception as error:
             logger.warning("weight update, part %s: %s", update_info.action, error)
             problem = str(error) or type(error).__name__
         with suppress(Exception):  # a trainer that died is told nothing

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime import WeightSyncError
-from fsdp_runtime.weights import WeightInfo
+from fsdp_runtime.sync import WeightInfo, WeightSyncError
 
-OURS = "fsdp_runtime.sync.vllm"
+OURS = "vllm_gloo"
 
 
 class _Reload:

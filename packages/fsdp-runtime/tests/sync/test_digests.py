@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tp_plans
-from fsdp_runtime import (
+from fsdp_runtime import parallelize, stream_weights
+from fsdp_runtime.sharded.hashing import hash_bits, hash_box
+from fsdp_runtime.sync import (
     ModelShards,
+    WeightExport,
     WeightSyncError,
     digest,
     digest_layout,
     execute_transfer,
-    parallelize,
-    stream_weights,
     verify_transfer,
 )
-from fsdp_runtime.sharded.hashing import hash_bits, hash_box
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -64,7 +64,9 @@ def _digests() -> list[dict[str, int]]:
     found = []
     for axes in AXES:
         model = _with_a_tower()
-        found.append(digest(parallelize(model, mesh_for(axes)) if axes else model, dtype=torch.bfloat16))
+        found.append(
+            digest(parallelize(model, mesh_for(axes)) if axes else model, export=WeightExport(dtype=torch.bfloat16))
+        )
     return found
 
 
@@ -79,13 +81,15 @@ def _engine_after(change: str) -> tuple[str, bool]:
     """What verification says after a transfer to an engine of two ranks and two replicas, and one change."""
     rank = dist.get_rank()
     model = tiny_model("Qwen3ForCausalLM", dtype=torch.float32)
-    shards = ModelShards(parallelize(model, mesh_for({"dp_shard": 2, "tp": 2})), dtype=torch.bfloat16)
+    shards = ModelShards(
+        parallelize(model, mesh_for({"dp_shard": 2, "tp": 2})), export=WeightExport(dtype=torch.bfloat16)
+    )
     size = EngineSize(num_attention_heads=4, num_key_value_heads=4, tp=2)
     engine = tp_plans.engine_layout(shards.layout.tensors, size, replicas=2)
     local = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in engine.local_shapes(rank).items()}
     plan = tp_plans.plan_transfer(shards.layout, engine)
     execute_transfer(plan, source=shards.local, destination=local, bucket_bytes=50_000)
-    same = digest_layout(engine, local) == digest(model, dtype=torch.bfloat16)
+    same = digest_layout(engine, local) == digest(model, export=WeightExport(dtype=torch.bfloat16))
     if change == "engine" and rank == 3:
         _flip(local["model.layers.1.self_attn.qkv_proj.weight"][-1, -1:])
         _flip(local["model.norm.weight"][5:6])

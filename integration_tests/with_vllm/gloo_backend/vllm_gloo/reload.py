@@ -15,7 +15,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from fsdp_runtime._torch_compat import TorchDispatchMode
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.sync.vllm._vllm_compat import (
+from fsdp_runtime.weights.stream import WeightInfo
+from vllm_gloo._vllm_compat import (
     drop_pending,
     lost_parameters,
     partly_loaded,
@@ -23,9 +24,8 @@ from fsdp_runtime.sync.vllm._vllm_compat import (
     tensor_parallel_rank,
     vocabulary_parameters,
 )
-from fsdp_runtime.sync.vllm.cpu_repack import repack
-from fsdp_runtime.sync.vllm.gpt_oss import loadable_parts, sinks_parameter
-from fsdp_runtime.weights.stream import WeightInfo
+from vllm_gloo.cpu_repack import repack
+from vllm_gloo.gpt_oss import loadable_parts, sinks_parameter
 
 
 def load_into(model: Any, model_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:

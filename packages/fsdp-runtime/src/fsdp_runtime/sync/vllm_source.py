@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.sync.model_layout import ModelShards
-from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.sync.tensor_views import block_view
-from fsdp_runtime.sync.vllm.placements import MeshPlacement, mesh_placement
-from fsdp_runtime.weights.naming import Names
-from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, WeightExport, WeightInfo
+from fsdp_runtime.sync.vllm_placements import MeshPlacement, mesh_placement
+from fsdp_runtime.weights.stream import WeightExport, WeightInfo
 
 _base: Any = None
 with suppress(ImportError):
@@ -65,18 +63,16 @@ class WeightSource(_Base):
 
     Args:
         model: plain, or sharded by ``parallelize``.
-        dtype: the dtype in which floating-point tensors are sent; ``None`` keeps each one's.
-        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, which vLLM expects.
-        quantize: send linear layers in low precision, with their scales; full tensors only.
-        bucket_bytes: gather up to this many bytes at once.
+        export: how the weights are exported; vLLM expects the names of the checkpoint.  Full tensors only with
+            ``quantize``.
 
     Raises:
         ConversionError: the model's tensors differ from those of its class, or are quantized.
-        OptionError: ``bucket_bytes`` is not positive, ``dtype`` not a floating-point dtype, or ``names`` unknown.
+        OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
 
     Example:
         >>> from torch import nn
-        >>> from fsdp_runtime.sync.vllm import WeightSource
+        >>> from fsdp_runtime.sync import WeightSource
         >>> source = WeightSource(nn.Linear(2, 3))
         >>> [(meta.name, meta.shape) for meta in source.metadata] == [(m.name, m.shape) for m in source.metadata()]
         True
@@ -88,18 +84,12 @@ class WeightSource(_Base):
         self,
         model: nn.Module,
         *,
-        dtype: torch.dtype | None = None,
-        names: Names = "checkpoint",
-        quantize: Quantization | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        export: WeightExport = WeightExport(),
     ) -> None:
-        if bucket_bytes < 1:
-            raise OptionError(f"bucket_bytes={bucket_bytes}: give a positive number of bytes")
-        self._export = WeightExport(model, dtype=dtype, names=names, quantize=quantize)
-        self._bucket_bytes, self._shards = bucket_bytes, None
-        if quantize is None:
+        self._export, self._shards = export.prepare(model), None
+        if export.quantize is None:
             try:
-                self._shards = ModelShards(model, dtype=dtype, names=names)
+                self._shards = ModelShards(model, export=export)
             except (ConversionError, OptionError):  # no blocks of the model's tensors: full tensors only
                 self._shards = None
 
@@ -118,7 +108,7 @@ class WeightSource(_Base):
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight as a full tensor, on every rank; collective over the model's ranks."""
-        return self._export.stream(self._bucket_bytes)
+        return self._export.stream()
 
     def iter_local(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of every weight, as ``metadata`` declares it; collective where one is gathered."""

@@ -1,0 +1,33 @@
+"""Every public name of this room; ``fsdp_runtime.sync`` imports this at the first use of one."""
+
+from __future__ import annotations
+
+from fsdp_runtime.errors import WeightSyncError
+from fsdp_runtime.sync.broadcast import flatten_bucket, send_weights, unflatten_bucket
+from fsdp_runtime.sync.digests import digest, digest_layout, verify_transfer
+from fsdp_runtime.sync.execute import execute_transfer
+from fsdp_runtime.sync.groups import transfer_group
+from fsdp_runtime.sync.model_layout import ModelShards
+from fsdp_runtime.sync.quantize.formats import Quantization
+from fsdp_runtime.sync.vllm_source import WeightSource
+from fsdp_runtime.sync.weight_sync import SyncReport, WeightSync
+from fsdp_runtime.weights.stream import WeightExport, WeightInfo
+
+__all__ = [
+    "ModelShards",
+    "Quantization",
+    "SyncReport",
+    "WeightExport",
+    "WeightInfo",
+    "WeightSource",
+    "WeightSync",
+    "WeightSyncError",
+    "digest",
+    "digest_layout",
+    "execute_transfer",
+    "flatten_bucket",
+    "send_weights",
+    "transfer_group",
+    "unflatten_bucket",
+    "verify_transfer",
+]
