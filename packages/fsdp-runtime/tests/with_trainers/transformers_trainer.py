@@ -282,6 +282,7 @@ def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
 
     from fsdp_runtime import trainers
 
+    monkeypatch.delitem(vars(trainers), "SFTTrainer", raising=False)  # kept from an earlier use
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.delitem(sys.modules, "fsdp_runtime.trainers.trl_trainers", raising=False)
     with pytest.raises(BackendError, match=r"pip install 'fsdp-runtime\[trl\]'"):
