@@ -2,7 +2,7 @@
 
 ``valid`` of a call returns the arguments of a right one; one or two of them are replaced by values of another type,
 shape, dtype or device.  An error is meant for the user if it is one of the package's, or a TypeError or ValueError that
-the package's own code raises and that names an argument.  For an argument of a wrong type, Python's own TypeError,
+the package's own code raises and that names an argument.  For an argument of a wrong type, a ValueError, TypeError,
 AttributeError or KeyError (of a mapping for a sequence) will do wherever it is raised, and torch's RuntimeError of a
 tensor for another value: types are for type checkers.
 """
@@ -202,7 +202,7 @@ def _type_errors(call: Call, values: dict[str, Any]) -> tuple[type[Exception], .
         name for name, value in values.items() if type(value) is not type(right[name]) or not isinstance(value, scalars)
     ]
     tensors = any(isinstance(values[name], Tensor) for name in wrong)
-    return (*((TypeError, AttributeError, KeyError) if wrong else ()), *((RuntimeError,) if tensors else ()))
+    return (*((TypeError, AttributeError, KeyError, ValueError) if wrong else ()), *((RuntimeError,) if tensors else ()))
 
 
 def _state(model: nn.Module) -> list[tuple[Any, ...]]:
