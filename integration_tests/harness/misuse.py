@@ -175,10 +175,21 @@ def use(result: Any) -> None:
 
 
 def _is_of_another_type(call: Call, name: str, value: Any) -> bool:
-    """Return True if a right call has an argument of a type that the value is not of."""
+    """Return True if the value, or an entry of it, is of a type that no right argument or entry is of."""
     default = inspect.signature(call.function).parameters[name].default
     right = [each for each in (call.valid().get(name, default), default) if each is not inspect.Parameter.empty]
-    return not any(type(value) is type(each) or isinstance(value, type(each)) for each in right)
+    return not any(_is_of_type_of(value, each) for each in right)
+
+
+def _is_of_type_of(value: Any, right: Any) -> bool:
+    alike = isinstance(value, type(right)) and isinstance(value, bool) == isinstance(right, bool)
+    return alike and _entry_types(value) <= _entry_types(right)
+
+
+def _entry_types(value: Any) -> set[type]:
+    if isinstance(value, dict):
+        return {*map(type, value), *map(type, value.values())}
+    return set(map(type, value)) if isinstance(value, (list, tuple)) else set()
 
 
 def _problem(

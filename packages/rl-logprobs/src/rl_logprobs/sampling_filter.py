@@ -54,8 +54,10 @@ class SamplingFilter:
     order: Literal["vllm", "transformers"] = "vllm"
 
     def __post_init__(self) -> None:
-        if self.top_k is not None and self.top_k < 1:
-            raise OptionError(f"top_k must be 1 or more, got {self.top_k}; leave it out to keep all tokens")
+        if self.top_k is not None and not (self.top_k >= 1 and self.top_k % 1 == 0):
+            raise OptionError(
+                f"top_k must be an integer of 1 or more, got {self.top_k}; leave it out to keep all tokens"
+            )
         if not 0 < self.top_p <= 1:
             raise OptionError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import is_integral, wide_dtype
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
-from rl_logprobs.policy.sequences import Sequences
+from rl_logprobs.policy.sequences import Sequences, check_count
 
 AdvantageMethod = Literal["grpo", "dr_grpo", "rloo"]
 
@@ -62,8 +62,7 @@ def group_advantages(
         raise DtypeError(f"groups must be integers, got {groups.dtype}")
     if rewards.is_complex():
         raise DtypeError(f"rewards must be real numbers, got {rewards.dtype}")
-    if num_groups < 1:
-        raise OptionError(f"num_groups must be 1 or more, got {num_groups}")
+    check_count("num_groups", num_groups)
     if not (eps >= 0 and math.isfinite(eps)):
         raise OptionError(f"eps must be 0 or more and finite, got {eps}")
     require_same_device(rewards=rewards, groups=groups)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
-from rl_logprobs.errors import OptionError, ShapeError
-from rl_logprobs.policy.sequences import Sequences, check_mask
+from rl_logprobs.errors import DtypeError, OptionError, ShapeError
+from rl_logprobs.policy.sequences import Sequences, check_count, check_mask
 
 Per = Literal["token", "sequence", "group"]
 
@@ -112,13 +112,16 @@ def plan_mean(
     given = [segments] if isinstance(segments, torch.Tensor) else segments
     if given is not None and len(given) != len(mask_list):
         raise ShapeError(f"{len(mask_list)} masks and {len(given)} segments; give one of each per micro-batch")
-    if num_segments is not None and num_segments < 1:
-        raise OptionError(f"num_segments must be 1 or more, got {num_segments}")
+    if num_segments is not None:
+        check_count("num_segments", num_segments)
     if given is None and num_segments is not None:
         raise OptionError(f"num_segments is {num_segments} without segments: give both, or neither")
     require_same_device(**{f"masks[{index}]": mask for index, mask in enumerate(mask_list)})
+    sparse = [mask.layout for mask in mask_list if mask.layout is not torch.strided]
+    if sparse:
+        raise DtypeError(f"masks must be dense, got {sparse[0]}")
     device = mask_list[0].device
-    groups = [group] if isinstance(group, dist.ProcessGroup) else list(group or ())
+    groups = [group] if isinstance(group, dist.ProcessGroup) else list(() if group is None else group)
     total = torch.zeros((), dtype=wide_dtype(device), device=device)
     segment_tokens = None
     if given is not None and num_segments is not None and per != "token":

@@ -76,8 +76,10 @@ def locate_logits(
         PlacementError: the logits are a partial sum, or the vocabulary is sharded over two mesh axes.
         OptionError: ``group`` or ``vocab_start`` is given for a DTensor, or ``group`` without ``vocab_size``.
     """
-    if not logits.is_floating_point():
-        raise DtypeError(f"logits must be floating point, got {logits.dtype}; pass the output of the LM head")
+    if not logits.is_floating_point() or logits.layout is not torch.strided:
+        raise DtypeError(
+            f"logits must be floating point and dense, got {logits.dtype} {logits.layout}; pass the LM head's output"
+        )
     if logits.dim() < 2 or 0 in logits.shape[:-1]:
         raise ShapeError(
             f"logits must be [..., tokens, vocab] with at least one token, got shape {tuple(logits.shape)}"
