@@ -15,7 +15,7 @@ import rl_logprobs
 from harness.ranks import RanksFailed
 from rl_logprobs import kl_estimate, token_kl
 from rl_logprobs.divergence import _check_same_shard
-from rl_logprobs.softmax.vocab_shard import LocalLogits, TokenSlice, VocabShard
+from rl_logprobs.softmax.vocab_shard import LocalLogits, TokenSlice, VocabColumns
 
 
 def problem(vocab, dtype=torch.float64, scale=3.0, seed=0):
@@ -190,7 +190,7 @@ def test_differently_sharded_vocabularies_are_described_in_words():
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     values, tokens = torch.zeros(1, 4), TokenSlice.all_of((1,))
-    shards = VocabShard(0, 4, 4, dist.group.WORLD), VocabShard(0, 4, 4, None)
+    shards = VocabColumns(0, 4, 4, dist.group.WORLD), VocabColumns(0, 4, 4, None)
     policy, reference = (LocalLogits(values, shard, tokens) for shard in shards)
     message = r"the policy holds columns 0 to 4 of 4 over ranks \[0\] and the reference columns 0 to 4 of 4 on one rank"
     with pytest.raises(rl_logprobs.PlacementError, match=message):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rl_logprobs
 from harness.pairwise import alternating_first
 from harness.ranks import RanksFailed
-from rl_logprobs import linear_token_logprobs, linear_token_statistics, token_statistics
+from rl_logprobs import VocabShard, linear_token_logprobs, linear_token_statistics, token_statistics
 from rl_logprobs.softmax import fused_linear
 
 FEATURES = 6
@@ -167,7 +167,7 @@ def test_padded_rows_of_the_head_have_no_probability_and_no_gradient():
     hidden, weight, _, targets = problem(16)
     targets = targets.clamp(max=10)
     sliced = values_and_gradients(linear_token_statistics, [hidden, weight[:11]], targets)
-    padded = values_and_gradients(linear_token_statistics, [hidden, weight], targets, vocab_size=11)
+    padded = values_and_gradients(linear_token_statistics, [hidden, weight], targets, shard=VocabShard(11))
     torch.testing.assert_close(padded[:3], sliced[:3], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(padded[3][:11], sliced[3], rtol=1e-12, atol=1e-12)
     assert (padded[3][11:] == 0).all()
@@ -194,7 +194,7 @@ def on_mesh(tp, vocab, form, dtype):
         rows = torch.arange(vocab).chunk(tp)
         rows = rows[mesh.get_local_rank("tp")] if mesh.get_local_rank("tp") < len(rows) else rows[0][:0]
         weight, bias = weight[rows].requires_grad_(), bias[rows].requires_grad_()
-        options |= {"group": mesh.get_group("tp"), "vocab_size": vocab}
+        options |= {"shard": VocabShard(vocab, mesh.get_group("tp"))}
     else:
         weight = distribute_tensor(weight, where, [Shard(0)]).requires_grad_()
         bias = distribute_tensor(bias, where, [Shard(0)]).requires_grad_()

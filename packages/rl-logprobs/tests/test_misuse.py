@@ -92,6 +92,7 @@ def sequence(name):
 CALLS = {
     "RatioMetrics.values": Call(rl_logprobs.ratio_metrics(**metrics()).values, lambda: {"group": dist.group.WORLD}),
     "SamplingFilter": Call(rl_logprobs.SamplingFilter),
+    "VocabShard": Call(rl_logprobs.VocabShard, lambda: {"vocab_size": VOCAB, "group": dist.group.WORLD, "start": 0}),
     "Support": Call(rl_logprobs.Support, lambda: {"ids": ids(4), "offsets": torch.tensor([0, 1, 4])}),
     "Support.from_completions": Call(
         rl_logprobs.Support.from_completions, lambda: {"masks": [[[1, 2], [3]]], "starts": [1], "length": 4}

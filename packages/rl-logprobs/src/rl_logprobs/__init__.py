@@ -1,6 +1,6 @@
 """Token log-probabilities and gradient norms for sharded models.
 
-Log-probabilities:   ``token_logprobs``, ``token_statistics``, ``next_token_targets``
+Log-probabilities:   ``token_logprobs``, ``token_statistics``, ``next_token_targets``, ``VocabShard``
 From hidden states:  ``linear_token_logprobs``, ``linear_token_statistics``
 Sampling:            ``SamplingFilter``, ``sample_tokens``
 Kept sets:           ``Support``, ``sampling_support``, ``kept_logprobs``
@@ -44,6 +44,7 @@ from rl_logprobs.policy.losses import PolicyLoss, cispo_loss, gspo_loss, ppo_los
 from rl_logprobs.policy.metrics import RatioMetrics, ratio_metrics
 from rl_logprobs.sampling import sample_tokens
 from rl_logprobs.sampling_filter import SamplingFilter
+from rl_logprobs.softmax.vocab_shard import VocabShard
 from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.support.record import sampling_support
 from rl_logprobs.targets import next_token_targets
@@ -69,6 +70,7 @@ __all__ = [
     "TargetError",
     "TokenStatistics",
     "TopTokens",
+    "VocabShard",
     "cispo_loss",
     "clip_grad_norm_",
     "clip_grads_with_norm_",

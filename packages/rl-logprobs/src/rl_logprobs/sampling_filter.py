@@ -16,7 +16,7 @@ from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import OptionError
 from rl_logprobs.softmax.log2_scale import TemperatureScale
 from rl_logprobs.softmax.threshold import ThresholdSearch
-from rl_logprobs.softmax.vocab_shard import VocabShard
+from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 #: The largest ``k`` for which the ranks exchange their ``k`` largest logits of each token.
 MAX_EXCHANGED_K = 256
@@ -68,7 +68,7 @@ class SamplingFilter:
 
 @torch.no_grad()
 def min_kept_logit(
-    logits: torch.Tensor, shard: VocabShard, temperature: float | torch.Tensor, sampling: SamplingFilter
+    logits: torch.Tensor, shard: VocabColumns, temperature: float | torch.Tensor, sampling: SamplingFilter
 ) -> torch.Tensor | None:
     """Return the least logit that the filter keeps, ``[tokens]`` in the statistics dtype; None if it keeps all.
 

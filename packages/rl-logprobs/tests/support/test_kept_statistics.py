@@ -14,6 +14,7 @@ import rl_logprobs
 from rl_logprobs import (
     SamplingFilter,
     Support,
+    VocabShard,
     kept_logprobs,
     linear_token_logprobs,
     linear_token_statistics,
@@ -235,7 +236,7 @@ def on_mesh(vocab):
     chunk = -(-vocab // 2)
     start = tp.get_local_rank() * chunk
     local = logits[..., start : start + chunk].clone().requires_grad_()
-    shard = {"logits": local, "group": group, "vocab_size": vocab}
+    shard = {"logits": local, "shard": VocabShard(vocab, group)}
     record("local shard", token_statistics, [local], targets=targets, support=support, **shard)
 
     permutation = torch.tensor([0, 5, 1, 4, 2, 3])
