@@ -328,13 +328,13 @@ def test_misplaced_input_is_refused_on_every_rank_before_any_collective(four_ran
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda h, w, b: (h[0, 0], w, {}), rl_logprobs.ShapeError, "tokens, features"),
-        (lambda h, w, b: (h, w[:, 1:], {}), rl_logprobs.ShapeError, r"\[vocab, 6\].*\(13, 5\)"),
-        (lambda h, w, b: (h, w, {"bias": b[1:]}), rl_logprobs.ShapeError, r"bias \(12,\)"),
-        (lambda h, w, b: (h, w.long(), {}), rl_logprobs.DtypeError, "weight must be floating"),
-        (lambda h, w, b: (h, w, {"softcap": 0.0}), rl_logprobs.OptionError, "softcap.*0.0"),
-        (lambda h, w, b: (h, w, {"logit_scale": math.inf}), rl_logprobs.OptionError, "logit_scale.*inf"),
-        (lambda h, w, b: (h, w[:10], {}), rl_logprobs.TargetError, r"\[0, 10\)"),
+        (lambda h, w, b: (h[0, 0], w, {}), rl_logprobs.errors.ShapeError, "tokens, features"),
+        (lambda h, w, b: (h, w[:, 1:], {}), rl_logprobs.errors.ShapeError, r"\[vocab, 6\].*\(13, 5\)"),
+        (lambda h, w, b: (h, w, {"bias": b[1:]}), rl_logprobs.errors.ShapeError, r"bias \(12,\)"),
+        (lambda h, w, b: (h, w.long(), {}), rl_logprobs.errors.DtypeError, "weight must be floating"),
+        (lambda h, w, b: (h, w, {"softcap": 0.0}), rl_logprobs.errors.OptionError, "softcap.*0.0"),
+        (lambda h, w, b: (h, w, {"logit_scale": math.inf}), rl_logprobs.errors.OptionError, "logit_scale.*inf"),
+        (lambda h, w, b: (h, w[:10], {}), rl_logprobs.errors.TargetError, r"\[0, 10\)"),
     ],
 )
 def test_bad_input_is_named(change, error, message):

@@ -232,7 +232,7 @@ def test_inplace_forward_refuses_what_still_needs_the_logits():
     loss = token_logprobs(logits, targets, inplace_forward=True).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    with pytest.raises(rl_logprobs.OptionError, match="use inplace_backward"):
+    with pytest.raises(rl_logprobs.errors.OptionError, match="use inplace_backward"):
         token_statistics(leaf, targets, entropy=True, inplace_forward=True)
 
 
@@ -277,26 +277,30 @@ def test_any_shape_dtype_and_magnitude_gives_the_float64_answer(tokens, vocab, d
 
 
 BAD_INPUT = {
-    "integer logits": (lambda x, t: (x.long(), t, {}), rl_logprobs.DtypeError, "floating point"),
-    "float targets": (lambda x, t: (x, t.float(), {}), rl_logprobs.DtypeError, "integer"),
-    "no vocabulary dim": (lambda x, t: (x[0], t, {}), rl_logprobs.ShapeError, "tokens, vocab"),
-    "no tokens": (lambda x, t: (x[:0], t[:0], {}), rl_logprobs.ShapeError, "at least one token"),
-    "targets of another shape": (lambda x, t: (x, t[:-1], {}), rl_logprobs.ShapeError, r"\(3,\).*\(4,\)"),
-    "target too large": (lambda x, t: (x, t + 9, {}), rl_logprobs.TargetError, r"\[0, 9\)"),
-    "negative target": (lambda x, t: (x, t * 0 - 1, {}), rl_logprobs.TargetError, "first is -1"),
-    "target in the padding": (lambda x, t: (x, t * 0 + 8, {"shard": VocabShard(8)}), rl_logprobs.TargetError, "8"),
-    "vocabulary too large": (lambda x, t: (x, t, {"shard": VocabShard(10)}), rl_logprobs.ShapeError, "10.*9"),
-    "temperature zero": (lambda x, t: (x, t, {"temperature": 0.0}), rl_logprobs.OptionError, "0.0"),
-    "temperature negative": (lambda x, t: (x, t, {"temperature": -1}), rl_logprobs.OptionError, "-1"),
-    "temperature NaN": (lambda x, t: (x, t, {"temperature": math.nan}), rl_logprobs.OptionError, "nan"),
+    "integer logits": (lambda x, t: (x.long(), t, {}), rl_logprobs.errors.DtypeError, "floating point"),
+    "float targets": (lambda x, t: (x, t.float(), {}), rl_logprobs.errors.DtypeError, "integer"),
+    "no vocabulary dim": (lambda x, t: (x[0], t, {}), rl_logprobs.errors.ShapeError, "tokens, vocab"),
+    "no tokens": (lambda x, t: (x[:0], t[:0], {}), rl_logprobs.errors.ShapeError, "at least one token"),
+    "targets of another shape": (lambda x, t: (x, t[:-1], {}), rl_logprobs.errors.ShapeError, r"\(3,\).*\(4,\)"),
+    "target too large": (lambda x, t: (x, t + 9, {}), rl_logprobs.errors.TargetError, r"\[0, 9\)"),
+    "negative target": (lambda x, t: (x, t * 0 - 1, {}), rl_logprobs.errors.TargetError, "first is -1"),
+    "target in the padding": (
+        lambda x, t: (x, t * 0 + 8, {"shard": VocabShard(8)}),
+        rl_logprobs.errors.TargetError,
+        "8",
+    ),
+    "vocabulary too large": (lambda x, t: (x, t, {"shard": VocabShard(10)}), rl_logprobs.errors.ShapeError, "10.*9"),
+    "temperature zero": (lambda x, t: (x, t, {"temperature": 0.0}), rl_logprobs.errors.OptionError, "0.0"),
+    "temperature negative": (lambda x, t: (x, t, {"temperature": -1}), rl_logprobs.errors.OptionError, "-1"),
+    "temperature NaN": (lambda x, t: (x, t, {"temperature": math.nan}), rl_logprobs.errors.OptionError, "nan"),
     "a temperature is zero": (
         lambda x, t: (x, t, {"temperature": torch.tensor([1.0, 0.0, 1.0, 1.0])}),
-        rl_logprobs.OptionError,
+        rl_logprobs.errors.OptionError,
         "least is 0.0",
     ),
     "temperatures of another shape": (
         lambda x, t: (x, t, {"temperature": torch.ones(3)}),
-        rl_logprobs.ShapeError,
+        rl_logprobs.errors.ShapeError,
         r"\(3,\).*\(4,\)",
     ),
 }
@@ -313,7 +317,7 @@ def test_bad_input_is_named(name):
 
 def test_a_shard_that_no_vocabulary_has_is_refused():
     for size in (0, -1, 2.5, math.nan):
-        with pytest.raises(rl_logprobs.ShapeError, match="vocab_size must be a positive integer"):
+        with pytest.raises(rl_logprobs.errors.ShapeError, match="vocab_size must be a positive integer"):
             VocabShard(size)
-    with pytest.raises(rl_logprobs.OptionError, match="give the group"):
+    with pytest.raises(rl_logprobs.errors.OptionError, match="give the group"):
         VocabShard(8, start=4)

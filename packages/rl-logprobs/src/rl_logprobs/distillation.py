@@ -34,7 +34,8 @@ class TopTokens(NamedTuple):
 
     Example:
         >>> import torch
-        >>> from rl_logprobs import TopTokens, topk_logprobs
+        >>> from rl_logprobs import topk_logprobs
+        >>> from rl_logprobs.distillation import TopTokens
         >>> isinstance(topk_logprobs(torch.zeros(2, 9), k=4), TopTokens)
         True
     """
