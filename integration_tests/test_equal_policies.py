@@ -123,7 +123,7 @@ def _train(
 
     masks = [local(row, row.targets >= 0) for row in rows]
     segments = [local(row, _by_token(row, [torch.full((n,), s) for s, n in _samples(row)], 0)[None]) for row in rows]
-    plan = rl_logprobs.plan_mean(
+    plan = rl_logprobs.mean_weights(
         masks, per="sequence", segments=segments, num_segments=BATCH, group=group, cp_group=cp_group,
         gradient_divide_factor=dp,
     )  # fmt: skip

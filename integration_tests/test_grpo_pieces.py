@@ -104,7 +104,7 @@ def test_first_update_is_the_plain_policy_gradient_over_all_tokens(grpo: SimpleN
     logprobs = torch.randn(3, 5, requires_grad=True)
     mask = torch.rand(3, 5) > 0.3
     advantages, old = torch.tensor([1.0, -0.5, 0.0]), logprobs.detach().clone()
-    plan = rl_logprobs.plan_mean([mask, torch.ones(2, 4)])
+    plan = rl_logprobs.mean_weights([mask, torch.ones(2, 4)])
     grpo.objective.policy_loss(logprobs, old, _batch(grpo, mask, old), advantages, plan).backward()
     torch.testing.assert_close(logprobs.grad, -(advantages[:, None] * mask) / (mask.sum() + 8))
 
@@ -113,7 +113,7 @@ def test_a_generator_that_differs_is_corrected_up_to_the_bound(grpo: SimpleNames
     old, mask = torch.full((1, 3), -1.0), torch.ones(1, 3, dtype=torch.bool)
     batch = _batch(grpo, mask, torch.tensor([[-1.0, -1.5, -9.0]]))
     new = old.clone().requires_grad_()
-    grpo.objective.policy_loss(new, old, batch, torch.tensor([3.0]), rl_logprobs.plan_mean(mask)).backward()
+    grpo.objective.policy_loss(new, old, batch, torch.tensor([3.0]), rl_logprobs.mean_weights(mask)).backward()
     torch.testing.assert_close(new.grad, -torch.tensor([[1.0, math.exp(0.5), grpo.objective.LARGEST_CORRECTION]]))
 
 

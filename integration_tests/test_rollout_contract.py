@@ -85,7 +85,7 @@ def _gradients(model: nn.Module, rollout: Rollout, axes: dict[str, int] | None, 
     masks = [local(rollout.mask, part) for part in parts]
     if len(rows) == 1:
         masks[1] = torch.zeros_like(masks[1])
-    plan = rl_logprobs.plan_mean(
+    plan = rl_logprobs.mean_weights(
         masks,
         per=per,  # type: ignore[arg-type]
         group=groups,

@@ -25,7 +25,7 @@ def advantages_of(rewards: torch.Tensor) -> torch.Tensor:
     """
     prompts, group = rewards.shape
     return rl_logprobs.group_advantages(
-        rewards.flatten(), torch.arange(prompts).repeat_interleave(group), num_groups=prompts
+        rewards.flatten(), torch.arange(prompts).repeat_interleave(group), num_prompts=prompts
     )
 
 
@@ -34,7 +34,7 @@ def policy_loss(
     old_logprobs: torch.Tensor,
     batch: Batch,
     advantages: torch.Tensor,
-    plan: rl_logprobs.MeanPlan,
+    plan: rl_logprobs.MeanWeights,
     clip: float = 0.2,
 ) -> torch.Tensor:
     """The clipped policy-gradient loss: this batch's part of the mean over all tokens of the plan.

@@ -24,7 +24,7 @@ def _supervised_step(run: Run, lr: float) -> float:
     mine = chunks(samples, run.dp_size)[run.dp_rank]
     batch = collate(mine, padded_length(samples), run.tokenizer.pad_token_id, run.device)
     # Averaging over the data-parallel ranks happens to the gradients; it must leave the mean over all tokens.
-    plan = rl_logprobs.plan_mean(batch.mask, group=run.dp_group, gradient_divide_factor=run.dp_size)
+    plan = rl_logprobs.mean_weights(batch.mask, group=run.dp_group, gradient_divide_factor=run.dp_size)
     loss = rl_logprobs.global_mean(-run.trainer.logprobs(batch), batch.mask, plan)
     run.trainer.step(loss, lr, run.settings.max_grad_norm)
     return loss.item()

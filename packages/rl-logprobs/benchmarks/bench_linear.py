@@ -36,10 +36,10 @@ def bench(vocab: int, dtype: torch.dtype, rounds: int) -> None:
     del full_weight
 
     def fused(head: torch.Tensor) -> torch.Tensor:
-        return rl_logprobs.linear_token_logprobs(hidden, head, targets, group=group, vocab_size=vocab)
+        return rl_logprobs.linear_token_logprobs(hidden, head, targets, shard=rl_logprobs.VocabShard(vocab, group))
 
     def unfused() -> torch.Tensor:
-        return rl_logprobs.token_logprobs(hidden @ weight.t(), targets, group=group, vocab_size=vocab)
+        return rl_logprobs.token_logprobs(hidden @ weight.t(), targets, shard=rl_logprobs.VocabShard(vocab, group))
 
     states, head, logits = hidden.detach().float(), frozen.float(), torch.randn(TOKENS, width)
 

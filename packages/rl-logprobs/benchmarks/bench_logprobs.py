@@ -32,7 +32,7 @@ def bench(vocab: int, dtype: torch.dtype, rounds: int) -> None:
     logits = DTensor.from_local(local, mesh, [Shard(2)])
     torch.manual_seed(0)
     targets = torch.randint(0, vocab, TOKENS)
-    where = {"group": mesh.get_group("tp"), "vocab_size": vocab}
+    where = {"shard": rl_logprobs.VocabShard(vocab, mesh.get_group("tp"))}
 
     def ours(**options: bool) -> Callable[[], torch.Tensor]:
         return lambda: rl_logprobs.token_logprobs(local, targets, **where, **options)

@@ -30,7 +30,7 @@ def test_each_rank_gets_one_chunk_from_either_end():
 
 @pytest.mark.parametrize(("length", "ranks"), [(9, 2), (6, 2), (4, 0)])
 def test_lengths_that_do_not_divide_are_named(length, ranks):
-    with pytest.raises(rl_logprobs.ShapeError, match=f"{length} tokens"):
+    with pytest.raises(rl_logprobs.errors.ShapeError, match=f"{length} tokens"):
         headtail_permutation(length, ranks)
 
 
@@ -84,11 +84,11 @@ def test_gathering_undoes_sharding_on_any_dim(two_ranks, shape, dim):
 
 
 def with_a_short_permutation():
-    with pytest.raises(rl_logprobs.ShapeError, match=r"\(4,\) for 8 tokens over 2 ranks"):
+    with pytest.raises(rl_logprobs.errors.ShapeError, match=r"\(4,\) for 8 tokens over 2 ranks"):
         sequence_shard(torch.zeros(8), torch.arange(4), dist.group.WORLD)
-    with pytest.raises(rl_logprobs.ShapeError, match=r"\(7,\) for 7 tokens over 2 ranks"):
+    with pytest.raises(rl_logprobs.errors.ShapeError, match=r"\(7,\) for 7 tokens over 2 ranks"):
         sequence_shard(torch.zeros(7), torch.arange(7), dist.group.WORLD)
-    with pytest.raises(rl_logprobs.ShapeError, match=r"\(4,\) for 8 tokens over 2 ranks"):
+    with pytest.raises(rl_logprobs.errors.ShapeError, match=r"\(4,\) for 8 tokens over 2 ranks"):
         gather_sequence(torch.zeros(4), torch.arange(4), dist.group.WORLD)
 
 

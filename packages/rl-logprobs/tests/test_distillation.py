@@ -115,13 +115,13 @@ def test_a_student_that_equals_its_teacher_has_no_loss_and_no_gradient_over_all_
 
 
 BAD_INPUT = {
-    "no last dim": (lambda x, i: (x, i[..., 0], {}), rl_logprobs.ShapeError, "last dim"),
-    "no ids": (lambda x, i: (x, i[..., :0], {}), rl_logprobs.ShapeError, "at least one id"),
-    "other tokens": (lambda x, i: (x, i[:, 1:], {}), rl_logprobs.ShapeError, "4, 3.*5, 3"),
-    "float ids": (lambda x, i: (x, i.double(), {}), rl_logprobs.DtypeError, "integer"),
-    "id too large": (lambda x, i: (x, i + 20, {}), rl_logprobs.TargetError, "outside"),
-    "temperature": (lambda x, i: (x, i, {"temperature": 0.0}), rl_logprobs.OptionError, "0.0"),
-    "temperatures": (lambda x, i: (x, i, {"temperature": torch.ones(2, 5, 3)}), rl_logprobs.ShapeError, "3"),
+    "no last dim": (lambda x, i: (x, i[..., 0], {}), rl_logprobs.errors.ShapeError, "last dim"),
+    "no ids": (lambda x, i: (x, i[..., :0], {}), rl_logprobs.errors.ShapeError, "at least one id"),
+    "other tokens": (lambda x, i: (x, i[:, 1:], {}), rl_logprobs.errors.ShapeError, "4, 3.*5, 3"),
+    "float ids": (lambda x, i: (x, i.double(), {}), rl_logprobs.errors.DtypeError, "integer"),
+    "id too large": (lambda x, i: (x, i + 20, {}), rl_logprobs.errors.TargetError, "outside"),
+    "temperature": (lambda x, i: (x, i, {"temperature": 0.0}), rl_logprobs.errors.OptionError, "0.0"),
+    "temperatures": (lambda x, i: (x, i, {"temperature": torch.ones(2, 5, 3)}), rl_logprobs.errors.ShapeError, "3"),
 }
 
 

@@ -15,7 +15,7 @@ import rl_logprobs
 from harness.ranks import RanksFailed
 from rl_logprobs import kl_estimate, token_kl
 from rl_logprobs.divergence import _check_same_shard
-from rl_logprobs.softmax.vocab_shard import LocalLogits, TokenSlice, VocabShard
+from rl_logprobs.softmax.vocab_shard import LocalLogits, TokenSlice, VocabColumns
 
 
 def problem(vocab, dtype=torch.float64, scale=3.0, seed=0):
@@ -169,16 +169,16 @@ def test_k3_is_never_negative_and_keeps_small_differences():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda x, r: kl_estimate(x, r[:1]), rl_logprobs.ShapeError, "differ"),
-        (lambda x, r: kl_estimate(x, r, "k4"), rl_logprobs.OptionError, "'k4'"),
-        (lambda x, r: token_kl(x, r[..., 1:]), rl_logprobs.ShapeError, "same tokens and columns"),
-        (lambda x, r: token_kl(x, r.long()), rl_logprobs.DtypeError, "floating"),
+        (lambda x, r: kl_estimate(x, r[:1]), rl_logprobs.errors.ShapeError, "differ"),
+        (lambda x, r: kl_estimate(x, r, "k4"), rl_logprobs.errors.OptionError, "'k4'"),
+        (lambda x, r: token_kl(x, r[..., 1:]), rl_logprobs.errors.ShapeError, "same tokens and columns"),
+        (lambda x, r: token_kl(x, r.long()), rl_logprobs.errors.DtypeError, "floating"),
         (
             lambda x, r: token_kl(x, r, mask=torch.ones(2, 3)),
-            rl_logprobs.ShapeError,
+            rl_logprobs.errors.ShapeError,
             r"mask of shape \(2, 3\).*\(2, 4\)",
         ),
-        (lambda x, r: token_kl(x, r, temperature=0.0), rl_logprobs.OptionError, "temperature"),
+        (lambda x, r: token_kl(x, r, temperature=0.0), rl_logprobs.errors.OptionError, "temperature"),
     ],
 )
 def test_bad_input_is_named(call, error, message):
@@ -190,8 +190,8 @@ def test_differently_sharded_vocabularies_are_described_in_words():
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     values, tokens = torch.zeros(1, 4), TokenSlice.all_of((1,))
-    shards = VocabShard(0, 4, 4, dist.group.WORLD), VocabShard(0, 4, 4, None)
+    shards = VocabColumns(0, 4, 4, dist.group.WORLD), VocabColumns(0, 4, 4, None)
     policy, reference = (LocalLogits(values, shard, tokens) for shard in shards)
     message = r"the policy holds columns 0 to 4 of 4 over ranks \[0\] and the reference columns 0 to 4 of 4 on one rank"
-    with pytest.raises(rl_logprobs.PlacementError, match=message):
+    with pytest.raises(rl_logprobs.errors.PlacementError, match=message):
         _check_same_shard(policy, reference)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rl_logprobs
 from harness.pairwise import alternating_first
 from harness.ranks import RanksFailed
-from rl_logprobs import linear_token_logprobs, linear_token_statistics, token_statistics
+from rl_logprobs import VocabShard, linear_token_logprobs, linear_token_statistics, token_statistics
 from rl_logprobs.softmax import fused_linear
 
 FEATURES = 6
@@ -167,7 +167,7 @@ def test_padded_rows_of_the_head_have_no_probability_and_no_gradient():
     hidden, weight, _, targets = problem(16)
     targets = targets.clamp(max=10)
     sliced = values_and_gradients(linear_token_statistics, [hidden, weight[:11]], targets)
-    padded = values_and_gradients(linear_token_statistics, [hidden, weight], targets, vocab_size=11)
+    padded = values_and_gradients(linear_token_statistics, [hidden, weight], targets, shard=VocabShard(11))
     torch.testing.assert_close(padded[:3], sliced[:3], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(padded[3][:11], sliced[3], rtol=1e-12, atol=1e-12)
     assert (padded[3][11:] == 0).all()
@@ -194,7 +194,7 @@ def on_mesh(tp, vocab, form, dtype):
         rows = torch.arange(vocab).chunk(tp)
         rows = rows[mesh.get_local_rank("tp")] if mesh.get_local_rank("tp") < len(rows) else rows[0][:0]
         weight, bias = weight[rows].requires_grad_(), bias[rows].requires_grad_()
-        options |= {"group": mesh.get_group("tp"), "vocab_size": vocab}
+        options |= {"shard": VocabShard(vocab, mesh.get_group("tp"))}
     else:
         weight = distribute_tensor(weight, where, [Shard(0)]).requires_grad_()
         bias = distribute_tensor(bias, where, [Shard(0)]).requires_grad_()
@@ -328,13 +328,13 @@ def test_misplaced_input_is_refused_on_every_rank_before_any_collective(four_ran
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda h, w, b: (h[0, 0], w, {}), rl_logprobs.ShapeError, "tokens, features"),
-        (lambda h, w, b: (h, w[:, 1:], {}), rl_logprobs.ShapeError, r"\[vocab, 6\].*\(13, 5\)"),
-        (lambda h, w, b: (h, w, {"bias": b[1:]}), rl_logprobs.ShapeError, r"bias \(12,\)"),
-        (lambda h, w, b: (h, w.long(), {}), rl_logprobs.DtypeError, "weight must be floating"),
-        (lambda h, w, b: (h, w, {"softcap": 0.0}), rl_logprobs.OptionError, "softcap.*0.0"),
-        (lambda h, w, b: (h, w, {"logit_scale": math.inf}), rl_logprobs.OptionError, "logit_scale.*inf"),
-        (lambda h, w, b: (h, w[:10], {}), rl_logprobs.TargetError, r"\[0, 10\)"),
+        (lambda h, w, b: (h[0, 0], w, {}), rl_logprobs.errors.ShapeError, "tokens, features"),
+        (lambda h, w, b: (h, w[:, 1:], {}), rl_logprobs.errors.ShapeError, r"\[vocab, 6\].*\(13, 5\)"),
+        (lambda h, w, b: (h, w, {"bias": b[1:]}), rl_logprobs.errors.ShapeError, r"bias \(12,\)"),
+        (lambda h, w, b: (h, w.long(), {}), rl_logprobs.errors.DtypeError, "weight must be floating"),
+        (lambda h, w, b: (h, w, {"softcap": 0.0}), rl_logprobs.errors.OptionError, "softcap.*0.0"),
+        (lambda h, w, b: (h, w, {"logit_scale": math.inf}), rl_logprobs.errors.OptionError, "logit_scale.*inf"),
+        (lambda h, w, b: (h, w[:10], {}), rl_logprobs.errors.TargetError, r"\[0, 10\)"),
     ],
 )
 def test_bad_input_is_named(change, error, message):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rl_logprobs
-from rl_logprobs import token_logprobs, token_statistics
+from rl_logprobs import VocabShard, token_logprobs, token_statistics
 
 IGNORED = -100
 
@@ -138,7 +138,7 @@ def test_padded_vocabulary_entries_have_no_probability_and_no_gradient():
     targets %= 11
     logits[:, 11:] = 50.0
     padded, sliced = logits.clone().requires_grad_(), logits[:, :11].clone().requires_grad_()
-    actual, desired = token_logprobs(padded, targets, vocab_size=11), token_logprobs(sliced, targets)
+    actual, desired = token_logprobs(padded, targets, shard=VocabShard(11)), token_logprobs(sliced, targets)
     actual.sum().backward()
     desired.sum().backward()
     torch.testing.assert_close(actual, desired)
@@ -182,7 +182,7 @@ def test_inplace_forward_gives_the_gradient_of_the_logits_that_it_overwrites(dty
     logits, targets = batch(4, 6, 30, dtype=dtype)
     logits[0, 1, :20], logits[2, 2], targets[1, 3] = -math.inf, math.nan, IGNORED
     targets[0, 1], targets[2, 2] = 25, IGNORED
-    options = {"temperature": 0.8, "vocab_size": 29}
+    options = {"temperature": 0.8, "shard": VocabShard(29)}
     targets %= 29
     targets[1, 3] = targets[2, 2] = IGNORED
     statistics, gradients = [], []
@@ -232,7 +232,7 @@ def test_inplace_forward_refuses_what_still_needs_the_logits():
     loss = token_logprobs(logits, targets, inplace_forward=True).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    with pytest.raises(rl_logprobs.OptionError, match="use inplace_backward"):
+    with pytest.raises(rl_logprobs.errors.OptionError, match="use inplace_backward"):
         token_statistics(leaf, targets, entropy=True, inplace_forward=True)
 
 
@@ -242,7 +242,11 @@ def test_rank_counts_the_tokens_that_are_more_probable_than_the_target():
     expected = [0, 2, 1, 2, 4, 0]
     for options in ({}, {"temperature": 2.0}, {"sampling": rl_logprobs.SamplingFilter(top_k=1)}, {"entropy": True}):
         assert token_statistics(logits, targets, target_rank=True, **options).target_rank.tolist() == expected
-    assert token_statistics(logits[:3], targets[:3], target_rank=True, vocab_size=3).target_rank.tolist() == [0, 2, 1]
+    assert token_statistics(logits[:3], targets[:3], target_rank=True, shard=VocabShard(3)).target_rank.tolist() == [
+        0,
+        2,
+        1,
+    ]
     assert token_statistics(logits, targets).target_rank is None
 
 
@@ -273,27 +277,30 @@ def test_any_shape_dtype_and_magnitude_gives_the_float64_answer(tokens, vocab, d
 
 
 BAD_INPUT = {
-    "integer logits": (lambda x, t: (x.long(), t, {}), rl_logprobs.DtypeError, "floating point"),
-    "float targets": (lambda x, t: (x, t.float(), {}), rl_logprobs.DtypeError, "integer"),
-    "no vocabulary dim": (lambda x, t: (x[0], t, {}), rl_logprobs.ShapeError, "tokens, vocab"),
-    "no tokens": (lambda x, t: (x[:0], t[:0], {}), rl_logprobs.ShapeError, "at least one token"),
-    "targets of another shape": (lambda x, t: (x, t[:-1], {}), rl_logprobs.ShapeError, r"\(3,\).*\(4,\)"),
-    "target too large": (lambda x, t: (x, t + 9, {}), rl_logprobs.TargetError, r"\[0, 9\)"),
-    "negative target": (lambda x, t: (x, t * 0 - 1, {}), rl_logprobs.TargetError, "first is -1"),
-    "target in the padding": (lambda x, t: (x, t * 0 + 8, {"vocab_size": 8}), rl_logprobs.TargetError, "8"),
-    "vocabulary too large": (lambda x, t: (x, t, {"vocab_size": 10}), rl_logprobs.ShapeError, "10.*9"),
-    "vocabulary empty": (lambda x, t: (x, t, {"vocab_size": 0}), rl_logprobs.ShapeError, "positive"),
-    "temperature zero": (lambda x, t: (x, t, {"temperature": 0.0}), rl_logprobs.OptionError, "0.0"),
-    "temperature negative": (lambda x, t: (x, t, {"temperature": -1}), rl_logprobs.OptionError, "-1"),
-    "temperature NaN": (lambda x, t: (x, t, {"temperature": math.nan}), rl_logprobs.OptionError, "nan"),
+    "integer logits": (lambda x, t: (x.long(), t, {}), rl_logprobs.errors.DtypeError, "floating point"),
+    "float targets": (lambda x, t: (x, t.float(), {}), rl_logprobs.errors.DtypeError, "integer"),
+    "no vocabulary dim": (lambda x, t: (x[0], t, {}), rl_logprobs.errors.ShapeError, "tokens, vocab"),
+    "no tokens": (lambda x, t: (x[:0], t[:0], {}), rl_logprobs.errors.ShapeError, "at least one token"),
+    "targets of another shape": (lambda x, t: (x, t[:-1], {}), rl_logprobs.errors.ShapeError, r"\(3,\).*\(4,\)"),
+    "target too large": (lambda x, t: (x, t + 9, {}), rl_logprobs.errors.TargetError, r"\[0, 9\)"),
+    "negative target": (lambda x, t: (x, t * 0 - 1, {}), rl_logprobs.errors.TargetError, "first is -1"),
+    "target in the padding": (
+        lambda x, t: (x, t * 0 + 8, {"shard": VocabShard(8)}),
+        rl_logprobs.errors.TargetError,
+        "8",
+    ),
+    "vocabulary too large": (lambda x, t: (x, t, {"shard": VocabShard(10)}), rl_logprobs.errors.ShapeError, "10.*9"),
+    "temperature zero": (lambda x, t: (x, t, {"temperature": 0.0}), rl_logprobs.errors.OptionError, "0.0"),
+    "temperature negative": (lambda x, t: (x, t, {"temperature": -1}), rl_logprobs.errors.OptionError, "-1"),
+    "temperature NaN": (lambda x, t: (x, t, {"temperature": math.nan}), rl_logprobs.errors.OptionError, "nan"),
     "a temperature is zero": (
         lambda x, t: (x, t, {"temperature": torch.tensor([1.0, 0.0, 1.0, 1.0])}),
-        rl_logprobs.OptionError,
+        rl_logprobs.errors.OptionError,
         "least is 0.0",
     ),
     "temperatures of another shape": (
         lambda x, t: (x, t, {"temperature": torch.ones(3)}),
-        rl_logprobs.ShapeError,
+        rl_logprobs.errors.ShapeError,
         r"\(3,\).*\(4,\)",
     ),
 }
@@ -306,3 +313,11 @@ def test_bad_input_is_named(name):
     with pytest.raises(error, match=message) as caught:
         token_logprobs(logits, targets, **options)
     assert isinstance(caught.value, rl_logprobs.LogprobsError)
+
+
+def test_a_shard_that_no_vocabulary_has_is_refused():
+    for size in (0, -1, 2.5, math.nan):
+        with pytest.raises(rl_logprobs.errors.ShapeError, match="vocab_size must be a positive integer"):
+            VocabShard(size)
+    with pytest.raises(rl_logprobs.errors.OptionError, match="give the group"):
+        VocabShard(8, start=4)

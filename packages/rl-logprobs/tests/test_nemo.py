@@ -70,7 +70,7 @@ def without_context_parallelism():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     logits, ids = problem(16)
     sharded = distribute_tensor(logits, mesh, [Shard(2)])
-    with pytest.raises(rl_logprobs.OptionError, match="axis named cp"):
+    with pytest.raises(rl_logprobs.errors.OptionError, match="axis named cp"):
         nemo.get_logprobs_from_vocab_parallel_logits(sharded, ids, torch.arange(8))
 
 
@@ -124,7 +124,7 @@ def test_a_norm_that_is_not_a_number_leaves_gradients_alone(norm):
 
 
 def test_an_id_outside_the_vocabulary_is_refused_and_the_ignored_one_scores_zero():
-    with pytest.raises(rl_logprobs.TargetError):
+    with pytest.raises(rl_logprobs.errors.TargetError):
         nemo.get_logprobs_from_vocab_parallel_logits(torch.zeros(1, 3, 4), torch.tensor([[0, 4, 0]]))
     found = nemo.get_logprobs_from_vocab_parallel_logits(torch.zeros(1, 3, 4), torch.tensor([[0, -100, 0]]))
     assert found[0, 0] == 0

@@ -56,7 +56,7 @@ def policy_step():
     rl_logprobs.ratio_metrics(per_token(), per_token(), mask, weights=weights, loss=losses[0]).values()
     for per in ("token", "sequence", "group"):
         given = {} if per == "token" else segments
-        plan = rl_logprobs.plan_mean(mask, per=per, **given)
+        plan = rl_logprobs.mean_weights(mask, per=per, **given)
         loss = sum(one.loss for one in losses) * weights * kept
         rl_logprobs.global_mean(loss, mask, plan, segments=given.get("segments")).backward(retain_graph=True)
 

@@ -111,11 +111,11 @@ def test_one_temperature_a_token_sharpens_each_on_its_own():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda x: topk_logprobs(x, 0), rl_logprobs.OptionError, "from 1 to.* 9, got 0"),
-        (lambda x: topk_logprobs(x, 10), rl_logprobs.OptionError, "got 10"),
-        (lambda x: topk_logprobs(x.long(), 2), rl_logprobs.DtypeError, "floating"),
-        (lambda x: sample_tokens(x, seed=0, temperature=-1.0), rl_logprobs.OptionError, "temperature"),
-        (lambda x: sample_tokens(x[:0], seed=0), rl_logprobs.ShapeError, "at least one token"),
+        (lambda x: topk_logprobs(x, 0), rl_logprobs.errors.OptionError, "from 1 to.* 9, got 0"),
+        (lambda x: topk_logprobs(x, 10), rl_logprobs.errors.OptionError, "got 10"),
+        (lambda x: topk_logprobs(x.long(), 2), rl_logprobs.errors.DtypeError, "floating"),
+        (lambda x: sample_tokens(x, seed=0, temperature=-1.0), rl_logprobs.errors.OptionError, "temperature"),
+        (lambda x: sample_tokens(x[:0], seed=0), rl_logprobs.errors.ShapeError, "at least one token"),
     ],
 )
 def test_bad_input_is_named(call, error, message):

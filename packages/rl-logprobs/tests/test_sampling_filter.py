@@ -193,5 +193,5 @@ def test_a_threshold_costs_few_collectives(two_ranks, name, collectives):
     ],
 )
 def test_filters_out_of_range_are_named(options, message):
-    with pytest.raises(rl_logprobs.OptionError, match=message):
+    with pytest.raises(rl_logprobs.errors.OptionError, match=message):
         SamplingFilter(**options)

@@ -61,12 +61,12 @@ def test_the_ids_are_left_alone():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"cu_seqlens": torch.tensor([0, 3, 5])}, rl_logprobs.ShapeError, "0 to the 6 tokens.*0 to 5"),
-        ({"cu_seqlens": torch.tensor([1, 6])}, rl_logprobs.ShapeError, "from 1"),
-        ({"cu_seqlens": torch.tensor([0, 4, 2, 6])}, rl_logprobs.ShapeError, "descends"),
-        ({"cu_seqlens": torch.tensor([0])}, rl_logprobs.ShapeError, "sequences"),
-        ({"cu_seqlens": torch.tensor([0.0, 6.0])}, rl_logprobs.DtypeError, "float32"),
-        ({"attention_mask": torch.ones(1, 5)}, rl_logprobs.ShapeError, r"\(1, 5\).*\(1, 6\)"),
+        ({"cu_seqlens": torch.tensor([0, 3, 5])}, rl_logprobs.errors.ShapeError, "0 to the 6 tokens.*0 to 5"),
+        ({"cu_seqlens": torch.tensor([1, 6])}, rl_logprobs.errors.ShapeError, "from 1"),
+        ({"cu_seqlens": torch.tensor([0, 4, 2, 6])}, rl_logprobs.errors.ShapeError, "descends"),
+        ({"cu_seqlens": torch.tensor([0])}, rl_logprobs.errors.ShapeError, "sequences"),
+        ({"cu_seqlens": torch.tensor([0.0, 6.0])}, rl_logprobs.errors.DtypeError, "float32"),
+        ({"attention_mask": torch.ones(1, 5)}, rl_logprobs.errors.ShapeError, r"\(1, 5\).*\(1, 6\)"),
     ],
 )
 def test_bad_boundaries_are_named(options, error, message):

@@ -1,49 +1,42 @@
 """Token log-probabilities and gradient norms for sharded models.
 
-Log-probabilities:   ``token_logprobs``, ``token_statistics``, ``next_token_targets``
+Log-probabilities:   ``token_logprobs``, ``token_statistics``, ``TokenStatistics``, ``VocabShard``,
+                     ``next_token_targets``
 From hidden states:  ``linear_token_logprobs``, ``linear_token_statistics``
 Sampling:            ``SamplingFilter``, ``sample_tokens``
 Kept sets:           ``Support``, ``sampling_support``, ``kept_logprobs``
 Distillation:        ``topk_logprobs``, ``logprobs_at``
 Divergence:          ``kl_estimate``, ``token_kl``
-One loss:            ``plan_mean``, ``global_mean``
+One loss:            ``mean_weights``, ``MeanWeights``, ``global_mean``
 Policy gradients:    ``group_advantages``, ``ppo_loss``, ``gspo_loss``, ``cispo_loss``, ``importance_weights``,
                      ``rejection_mask``, ``ratio_metrics``
-Drift:               ``explain_drift``
+Drift:               ``explain_drift``, ``DriftReport``
 Context parallelism: ``headtail_permutation``, ``sequence_shard``, ``gather_sequence``
 Gradient norms:      ``grad_norm``, ``grad_norms``, ``clip_grad_norm_``, ``clip_grads_with_norm_``, ``should_skip_step``
 NeMo RL's names:     ``rl_logprobs.nemo``
-Errors:              ``LogprobsError`` and its subclasses
+Errors:              ``LogprobsError``; its subclasses are in ``rl_logprobs.errors``
 
 Import names from ``rl_logprobs``; the modules below it may move.
 """
 
 from rl_logprobs.context_parallel import gather_sequence, headtail_permutation, sequence_shard
-from rl_logprobs.distillation import TopTokens, kept_logprobs, logprobs_at, topk_logprobs
+from rl_logprobs.distillation import kept_logprobs, logprobs_at, topk_logprobs
 from rl_logprobs.divergence import kl_estimate, token_kl
 from rl_logprobs.drift.explain import explain_drift
-from rl_logprobs.drift.report import Drift, DriftCause, DriftReport
-from rl_logprobs.errors import (
-    DtypeError,
-    LogprobsError,
-    NonFiniteNormError,
-    OptionError,
-    PlacementError,
-    ShapeError,
-    SupportError,
-    TargetError,
-)
+from rl_logprobs.drift.report import DriftReport
+from rl_logprobs.errors import LogprobsError
 from rl_logprobs.linear_logprobs import linear_token_logprobs, linear_token_statistics
 from rl_logprobs.logprobs import TokenStatistics, token_logprobs, token_statistics
 from rl_logprobs.norms.grad_norm import clip_grad_norm_, clip_grads_with_norm_, grad_norm, grad_norms
 from rl_logprobs.norms.skip_step import should_skip_step
 from rl_logprobs.policy.advantages import group_advantages
 from rl_logprobs.policy.corrections import importance_weights, rejection_mask
-from rl_logprobs.policy.global_mean import MeanPlan, global_mean, plan_mean
-from rl_logprobs.policy.losses import PolicyLoss, cispo_loss, gspo_loss, ppo_loss
-from rl_logprobs.policy.metrics import RatioMetrics, ratio_metrics
+from rl_logprobs.policy.global_mean import MeanWeights, global_mean, mean_weights
+from rl_logprobs.policy.losses import cispo_loss, gspo_loss, ppo_loss
+from rl_logprobs.policy.metrics import ratio_metrics
 from rl_logprobs.sampling import sample_tokens
 from rl_logprobs.sampling_filter import SamplingFilter
+from rl_logprobs.softmax.vocab_shard import VocabShard
 from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.support.record import sampling_support
 from rl_logprobs.targets import next_token_targets
@@ -51,24 +44,13 @@ from rl_logprobs.targets import next_token_targets
 __version__ = "0.1.0"
 
 __all__ = [
-    "Drift",
-    "DriftCause",
     "DriftReport",
-    "DtypeError",
     "LogprobsError",
-    "MeanPlan",
-    "NonFiniteNormError",
-    "OptionError",
-    "PlacementError",
-    "PolicyLoss",
-    "RatioMetrics",
+    "MeanWeights",
     "SamplingFilter",
-    "ShapeError",
     "Support",
-    "SupportError",
-    "TargetError",
     "TokenStatistics",
-    "TopTokens",
+    "VocabShard",
     "cispo_loss",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
@@ -86,8 +68,8 @@ __all__ = [
     "linear_token_logprobs",
     "linear_token_statistics",
     "logprobs_at",
+    "mean_weights",
     "next_token_targets",
-    "plan_mean",
     "ppo_loss",
     "ratio_metrics",
     "rejection_mask",

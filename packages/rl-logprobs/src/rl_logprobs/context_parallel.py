@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rl_logprobs._torch_compat import all_gather_single, apply_function
 from rl_logprobs.devices import require_same_device
-from rl_logprobs.errors import DtypeError, ShapeError
+from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 
 
 def headtail_permutation(length: int, ranks: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ def headtail_permutation(length: int, ranks: int) -> torch.Tensor:
         >>> headtail_permutation(8, ranks=2)
         tensor([0, 1, 6, 7, 2, 3, 4, 5])
     """
-    if ranks < 1 or length % (2 * ranks):
+    if ranks < 1 or not 0 <= length < 1 << 63 or length % (2 * ranks):
         raise ShapeError(f"{length} tokens do not divide into 2 x {ranks} chunks; pad to a multiple of {2 * ranks}")
     chunks = torch.arange(length).view(2 * ranks, -1)
     pairs = [part for rank in range(ranks) for part in (chunks[rank], chunks[2 * ranks - 1 - rank])]
@@ -64,7 +64,7 @@ def sequence_shard(
         ShapeError: the permutation does not have one entry per token, its length is not a multiple of the ranks, or
             the tensor has no such dim.
         DtypeError: the permutation does not hold integers.
-        OptionError: the devices differ.
+        OptionError: the devices differ, or the group is None.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -101,7 +101,7 @@ def gather_sequence(
         ShapeError: the permutation does not have one entry per token, its length is not a multiple of the ranks, or
             the tensor has no such dim.
         DtypeError: the permutation does not hold integers.
-        OptionError: the devices differ.
+        OptionError: the devices differ, or the group is None.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -127,6 +127,8 @@ def _sequence_dim(tensor: torch.Tensor, dim: int) -> int:
 
 def _rank_positions(permutation: torch.Tensor, group: dist.ProcessGroup, tokens: int) -> torch.Tensor:
     """Return the sequence positions of this rank's tokens."""
+    if group is None:  # torch would take the world
+        raise OptionError("group must be the context-parallel process group, got None")
     ranks = dist.get_world_size(group)
     if permutation.dtype not in (torch.int32, torch.int64):
         raise DtypeError(f"permutation must be int64 or int32, got {permutation.dtype}")

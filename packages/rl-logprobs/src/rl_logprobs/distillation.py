@@ -6,7 +6,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from rl_logprobs._torch_compat import apply_function
@@ -18,7 +17,7 @@ from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, T
 from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 from rl_logprobs.softmax.torch_kernels import reduce_logits, write_gradient
 from rl_logprobs.softmax.vocab_parallel import all_gather
-from rl_logprobs.softmax.vocab_shard import TokenSlice, VocabShard, locate_logits
+from rl_logprobs.softmax.vocab_shard import TokenSlice, VocabColumns, VocabShard, locate_logits
 from rl_logprobs.support.entries import kept_entries
 from rl_logprobs.support.kept_logits import kept_logits
 from rl_logprobs.support.kept_sets import Support
@@ -35,7 +34,8 @@ class TopTokens(NamedTuple):
 
     Example:
         >>> import torch
-        >>> from rl_logprobs import TopTokens, topk_logprobs
+        >>> from rl_logprobs import topk_logprobs
+        >>> from rl_logprobs.distillation import TopTokens
         >>> isinstance(topk_logprobs(torch.zeros(2, 9), k=4), TopTokens)
         True
     """
@@ -49,9 +49,7 @@ def topk_logprobs(
     logits: torch.Tensor,
     k: int,
     *,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    vocab_start: int | None = None,
+    shard: VocabShard | None = None,
     temperature: float | torch.Tensor = 1.0,
 ) -> TopTokens:
     """Return the ``k`` most probable tokens and their log-probabilities under ``softmax(logits / temperature)``.
@@ -61,12 +59,9 @@ def topk_logprobs(
 
     Args:
         logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
-            one axis of its mesh; or, with ``group``, a local shard.
+            one axis of its mesh; or, with ``shard``, a local shard.
         k: number of tokens, from 1 to the size of the vocabulary.
-        group: for a local shard: the process group over which the vocabulary is sharded.
-        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding.  Required with ``group``.
-        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks of
-            ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
 
     Returns:
@@ -74,8 +69,7 @@ def topk_logprobs(
         vocabulary.
 
     Raises:
-        OptionError: ``k`` is outside the vocabulary, the temperature is not positive, or the options for a local shard
-            contradict each other.
+        OptionError: an option is outside its range, or ``shard`` has a group for a DTensor.
         ShapeError: the logits have no tokens, or the widths contradict each other.
         PlacementError: the logits are a partial sum, or the vocabulary is sharded over two mesh axes.
         DtypeError: the logits are not floating point.
@@ -86,17 +80,17 @@ def topk_logprobs(
         >>> topk_logprobs(torch.tensor([[0.0, 2.0, 1.0]]), k=2)
         TopTokens(ids=tensor([[1, 2]]), logprobs=tensor([[-0.4076, -1.4076]]))
     """
-    located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
-    shard, shape = located.vocab, located.values.shape[:-1]
-    if not 1 <= k <= shard.vocab_size:
-        raise OptionError(f"k must be from 1 to the vocabulary's {shard.vocab_size}, got {k}")
-    local = located.values[..., : shard.width]
+    located = locate_logits(logits, shard)
+    vocab, shape = located.vocab, located.values.shape[:-1]
+    if not 1 <= k <= vocab.vocab_size:
+        raise OptionError(f"k must be from 1 to the vocabulary's {vocab.vocab_size}, got {k}")
+    local = located.values[..., : vocab.width]
     no_target = torch.zeros(shape.numel(), dtype=torch.int64, device=local.device)
     scale = TemperatureScale.of(check_temperature(temperature, no_target.view(shape)), statistics_dtype(local.dtype))
-    partial = reduce_logits(local, TargetColumns(no_target, no_target.bool()), scale, shard.start)
-    local_values, local_ids = _local_topk(local, k, shard.start)
+    partial = reduce_logits(local, TargetColumns(no_target, no_target.bool()), scale, vocab.start)
+    local_values, local_ids = _local_topk(local, k, vocab.start)
     stacked = partial.stack()
-    gathered = all_gather(torch.cat([stacked, local_values.t(), local_ids.t().to(stacked.dtype)]), shard.group)
+    gathered = all_gather(torch.cat([stacked, local_values.t(), local_ids.t().to(stacked.dtype)]), vocab.group)
     fields = stacked.shape[0]
     total = merge(partial.unstack(gathered[:, :fields]), scale)
     # Ranks hold ascending ids, so a stable sort of their candidates in rank order keeps equal logits by ascending id.
@@ -143,9 +137,7 @@ def logprobs_at(
     logits: torch.Tensor,
     ids: torch.Tensor,
     *,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    vocab_start: int | None = None,
+    shard: VocabShard | None = None,
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
 ) -> torch.Tensor:
@@ -158,13 +150,10 @@ def logprobs_at(
 
     Args:
         logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
-            one axis of its mesh; or, with ``group``, a local shard.
+            one axis of its mesh; or, with ``shard``, a local shard.
         ids: integers ``[..., k]`` with the leading dims of the logits: the full batch, or this rank's part where a
             DTensor shards the tokens.  Plain or DTensor, on the device of the logits.  An id may occur twice.
-        group: for a local shard: the process group over which the vocabulary is sharded.
-        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding.  Required with ``group``.
-        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks of
-            ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens (without ``k``).
         ignore_index: id of entries that are not scored: value 0 and gradient 0.
 
@@ -177,8 +166,7 @@ def logprobs_at(
         PlacementError: the logits are a partial sum, their vocabulary is sharded over two mesh axes, or ``ids`` is a
             DTensor placed differently from the logits' tokens.
         DtypeError: the logits are not floating point, or the ids are not integers.
-        OptionError: the temperature is not positive, the devices differ, or the options for a local shard contradict
-            each other.
+        OptionError: an option is outside its range, or ``shard`` has a group for a DTensor.
         TargetError: an id is outside the vocabulary.
 
     Example:
@@ -187,7 +175,7 @@ def logprobs_at(
         >>> logprobs_at(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([[1, 2]]))
         tensor([[-0.4076, -1.4076]])
     """
-    located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
+    located = locate_logits(logits, shard)
     tokens = located.tokens
     if ids.dim() != len(tokens.full) + 1 or ids.shape[-1] == 0:
         raise ShapeError(f"ids must be {tokens.full} and a last dim of at least one id, got {tuple(ids.shape)}")
@@ -212,9 +200,7 @@ def kept_logprobs(
     logits: torch.Tensor,
     support: Support,
     *,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    vocab_start: int | None = None,
+    shard: VocabShard | None = None,
     temperature: float | torch.Tensor = 1.0,
 ) -> torch.Tensor:
     """Return the log-probability of every kept id under the softmax over its kept set.
@@ -225,12 +211,9 @@ def kept_logprobs(
 
     Args:
         logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
-            one axis of its mesh; or, with ``group``, a local shard.
+            one axis of its mesh; or, with ``shard``, a local shard.
         support: one row per token of this rank's logits; empty rows have no entries.
-        group: for a local shard: the process group over which the vocabulary is sharded.
-        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding.  Required with ``group``.
-        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks of
-            ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
 
     Returns:
@@ -241,8 +224,7 @@ def kept_logprobs(
         ShapeError: the support has another number of rows than this rank has tokens, or widths contradict each other.
         PlacementError: the logits are a partial sum, or their vocabulary is sharded over two mesh axes.
         DtypeError: the logits are not floating point.
-        OptionError: the temperature is not positive, the devices differ, or the options for a local shard contradict
-            each other.
+        OptionError: an option is outside its range, or ``shard`` has a group for a DTensor.
         SupportError: a kept id is outside the vocabulary.
 
     Example:
@@ -251,7 +233,7 @@ def kept_logprobs(
         >>> kept_logprobs(torch.tensor([[0.0, 2.0, 1.0], [0.0, 0.0, 0.0]]), Support.from_rows([[1, 2], [0]]))
         tensor([-0.3133, -1.3133,  0.0000])
     """
-    located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
+    located = locate_logits(logits, shard)
     tokens = TokenSlice.all_of(located.tokens.shape)
     require_same_device(logits=located.values, support=support.ids)
     unscored = torch.zeros(tokens.shape, dtype=torch.bool, device=located.values.device)
@@ -271,7 +253,7 @@ class _LogprobsAt(torch.autograd.Function):
         logits: torch.Tensor,
         ids: torch.Tensor,
         ignored: torch.Tensor,
-        shard: VocabShard,
+        shard: VocabColumns,
         temperature: float | torch.Tensor,
     ) -> torch.Tensor:
         scale = TemperatureScale.of(temperature, statistics_dtype(logits.dtype))

@@ -18,7 +18,7 @@ from rl_logprobs.softmax.partial_softmax import PartialSoftmax, merge
 from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 from rl_logprobs.softmax.torch_kernels import zero_tokens_
 from rl_logprobs.softmax.vocab_parallel import all_gather
-from rl_logprobs.softmax.vocab_shard import LocalLogits, VocabShard, locate_logits
+from rl_logprobs.softmax.vocab_shard import LocalLogits, VocabColumns, VocabShard, locate_logits
 from rl_logprobs.support.entries import kept_entries
 from rl_logprobs.support.kept_logits import kept_logits
 from rl_logprobs.support.kept_sets import Support
@@ -112,9 +112,7 @@ def token_kl(
     logits: torch.Tensor,
     reference_logits: torch.Tensor,
     *,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    vocab_start: int | None = None,
+    shard: VocabShard | None = None,
     temperature: float | torch.Tensor = 1.0,
     mask: torch.Tensor | None = None,
     support: Support | None = None,
@@ -126,12 +124,9 @@ def token_kl(
 
     Args:
         logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
-            one axis of its mesh; or, with ``group``, a local shard.
+            one axis of its mesh; or, with ``shard``, a local shard.
         reference_logits: the reference's logits of the same shape and placement, any floating dtype.
-        group: for local shards: the process group over which the vocabulary is sharded.
-        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding.  Required with ``group``.
-        vocab_start: for local shards: their first vocabulary id, where the layout is neither DTensor's (chunks of
-            ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
         mask: bool or integers of the logits' leading shape, the full batch or this rank's part; 0 at tokens that do
             not count (such as prompt and padding): value 0 and gradient 0, whatever their logits.
@@ -145,7 +140,7 @@ def token_kl(
         ShapeError: the two hold different tokens or columns, or the mask does not fit them.
         PlacementError: the vocabularies are sharded differently or over two mesh axes, or the logits are a partial sum.
         DtypeError: the logits are not floating point.
-        OptionError: the temperature is not positive, or options for local shards contradict each other.
+        OptionError: an option is outside its range, or ``shard`` has a group for a DTensor.
         SupportError: the kept set of a token that counts is empty, or contains an id outside the vocabulary.  All
             errors are raised before any collective starts.
 
@@ -155,8 +150,8 @@ def token_kl(
         >>> token_kl(torch.tensor([[0.0, 2.0, 1.0]]), torch.zeros(1, 3))
         tensor([0.2662])
     """
-    policy = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
-    reference = locate_logits(reference_logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
+    policy = locate_logits(logits, shard)
+    reference = locate_logits(reference_logits, shard)
     _check_same_shard(policy, reference)
     require_same_device(logits=policy.values, reference_logits=reference.values)
     shape = policy.values.shape[:-1]
@@ -204,7 +199,7 @@ def _check_same_shard(policy: LocalLogits, reference: LocalLogits) -> None:
         )
 
 
-def _described(shard: VocabShard) -> str:
+def _described(shard: VocabColumns) -> str:
     where = "on one rank" if shard.group is None else f"over ranks {dist.get_process_group_ranks(shard.group)}"
     return f"columns {shard.start} to {shard.start + shard.width} of {shard.vocab_size} {where}"
 
@@ -230,7 +225,7 @@ class _Divergence(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         reference: torch.Tensor,
-        shard: VocabShard,
+        shard: VocabColumns,
         temperature: float | torch.Tensor,
         ignored: torch.Tensor | None,
     ) -> torch.Tensor:

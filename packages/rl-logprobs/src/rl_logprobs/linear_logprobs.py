@@ -17,10 +17,10 @@ from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.vocab_parallel import SoftmaxOptions
 from rl_logprobs.softmax.vocab_shard import (
     TokenSlice,
+    VocabColumns,
     VocabShard,
-    refuse_shard_options,
-    shard_of_columns,
-    shard_of_dtensor,
+    columns_of_dtensor,
+    columns_of_plain,
     token_slice,
 )
 from rl_logprobs.support.entries import kept_entries, target_positions
@@ -39,9 +39,7 @@ def linear_token_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: float | torch.Tensor = 1.0,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    vocab_start: int | None = None,
+    shard: VocabShard | None = None,
     shift: bool = False,
     ignore_index: int = -100,
     support: Support | None = None,
@@ -58,7 +56,7 @@ def linear_token_logprobs(
             on every rank of the vocabulary's axis, or a DTensor that is replicated or (sequence parallelism) sharded
             on the tokens there; a sharded one is gathered, and its gradient reduce-scattered.
         weight: ``[vocab, features]``, floating point: a plain tensor; a DTensor whose rows are sharded over one axis
-            of its mesh; or, with ``group``, a local shard.  Its other axes must be replicated: use an FSDP head while
+            of its mesh; or, with ``shard``, a local shard.  Its other axes must be replicated: use an FSDP head while
             it is unsharded.
         targets: integers of hidden's leading shape: the full batch, or the tokens that this rank has after the gather.
             Plain or DTensor.
@@ -66,11 +64,7 @@ def linear_token_logprobs(
         logit_scale: factor on the products (Cohere, Granite).
         softcap: positive bound of the logits (Gemma 2).
         temperature: positive number, or positive tensor that broadcasts to this rank's targets.
-        group: for a local shard of the weight: the process group over which the vocabulary is sharded.
-        vocab_size: number of tokens in the vocabulary; rows at or beyond it are padding with probability 0.
-            Required with ``group``, optional otherwise.
-        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks
-            of ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        shard: which ids the rows of a local weight are, or how many ids are no padding; see ``VocabShard``.
         shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
             position gets 0.
         ignore_index: target of tokens that are not scored: value 0 and gradient 0, whatever their hidden states.
@@ -107,9 +101,7 @@ def linear_token_logprobs(
         logit_scale=logit_scale,
         softcap=softcap,
         temperature=temperature,
-        group=group,
-        vocab_size=vocab_size,
-        vocab_start=vocab_start,
+        shard=shard,
         shift=shift,
         ignore_index=ignore_index,
         support=support,
@@ -127,9 +119,7 @@ def linear_token_statistics(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: float | torch.Tensor = 1.0,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    vocab_start: int | None = None,
+    shard: VocabShard | None = None,
     shift: bool = False,
     ignore_index: int = -100,
     support: Support | None = None,
@@ -144,7 +134,7 @@ def linear_token_statistics(
             on every rank of the vocabulary's axis, or a DTensor that is replicated or (sequence parallelism) sharded
             on the tokens there; a sharded one is gathered, and its gradient reduce-scattered.
         weight: ``[vocab, features]``, floating point: a plain tensor; a DTensor whose rows are sharded over one axis
-            of its mesh; or, with ``group``, a local shard.  Its other axes must be replicated.
+            of its mesh; or, with ``shard``, a local shard.  Its other axes must be replicated.
         targets: integers of hidden's leading shape: the full batch, or the tokens that this rank has after the gather.
             Plain or DTensor.
         entropy: also compute the entropy.
@@ -153,11 +143,7 @@ def linear_token_statistics(
         logit_scale: factor on the products (Cohere, Granite).
         softcap: positive bound of the logits (Gemma 2).
         temperature: positive number, or positive tensor that broadcasts to this rank's targets.
-        group: for a local shard of the weight: the process group over which the vocabulary is sharded.
-        vocab_size: number of tokens in the vocabulary; rows at or beyond it are padding with probability 0.
-            Required with ``group``, optional otherwise.
-        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks
-            of ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        shard: which ids the rows of a local weight are, or how many ids are no padding; see ``VocabShard``.
         shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
             position gets 0.
         ignore_index: target of tokens that are not scored: values 0 and gradient 0, whatever their hidden states.
@@ -189,24 +175,24 @@ def linear_token_statistics(
     _check_shapes(hidden, weight, bias)
     require_same_device(hidden=hidden, weight=weight, bias=bias, targets=targets)
     _check_logit_options(logit_scale, softcap)
-    shard = _locate_weight(weight, group, vocab_size, vocab_start)
-    tokens = _tokens_after_gather(hidden, shard.group)
+    vocab = _locate_weight(weight, shard)
+    tokens = _tokens_after_gather(hidden, vocab.group)
     rank_targets = local_targets(targets, tokens, shift=shift, ignore_index=ignore_index)
-    ignored = ignored_targets(rank_targets, vocab_size=shard.vocab_size, ignore_index=ignore_index)
+    ignored = ignored_targets(rank_targets, vocab_size=vocab.vocab_size, ignore_index=ignore_index)
     flat_temperature = check_temperature(temperature, rank_targets)
     flat_targets, flat_ignored = rank_targets.reshape(-1), ignored.reshape(-1)
     kept = None
     if support is not None:
-        entries = kept_entries(support, tokens, ignored, shard.vocab_size, shift=shift)
+        entries = kept_entries(support, tokens, ignored, vocab.vocab_size, shift=shift)
         error = support.missing_target == "error"
         kept = entries, target_positions(entries, flat_targets, flat_ignored, error=error)
-    rows, reduce_hidden_grad = _gather_tokens(hidden, shard.group)
+    rows, reduce_hidden_grad = _gather_tokens(hidden, vocab.group)
     operands = (
         rows.reshape(-1, rows.shape[-1]),
         weight.to_local() if isinstance(weight, DTensor) else weight,
         bias.to_local() if isinstance(bias, DTensor) else bias,
     )
-    head = LMHead(shard=shard, logit_scale=logit_scale, softcap=softcap, reduce_hidden_grad=reduce_hidden_grad)
+    head = LMHead(shard=vocab, logit_scale=logit_scale, softcap=softcap, reduce_hidden_grad=reduce_hidden_grad)
     if kept is not None:
         entries, positions = kept
         logits = kept_linear_logits(*operands, entries, head)
@@ -252,19 +238,16 @@ def _check_logit_options(logit_scale: float, softcap: float | None) -> None:
         raise OptionError(f"logit_scale must be finite, got {logit_scale}")
 
 
-def _locate_weight(
-    weight: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int | None, vocab_start: int | None
-) -> VocabShard:
+def _locate_weight(weight: torch.Tensor, shard: VocabShard | None) -> VocabColumns:
     if not isinstance(weight, DTensor):
-        return shard_of_columns(weight.shape[0], group, vocab_size, vocab_start)
-    refuse_shard_options(group, vocab_start)
+        return columns_of_plain(weight.shape[0], shard)
     sharded = sum(not isinstance(placement, Replicate) for placement in weight.placements)
     if sharded > 1 or weight.to_local().shape[1] != weight.shape[1]:
         raise PlacementError(
             f"weight has {weight.placements}; only its rows may be sharded, over one axis (the vocabulary's), "
             f"so call this while an FSDP head is unsharded (module.unshard(), or inside forward)"
         )
-    return shard_of_dtensor(weight, 0, vocab_size)
+    return columns_of_dtensor(weight, 0, shard)
 
 
 def _vocab_mesh_dim(hidden: DTensor, group: dist.ProcessGroup | None) -> int | None:

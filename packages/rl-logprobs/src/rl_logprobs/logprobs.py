@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import OptionError
@@ -13,7 +12,7 @@ from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
 from rl_logprobs.softmax.backends import Backend, kernels
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.vocab_parallel import SoftmaxOptions, SoftmaxStatistics, softmax_statistics
-from rl_logprobs.softmax.vocab_shard import locate_logits
+from rl_logprobs.softmax.vocab_shard import VocabShard, locate_logits
 from rl_logprobs.support.entries import kept_entries, target_positions
 from rl_logprobs.support.kept_logits import kept_logits
 from rl_logprobs.support.kept_sets import Support
@@ -53,9 +52,7 @@ def token_logprobs(
     logits: torch.Tensor,
     targets: torch.Tensor,
     *,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    vocab_start: int | None = None,
+    shard: VocabShard | None = None,
     shift: bool = False,
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
@@ -73,15 +70,11 @@ def token_logprobs(
     Args:
         logits: ``[batch, seq, vocab]`` or packed ``[tokens, vocab]`` (any leading dims), float16, bfloat16,
             float32 or float64.  A plain tensor; a DTensor whose vocabulary is sharded over one axis of its
-            mesh (any vocabulary size; tokens may be sharded over other axes); or, with ``group``, a local
+            mesh (any vocabulary size; tokens may be sharded over other axes); or, with ``shard``, a local
             shard.
         targets: integers of the logits' leading shape: the full batch, or this rank's part where a DTensor
             shards the tokens.  Plain or DTensor, on the device of the logits.
-        group: for a local shard: the process group over which the vocabulary is sharded.
-        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding with probability 0.
-            Required with ``group``, optional otherwise.
-        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks
-            of ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
         shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
             position gets 0.
         temperature: positive number, or positive tensor that broadcasts to this rank's targets.
@@ -123,9 +116,7 @@ def token_logprobs(
     return token_statistics(
         logits,
         targets,
-        group=group,
-        vocab_size=vocab_size,
-        vocab_start=vocab_start,
+        shard=shard,
         shift=shift,
         temperature=temperature,
         ignore_index=ignore_index,
@@ -144,9 +135,7 @@ def token_statistics(
     entropy: bool = False,
     argmax: bool = False,
     target_rank: bool = False,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    vocab_start: int | None = None,
+    shard: VocabShard | None = None,
     shift: bool = False,
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
@@ -161,18 +150,14 @@ def token_statistics(
     Args:
         logits: ``[batch, seq, vocab]`` or packed ``[tokens, vocab]`` (any leading dims), float16, bfloat16,
             float32 or float64.  A plain tensor; a DTensor whose vocabulary is sharded over one axis of its
-            mesh (tokens may be sharded over other axes); or, with ``group``, a local shard.
+            mesh (tokens may be sharded over other axes); or, with ``shard``, a local shard.
         targets: integers of the logits' leading shape: the full batch, or this rank's part where a DTensor
             shards the tokens.  Plain or DTensor, on the device of the logits.
         entropy: also compute the entropy; needs a second workspace and some arithmetic, no communication.
         argmax: also compute the most probable token.
         target_rank: also count the tokens that are more probable than the target.  Needs a second collective, because
             the ranks cannot count before they know the target's logit.  A filter does not change the count.
-        group: for a local shard: the process group over which the vocabulary is sharded.
-        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding with probability 0.
-            Required with ``group``, optional otherwise.
-        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks
-            of ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
         shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
             position gets 0.
         temperature: positive number, or positive tensor that broadcasts to this rank's targets.
@@ -212,7 +197,7 @@ def token_statistics(
         raise OptionError("inplace_forward loses the logits that the entropy's gradient needs; use inplace_backward")
     if support is not None and sampling is not None:
         raise OptionError("support is what the sampler kept: leave out sampling, which would filter it again")
-    located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
+    located = locate_logits(logits, shard)
     rank_targets = local_targets(targets, located.tokens, shift=shift, ignore_index=ignore_index)
     require_same_device(logits=located.values, targets=rank_targets)
     ignored = ignored_targets(rank_targets, vocab_size=located.vocab.vocab_size, ignore_index=ignore_index)

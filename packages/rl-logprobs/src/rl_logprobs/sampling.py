@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.errors import OptionError
@@ -14,7 +13,7 @@ from rl_logprobs.softmax.gumbel import gumbel_noise, token_keys
 from rl_logprobs.softmax.log2_scale import TemperatureScale, check_temperature
 from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 from rl_logprobs.softmax.vocab_parallel import all_gather
-from rl_logprobs.softmax.vocab_shard import TokenSlice, locate_logits
+from rl_logprobs.softmax.vocab_shard import TokenSlice, VocabShard, locate_logits
 
 
 @torch.no_grad()
@@ -22,9 +21,7 @@ def sample_tokens(
     logits: torch.Tensor,
     *,
     seed: int | torch.Generator,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    vocab_start: int | None = None,
+    shard: VocabShard | None = None,
     temperature: float | torch.Tensor = 1.0,
     sampling: SamplingFilter | None = None,
 ) -> torch.Tensor:
@@ -36,14 +33,11 @@ def sample_tokens(
 
     Args:
         logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
-            one axis of its mesh; or, with ``group``, a local shard.
+            one axis of its mesh; or, with ``shard``, a local shard.
         seed: a number, the same on all ranks and a new one for each call; or a CPU generator in the same state on all
             ranks, from which a seed is drawn.  Positions in plain logits start at 0, so data-parallel ranks need
             different seeds; a DTensor gives its tokens' positions in the full batch.
-        group: for a local shard: the process group over which the vocabulary is sharded.
-        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding.  Required with ``group``.
-        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks of
-            ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.  For greedy sampling
             use ``topk_logprobs(logits, 1)``.
         sampling: sample from the tokens that this filter keeps.
@@ -53,8 +47,7 @@ def sample_tokens(
         all are ``-inf``.  To check costs a host synchronisation and is left to the caller: ``(ids < 0).any()``.
 
     Raises:
-        OptionError: the temperature is not positive, the generator is not on the CPU, or the options for a local shard
-            contradict each other.
+        OptionError: an option is outside its range, or ``shard`` has a group for a DTensor.
         ShapeError: the logits have no tokens, or the widths contradict each other.
         PlacementError: the logits are a partial sum, or the vocabulary is sharded over two mesh axes.
         DtypeError: the logits are not floating point.
@@ -66,25 +59,25 @@ def sample_tokens(
         >>> sample_tokens(logits, seed=0, temperature=0.7, sampling=SamplingFilter(top_p=0.9))
         tensor([0, 2])
     """
-    located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
-    shard, shape, values = located.vocab, located.values.shape[:-1], located.values
+    located = locate_logits(logits, shard)
+    vocab, shape, values = located.vocab, located.values.shape[:-1], located.values
     per_token = torch.zeros(shape, dtype=torch.int64, device=values.device)
     flat_temperature = check_temperature(temperature, per_token)
-    min_logit = None if sampling is None else min_kept_logit(values, shard, flat_temperature, sampling)
+    min_logit = None if sampling is None else min_kept_logit(values, vocab, flat_temperature, sampling)
     inv_temperature = TemperatureScale.of(flat_temperature, statistics_dtype(values.dtype)).inv_temperature
     keys = token_keys(_seed_from(seed), _token_positions(located.tokens, values.device))
     # Row 0: each token's largest logit plus noise; row 1: its vocabulary id.
     best = torch.full((2, shape.numel()), -math.inf, dtype=wide_dtype(values.device), device=values.device)
-    if shard.width:
-        ids = torch.arange(shard.start, shard.start + shard.width, device=values.device)
-        for span, (block,) in row_blocks(rows_per_workspace(shard.width, values.device), values[..., : shard.width]):
+    if vocab.width:
+        ids = torch.arange(vocab.start, vocab.start + vocab.width, device=values.device)
+        for span, (block,) in row_blocks(rows_per_workspace(vocab.width, values.device), values[..., : vocab.width]):
             factor = inv_temperature if isinstance(inv_temperature, float) else inv_temperature[span, None]
             noisy = block.to(best.dtype) * factor
             if min_logit is not None:
                 noisy.masked_fill_(block.to(min_logit.dtype) < min_logit[span, None], -math.inf)
             best[0, span], columns = noisy.add_(gumbel_noise(keys[span], ids)).max(-1)
             best[1, span] = ids[columns].to(best.dtype)
-    noisy_logits, winners = all_gather(best, shard.group).unbind(1)
+    noisy_logits, winners = all_gather(best, vocab.group).unbind(1)
     winner = winners.gather(0, noisy_logits.argmax(0, keepdim=True))[0]
     possible = noisy_logits.amax(0) > -math.inf  # False for NaN too
     return torch.where(possible, winner, -1).long().view(shape)

@@ -16,7 +16,7 @@ from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import OptionError
 from rl_logprobs.softmax.log2_scale import TemperatureScale
 from rl_logprobs.softmax.threshold import ThresholdSearch
-from rl_logprobs.softmax.vocab_shard import VocabShard
+from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 #: The largest ``k`` for which the ranks exchange their ``k`` largest logits of each token.
 MAX_EXCHANGED_K = 256
@@ -54,8 +54,10 @@ class SamplingFilter:
     order: Literal["vllm", "transformers"] = "vllm"
 
     def __post_init__(self) -> None:
-        if self.top_k is not None and self.top_k < 1:
-            raise OptionError(f"top_k must be 1 or more, got {self.top_k}; leave it out to keep all tokens")
+        if self.top_k is not None and not (self.top_k >= 1 and self.top_k % 1 == 0):
+            raise OptionError(
+                f"top_k must be an integer of 1 or more, got {self.top_k}; leave it out to keep all tokens"
+            )
         if not 0 < self.top_p <= 1:
             raise OptionError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:
@@ -66,7 +68,7 @@ class SamplingFilter:
 
 @torch.no_grad()
 def min_kept_logit(
-    logits: torch.Tensor, shard: VocabShard, temperature: float | torch.Tensor, sampling: SamplingFilter
+    logits: torch.Tensor, shard: VocabColumns, temperature: float | torch.Tensor, sampling: SamplingFilter
 ) -> torch.Tensor | None:
     """Return the least logit that the filter keeps, ``[tokens]`` in the statistics dtype; None if it keeps all.
 

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_logprobs._torch_compat import assert_on_device, local_shape_and_offset
 from rl_logprobs.devices import require_same_device
-from rl_logprobs.errors import DtypeError, PlacementError, ShapeError, TargetError
+from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError, TargetError
 from rl_logprobs.softmax.vocab_shard import TokenSlice
 
 
@@ -35,7 +35,7 @@ def next_token_targets(
         ShapeError: the ids have no dim, the mask has another shape, or ``cu_seqlens`` does not ascend from 0 to
             ``seq`` (on an accelerator its values are checked there).
         DtypeError: the ids are not integers, or ``cu_seqlens`` is not int32 or int64.
-        OptionError: the devices differ.
+        OptionError: the devices differ, or ``ignore_index`` is beyond 64 bits.
 
     Example:
         >>> import torch
@@ -44,6 +44,7 @@ def next_token_targets(
         tensor([   6,    7, -100,    9, -100])
     """
     require_ids(token_ids, "token_ids")
+    _check_ignore_index(ignore_index)
     if token_ids.dim() == 0:
         raise ShapeError("token_ids must be [..., seq], got a tensor without dims")
     require_same_device(token_ids=token_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
@@ -72,6 +73,11 @@ def require_ids(tensor: torch.Tensor, name: str) -> None:
     """
     if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
         raise DtypeError(f"{name} must be integer vocabulary ids, got {tensor.dtype}")
+
+
+def _check_ignore_index(ignore_index: int) -> None:
+    if not -(1 << 63) <= ignore_index < 1 << 63:
+        raise OptionError(f"ignore_index must be an integer of 64 bits, got {ignore_index}")
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int) -> None:
@@ -155,7 +161,9 @@ def ignored_targets(targets: torch.Tensor, *, vocab_size: int, ignore_index: int
     Raises:
         TargetError: a target outside ``[0, vocab_size)`` that is not ``ignore_index``.  On an accelerator the
             check runs there and fails as a device-side assertion, so that the host does not wait.
+        OptionError: ``ignore_index`` is beyond 64 bits.
     """
+    _check_ignore_index(ignore_index)
     ignored = targets == ignore_index
     valid = ignored | ((targets >= 0) & (targets < vocab_size))
     if targets.device.type != "cpu":

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.ranks import RankPool
-from rl_logprobs import DtypeError, OptionError, ShapeError, explain_drift, token_logprobs
+from rl_logprobs import explain_drift, token_logprobs
+from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 
 VOCAB, TOKENS = 50, 24
 LOGITS = torch.randn(TOKENS, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3

@@ -383,7 +383,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm(value, order):
     parameters = [with_gradient(torch.tensor([1.0, value, 3.0])), with_gradient(torch.ones(2))]
     norm = grad_norm(parameters, order)
     assert norm.isnan() if math.isnan(value) else norm.isinf()
-    with pytest.raises(rl_logprobs.NonFiniteNormError, match=f"norm of the gradients is {value}"):
+    with pytest.raises(rl_logprobs.errors.NonFiniteNormError, match=f"norm of the gradients is {value}"):
         clip_grad_norm_(parameters, 1.0, order, error_if_nonfinite=True)
     assert parameters[1].grad.tolist() == [1.0, 1.0]  # nothing was scaled
 
@@ -419,11 +419,11 @@ def test_a_given_norm_is_used_as_it_is():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda p: grad_norm(p, 0), rl_logprobs.OptionError, "norm_type.*0"),
-        (lambda p: grad_norm(p, -1.0), rl_logprobs.OptionError, "norm_type.*-1"),
-        (lambda p: grad_norm(p, math.nan), rl_logprobs.OptionError, "norm_type.*nan"),
-        (lambda p: clip_grad_norm_(p, -1.0), rl_logprobs.OptionError, "max_norm.*-1"),
-        (lambda p: clip_grads_with_norm_(p, math.nan, 1.0), rl_logprobs.OptionError, "max_norm.*nan"),
+        (lambda p: grad_norm(p, 0), rl_logprobs.errors.OptionError, "norm_type.*0"),
+        (lambda p: grad_norm(p, -1.0), rl_logprobs.errors.OptionError, "norm_type.*-1"),
+        (lambda p: grad_norm(p, math.nan), rl_logprobs.errors.OptionError, "norm_type.*nan"),
+        (lambda p: clip_grad_norm_(p, -1.0), rl_logprobs.errors.OptionError, "max_norm.*-1"),
+        (lambda p: clip_grads_with_norm_(p, math.nan, 1.0), rl_logprobs.errors.OptionError, "max_norm.*nan"),
     ],
 )
 def test_bad_options_are_named(call, error, message):
@@ -434,5 +434,5 @@ def test_bad_options_are_named(call, error, message):
 def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(rl_logprobs.DtypeError, match=r"\(5, 2\).*sparse"):
+    with pytest.raises(rl_logprobs.errors.DtypeError, match=r"\(5, 2\).*sparse"):
         grad_norm(embedding.parameters())

@@ -50,5 +50,5 @@ def test_all_ranks_skip_the_step_that_overflowed_on_one(two_ranks, order):
 
 
 def test_a_max_norm_that_skips_every_step_is_refused():
-    with pytest.raises(rl_logprobs.OptionError, match=r"max_norm.*0\.0"):
+    with pytest.raises(rl_logprobs.errors.OptionError, match=r"max_norm.*0\.0"):
         should_skip_step(torch.ones(()), max_norm=0.0)

@@ -61,9 +61,9 @@ def test_a_response_without_others_has_advantage_0():
 
 
 def test_contradictions_are_named():
-    with pytest.raises(rl_logprobs.OptionError, match="'ppo'"):
+    with pytest.raises(rl_logprobs.errors.OptionError, match="'ppo'"):
         group_advantages(torch.ones(2), torch.zeros(2).long(), 1, method="ppo")
-    with pytest.raises(rl_logprobs.ShapeError, match=r"segment 3 is outside \[0, 2\)"):
+    with pytest.raises(rl_logprobs.errors.ShapeError, match=r"segment 3 is outside \[0, 2\)"):
         group_advantages(torch.ones(2), torch.tensor([0, 3]), 2)
-    with pytest.raises(rl_logprobs.ShapeError, match=r"\(2,\).*\(3,\)"):
+    with pytest.raises(rl_logprobs.errors.ShapeError, match=r"\(2,\).*\(3,\)"):
         group_advantages(torch.ones(2), torch.tensor([0, 1, 1]), 2)

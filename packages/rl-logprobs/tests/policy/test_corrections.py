@@ -182,7 +182,7 @@ ONE = torch.ones(2, 3)
     ],
 )
 def test_contradictions_are_named(call, message):
-    with pytest.raises(rl_logprobs.OptionError, match=message):
+    with pytest.raises(rl_logprobs.errors.OptionError, match=message):
         call()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl_logprobs
-from rl_logprobs import global_mean, plan_mean
+from rl_logprobs import global_mean, mean_weights
 
 PER = ("token", "sequence", "group", "constant length")
 LENGTH = 17.0
@@ -90,7 +90,7 @@ def test_any_micro_batches_give_the_gradient_of_the_whole_batch(seed, per, parts
         options |= {"segments": [m[2] for m in micro_batches], "num_segments": len(inputs) + 3}
     else:
         micro_batches = [(*padded(inputs, masks, part), None) for part in cut if part]
-    plan = plan_mean([m[1] for m in micro_batches], **options)
+    plan = mean_weights([m[1] for m in micro_batches], **options)
     theta = parameters()
     for x, mask, numbers in micro_batches:
         given = {} if numbers is None or per == "token" else {"segments": numbers}
@@ -126,7 +126,7 @@ def cut_over_ranks(seeds):
         if not by_rows:
             options |= {"segments": [m[2] for m in found], "num_segments": len(inputs) + 3}
         groups_of_ranks = {"group": mesh.get_group("dp"), "cp_group": mesh.get_group("cp")}
-        plan = plan_mean([m[1] for m in found], **options, **groups_of_ranks, gradient_divide_factor=factor)
+        plan = mean_weights([m[1] for m in found], **options, **groups_of_ranks, gradient_divide_factor=factor)
         theta = parameters()
         for x, mask, numbers in found:
             given = {} if by_rows or per == "token" else {"segments": numbers}
@@ -160,7 +160,7 @@ def wrongly_reduced(bug, per):
         ranks = {"cp_group": mesh.get_group("cp")}
     if per != "token":
         options |= {"segments": numbers, "num_segments": len(inputs)}
-    plan = plan_mean(mask, **options, **ranks, gradient_divide_factor=factor)
+    plan = mean_weights(mask, **options, **ranks, gradient_divide_factor=factor)
     theta = parameters()
     values = values_of(x, theta)
     if bug == "divided by the padded length":
@@ -210,8 +210,10 @@ def test_a_batch_without_scored_tokens_has_the_mean_0_and_no_gradient():
 
 def test_a_given_count_replaces_the_units_with_a_scored_token():
     values, mask = torch.ones(3, 2), torch.tensor([[1, 1], [1, 0], [0, 0]])
-    assert global_mean(values, mask, plan_mean(mask, per="sequence")) == 1
-    torch.testing.assert_close(global_mean(values, mask, plan_mean(mask, per="sequence", count=3)), torch.tensor(2 / 3))
+    assert global_mean(values, mask, mean_weights(mask, per="sequence")) == 1
+    torch.testing.assert_close(
+        global_mean(values, mask, mean_weights(mask, per="sequence", count=3)), torch.tensor(2 / 3)
+    )
 
 
 MASK = torch.ones(2, 3)
@@ -220,37 +222,49 @@ MASK = torch.ones(2, 3)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: plan_mean(MASK, per="row"), rl_logprobs.OptionError, "token, sequence, group, got 'row'"),
-        (lambda: plan_mean(MASK, per="group"), rl_logprobs.OptionError, "needs segments"),
-        (lambda: plan_mean(MASK, length=3), rl_logprobs.OptionError, "per='sequence', not 'token'"),
-        (lambda: plan_mean(MASK, gradient_divide_factor=0), rl_logprobs.OptionError, "positive and finite, got 0"),
-        (lambda: plan_mean([]), rl_logprobs.OptionError, "at least one mask"),
-        (lambda: plan_mean(MASK, per="sequence", segments=MASK.long()), rl_logprobs.OptionError, "num_segments"),
+        (lambda: mean_weights(MASK, per="row"), rl_logprobs.errors.OptionError, "token, sequence, group, got 'row'"),
+        (lambda: mean_weights(MASK, per="group"), rl_logprobs.errors.OptionError, "needs segments"),
+        (lambda: mean_weights(MASK, length=3), rl_logprobs.errors.OptionError, "per='sequence', not 'token'"),
         (
-            lambda: plan_mean(MASK, per="sequence", segments=MASK.long() + 4, num_segments=5),
-            rl_logprobs.ShapeError,
+            lambda: mean_weights(MASK, gradient_divide_factor=0),
+            rl_logprobs.errors.OptionError,
+            "positive and finite, got 0",
+        ),
+        (lambda: mean_weights([]), rl_logprobs.errors.OptionError, "at least one mask"),
+        (
+            lambda: mean_weights(MASK, per="sequence", segments=MASK.long()),
+            rl_logprobs.errors.OptionError,
+            "num_segments",
+        ),
+        (
+            lambda: mean_weights(MASK, per="sequence", segments=MASK.long() + 4, num_segments=5),
+            rl_logprobs.errors.ShapeError,
             r"segment 5 is outside \[0, 5\)",
         ),
         (
-            lambda: plan_mean(MASK, per="sequence", segments=MASK, num_segments=5),
-            rl_logprobs.DtypeError,
+            lambda: mean_weights(MASK, per="sequence", segments=MASK, num_segments=5),
+            rl_logprobs.errors.DtypeError,
             "float32",
         ),
         (
-            lambda: plan_mean([MASK, MASK], per="sequence", segments=MASK.long(), num_segments=5),
-            rl_logprobs.ShapeError,
+            lambda: mean_weights([MASK, MASK], per="sequence", segments=MASK.long(), num_segments=5),
+            rl_logprobs.errors.ShapeError,
             "2 masks and 1 segments",
         ),
-        (lambda: plan_mean(MASK, per="sequence", num_segments=2), rl_logprobs.OptionError, "without segments"),
         (
-            lambda: plan_mean(torch.tensor(1), per="sequence"),
-            rl_logprobs.ShapeError,
+            lambda: mean_weights(MASK, per="sequence", num_segments=2),
+            rl_logprobs.errors.OptionError,
+            "without segments",
+        ),
+        (
+            lambda: mean_weights(torch.tensor(1), per="sequence"),
+            rl_logprobs.errors.ShapeError,
             r"\[..., tokens\], got shape \(\)",
         ),
-        (lambda: global_mean(MASK, MASK[:1]), rl_logprobs.ShapeError, r"\(1, 3\).*\(2, 3\)"),
+        (lambda: global_mean(MASK, MASK[:1]), rl_logprobs.errors.ShapeError, r"\(1, 3\).*\(2, 3\)"),
         (
-            lambda: global_mean(MASK, MASK, plan_mean(MASK, per="sequence"), segments=MASK.long()),
-            rl_logprobs.OptionError,
+            lambda: global_mean(MASK, MASK, mean_weights(MASK, per="sequence"), segments=MASK.long()),
+            rl_logprobs.errors.OptionError,
             "made without segments",
         ),
     ],

@@ -64,7 +64,7 @@ def test_gspo_is_verls_loss_in_padded_and_in_packed_rows(seed, clips):
 def test_the_gradient_of_gspo_is_that_of_the_sequence_objective():
     old, new, _, mask = batch(5, 0.05)
     advantages = torch.tensor([1.0, -2.0, 0.5, 1.5], dtype=torch.float64).unsqueeze(-1)
-    plan = rl_logprobs.plan_mean(mask, per="sequence")
+    plan = rl_logprobs.mean_weights(mask, per="sequence")
     found = rl_logprobs.global_mean(gspo_loss(new, old, advantages, mask, clip_low=0.9, clip_high=9).loss, mask, plan)
     sequence_ratio = (((new - old) * mask).sum(-1) / mask.sum(-1)).exp()
     expected = -(sequence_ratio * advantages[:, 0]).mean()
@@ -111,13 +111,17 @@ ONE = torch.ones(2, 3)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: ppo_loss(ONE, ONE[:1], ONE, ONE), rl_logprobs.ShapeError, r"\(2, 3\).*\(1, 3\)"),
-        (lambda: ppo_loss(ONE, ONE, torch.ones(2), ONE), rl_logprobs.ShapeError, "unsqueeze"),
-        (lambda: ppo_loss(ONE, ONE, ONE, ONE[:1]), rl_logprobs.ShapeError, r"mask has shape \(1, 3\)"),
-        (lambda: ppo_loss(ONE, ONE, ONE, ONE, clip_low=1.2), rl_logprobs.OptionError, r"\[0, 1\], got 1.2"),
-        (lambda: ppo_loss(ONE, ONE, ONE, ONE, clip_high=-0.1), rl_logprobs.OptionError, "got -0.1"),
-        (lambda: ppo_loss(ONE, ONE, ONE, ONE, dual_clip=0.5), rl_logprobs.OptionError, "greater than 1, got 0.5"),
-        (lambda: gspo_loss(ONE, ONE, ONE, ONE, num_segments=2), rl_logprobs.OptionError, "belong together"),
+        (lambda: ppo_loss(ONE, ONE[:1], ONE, ONE), rl_logprobs.errors.ShapeError, r"\(2, 3\).*\(1, 3\)"),
+        (lambda: ppo_loss(ONE, ONE, torch.ones(2), ONE), rl_logprobs.errors.ShapeError, "unsqueeze"),
+        (lambda: ppo_loss(ONE, ONE, ONE, ONE[:1]), rl_logprobs.errors.ShapeError, r"mask has shape \(1, 3\)"),
+        (lambda: ppo_loss(ONE, ONE, ONE, ONE, clip_low=1.2), rl_logprobs.errors.OptionError, r"\[0, 1\], got 1.2"),
+        (lambda: ppo_loss(ONE, ONE, ONE, ONE, clip_high=-0.1), rl_logprobs.errors.OptionError, "got -0.1"),
+        (
+            lambda: ppo_loss(ONE, ONE, ONE, ONE, dual_clip=0.5),
+            rl_logprobs.errors.OptionError,
+            "greater than 1, got 0.5",
+        ),
+        (lambda: gspo_loss(ONE, ONE, ONE, ONE, num_segments=2), rl_logprobs.errors.OptionError, "belong together"),
     ],
 )
 def test_contradictions_are_named(call, error, message):

@@ -22,13 +22,13 @@ def test_torch_serves_calls_that_name_no_backend(monkeypatch):
 def test_the_environment_sets_the_backend_of_calls_that_name_none(monkeypatch):
     monkeypatch.setenv(VARIABLE, "tritium")
     assert kernels("torch", CPU) is TORCH
-    with pytest.raises(rl_logprobs.OptionError, match="torch, triton, got 'tritium'"):
+    with pytest.raises(rl_logprobs.errors.OptionError, match="torch, triton, got 'tritium'"):
         kernels(None, CPU)
 
 
 def test_triton_refuses_logits_on_a_cpu(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(rl_logprobs.OptionError, match="on a GPU, these are on cpu"):
+    with pytest.raises(rl_logprobs.errors.OptionError, match="on a GPU, these are on cpu"):
         rl_logprobs.token_logprobs(torch.zeros(2, 3), torch.tensor([0, 1]), backend="triton")
 
 
@@ -37,7 +37,7 @@ def test_triton_that_is_not_installed_is_named_with_the_fix(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "rl_logprobs.softmax.triton_backend", raising=False)
     monkeypatch.delattr(rl_logprobs.softmax, "triton_backend", raising=False)
-    with pytest.raises(rl_logprobs.OptionError, match="pip install triton"):
+    with pytest.raises(rl_logprobs.errors.OptionError, match="pip install triton"):
         rl_logprobs.token_logprobs(torch.zeros(2, 3), torch.tensor([0, 1]), backend="triton")
 
 

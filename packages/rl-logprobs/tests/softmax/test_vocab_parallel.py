@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from harness.ranks import RanksFailed
-from rl_logprobs import token_logprobs, token_statistics
+from rl_logprobs import VocabShard, token_logprobs, token_statistics
 
 TOKENS = (2, 6)
 
@@ -127,7 +127,7 @@ def from_local_shards(vocab, padded_width):
     padded[..., :vocab] = logits
     columns = slice(rank * width, (rank + 1) * width if padded_width else min((rank + 1) * width, vocab))
     shard = padded[..., columns].clone().requires_grad_()
-    return everything(shard, targets, group=dist.group.WORLD, vocab_size=vocab)
+    return everything(shard, targets, shard=VocabShard(vocab, dist.group.WORLD))
 
 
 @pytest.mark.parametrize("padded_width", [0, 33, 40])
@@ -148,7 +148,7 @@ def from_own_layout():
     logits, targets = full_logits(97)
     bounds = [0, 10, 97]
     shard = logits[..., bounds[rank] : bounds[rank + 1]]
-    return token_logprobs(shard, targets, group=dist.group.WORLD, vocab_size=97, vocab_start=bounds[rank])
+    return token_logprobs(shard, targets, shard=VocabShard(97, dist.group.WORLD, bounds[rank]))
 
 
 def test_any_other_layout_is_served_by_naming_the_first_column(two_ranks):
@@ -192,7 +192,10 @@ def badly_placed(case):
     elif case == "two axes":
         logits = distribute_tensor(logits, mesh, [Shard(2), Shard(2)])
     elif case == "group with a DTensor":
-        logits, options = distribute_tensor(logits, mesh, [Replicate(), Shard(2)]), {"group": mesh.get_group("tp")}
+        logits, options = (
+            distribute_tensor(logits, mesh, [Replicate(), Shard(2)]),
+            {"shard": VocabShard(97, mesh.get_group("tp"))},
+        )
     elif case == "shape left out":
         local = distribute_tensor(logits, mesh, [Replicate(), Shard(2)]).to_local()
         logits = DTensor.from_local(
@@ -204,8 +207,8 @@ def badly_placed(case):
     elif case == "shift over ranks":
         logits = distribute_tensor(logits, mesh, [Shard(1), Shard(2)])
         targets, options = targets.chunk(2, 1)[mesh.get_local_rank("dp")], {"shift": True}
-    elif case == "no vocabulary size":
-        logits, options = logits[..., :49], {"group": mesh.get_group("tp")}
+    elif case == "start beyond the vocabulary":
+        logits, options = logits[..., :49], {"shard": VocabShard(97, mesh.get_group("tp"), start=98)}
     elif case == "strided":
         logits = DTensor.from_local(
             logits[..., ::4], mesh, [_StridedShard(2, split_factor=2), Shard(2)], run_check=False
@@ -219,7 +222,7 @@ def badly_placed(case):
     elif case == "integer logits":
         logits = distribute_tensor(logits.nan_to_num().long(), mesh, [Replicate(), Shard(2)])
     elif case == "narrow shard":
-        logits, options = logits[..., :30], {"group": mesh.get_group("tp"), "vocab_size": 97}
+        logits, options = logits[..., :30], {"shard": VocabShard(97, mesh.get_group("tp"))}
     with CommDebugMode() as counter:
         try:
             token_logprobs(logits, targets, **options)
@@ -232,11 +235,11 @@ def badly_placed(case):
     [
         ("partial", "PlacementError", "partial sum over mesh dim 1"),
         ("two axes", "PlacementError", "over 2 mesh dims"),
-        ("group with a DTensor", "OptionError", "leave out group"),
+        ("group with a DTensor", "OptionError", "leave the group out"),
         ("shape left out", "ShapeError", "full shape"),
         ("targets elsewhere", "PlacementError", "place them likewise"),
         ("shift over ranks", "ShapeError", "full sequence of 6"),
-        ("no vocabulary size", "OptionError", "vocab_size"),
+        ("start beyond the vocabulary", "ShapeError", "start must be an integer in [0, 97]"),
         ("narrow shard", "ShapeError", "30 columns"),
         ("strided", "PlacementError", "in strides"),
         ("target too large", "TargetError", "outside [0, 97)"),

@@ -14,6 +14,7 @@ import rl_logprobs
 from rl_logprobs import (
     SamplingFilter,
     Support,
+    VocabShard,
     kept_logprobs,
     linear_token_logprobs,
     linear_token_statistics,
@@ -235,7 +236,7 @@ def on_mesh(vocab):
     chunk = -(-vocab // 2)
     start = tp.get_local_rank() * chunk
     local = logits[..., start : start + chunk].clone().requires_grad_()
-    shard = {"logits": local, "group": group, "vocab_size": vocab}
+    shard = {"logits": local, "shard": VocabShard(vocab, group)}
     record("local shard", token_statistics, [local], targets=targets, support=support, **shard)
 
     permutation = torch.tensor([0, 5, 1, 4, 2, 3])
@@ -370,7 +371,9 @@ def test_every_split_records_the_same_sets(four_ranks):
 def test_a_target_outside_its_set_is_an_error_or_minus_infinity():
     logits, targets, _, support = problem(9, unscored=0)
     targets[1, 2] = next(kept for kept in range(9) if kept not in support.select(torch.tensor([8])).ids)
-    with pytest.raises(rl_logprobs.TargetError, match=f"1 of 12 .* target {targets[1, 2]} of token 8, whose set of"):
+    with pytest.raises(
+        rl_logprobs.errors.TargetError, match=f"1 of 12 .* target {targets[1, 2]} of token 8, whose set of"
+    ):
         token_logprobs(logits, targets, support=support)
     allowed = Support(support.ids, support.offsets, missing_target="-inf")
     logits.requires_grad_()
@@ -383,10 +386,18 @@ def test_a_target_outside_its_set_is_an_error_or_minus_infinity():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"support": Support.from_rows([[1]] * 11)}, rl_logprobs.ShapeError, "11 rows where .* need 12"),
-        ({"support": Support.from_rows([[1]] * 11 + [[]])}, rl_logprobs.SupportError, "1 scored tokens .* token 11"),
-        ({"support": Support.from_rows([[1]] * 11 + [[1, 9]])}, rl_logprobs.SupportError, r"\[0, 9\).*9 of token 11"),
-        ({"sampling": SamplingFilter(top_k=2)}, rl_logprobs.OptionError, "leave out sampling"),
+        ({"support": Support.from_rows([[1]] * 11)}, rl_logprobs.errors.ShapeError, "11 rows where .* need 12"),
+        (
+            {"support": Support.from_rows([[1]] * 11 + [[]])},
+            rl_logprobs.errors.SupportError,
+            "1 scored tokens .* token 11",
+        ),
+        (
+            {"support": Support.from_rows([[1]] * 11 + [[1, 9]])},
+            rl_logprobs.errors.SupportError,
+            r"\[0, 9\).*9 of token 11",
+        ),
+        ({"sampling": SamplingFilter(top_k=2)}, rl_logprobs.errors.OptionError, "leave out sampling"),
     ],
 )
 def test_unfit_sets_are_named_with_their_numbers(change, error, message):

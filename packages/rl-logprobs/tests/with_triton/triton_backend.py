@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rl_logprobs import token_statistics
+from rl_logprobs import VocabShard, token_statistics
 from rl_logprobs.softmax import triton_backend
 
 
@@ -36,8 +36,8 @@ def test_rows_of_several_blocks_give_what_torch_gives(monkeypatch, dtype, option
     targets = torch.tensor([50, 3, 56, -100, 20])
     for columns in (57, 52):
         targets = targets.clamp(max=columns - 1)
-        expected = statistics_and_gradient(logits, targets, "torch", vocab_size=columns, **options)
-        found = statistics_and_gradient(logits, targets, "triton", vocab_size=columns, **options)
+        expected = statistics_and_gradient(logits, targets, "torch", shard=VocabShard(columns), **options)
+        found = statistics_and_gradient(logits, targets, "triton", shard=VocabShard(columns), **options)
         for actual, desired in zip(found, expected, strict=True):
             rounding = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2e-6, torch.float64: 1e-13}
             atol = 1e-6 if actual.dtype is torch.float16 else 1e-12

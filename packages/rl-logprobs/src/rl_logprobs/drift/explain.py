@@ -111,8 +111,8 @@ class _Gap:
         group: dist.ProcessGroup | None,
         progress: Callable[[str], None] | None,
     ) -> None:
-        if not generator.is_floating_point():
-            raise DtypeError(f"generator_logprobs must be floating point, got {generator.dtype}")
+        if not generator.is_floating_point() or generator.layout is not torch.strided:
+            raise DtypeError(f"generator_logprobs must be dense and floating point, got {generator.dtype}")
         if generator.device.type == "meta":
             raise OptionError("generator_logprobs are on the meta device, without values")
         if mask is not None and mask.shape != generator.shape:

@@ -27,7 +27,7 @@ def should_skip_step(total_norm: torch.Tensor, *, max_norm: float = math.inf) ->
 
     Raises:
         OptionError: ``max_norm`` is not positive.
-        DtypeError: the norm is complex.
+        DtypeError: the norm is complex or sparse.
 
     Example:
         >>> import torch
@@ -37,7 +37,7 @@ def should_skip_step(total_norm: torch.Tensor, *, max_norm: float = math.inf) ->
     """
     if not max_norm > 0:
         raise OptionError(f"max_norm must be positive, got {max_norm}; leave it out to skip only non-finite norms")
-    if total_norm.is_complex():
-        raise DtypeError(f"total_norm must be real, got {total_norm.dtype}")
+    if total_norm.is_complex() or total_norm.layout is not torch.strided:
+        raise DtypeError(f"total_norm must be real and dense, got {total_norm.dtype} {total_norm.layout}")
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
     return ~(norm.isfinite() & (norm <= max_norm)).all()

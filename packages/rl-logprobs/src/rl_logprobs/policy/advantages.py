@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import is_integral, wide_dtype
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
-from rl_logprobs.policy.sequences import Sequences
+from rl_logprobs.policy.sequences import Sequences, check_count
 
 AdvantageMethod = Literal["grpo", "dr_grpo", "rloo"]
 
@@ -19,8 +19,8 @@ AdvantageMethod = Literal["grpo", "dr_grpo", "rloo"]
 @torch.no_grad()
 def group_advantages(
     rewards: torch.Tensor,
-    groups: torch.Tensor,
-    num_groups: int,
+    prompt_ids: torch.Tensor,
+    num_prompts: int,
     *,
     method: AdvantageMethod = "grpo",
     group: dist.ProcessGroup | None = None,
@@ -34,8 +34,8 @@ def group_advantages(
 
     Args:
         rewards: ``[responses]``, one number each.
-        groups: ``[responses]`` integers in ``[0, num_groups)``, the prompt of each.
-        num_groups: number of prompts.
+        prompt_ids: ``[responses]`` integers in ``[0, num_prompts)``, the prompt of each.
+        num_prompts: number of prompts.
         method: the baseline and scale.
         group: the process group over which a prompt's responses are distributed, with the same numbers on all ranks.
         eps: added to the standard deviation.
@@ -44,8 +44,8 @@ def group_advantages(
         ``[responses]`` in the statistics dtype of the rewards.  A response without others has no baseline: 0.
 
     Raises:
-        ShapeError: the shapes differ, or a group is out of range.
-        DtypeError: the groups are not integers, or the rewards are complex.
+        ShapeError: the shapes differ, or a prompt id is out of range.
+        DtypeError: the prompt ids are not integers, or the rewards are complex.
         OptionError: the method is unknown, a number is outside its range, or the devices differ.
 
     Example:
@@ -56,18 +56,19 @@ def group_advantages(
     """
     if method not in get_args(AdvantageMethod):
         raise OptionError(f"method must be one of {', '.join(get_args(AdvantageMethod))}, got {method!r}")
-    if rewards.dim() != 1 or rewards.shape != groups.shape:
-        raise ShapeError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must both be [responses]")
-    if not is_integral(groups.dtype):
-        raise DtypeError(f"groups must be integers, got {groups.dtype}")
+    if rewards.dim() != 1 or rewards.shape != prompt_ids.shape:
+        raise ShapeError(
+            f"rewards {tuple(rewards.shape)} and prompt_ids {tuple(prompt_ids.shape)} must both be [responses]"
+        )
+    if not is_integral(prompt_ids.dtype):
+        raise DtypeError(f"prompt_ids must be integers, got {prompt_ids.dtype}")
     if rewards.is_complex():
         raise DtypeError(f"rewards must be real numbers, got {rewards.dtype}")
-    if num_groups < 1:
-        raise OptionError(f"num_groups must be 1 or more, got {num_groups}")
+    check_count("num_prompts", num_prompts)
     if not (eps >= 0 and math.isfinite(eps)):
         raise OptionError(f"eps must be 0 or more and finite, got {eps}")
-    require_same_device(rewards=rewards, groups=groups)
-    members = Sequences(groups, num_groups, group).check(torch.ones_like(groups, dtype=torch.bool))
+    require_same_device(rewards=rewards, prompt_ids=prompt_ids)
+    members = Sequences(prompt_ids, num_prompts, group).check(torch.ones_like(prompt_ids, dtype=torch.bool))
     wide = rewards.to(wide_dtype(rewards.device))
     sizes, sums = members.totals(torch.stack([torch.ones_like(wide), wide]))
     centred = wide - members.spread(sums / sizes.clamp(min=1), wide)

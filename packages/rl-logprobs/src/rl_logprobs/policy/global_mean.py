@@ -1,7 +1,7 @@
 """One mean over a global batch, however the batch is cut into micro-batches, ranks and packed rows.
 
 A gradient is a sum over tokens of weights that depend on counts of the whole batch.  The counts are reduced once per
-batch (``plan_mean``); each micro-batch then contributes a plain weighted sum (``global_mean``), so that the sum over
+batch (``mean_weights``); each micro-batch then contributes a plain weighted sum (``global_mean``), so that the sum over
 micro-batches and ranks is the mean over the batch, and no part is divided by a number of its own.
 """
 
@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
-from rl_logprobs.errors import OptionError, ShapeError
-from rl_logprobs.policy.sequences import Sequences, check_mask
+from rl_logprobs.errors import DtypeError, OptionError, ShapeError
+from rl_logprobs.policy.sequences import Sequences, check_count, check_mask
 
 Per = Literal["token", "sequence", "group"]
 
 
 @dataclass(frozen=True, eq=False)
-class MeanPlan:
-    """The denominators of a mean over one global batch; made by ``plan_mean``.
+class MeanWeights:
+    """The denominators of a mean over one global batch; made by ``mean_weights``.
 
     Attributes:
         per: what has the same weight: each token, each sequence or each group.
@@ -38,8 +38,8 @@ class MeanPlan:
 
     Example:
         >>> import torch
-        >>> from rl_logprobs import plan_mean
-        >>> plan_mean(torch.tensor([[1, 1, 0], [1, 1, 1]]), per="sequence").count
+        >>> from rl_logprobs import mean_weights
+        >>> mean_weights(torch.tensor([[1, 1, 0], [1, 1, 1]]), per="sequence").count
         tensor(2., dtype=torch.float64)
     """
 
@@ -52,7 +52,7 @@ class MeanPlan:
 
 
 @torch.no_grad()
-def plan_mean(
+def mean_weights(
     masks: torch.Tensor | Sequence[torch.Tensor],
     *,
     per: Per = "token",
@@ -63,7 +63,7 @@ def plan_mean(
     gradient_divide_factor: float = 1.0,
     length: float | None = None,
     count: float | None = None,
-) -> MeanPlan:
+) -> MeanWeights:
     """Count the scored tokens, sequences or groups of a global batch, in one or two small collectives.
 
     ``per="token"`` gives each token the same weight (DAPO's token-level loss over a batch, arXiv:2503.14476, section
@@ -89,7 +89,7 @@ def plan_mean(
             from which some were filtered.
 
     Returns:
-        The plan of the batch, for ``global_mean`` of each of its micro-batches.
+        The weights of the batch, for ``global_mean`` of each of its micro-batches.
 
     Raises:
         OptionError: an option is outside its range, or options contradict each other.
@@ -98,27 +98,30 @@ def plan_mean(
 
     Example:
         >>> import torch
-        >>> from rl_logprobs import global_mean, plan_mean
+        >>> from rl_logprobs import global_mean, mean_weights
         >>> micro_batches = [torch.tensor([[1.0, 2.0, 6.0]]), torch.tensor([[4.0, 0.0, 0.0]])]
         >>> masks = [torch.tensor([[1, 1, 1]]), torch.tensor([[1, 0, 0]])]
-        >>> plan = plan_mean(masks)
-        >>> sum(global_mean(values, mask, plan) for values, mask in zip(micro_batches, masks))
+        >>> weights = mean_weights(masks)
+        >>> sum(global_mean(values, mask, weights) for values, mask in zip(micro_batches, masks))
         tensor(3.2500)
     """
     mask_list = [masks] if isinstance(masks, torch.Tensor) else list(masks)
     _check_options(per, segments, gradient_divide_factor, length, count)
     if not mask_list:
-        raise OptionError("plan_mean needs at least one mask; a rank without tokens passes a mask of zeros")
+        raise OptionError("mean_weights needs at least one mask; a rank without tokens passes a mask of zeros")
     given = [segments] if isinstance(segments, torch.Tensor) else segments
     if given is not None and len(given) != len(mask_list):
         raise ShapeError(f"{len(mask_list)} masks and {len(given)} segments; give one of each per micro-batch")
-    if num_segments is not None and num_segments < 1:
-        raise OptionError(f"num_segments must be 1 or more, got {num_segments}")
+    if num_segments is not None:
+        check_count("num_segments", num_segments)
     if given is None and num_segments is not None:
         raise OptionError(f"num_segments is {num_segments} without segments: give both, or neither")
     require_same_device(**{f"masks[{index}]": mask for index, mask in enumerate(mask_list)})
+    sparse = [mask.layout for mask in mask_list if mask.layout is not torch.strided]
+    if sparse:
+        raise DtypeError(f"masks must be dense, got {sparse[0]}")
     device = mask_list[0].device
-    groups = [group] if isinstance(group, dist.ProcessGroup) else list(group or ())
+    groups = [group] if isinstance(group, dist.ProcessGroup) else list(() if group is None else group)
     total = torch.zeros((), dtype=wide_dtype(device), device=device)
     segment_tokens = None
     if given is not None and num_segments is not None and per != "token":
@@ -139,7 +142,7 @@ def plan_mean(
         _sum_over(row_tokens, [cp_group])
         total = (row_tokens > 0).sum().to(total.dtype)
         _sum_over(total, groups)
-    return MeanPlan(
+    return MeanWeights(
         per=per,
         count=total if count is None else torch.full_like(total, count),
         segment_tokens=segment_tokens,
@@ -152,32 +155,32 @@ def plan_mean(
 def global_mean(
     values: torch.Tensor,
     mask: torch.Tensor,
-    plan: MeanPlan | None = None,
+    weights: MeanWeights | None = None,
     *,
     segments: torch.Tensor | None = None,
     per: Per = "token",
     num_segments: int | None = None,
 ) -> torch.Tensor:
-    """Return this micro-batch's part of the mean over the global batch of its plan.
+    """Return this micro-batch's part of the mean over the global batch of its weights.
 
-    The sum of the parts over micro-batches and ranks, divided by the plan's ``gradient_divide_factor``, is the mean;
+    The sum of the parts over micro-batches and ranks, divided by the weights' ``gradient_divide_factor``, is the mean;
     call ``backward`` on each part.  A batch without any scored token has the mean 0.
 
     Args:
         values: ``[..., tokens]`` floating point, differentiable.
-        mask: of the same shape, nonzero at scored tokens: the one that the plan was made from.  To reject a token and
-            count it nevertheless, set its value to 0; to count it no more, leave it out of both masks.
-        plan: the plan of the batch; None if this micro-batch is the whole batch.
-        segments: the sequences or groups of the tokens, as in the plan.
-        per: without a plan, what has the same weight.
-        num_segments: without a plan, the number of segments.
+        mask: of the same shape, nonzero at scored tokens: the one that the weights were made from.  To reject a token
+            and count it nevertheless, set its value to 0; to count it no more, leave it out of both masks.
+        weights: the weights of the batch; None if this micro-batch is the whole batch.
+        segments: the sequences or groups of the tokens, as in the weights.
+        per: without weights, what has the same weight.
+        num_segments: without weights, the number of segments.
 
     Returns:
         0-d, in the statistics dtype of the values (float64 for float64, else float32).
 
     Raises:
         ShapeError: the shapes differ, or a segment is out of range.
-        OptionError: segments are given and the plan has none, or the reverse; or the devices differ.
+        OptionError: segments are given and the weights have none, or the reverse; or the devices differ.
         DtypeError: the values are not floating point, or segments are not integers.
 
     Example:
@@ -191,31 +194,30 @@ def global_mean(
         tensor(3.)
     """
     scored = check_mask(mask, values=values)
-    if plan is None:
-        plan = plan_mean(mask, per=per, segments=segments, num_segments=num_segments)
-    if plan.per != "token" and (segments is None) != (plan.segment_tokens is None):
-        without = "the plan was made without segments: leave them out, or give them to plan_mean too"
-        raise OptionError(without if segments is not None else "the plan was made with segments: give this batch's")
-    require_same_device(values=values, plan=plan.segment_tokens)
+    if weights is None:
+        weights = mean_weights(mask, per=per, segments=segments, num_segments=num_segments)
+    if weights.per != "token" and (segments is None) != (weights.segment_tokens is None):
+        without = "the weights were made without segments: leave them out, or give them to mean_weights too"
+        raise OptionError(without if segments is not None else "the weights were made with segments: give this batch's")
+    require_same_device(values=values, weights=weights.segment_tokens)
     dtype = statistics_dtype(values.dtype)
     kept = values.to(dtype).where(scored, 0)
-    weights = _weights(scored, plan, segments)
-    return (kept * weights.to(dtype)).sum() * plan.gradient_divide_factor
+    return (kept * _token_weights(scored, weights, segments).to(dtype)).sum() * weights.gradient_divide_factor
 
 
 @torch.no_grad()
-def _weights(scored: torch.Tensor, plan: MeanPlan, segments: torch.Tensor | None) -> torch.Tensor:
+def _token_weights(scored: torch.Tensor, weights: MeanWeights, segments: torch.Tensor | None) -> torch.Tensor:
     """Return the weight of each token, which broadcasts to the mask's shape."""
-    unit = torch.where(plan.count > 0, 1 / plan.count, 0)
-    if plan.per == "token":
+    unit = torch.where(weights.count > 0, 1 / weights.count, 0)
+    if weights.per == "token":
         return unit
-    if plan.segment_tokens is not None:
-        sequences = Sequences(segments, plan.segment_tokens.shape[0]).check(scored)
-        tokens = sequences.spread(plan.segment_tokens, scored)
+    if weights.segment_tokens is not None:
+        sequences = Sequences(segments, weights.segment_tokens.shape[0]).check(scored)
+        tokens = sequences.spread(weights.segment_tokens, scored)
     else:
-        sequences = Sequences(cp_group=plan.cp_group).check(scored)
-        tokens = sequences.spread(sequences.totals(scored[None])[0], scored) if plan.length is None else unit
-    return unit / (plan.length if plan.length is not None else tokens.clamp(min=1))
+        sequences = Sequences(cp_group=weights.cp_group).check(scored)
+        tokens = sequences.spread(sequences.totals(scored[None])[0], scored) if weights.length is None else unit
+    return unit / (weights.length if weights.length is not None else tokens.clamp(min=1))
 
 
 def _row_tokens(scored: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,8 @@ class PolicyLoss(NamedTuple):
 
     Example:
         >>> import torch
-        >>> from rl_logprobs import PolicyLoss, ppo_loss
+        >>> from rl_logprobs import ppo_loss
+        >>> from rl_logprobs.policy.losses import PolicyLoss
         >>> one = torch.ones(2)
         >>> isinstance(ppo_loss(-one, -one, one, one), PolicyLoss)
         True
@@ -104,7 +105,7 @@ def gspo_loss(
     """Return GSPO's loss of each token, whose ratio is the geometric mean of its sequence's ratios.
 
     GSPO (arXiv:2507.18071, equations 5 to 7) in its token form (equation 14), whose gradient is the same if all tokens
-    of a sequence have one advantage.  Average it by sequence: ``plan_mean(..., per="sequence")``.
+    of a sequence have one advantage.  Average it by sequence: ``mean_weights(..., per="sequence")``.
 
     Args:
         logprobs: log-probabilities under the policy ``[..., tokens]``, differentiable.

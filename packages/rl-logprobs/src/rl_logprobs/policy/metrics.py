@@ -41,7 +41,8 @@ class RatioMetrics:
 
     Example:
         >>> import torch
-        >>> from rl_logprobs import RatioMetrics, ratio_metrics
+        >>> from rl_logprobs import ratio_metrics
+        >>> from rl_logprobs.policy.metrics import RatioMetrics
         >>> isinstance(ratio_metrics(torch.zeros(2), torch.zeros(2), torch.ones(2)), RatioMetrics)
         True
     """

@@ -13,6 +13,16 @@ from rl_logprobs.dtypes import is_integral, wide_dtype
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 
 
+def check_count(name: str, count: int) -> None:
+    """Check a number of segments.
+
+    Raises:
+        OptionError: it is not from 1 to 2**31 - 1; ``name`` is the argument's in the message.
+    """
+    if not 1 <= count < 1 << 31:
+        raise OptionError(f"{name} must be from 1 to 2**31 - 1, got {count}")
+
+
 def check_mask(mask: torch.Tensor, **values: torch.Tensor) -> torch.Tensor:
     """Return the mask as bool, after a check that it and the values are of the same tokens.
 
@@ -68,8 +78,7 @@ class Sequences:
             raise OptionError("segments and num_segments belong together: give both, or neither for one row a sequence")
         if self.segments is None or self.num_segments is None:
             return self
-        if self.num_segments < 1:
-            raise OptionError(f"num_segments must be 1 or more, got {self.num_segments}")
+        check_count("num_segments", self.num_segments)
         if not is_integral(self.segments.dtype):
             raise DtypeError(f"segments must be integers, got {self.segments.dtype}")
         if self.segments.shape != mask.shape:

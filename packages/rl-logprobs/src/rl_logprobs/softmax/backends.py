@@ -39,7 +39,7 @@ def kernels(backend: Backend | None, device: torch.device) -> Kernels:
     Raises:
         OptionError: the backend is unknown, or it is Triton and not installed or not able to run on the device.
     """
-    chosen = backend or os.environ.get(VARIABLE) or "torch"
+    chosen = backend if backend is not None else os.environ.get(VARIABLE) or "torch"
     if chosen not in get_args(Backend):
         raise OptionError(f"backend must be one of {', '.join(get_args(Backend))}, got {chosen!r}")
     if chosen == "torch":

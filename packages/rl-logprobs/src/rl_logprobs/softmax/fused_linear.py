@@ -30,7 +30,7 @@ from rl_logprobs.softmax.vocab_parallel import (
     combine_ranks,
     logit_gradient,
 )
-from rl_logprobs.softmax.vocab_shard import VocabShard
+from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 #: Tokens and vocabulary ids of one tile: 4 MiB of float32 on a CPU; 128 MiB on an accelerator, enough to keep its
 #: matrix units busy.
@@ -46,7 +46,7 @@ class LMHead:
     the hidden gradient over the vocabulary's ranks; otherwise the caller reduces it.
     """
 
-    shard: VocabShard
+    shard: VocabColumns
     logit_scale: float = 1.0
     softcap: float | None = None
     reduce_hidden_grad: bool = True

@@ -22,7 +22,7 @@ from rl_logprobs.softmax.backends import TORCH, Kernels
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
 from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns, merge
 from rl_logprobs.softmax.torch_kernels import target_logits
-from rl_logprobs.softmax.vocab_shard import VocabShard
+from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def softmax_statistics(
     logits: torch.Tensor,
     targets: torch.Tensor,
     ignored: torch.Tensor,
-    shard: VocabShard,
+    shard: VocabColumns,
     options: SoftmaxOptions,
 ) -> SoftmaxStatistics:
     """Return statistics of the softmax over the full vocabulary, from this rank's columns.
@@ -168,7 +168,7 @@ class _VocabParallelSoftmax(torch.autograd.Function):
         logits: torch.Tensor,
         targets: torch.Tensor,
         ignored: torch.Tensor,
-        shard: VocabShard,
+        shard: VocabColumns,
         options: SoftmaxOptions,
     ) -> SoftmaxStatistics:
         scale = TemperatureScale.of(options.temperature, statistics_dtype(logits.dtype))

@@ -20,6 +20,50 @@ from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeErr
 
 @dataclass(frozen=True)
 class VocabShard:
+    """Which vocabulary ids the columns of logits, or the rows of an LM head's weight, are.
+
+    Plain tensors that are a shard need one with a ``group``.  Full tensors and DTensors need one only if they are
+    padded beyond the vocabulary.
+
+    Attributes:
+        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding with probability 0.
+        group: the process group over which the vocabulary is sharded; None for a full tensor and for a DTensor, which
+            knows its own.
+        start: the first id of this rank's shard.  By default that of DTensor's layout (chunks of ceil(vocab / ranks))
+            or of Megatron-LM's (all ranks padded to one width), whichever fits the number of columns.
+
+    Raises:
+        ShapeError: ``vocab_size`` is not a positive integer, or ``start`` not an id of the vocabulary.
+        OptionError: ``start`` is given without ``group``.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import VocabShard, token_logprobs
+        >>> padded = torch.tensor([[0.0, 2.0, 1.0, 30.0]])
+        >>> token_logprobs(padded, torch.tensor([1]), shard=VocabShard(3))
+        tensor([-0.4076])
+
+        A local shard, on each rank of ``mesh``:
+        ``token_logprobs(local, targets, shard=VocabShard(151936, mesh.get_group("tp")))``.
+    """
+
+    vocab_size: int
+    group: dist.ProcessGroup | None = None
+    start: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.vocab_size >= 1 and self.vocab_size % 1 == 0):
+            raise ShapeError(f"vocab_size must be a positive integer, got {self.vocab_size}")
+        if self.start is None:
+            return
+        if self.group is None:
+            raise OptionError("start is for a local shard: give the group over which the vocabulary is sharded too")
+        if not (0 <= self.start <= self.vocab_size and self.start % 1 == 0):
+            raise ShapeError(f"start must be an integer in [0, {self.vocab_size}], got {self.start}")
+
+
+@dataclass(frozen=True)
+class VocabColumns:
     """The columns ``[start, start + width)`` of ``vocab_size`` that one rank of ``group`` holds.
 
     ``width`` excludes padded columns, those at or beyond ``vocab_size``.  ``group`` is None where one rank holds every
@@ -57,49 +101,30 @@ class LocalLogits:
     """The local shard of the logits, with its position in the vocabulary and in the batch."""
 
     values: torch.Tensor
-    vocab: VocabShard
+    vocab: VocabColumns
     tokens: TokenSlice
 
 
-def locate_logits(
-    logits: torch.Tensor,
-    *,
-    group: dist.ProcessGroup | None,
-    vocab_size: int | None,
-    vocab_start: int | None,
-) -> LocalLogits:
-    """Return this rank's shard of ``logits``; the arguments are those of ``rl_logprobs.token_logprobs``.
+def locate_logits(logits: torch.Tensor, shard: VocabShard | None) -> LocalLogits:
+    """Return this rank's part of ``logits``; the arguments are those of ``rl_logprobs.token_logprobs``.
 
     Raises:
         DtypeError: the logits are not floating point.
         ShapeError: the logits have no vocabulary dim or no tokens, or the widths contradict each other.
         PlacementError: the logits are a partial sum, or the vocabulary is sharded over two mesh axes.
-        OptionError: ``group`` or ``vocab_start`` is given for a DTensor, or ``group`` without ``vocab_size``.
+        OptionError: ``shard`` has a group for a DTensor.
     """
-    if not logits.is_floating_point():
-        raise DtypeError(f"logits must be floating point, got {logits.dtype}; pass the output of the LM head")
+    if not logits.is_floating_point() or logits.layout is not torch.strided:
+        raise DtypeError(
+            f"logits must be floating point and dense, got {logits.dtype} {logits.layout}; pass the LM head's output"
+        )
     if logits.dim() < 2 or 0 in logits.shape[:-1]:
         raise ShapeError(
             f"logits must be [..., tokens, vocab] with at least one token, got shape {tuple(logits.shape)}"
         )
     if isinstance(logits, DTensor):
-        refuse_shard_options(group, vocab_start)
-        return _locate_dtensor(logits, vocab_size)
-    return LocalLogits(
-        values=logits,
-        vocab=shard_of_columns(logits.shape[-1], group, vocab_size, vocab_start),
-        tokens=TokenSlice.all_of(logits.shape[:-1]),
-    )
-
-
-def refuse_shard_options(group: dist.ProcessGroup | None, vocab_start: int | None) -> None:
-    """Check that no option for local shards is given with a DTensor.
-
-    Raises:
-        OptionError: one is given.
-    """
-    if group is not None or vocab_start is not None:
-        raise OptionError("a DTensor has its own placements: leave out group and vocab_start")
+        return _locate_dtensor(logits, shard)
+    return LocalLogits(logits, columns_of_plain(logits.shape[-1], shard), TokenSlice.all_of(logits.shape[:-1]))
 
 
 def vocab_mesh_dim(tensor: DTensor, dim: int) -> int | None:
@@ -132,22 +157,25 @@ def vocab_mesh_dim(tensor: DTensor, dim: int) -> int | None:
     return found[0] if found else None
 
 
-def shard_of_dtensor(tensor: DTensor, dim: int, vocab_size: int | None) -> VocabShard:
+def columns_of_dtensor(tensor: DTensor, dim: int, shard: VocabShard | None) -> VocabColumns:
     """Return the vocabulary ids of a DTensor's local shard along ``dim``.
 
     Raises:
         PlacementError: the placement is not one that ``vocab_mesh_dim`` supports.
-        ShapeError: ``vocab_size`` exceeds the size of ``dim``.
+        ShapeError: the vocabulary exceeds the size of ``dim``.
+        OptionError: ``shard`` has a group.
     """
+    if shard is not None and shard.group is not None:
+        raise OptionError("a DTensor has its own placements: leave the group out of the VocabShard")
     mesh_dim = vocab_mesh_dim(tensor, dim)
     shape, offset = local_shape_and_offset(tensor)
-    columns = tensor.shape[dim]
-    if vocab_size is not None and not 0 < vocab_size <= columns:
-        raise ShapeError(f"vocab_size {vocab_size} is outside 1..{columns}, the tensor's own columns")
-    return VocabShard(
+    vocab_size = tensor.shape[dim] if shard is None else shard.vocab_size
+    if vocab_size > tensor.shape[dim]:
+        raise ShapeError(f"vocab_size {vocab_size} is outside 1..{tensor.shape[dim]}, the tensor's own columns")
+    return VocabColumns(
         start=offset[dim],
-        width=_unpadded_width(offset[dim], shape[dim], vocab_size or columns),
-        vocab_size=vocab_size or columns,
+        width=_unpadded_width(offset[dim], shape[dim], vocab_size),
+        vocab_size=vocab_size,
         group=None if mesh_dim is None else tensor.device_mesh.get_group(mesh_dim),
     )
 
@@ -158,8 +186,8 @@ def token_slice(tensor: DTensor, placements: Sequence[Placement] | None = None) 
     return TokenSlice(tuple(tensor.shape[:-1]), shape[:-1], offset[:-1])
 
 
-def _locate_dtensor(logits: DTensor, vocab_size: int | None) -> LocalLogits:
-    vocab = shard_of_dtensor(logits, logits.dim() - 1, vocab_size)
+def _locate_dtensor(logits: DTensor, shard: VocabShard | None) -> LocalLogits:
+    vocab = columns_of_dtensor(logits, logits.dim() - 1, shard)
     values = logits.to_local()
     shape, _ = local_shape_and_offset(logits)
     if tuple(values.shape) != shape:
@@ -170,29 +198,22 @@ def _locate_dtensor(logits: DTensor, vocab_size: int | None) -> LocalLogits:
     return LocalLogits(values, vocab, token_slice(logits))
 
 
-def shard_of_columns(
-    columns: int, group: dist.ProcessGroup | None, vocab_size: int | None, vocab_start: int | None
-) -> VocabShard:
-    """Return the vocabulary ids of a plain tensor's ``columns``; with ``group``, of this rank's local shard.
+def columns_of_plain(columns: int, shard: VocabShard | None) -> VocabColumns:
+    """Return the vocabulary ids of a plain tensor's ``columns``; with a group, of this rank's local shard.
 
     Raises:
         ShapeError: the numbers contradict each other.
-        OptionError: ``group`` without ``vocab_size``.
     """
-    if vocab_size is not None and vocab_size < 1:
-        raise ShapeError(f"vocab_size must be positive, got {vocab_size}")
-    ranks = 1 if group is None else dist.get_world_size(group)
-    if ranks == 1:
-        if vocab_size is not None and vocab_size > columns:
-            raise ShapeError(f"vocab_size {vocab_size} exceeds the {columns} columns of unsharded logits")
-        return VocabShard(0, vocab_size or columns, vocab_size or columns, None)
-    if vocab_size is None:
-        raise OptionError(
-            "a local shard with a process group needs vocab_size, the number of tokens in the full "
-            "vocabulary: without it, the columns of a rank are unknown"
-        )
-    start = vocab_start if vocab_start is not None else _first_column(columns, group, vocab_size)
-    return VocabShard(start, _unpadded_width(start, columns, vocab_size), vocab_size, group)
+    if shard is None:
+        return VocabColumns(0, columns, columns, None)
+    if shard.group is None or dist.get_world_size(shard.group) == 1:
+        if shard.start:
+            raise ShapeError(f"one rank holds the whole vocabulary, so its shard cannot start at id {shard.start}")
+        if shard.vocab_size > columns:
+            raise ShapeError(f"vocab_size {shard.vocab_size} exceeds the {columns} columns of unsharded logits")
+        return VocabColumns(0, shard.vocab_size, shard.vocab_size, None)
+    start = shard.start if shard.start is not None else _first_column(columns, shard.group, shard.vocab_size)
+    return VocabColumns(start, _unpadded_width(start, columns, shard.vocab_size), shard.vocab_size, shard.group)
 
 
 def _first_column(columns: int, group: dist.ProcessGroup | None, vocab_size: int) -> int:
@@ -207,7 +228,7 @@ def _first_column(columns: int, group: dist.ProcessGroup | None, vocab_size: int
     raise ShapeError(
         f"rank {rank} of {ranks} holds {columns} columns; a vocabulary of {vocab_size} is sharded either in "
         f"chunks of {chunk} (here {min(chunk, vocab_size - start)}) or padded to equal widths of at least "
-        f"{chunk}. Pass vocab_start for any other layout"
+        f"{chunk}. Give VocabShard a start for any other layout"
     )
 
 

@@ -10,12 +10,12 @@ from torch.autograd.function import once_differentiable
 
 from rl_logprobs._torch_compat import apply_function
 from rl_logprobs.dtypes import statistics_dtype
-from rl_logprobs.softmax.vocab_shard import VocabShard
+from rl_logprobs.softmax.vocab_shard import VocabColumns
 from rl_logprobs.support.entries import KeptEntries
 
 
 def kept_logits(
-    logits: torch.Tensor, entries: KeptEntries, shard: VocabShard, *, inplace_backward: bool = False
+    logits: torch.Tensor, entries: KeptEntries, shard: VocabColumns, *, inplace_backward: bool = False
 ) -> torch.Tensor:
     """Return the kept ids' logits ``[entries]`` in the statistics dtype, the same on every rank of the group.
 
@@ -33,7 +33,7 @@ def kept_logits(
     return found
 
 
-def own_columns(entries: KeptEntries, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+def own_columns(entries: KeptEntries, shard: VocabColumns) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each entry's column among those of this rank (0 for others), and whether it is this rank's."""
     columns = entries.ids - shard.start
     owned = entries.counted & (columns >= 0) & (columns < shard.width)
@@ -51,7 +51,9 @@ def _leading_indices(rows: torch.Tensor, shape: torch.Size) -> list[torch.Tensor
 
 class _KeptLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, entries: KeptEntries, shard: VocabShard, inplace: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, entries: KeptEntries, shard: VocabColumns, inplace: bool
+    ) -> torch.Tensor:
         columns, owned = own_columns(entries, shard)
         dtype = statistics_dtype(logits.dtype)
         values = torch.zeros(columns.shape, dtype=dtype, device=logits.device)

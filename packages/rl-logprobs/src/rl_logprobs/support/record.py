@@ -10,7 +10,7 @@ from rl_logprobs.errors import OptionError
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.vocab_parallel import all_gather
-from rl_logprobs.softmax.vocab_shard import locate_logits
+from rl_logprobs.softmax.vocab_shard import VocabShard, locate_logits
 from rl_logprobs.support.kept_sets import Support
 
 
@@ -19,9 +19,7 @@ def sampling_support(
     logits: torch.Tensor,
     sampling: SamplingFilter,
     *,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    vocab_start: int | None = None,
+    shard: VocabShard | None = None,
     temperature: float | torch.Tensor = 1.0,
 ) -> Support:
     """Return the ids that a filter keeps, to be replayed where the sampled tokens are scored.
@@ -30,12 +28,9 @@ def sampling_support(
 
     Args:
         logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
-            one axis of its mesh; or, with ``group``, a local shard.
+            one axis of its mesh; or, with ``shard``, a local shard.
         sampling: the sampler's filter.
-        group: for a local shard: the process group over which the vocabulary is sharded.
-        vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding.  Required with ``group``.
-        vocab_start: for a local shard: its first vocabulary id, where the layout is neither DTensor's (chunks of
-            ceil(vocab / ranks)) nor Megatron-LM's (all ranks padded to one width).
+        shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
 
     Returns:
@@ -43,7 +38,7 @@ def sampling_support(
         empty where all logits are ``-inf``.
 
     Raises:
-        OptionError: the temperature is not positive, the options for a local shard contradict each other, or the logits
+        OptionError: the temperature is not positive, ``shard`` has a group for a DTensor, or the logits
             are on the meta device.
         ShapeError: the logits have no tokens, or the widths contradict each other.
         PlacementError: the logits are a partial sum, or the vocabulary is sharded over two mesh axes.
@@ -55,19 +50,19 @@ def sampling_support(
         >>> sampling_support(torch.tensor([[0.0, 2.0, 1.0]]), SamplingFilter(top_k=2)).ids
         tensor([1, 2])
     """
-    located = locate_logits(logits, group=group, vocab_size=vocab_size, vocab_start=vocab_start)
+    located = locate_logits(logits, shard)
     if located.values.device.type == "meta":
         raise OptionError("logits are on the meta device, without values: the number of kept ids depends on them")
-    shard = located.vocab
-    values = located.values[..., : shard.width].flatten(0, -2)
+    vocab = located.vocab
+    values = located.values[..., : vocab.width].flatten(0, -2)
     flat_temperature = check_temperature(temperature, values.new_zeros(located.values.shape[:-1]))
     wide = values.to(statistics_dtype(values.dtype))
     kept = wide > float("-inf")
-    threshold = min_kept_logit(located.values, shard, flat_temperature, sampling)
+    threshold = min_kept_logit(located.values, vocab, flat_temperature, sampling)
     if threshold is not None:
         kept &= wide >= threshold[:, None]
     rows, columns = kept.nonzero(as_tuple=True)
-    rows, ids = _gather_ragged(torch.stack([rows, columns + shard.start]), shard.group)
+    rows, ids = _gather_ragged(torch.stack([rows, columns + vocab.start]), vocab.group)
     ids, order = ids.sort()
     rows, by_row = rows[order].sort(stable=True)
     counts = torch.bincount(rows, minlength=values.shape[0])
