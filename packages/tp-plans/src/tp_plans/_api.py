@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tp_plans.batch_multiples import BatchDivisibility, batch_divisibility
+from tp_plans.by_path import expert_styles_by_path, styles_by_path
 from tp_plans.checks import CheckReport, Finding, check
 from tp_plans.errors import (
     AlreadyParallelizedError,
@@ -29,7 +30,7 @@ from tp_plans.model_tree import ModelTree
 from tp_plans.models import Architecture
 from tp_plans.models.spec import DecoderSpec, ExpertsSpec, FusedLinear, ReplicatedSublayer, SublayerSpec, decoder_plan
 from tp_plans.module_attrs import resolve_style
-from tp_plans.plan import Plan, PlanDiff, RuleChange, expert_styles_by_path, styles_by_path
+from tp_plans.plan import Plan, PlanDiff, RuleChange
 from tp_plans.registry import architectures, plan_for, register
 from tp_plans.resolve import resolve_plan
 from tp_plans.styles import (
