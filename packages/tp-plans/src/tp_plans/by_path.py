@@ -70,7 +70,7 @@ def expert_styles_by_path(
     Example:
         >>> import torch, tp_plans
         >>> plan = tp_plans.Plan({"experts": tp_plans.DispatchExperts()})
-        >>> sorted(tp_plans.expert_styles_by_path(plan, torch.nn.ModuleDict({"experts": torch.nn.Identity()})))
+        >>> sorted(tp_plans.runtime.expert_styles_by_path(plan, torch.nn.ModuleDict({"experts": torch.nn.Identity()})))
         ['experts']
     """
     from tp_plans.torch_styles import dispatch_styles

@@ -14,9 +14,7 @@ from coverage.table import tiny_model as small
 from harness.parity import mesh_for
 from tp_plans import (
     ColwiseParallel,
-    ModelError,
     NoParallel,
-    ParallelAttention,
     Plan,
     RowwiseParallel,
     UnknownArchitectureError,
@@ -27,6 +25,8 @@ from tp_plans import (
     verify_plan,
 )
 from tp_plans.cli import main
+from tp_plans.errors import ModelError
+from tp_plans.styles import ParallelAttention
 from tp_plans.verification.compare import first_reference_run
 from tp_plans.verification.shrink import shrunk_config
 from tp_plans.verification.tiny import tiny_model
@@ -358,7 +358,7 @@ def test_a_head_whose_logits_are_written_into_is_gathered_and_so_are_parts_that_
     assert suggest(Writing()).plan["tower.*.mlp.fc2"] == RowwiseParallel()
     for found in two_ranks.run(automatic_plan_of_writing):
         assert found["speak"] == ColwiseParallel(output_layouts=tp_plans.Replicate())
-        assert found["tower.*.mlp"] == tp_plans.GatheredParameters(names=("fc1.weight", "fc2.weight"))
+        assert found["tower.*.mlp"] == tp_plans.styles.GatheredParameters(names=("fc1.weight", "fc2.weight"))
         assert found["tower.*.gate.narrow"] == RowwiseParallel()
 
 
