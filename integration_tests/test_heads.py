@@ -25,9 +25,7 @@ from harness.ranks import RankPool
 from rl_logprobs import token_logprobs
 from tp_plans import (
     CapabilityError,
-    ColwiseEmbedding,
     ColwiseParallel,
-    GatheredParameters,
     RowwiseParallel,
     SequenceParallel,
     Shard,
@@ -37,6 +35,7 @@ from tp_plans import (
     resolve_plan,
     suggest,
 )
+from tp_plans.styles import ColwiseEmbedding, GatheredParameters
 
 #: Model type, head and mode: each kind of head, and each way in which hidden states reach one.
 CASES = [

@@ -202,7 +202,10 @@ def _type_errors(call: Call, values: dict[str, Any]) -> tuple[type[Exception], .
         name for name, value in values.items() if type(value) is not type(right[name]) or not isinstance(value, scalars)
     ]
     tensors = any(isinstance(values[name], Tensor) for name in wrong)
-    return (*((TypeError, AttributeError, KeyError, ValueError) if wrong else ()), *((RuntimeError,) if tensors else ()))
+    return (
+        *((TypeError, AttributeError, KeyError, ValueError) if wrong else ()),
+        *((RuntimeError,) if tensors else ()),
+    )
 
 
 def _state(model: nn.Module) -> list[tuple[Any, ...]]:

@@ -51,13 +51,13 @@ class Questions:
         for name, tensor in biases.items():  # a reload leaves them in place
             model.get_parameter(name).data.copy_(tensor)
         config = self.model_config.hf_text_config
-        size = tp_plans.EngineSize(
+        size = tp_plans.transfer.EngineSize(
             num_attention_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads,
             tp=self.parallel_config.tensor_parallel_size,
         )
-        described = {name: tp_plans.CheckpointTensor(shape, "float32") for name, shape in shapes.items()}
-        layout = tp_plans.engine_layout(described, size, engine="vllm")
+        described = {name: tp_plans.transfer.CheckpointTensor(shape, "float32") for name, shape in shapes.items()}
+        layout = tp_plans.transfer.engine_layout(described, size, engine="vllm")
         expected: dict[str, Tensor] = {}
         problems = []
         for name, values in full.items():

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import tp_plans
-from tp_plans import ParallelAttention, Plan, Replicate, RowwiseParallel
+from tp_plans import Plan, Replicate, RowwiseParallel
+from tp_plans.styles import ParallelAttention
 
 VOCABULARY, WIDTH, HEAD_WIDTH, HEADS, KV_HEADS = 131, 64, 16, 4, 2
 

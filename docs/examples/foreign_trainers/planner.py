@@ -15,7 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tp_plans import Plan, Shard, ShardedParameter, TpPlansError, check, explain
+from tp_plans import Plan, Shard, TpPlansError, check, explain
+from tp_plans.explanation import ShardedParameter
 
 
 @dataclass(frozen=True)

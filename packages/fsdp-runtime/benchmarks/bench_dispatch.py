@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed.expert_parallel import AllToAllEP
 
 from fsdp_runtime.dry_run.trace.assumed_routes import mean_destinations
-from tp_plans.torch_styles import AllToAllExchange
+from tp_plans.runtime import AllToAllExchange
 
 
 class CountSent(TorchDispatchMode):

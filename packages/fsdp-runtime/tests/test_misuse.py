@@ -155,7 +155,7 @@ def dry_run():
 
 def sides():
     source, target = (fsdp_runtime.sync.ModelShards(Model()) for _ in range(2))
-    plan = tp_plans.plan_transfer(source.layout, target.layout)
+    plan = tp_plans.transfer.plan_transfer(source.layout, target.layout)
     return {"plan": plan, "source": source.local, "destination": target.local}
 
 

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import tp_plans
-from tp_plans import CheckpointTensor, EngineSize, Replicate, Shard, StoredBlock, TransferLayout
+from tp_plans import Replicate, Shard
+from tp_plans.transfer import CheckpointTensor, EngineSize, StoredBlock, TransferLayout
 
 GIB = 2**30
 Shapes = dict[str, tuple[int, ...]]
@@ -143,7 +144,7 @@ def trainer_layout(shapes: Shapes, mapping: Refit) -> TransferLayout:
         replicas = own[expert * mapping.ep // mapping.model.experts :: mapping.ep]
         blocks[name] = [StoredBlock(rank, box, name, (0, 0), (0, 1)) for rank in replicas]
     experts = TransferLayout({name: tensors[name] for name in tensors if name in blocks}, blocks)
-    return tp_plans.mesh_layout(dense, mesh, layouts).union(experts)
+    return tp_plans.transfer.mesh_layout(dense, mesh, layouts).union(experts)
 
 
 def _dense_split(name: str, tensor: CheckpointTensor) -> Replicate | Shard:
@@ -177,8 +178,10 @@ def counted(mapping: Refit, *, relay: bool = False) -> tuple[dict[int, int], dic
     per_stage = mapping.ranks // mapping.pp
     for shapes, counts in parts(mapping):
         source = trainer_layout(shapes, mapping)
-        engine = tp_plans.engine_layout(source.tensors, size, replicas=mapping.engines, first_rank=mapping.ranks)
-        plan = tp_plans.plan_transfer(source, engine, relay=relay)
+        engine = tp_plans.transfer.engine_layout(
+            source.tensors, size, replicas=mapping.engines, first_rank=mapping.ranks
+        )
+        plan = tp_plans.transfer.plan_transfer(source, engine, relay=relay)
         layers = sum(counts.values())
         for rank in plan.ranks:
             received[rank] += layers * plan.bytes_received(rank)

@@ -250,7 +250,7 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     """Return torch's style for a style name of transformers' plans.
 
     Raises:
-        tp_plans.UnknownStyleError: the name is not known.
+        tp_plans.errors.UnknownStyleError: the name is not known.
     """
     return resolve_plan({"module": style}, None).to_torch()["module"]
 

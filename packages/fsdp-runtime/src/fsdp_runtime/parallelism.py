@@ -57,7 +57,7 @@ from fsdp_runtime.steps.tensor.step import (
     with_logits,
 )
 from tp_plans import Plan, Style, UnknownArchitectureError, with_expert_parallelism
-from tp_plans.torch_styles import exchange_class
+from tp_plans.runtime import exchange_class
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def resolve_parallelism(
         check_inputs: compare the inputs of every forward over the ranks of ``tp``, and their shapes over ``cp``.
         shared_prefixes: let the model take rows of ``pack_tree``.
         expert_exchange: how tokens travel to their experts on a mesh with ``ep``: ``"all_to_all"``, or a subclass of
-            ``tp_plans.torch_styles.TokenExchange``.
+            ``tp_plans.runtime.TokenExchange``.
 
     Returns:
         The resolved parallelism.

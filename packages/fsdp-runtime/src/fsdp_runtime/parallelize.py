@@ -70,7 +70,7 @@ def parallelize(
             shapes over ``cp``; one all-gather of 16 bytes and one host synchronisation a forward.
         shared_prefixes: let the model take rows of ``pack_tree``, in which samples share the tokens of their prefixes.
         expert_exchange: how tokens travel to their experts on a mesh with ``ep``: ``"all_to_all"``, or a subclass of
-            ``tp_plans.torch_styles.TokenExchange``.
+            ``tp_plans.runtime.TokenExchange``.
 
     Returns:
         The same model.

@@ -20,7 +20,8 @@ from fsdp_runtime.sync import ModelShards, Quantization, WeightExport, WeightSyn
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
-from tp_plans import EngineSize, Replicate, Shard
+from tp_plans import Replicate, Shard
+from tp_plans.transfer import EngineSize
 
 
 def _adapted() -> Any:
@@ -40,9 +41,9 @@ def _received(path: Path) -> list[str]:
     model = parallelize(_adapted(), mesh_for({"dp_shard": 2, "tp": 2}))
     shards = ModelShards(model, adapter="default")
     tensors = shards.layout.tensors
-    target = tp_plans.mesh_layout(tensors, (4,), {name: [Replicate()] for name in tensors})
+    target = tp_plans.transfer.mesh_layout(tensors, (4,), {name: [Replicate()] for name in tensors})
     local = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
-    plan = tp_plans.plan_transfer(shards.layout, target)
+    plan = tp_plans.transfer.plan_transfer(shards.layout, target)
     sync = WeightSync(plan, source=shards.local, destination=local)
     sync.update(0)
     with torch.no_grad():
@@ -73,9 +74,9 @@ def _merged(formats: tuple[str | None, ...]) -> list[str]:
             model = parallelize(_adapted(), mesh_for({"dp_shard": 2, "tp": 2}))
             shards = ModelShards(model, export=WeightExport(dtype=dtype, quantize=quantize))
             tensors = shards.layout.tensors
-            target = tp_plans.mesh_layout(tensors, (4,), {name: [Replicate()] for name in tensors})
+            target = tp_plans.transfer.mesh_layout(tensors, (4,), {name: [Replicate()] for name in tensors})
             local = {name: torch.empty_like(expected[name]) for name in tensors}
-            plan = tp_plans.plan_transfer(shards.layout, target)
+            plan = tp_plans.transfer.plan_transfer(shards.layout, target)
             WeightSync(plan, source=shards, destination=local).update(0)
             wrong += [f"{dtype} {quantize}: names"] if local.keys() != expected.keys() else []
             wrong += [f"{dtype} {quantize}: {name}" for name in local if not _same(local[name], expected[name])]
@@ -120,15 +121,15 @@ def test_adapters_of_experts_are_sent_alone_and_merged() -> None:
     assert shards.local.keys() == expected.keys()
     assert sum(".experts." in name for name in expected) == 8  # two layers, two parameters, two factors
     target = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    plan = tp_plans.plan_transfer(shards.layout, shards.layout)
+    plan = tp_plans.transfer.plan_transfer(shards.layout, shards.layout)
     sync = WeightSync(plan, source=shards, destination=target)
     sync.update(0)
     assert all(torch.equal(target[name], tensor) for name, tensor in expected.items())
     expected = dict(stream_weights(model))
     shards = ModelShards(model)
-    everything = tp_plans.mesh_layout(shards.layout.tensors, (1,), {name: [Replicate()] for name in expected})
+    everything = tp_plans.transfer.mesh_layout(shards.layout.tensors, (1,), {name: [Replicate()] for name in expected})
     merged = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-    plan = tp_plans.plan_transfer(shards.layout, everything)
+    plan = tp_plans.transfer.plan_transfer(shards.layout, everything)
     WeightSync(plan, source=shards, destination=merged).update(0)
     assert all(_same(merged[name], tensor) for name, tensor in expected.items())
 
@@ -148,14 +149,14 @@ def _experts_received(meshes: list[tuple[dict[str, int], dict[str, int]]]) -> li
         shards = ModelShards(model, adapter="default")
         tensors = shards.layout.tensors
         cut: Any = {name: [Replicate(), Shard(len(tensor.shape) - 1)] for name, tensor in tensors.items()}
-        apart = tp_plans.mesh_layout(tensors, (2, 2), cut)
+        apart = tp_plans.transfer.mesh_layout(tensors, (2, 2), cut)
         engine = EngineSize(num_attention_heads=4, num_key_value_heads=4, **size)
         merged = ModelShards(model, export=WeightExport(dtype=torch.bfloat16))
-        together = tp_plans.engine_layout(merged.layout.tensors, engine, replicas=4 // engine.tp)
+        together = tp_plans.transfer.engine_layout(merged.layout.tensors, engine, replicas=4 // engine.tp)
         for kind, source, target in (("factors", shards, apart), ("merged", merged, together)):
             dtype = torch.float32 if kind == "factors" else torch.bfloat16
             local = {key: torch.zeros(shape, dtype=dtype) for key, shape in target.local_shapes(rank).items()}
-            sync = WeightSync(tp_plans.plan_transfer(source.layout, target), source=source, destination=local)
+            sync = WeightSync(tp_plans.transfer.plan_transfer(source.layout, target), source=source, destination=local)
             for version in range(2):
                 sync.update(version)
                 expected = _adapter_of(plain) if kind == "factors" else dict(stream_weights(plain, dtype=dtype))

@@ -26,7 +26,7 @@ from fsdp_runtime.sync import (
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
-from tp_plans import CheckpointTensor, EngineSize
+from tp_plans.transfer import CheckpointTensor, EngineSize
 from tp_plans.transfer.boxes import full_box, split_box
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool)
@@ -85,9 +85,9 @@ def _engine_after(change: str) -> tuple[str, bool]:
         parallelize(model, mesh_for({"dp_shard": 2, "tp": 2})), export=WeightExport(dtype=torch.bfloat16)
     )
     size = EngineSize(num_attention_heads=4, num_key_value_heads=4, tp=2)
-    engine = tp_plans.engine_layout(shards.layout.tensors, size, replicas=2)
+    engine = tp_plans.transfer.engine_layout(shards.layout.tensors, size, replicas=2)
     local = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in engine.local_shapes(rank).items()}
-    plan = tp_plans.plan_transfer(shards.layout, engine)
+    plan = tp_plans.transfer.plan_transfer(shards.layout, engine)
     execute_transfer(plan, source=shards.local, destination=local, bucket_bytes=50_000)
     same = digest_layout(engine, local) == digest(model, export=WeightExport(dtype=torch.bfloat16))
     if change == "engine" and rank == 3:
@@ -121,13 +121,13 @@ def test_what_arrived_is_verified_in_every_replica_and_differing_tensors_are_nam
 
 def test_two_copies_on_one_rank_are_verified_both() -> None:
     tensors = {"w": CheckpointTensor((6, 2), "float32")}
-    source = tp_plans.mesh_layout(tensors, (1,), {"w": [tp_plans.Replicate()]})
+    source = tp_plans.transfer.mesh_layout(tensors, (1,), {"w": [tp_plans.Replicate()]})
     box = ((0, 4), (0, 2)), ((2, 6), (0, 2))
     copies = [
-        tp_plans.StoredBlock(0, box[0], "a", (0, 0), (0, 1)),
-        tp_plans.StoredBlock(0, box[1], "b", (0, 0), (0, 1)),
+        tp_plans.transfer.StoredBlock(0, box[0], "a", (0, 0), (0, 1)),
+        tp_plans.transfer.StoredBlock(0, box[1], "b", (0, 0), (0, 1)),
     ]
-    plan = tp_plans.plan_transfer(source, tp_plans.TransferLayout(tensors, {"w": copies}))
+    plan = tp_plans.transfer.plan_transfer(source, tp_plans.transfer.TransferLayout(tensors, {"w": copies}))
     ours, theirs = {"w": torch.randn(6, 2)}, {"a": torch.zeros(4, 2), "b": torch.zeros(4, 2)}
     execute_transfer(plan, source=ours, destination=theirs)
     verify_transfer(plan, source=ours, destination=theirs)

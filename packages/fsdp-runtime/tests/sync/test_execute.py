@@ -21,7 +21,7 @@ from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool, RanksFailed
-from tp_plans import EngineSize, TransferLayout
+from tp_plans.transfer import EngineSize, TransferLayout
 
 QWEN = "Qwen3ForCausalLM"
 
@@ -40,7 +40,7 @@ def _mesh_to_mesh(architecture: str, one: dict[str, int], other: dict[str, int],
             ModelShards(trained, export=WeightExport(dtype=dtype)),
             ModelShards(fresh, export=WeightExport(dtype=dtype)),
         )
-        plan = tp_plans.plan_transfer(source.layout, target.layout)
+        plan = tp_plans.transfer.plan_transfer(source.layout, target.layout)
         execute_transfer(
             plan, source=source.local, destination=target.local, bucket_bytes=10_000, timeout=timedelta(seconds=60)
         )
@@ -113,9 +113,9 @@ def _to_engine(model_type: str, tp: int, ep: int) -> tuple[bool, int, int, int]:
     told: list[Any] = [shards.layout.to_json() if rank == 0 else None]
     dist.broadcast_object_list(told, src=0)
     source = TransferLayout.from_json(told[0])
-    target = tp_plans.engine_layout(source.tensors, size).shifted(0 if tp == 4 else 2)
+    target = tp_plans.transfer.engine_layout(source.tensors, size).shifted(0 if tp == 4 else 2)
     local = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in target.local_shapes(rank).items()}
-    plan = tp_plans.plan_transfer(source, target)
+    plan = tp_plans.transfer.plan_transfer(source, target)
     with LiveBytes() as live:
         execute_transfer(plan, source=shards.local if rank < 2 else None, destination=local, bucket_bytes=bucket)
     return _wanted(target, rank, full, local), live.peak, bucket, max(t.nbytes for t in full.values())
@@ -140,9 +140,9 @@ def test_an_engine_of_another_size_gets_its_slices_with_one_bucket_of_extra_memo
 
 
 def _plain_pair(rows: int = 64) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
-    tensors = {"w": tp_plans.CheckpointTensor((rows, 8), "float32")}
-    source = tp_plans.mesh_layout(tensors, (1,), {"w": [tp_plans.Replicate()]})
-    plan = tp_plans.plan_transfer(source, source.shifted(1))
+    tensors = {"w": tp_plans.transfer.CheckpointTensor((rows, 8), "float32")}
+    source = tp_plans.transfer.mesh_layout(tensors, (1,), {"w": [tp_plans.Replicate()]})
+    plan = tp_plans.transfer.plan_transfer(source, source.shifted(1))
     return plan, {"w": torch.ones(rows, 8)}, {"w": torch.zeros(rows, 8)}
 
 
@@ -195,7 +195,7 @@ def test_a_rank_that_dies_ends_the_transfer_of_the_others_in_time() -> None:
 
 def test_missing_and_small_local_tensors_are_named_before_anything_is_sent() -> None:
     shards = ModelShards(nn.Linear(2, 3))
-    plan = tp_plans.plan_transfer(shards.layout, shards.layout)
+    plan = tp_plans.transfer.plan_transfer(shards.layout, shards.layout)
     with pytest.raises(WeightSyncError, match="the local tensor weight is missing on rank 0"):
         execute_transfer(plan, source=shards.local, destination={})
     small = {"weight": torch.zeros(2, 2), "bias": torch.full((3,), 7.0)}

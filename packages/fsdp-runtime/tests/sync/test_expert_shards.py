@@ -18,7 +18,7 @@ from fsdp_runtime.sync import ModelShards, WeightExport, WeightSync, digest, dig
 from harness.models import jitter, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
-from tp_plans import EngineSize
+from tp_plans.transfer import EngineSize
 
 
 def _deepseek() -> nn.Module:
@@ -54,9 +54,9 @@ def _synced(cases: list[int]) -> list[str]:
         plain, model = _model(name), parallelize(_model(name), mesh_for(axes))
         shards = ModelShards(model, export=WeightExport(dtype=torch.bfloat16))
         size = EngineSize(num_attention_heads=4, num_key_value_heads=4, **engine)
-        target = tp_plans.engine_layout(shards.layout.tensors, size, replicas=4 // size.tp)
+        target = tp_plans.transfer.engine_layout(shards.layout.tensors, size, replicas=4 // size.tp)
         local = {key: torch.zeros(shape, dtype=torch.bfloat16) for key, shape in target.local_shapes(rank).items()}
-        plan = tp_plans.plan_transfer(shards.layout, target)
+        plan = tp_plans.transfer.plan_transfer(shards.layout, target)
         sync = WeightSync(plan, source=shards, destination=local)
         case = f"{name} {axes} {engine}"
         for version in range(2):

@@ -14,7 +14,8 @@ import tp_plans
 from fsdp_runtime import OptionError
 from fsdp_runtime.sync import WeightSyncError, execute_transfer, transfer_group
 from harness.ranks import RankPool
-from tp_plans import CheckpointTensor, Replicate
+from tp_plans import Replicate
+from tp_plans.transfer import CheckpointTensor
 
 
 def test_a_group_without_all_of_its_ranks_ends_in_time() -> None:
@@ -48,10 +49,10 @@ def _reversed(folder: Path) -> tuple[int, list[float]]:
     rank = 1 - dist.get_rank()
     group = transfer_group(dist.FileStore(str(folder / "store"), 2), rank, 2, name="reversed")
     tensors = {"w": CheckpointTensor((3,), "float32")}
-    one, other = (tp_plans.mesh_layout(tensors, (1,), {"w": [Replicate()]}, ranks=[each]) for each in (0, 1))
+    one, other = (tp_plans.transfer.mesh_layout(tensors, (1,), {"w": [Replicate()]}, ranks=[each]) for each in (0, 1))
     local = {"w": torch.full((3,), float(rank))}
     sides = {"source": local} if rank == 0 else {"destination": local}
-    execute_transfer(tp_plans.plan_transfer(one, other), group=group, **sides)
+    execute_transfer(tp_plans.transfer.plan_transfer(one, other), group=group, **sides)
     dist.destroy_process_group(group)
     dist.barrier()  # the world is as it was
     return rank, local["w"].tolist()

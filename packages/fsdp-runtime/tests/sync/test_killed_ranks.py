@@ -28,7 +28,7 @@ from fsdp_runtime.sync import (
 )
 from harness.models import tiny_model
 from harness.processes import preloaded_context
-from tp_plans import EngineSize, TransferLayout, TransferPlan
+from tp_plans.transfer import EngineSize, TransferLayout, TransferPlan
 
 TIMEOUT = timedelta(seconds=6)
 
@@ -62,11 +62,11 @@ class _Member:
         """The plan for an engine with ``tp``; new tensors for a rank whose part is another than before."""
         source = TransferLayout.from_json((self.folder / "layout.json").read_text())
         size = EngineSize(num_attention_heads=4, num_key_value_heads=4, tp=tp)
-        engine = tp_plans.engine_layout(source.tensors, size, first_rank=2)
+        engine = tp_plans.transfer.engine_layout(source.tensors, size, first_rank=2)
         shapes = engine.local_shapes(self.rank)
         if {name: tuple(tensor.shape) for name, tensor in self.tensors.items()} != shapes:
             self.tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-        return tp_plans.plan_transfer(source, engine)
+        return tp_plans.transfer.plan_transfer(source, engine)
 
     def join(self, name: str, tp: int, shared: bool = False) -> tuple[WeightSync, dict[str, Any]]:
         """This rank's end of updates in a new group."""

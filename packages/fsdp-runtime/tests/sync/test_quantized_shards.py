@@ -31,7 +31,8 @@ from fsdp_runtime.sync.tensor_views import box_views
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
-from tp_plans import CheckpointTensor, EngineSize, Replicate, Shard, StridedShard, TransferLayout
+from tp_plans import Replicate, Shard
+from tp_plans.transfer import CheckpointTensor, EngineSize, StridedShard, TransferLayout
 from tp_plans.transfer.boxes import full_box
 
 FORMATS = ("fp8", "fp8_block", "mxfp8", "nvfp4")
@@ -84,7 +85,7 @@ def test_every_block_has_the_bits_of_the_quantized_full_weight(
     axis = st.one_of(st.just(Replicate()), dims.map(Shard), dims.map(StridedShard))
     layouts = data.draw(st.tuples(*[axis] * len(mesh)))
     tensors = {"up_proj.weight": CheckpointTensor(shape)}
-    layout = tp_plans.mesh_layout(tensors, mesh, {"up_proj.weight": layouts})
+    layout = tp_plans.transfer.mesh_layout(tensors, mesh, {"up_proj.weight": layouts})
     quantization, full = Quantization(format=kind), _full(seed, shape)
     if kind == "nvfp4" and any(border % 2 for b in layout.blocks("up_proj.weight") for border in b.box[1]):
         with pytest.raises(OptionError, match="nvfp4 stores two columns in a byte"):
@@ -108,7 +109,7 @@ def _sent(architecture: str, axes: dict[str, int], formats: tuple[str, ...]) -> 
         model = parallelize(copy.deepcopy(plain), mesh_for(axes))
         shards = ModelShards(model, export=WeightExport(quantize=quantization))
         tensors = shards.layout.tensors
-        target = tp_plans.engine_layout(tensors, EngineSize(num_attention_heads=4), replicas=4)
+        target = tp_plans.transfer.engine_layout(tensors, EngineSize(num_attention_heads=4), replicas=4)
         local = {
             block.local: torch.zeros(shape, dtype=getattr(torch, tensors[name].dtype))
             for shapes in [target.local_shapes(torch.distributed.get_rank())]
@@ -116,7 +117,7 @@ def _sent(architecture: str, axes: dict[str, int], formats: tuple[str, ...]) -> 
             for block in target.blocks(name)[:1]
             for shape in [shapes[block.local]]
         }
-        plan = tp_plans.plan_transfer(shards.layout, target)
+        plan = tp_plans.transfer.plan_transfer(shards.layout, target)
         sync = WeightSync(plan, source=shards, destination=local)
         for version in range(2):
             report = sync.update(version)
@@ -165,5 +166,5 @@ def test_values_before_the_first_refresh_are_refused_and_later_ones_are_the_last
         model.weight.mul_(2)
     assert shards.local["weight_scale#0"] == first
     target = {name: torch.empty_like(tensor) for name, tensor in shards.local.items()}
-    execute_transfer(tp_plans.plan_transfer(shards.layout, shards.layout), source=shards, destination=target)
+    execute_transfer(tp_plans.transfer.plan_transfer(shards.layout, shards.layout), source=shards, destination=target)
     assert target["weight_scale#0"] == 2 * first

@@ -17,7 +17,8 @@ from fsdp_runtime.sync.local_sides import Sides, message_values
 from fsdp_runtime.sync.model_layout import stored_part
 from fsdp_runtime.sync.schedule import aligned, schedule_rounds, split_transfers
 from fsdp_runtime.sync.tensor_views import box_views, inside
-from tp_plans import CheckpointTensor, EngineSize, Replicate, Shard, StridedShard, TransferLayout, TransferPlan
+from tp_plans import Replicate, Shard
+from tp_plans.transfer import CheckpointTensor, EngineSize, StridedShard, TransferLayout, TransferPlan
 
 MESHES = [(2,), (3,), (7,), (8,), (2, 2), (3, 2), (2, 2, 2)]
 SHAPES = {
@@ -46,23 +47,27 @@ def plans(draw: Any) -> TransferPlan:
     mesh = draw(st.sampled_from(MESHES))
     stacked = draw(st.booleans())
     plain = {name: tensor for name, tensor in tensors.items() if not (stacked and ".experts." in name)}
-    source = tp_plans.mesh_layout(plain, mesh, {name: _layouts(draw, mesh, t) for name, t in plain.items()})
+    source = tp_plans.transfer.mesh_layout(plain, mesh, {name: _layouts(draw, mesh, t) for name, t in plain.items()})
     source = source.union(_stacked(draw, tensors, mesh)) if stacked else source
     first, relay = draw(st.sampled_from([0, 2, len(source.ranks)])), draw(st.booleans())
     if draw(st.booleans()):
         tp, ep = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4)]))
         size = EngineSize(num_attention_heads=8, num_key_value_heads=2, tp=tp, ep=ep)
-        return tp_plans.plan_transfer(source, tp_plans.engine_layout(tensors, size).shifted(first), relay=relay)
+        return tp_plans.transfer.plan_transfer(
+            source, tp_plans.transfer.engine_layout(tensors, size).shifted(first), relay=relay
+        )
     mesh = draw(st.sampled_from(MESHES))
     layouts = {name: _layouts(draw, mesh, t) for name, t in tensors.items()}
-    return tp_plans.plan_transfer(source, tp_plans.mesh_layout(tensors, mesh, layouts).shifted(first), relay=relay)
+    return tp_plans.transfer.plan_transfer(
+        source, tp_plans.transfer.mesh_layout(tensors, mesh, layouts).shifted(first), relay=relay
+    )
 
 
 def _stacked(draw: Any, tensors: dict[str, CheckpointTensor], mesh: tuple[int, ...]) -> TransferLayout:
     """Experts that the model keeps in two stacks, each over the mesh in any way, as over ``ep`` and FSDP2."""
-    blocks: dict[str, list[tp_plans.StoredBlock]] = {}
+    blocks: dict[str, list[tp_plans.transfer.StoredBlock]] = {}
     for stack, shape, parts in (("gate_up", (6, 16, 12), ("gate", "up")), ("down", (6, 12, 8), ("down",))):
-        boxes = tp_plans.mesh_boxes(shape, mesh, _layouts(draw, mesh, CheckpointTensor(shape)))
+        boxes = tp_plans.transfer.mesh_boxes(shape, mesh, _layouts(draw, mesh, CheckpointTensor(shape)))
         rows = shape[1] // len(parts)
         for expert in range(shape[0]):
             for number, part in enumerate(parts):
@@ -119,9 +124,9 @@ def test_every_destination_equals_its_slices_of_the_full_tensors_and_no_rank_exc
 
 def test_a_bucket_below_the_widest_element_is_refused() -> None:
     tensors = {"w": CheckpointTensor((4,))}
-    one = tp_plans.mesh_layout(tensors, (1,), {"w": [Replicate()]})
+    one = tp_plans.transfer.mesh_layout(tensors, (1,), {"w": [Replicate()]})
     with pytest.raises(OptionError, match="bucket_bytes=7: give 8 or more"):
-        split_transfers(tp_plans.plan_transfer(one, one), 7)
+        split_transfers(tp_plans.transfer.plan_transfer(one, one), 7)
 
 
 def test_a_part_of_a_box_is_counted_from_the_box() -> None:

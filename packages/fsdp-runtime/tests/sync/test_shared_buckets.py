@@ -20,7 +20,8 @@ from fsdp_runtime.sync.schedule import schedule_rounds
 from fsdp_runtime.sync.tensor_views import box_views
 from harness.memory import LiveBytes
 from harness.ranks import RankPool
-from tp_plans import CheckpointTensor, Replicate, Shard, TransferLayout, TransferPlan
+from tp_plans import Replicate, Shard
+from tp_plans.transfer import CheckpointTensor, TransferLayout, TransferPlan
 
 BUCKET = 4096
 TENSORS = {"a": CheckpointTensor((67, 33), "float32"), "b": CheckpointTensor((31, 64)), "c": CheckpointTensor((9,))}
@@ -30,11 +31,14 @@ def _plans() -> list[TransferPlan]:
     """From two trainer ranks to two replicas; among all four ranks; and back."""
     two = {name: [Shard(0)] for name in TENSORS}
     four = {name: [Shard(len(tensor.shape) - 1), Replicate()] for name, tensor in TENSORS.items()}
-    trainer, engines = (tp_plans.mesh_layout(TENSORS, (2,), two, ranks=ranks) for ranks in ([0, 1], [3, 2]))
-    everyone = tp_plans.mesh_layout(TENSORS, (2, 2), four)
-    copies = tp_plans.mesh_layout(TENSORS, (2,), {name: [Replicate()] for name in TENSORS}, ranks=[2, 3])
+    trainer, engines = (tp_plans.transfer.mesh_layout(TENSORS, (2,), two, ranks=ranks) for ranks in ([0, 1], [3, 2]))
+    everyone = tp_plans.transfer.mesh_layout(TENSORS, (2, 2), four)
+    copies = tp_plans.transfer.mesh_layout(TENSORS, (2,), {name: [Replicate()] for name in TENSORS}, ranks=[2, 3])
     pairs = [(trainer, engines), (trainer, everyone), (everyone, trainer)]
-    return [*(tp_plans.plan_transfer(*pair) for pair in pairs), tp_plans.plan_transfer(trainer, copies, relay=True)]
+    return [
+        *(tp_plans.transfer.plan_transfer(*pair) for pair in pairs),
+        tp_plans.transfer.plan_transfer(trainer, copies, relay=True),
+    ]
 
 
 def _cut(layout: TransferLayout, rank: int, full: dict[str, Tensor] | None) -> dict[str, Tensor]:

@@ -89,11 +89,11 @@ def test_local_parts_are_those_that_the_placements_declare(two_ranks: RankPool) 
 
 
 def test_placements_of_two_axes_and_none_where_no_mesh_of_ranks_in_order_says_it() -> None:
-    shard, replicate, strided = tp_plans.Shard, tp_plans.Replicate(), tp_plans.StridedShard
-    tensors = {"weight": tp_plans.CheckpointTensor((8, 4))}
+    shard, replicate, strided = tp_plans.Shard, tp_plans.Replicate(), tp_plans.transfer.StridedShard
+    tensors = {"weight": tp_plans.transfer.CheckpointTensor((8, 4))}
 
     def placed(shape: tuple[int, int], *layouts: Any) -> MeshPlacement | None:
-        return mesh_placement(tp_plans.mesh_layout(tensors, shape, {"weight": layouts}), "weight", 4)
+        return mesh_placement(tp_plans.transfer.mesh_layout(tensors, shape, {"weight": layouts}), "weight", 4)
 
     assert placed((2, 2), shard(0), shard(1)) == MeshPlacement((2, 2), (0, 1))
     assert placed((2, 2), shard(0), replicate) == MeshPlacement((2, 2), (0, None))
@@ -101,8 +101,8 @@ def test_placements_of_two_axes_and_none_where_no_mesh_of_ranks_in_order_says_it
     assert placed((2, 2), shard(0), shard(0)) in (MeshPlacement((4,), (0,)), MeshPlacement((2, 2), (0, 0)))
     assert placed((2, 2), strided(0), shard(0)) is None  # FSDP2 under TP: ranks out of order
     assert placed((2, 2), replicate, replicate) is None
-    uneven = {"weight": tp_plans.CheckpointTensor((7, 4))}
-    assert mesh_placement(tp_plans.mesh_layout(uneven, (4,), {"weight": [shard(0)]}), "weight", 4) is None
+    uneven = {"weight": tp_plans.transfer.CheckpointTensor((7, 4))}
+    assert mesh_placement(tp_plans.transfer.mesh_layout(uneven, (4,), {"weight": [shard(0)]}), "weight", 4) is None
 
 
 def test_example_prints_what_it_says() -> None:

@@ -17,7 +17,7 @@ from fsdp_runtime import OptionError, parallelize
 from fsdp_runtime.sync import ModelShards, WeightExport, WeightSync, WeightSyncError, verify_transfer
 from harness.models import tiny_model
 from harness.ranks import RankPool
-from tp_plans import EngineSize, TransferLayout
+from tp_plans.transfer import EngineSize, TransferLayout
 
 
 def _train(model: nn.Module, share: float, step: int) -> None:
@@ -44,8 +44,8 @@ class _Pair:
         dist.broadcast_object_list(told, src=0)
         source = TransferLayout.from_json(told[0])
         size = EngineSize(num_attention_heads=4, num_key_value_heads=4, tp=2 // replicas)
-        engine = tp_plans.engine_layout(source.tensors, size, replicas=replicas, first_rank=2)
-        self.plan = tp_plans.plan_transfer(source, engine, relay=relay)
+        engine = tp_plans.transfer.engine_layout(source.tensors, size, replicas=replicas, first_rank=2)
+        self.plan = tp_plans.transfer.plan_transfer(source, engine, relay=relay)
         self.engine = {n: torch.zeros(s, dtype=torch.bfloat16) for n, s in engine.local_shapes(self.rank).items()}
 
     @property
@@ -256,8 +256,8 @@ def _disagreements() -> dict[str, str]:
     """What ranks are told whose plans, tensors or versions do not fit, before anything is sent."""
     pair, told = _Pair(), {}
     size = EngineSize(num_attention_heads=4, num_key_value_heads=4, tp=1)
-    other = tp_plans.plan_transfer(
-        pair.plan.source, tp_plans.engine_layout(pair.plan.source.tensors, size, replicas=2, first_rank=2)
+    other = tp_plans.transfer.plan_transfer(
+        pair.plan.source, tp_plans.transfer.engine_layout(pair.plan.source.tensors, size, replicas=2, first_rank=2)
     )
     larger = {
         name: torch.zeros(s, dtype=torch.bfloat16) for name, s in other.destination.local_shapes(pair.rank).items()
@@ -304,7 +304,7 @@ def test_plans_tensors_and_versions_that_do_not_fit_are_refused_before_a_byte_is
 def test_without_delta_every_update_is_full_and_in_one_process_too() -> None:
     trained, engine = nn.Linear(64, 64), nn.Linear(64, 64)
     shards, target = ModelShards(trained), ModelShards(engine)
-    plan = tp_plans.plan_transfer(shards.layout, target.layout)
+    plan = tp_plans.transfer.plan_transfer(shards.layout, target.layout)
     for delta, staged in ((True, True), (False, True), (False, False)):
         sync = WeightSync(plan, source=shards, destination=target.local, delta=delta, staged=staged)
         for version in (1, 2):

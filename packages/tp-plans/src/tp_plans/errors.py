@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "AlreadyParallelizedError",
+    "CapabilityError",
+    "CheckFailedError",
+    "CustomPlanError",
+    "LayoutError",
+    "ModelConfigError",
+    "ModelError",
+    "PlanError",
+    "TpPlansError",
+    "TransferError",
+    "UnknownArchitectureError",
+    "UnknownStyleError",
+]
+
 
 def type_name(value: object) -> str:
     """The type of a value as messages name it: in full where it is not built in, since short names are shared."""

@@ -41,7 +41,7 @@ def adapter_styles(style: Style, *, sequence_dim: int | None = None) -> AdapterS
     """Return the styles of the factors of an adapter on a layer of this style.
 
     Args:
-        style: the layer's, with numbers in place of attributes of the parent (``tp_plans.resolve_style``).
+        style: the layer's, with numbers in place of attributes of the parent (``tp_plans.runtime.resolve_style``).
         sequence_dim: the dim on which the layer's input is sharded, where no module above gathers it (the head
             under sequence parallelism).
 
@@ -53,7 +53,7 @@ def adapter_styles(style: Style, *, sequence_dim: int | None = None) -> AdapterS
 
     Example:
         >>> import tp_plans
-        >>> tp_plans.adapter_styles(tp_plans.ColwiseParallel()).a
+        >>> tp_plans.runtime.adapter_styles(tp_plans.ColwiseParallel()).a
         NoParallel(gradient='full')
     """
     match style:

@@ -85,7 +85,7 @@ def resolve_style(style: Style, owner: Any) -> Style:
         >>> from types import SimpleNamespace
         >>> import tp_plans
         >>> style = tp_plans.ColwiseParallel(multiple_of="head_dim")
-        >>> tp_plans.resolve_style(style, SimpleNamespace(head_dim=16)).multiple_of
+        >>> tp_plans.runtime.resolve_style(style, SimpleNamespace(head_dim=16)).multiple_of
         16
     """
     match style:

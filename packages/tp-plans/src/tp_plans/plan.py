@@ -14,10 +14,7 @@ from tp_plans.patterns import Patterns
 from tp_plans.styles import DispatchExperts, Style, style_from_dict, style_to_dict
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
-
-    from tp_plans.torch_styles.dispatch.exchange import TokenExchange
 
 FORMAT = 1
 _FIELDS = ("format", "name", "sequence_parallel", "rules")
@@ -221,67 +218,6 @@ def require_plan(value: object) -> Plan:
     if not isinstance(value, Plan):
         raise PlanError(f"what is of type {type_name(value)} is not a plan: make one with resolve_plan(plan, model)")
     return value
-
-
-def styles_by_path(plan: Plan, model: Any) -> dict[str, ParallelStyle]:
-    """Return the torch styles of a plan for one model, keyed by module path (imports torch).
-
-    Unlike :meth:`Plan.to_torch`, which is keyed by pattern, this names each module that a rule matches, so that
-    ``parallelize_module`` warns of no layer that lacks what a pattern names.
-
-    Args:
-        plan: the plan.
-        model: the ``torch.nn.Module`` that it is for; the meta device is enough.
-
-    Returns:
-        ``{module path: ParallelStyle}``; rules of bare parameters are folded onto the module that owns them.
-
-    Example:
-        >>> import torch, tp_plans
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8))
-        >>> plan = tp_plans.Plan({"0": tp_plans.ColwiseParallel(), "1": tp_plans.RowwiseParallel()})
-        >>> sorted(tp_plans.styles_by_path(plan, model))
-        ['0', '1']
-    """
-    from tp_plans.torch_styles import styles_by_path as make
-
-    return make(plan, model)
-
-
-def expert_styles_by_path(
-    plan: Plan,
-    model: Any,
-    *,
-    shared_mesh: DeviceMesh | None = None,
-    exchange: str | type[TokenExchange] = "all_to_all",
-) -> dict[str, ParallelStyle]:
-    """Return the torch styles of a plan's axis ``ep`` for one model, keyed by module path (imports torch).
-
-    Apply them with ``parallelize_module(model, mesh["ep"], styles)``, after those of the axis ``tp``.
-
-    Args:
-        plan: the plan; rules of the axis ``tp`` are passed over.
-        model: the ``torch.nn.Module`` that it is for; the meta device is enough.
-        shared_mesh: the axis whose ranks have the same tokens, ``tp``, which they divide among themselves before they
-            send them; ``None`` where every rank has tokens of its own.
-        exchange: how tokens travel: ``"all_to_all"``, or a subclass of ``TokenExchange``.
-
-    Returns:
-        ``{module path: ParallelStyle}``.
-
-    Raises:
-        CapabilityError: the kernels of the exchange are not installed.
-        PlanError: the exchange is unknown, or an argument is of another type.
-
-    Example:
-        >>> import torch, tp_plans
-        >>> plan = tp_plans.Plan({"experts": tp_plans.DispatchExperts()})
-        >>> sorted(tp_plans.expert_styles_by_path(plan, torch.nn.ModuleDict({"experts": torch.nn.Identity()})))
-        ['experts']
-    """
-    from tp_plans.torch_styles import expert_styles_by_path as make
-
-    return make(plan, model, shared_mesh=shared_mesh, exchange=exchange)
 
 
 def _require_module_path(pattern: object) -> None:

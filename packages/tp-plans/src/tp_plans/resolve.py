@@ -54,7 +54,7 @@ def resolve_plan(
         mesh: the axis whose ranks run a small copy of the model where an inferred plan has doubts, all of which have
             to call this; by default new processes of this machine's CPU do.
         towers_tp: the size of the axis where ``"auto"`` is to shard vision and audio towers too, as
-            :func:`tp_plans.split_towers` does; next to an inferred plan they are split inside where that is proven.
+            :func:`tp_plans.split_towers` does; next to an inferred plan they are split inside where that is verified.
 
     Returns:
         The plan.

@@ -4,11 +4,8 @@ import pytest
 from stub_modules import Embedding, Linear, Module, decoder, tensor
 
 from tp_plans import (
-    ColwiseEmbedding,
     ColwiseParallel,
     ExpertsParallel,
-    MLAKVProjection,
-    ParallelAttention,
     ParameterStyle,
     Plan,
     PlanError,
@@ -19,6 +16,7 @@ from tp_plans import (
     plan_for,
 )
 from tp_plans.row_ranges import compute_ranges, shard_ranges
+from tp_plans.styles import ColwiseEmbedding, MLAKVProjection, ParallelAttention
 
 
 def errors(rules, model, tp=2):

@@ -2,19 +2,16 @@ import pytest
 from stub_modules import Embedding, Linear, Module, tensor
 
 from tp_plans import (
-    AllReduceOutput,
-    ColwiseEmbedding,
     ColwiseParallel,
     ExpertsParallel,
-    MLAKVProjection,
     ParameterStyle,
     Plan,
     PrepareModuleInput,
     RowwiseParallel,
-    ScaleInput,
     Shard,
     check,
 )
+from tp_plans.styles import AllReduceOutput, ColwiseEmbedding, MLAKVProjection, ScaleInput
 
 
 def errors(rules, model):

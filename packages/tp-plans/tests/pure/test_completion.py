@@ -7,10 +7,7 @@ from stub_modules import Norm, tensor
 from tp_plans import (
     ColwiseParallel,
     ExpertsParallel,
-    GatheredParameters,
-    MLAKVProjection,
     NoParallel,
-    ParallelAttention,
     ParameterStyle,
     Plan,
     Replicate,
@@ -19,6 +16,7 @@ from tp_plans import (
     VocabParallelEmbedding,
 )
 from tp_plans.infer.complete import complete_plan
+from tp_plans.styles import GatheredParameters, MLAKVProjection, ParallelAttention
 
 HIDDEN, HEADS, HEAD, INNER, VOCAB = 32, 4, 16, 96, 50
 COLUMN, ROW, PARTIAL = ColwiseParallel(), RowwiseParallel(), NoParallel(gradient="partial")

@@ -5,12 +5,10 @@ import pytest
 from stub_modules import Embedding, Linear, Module, Norm, decoder, tensor
 
 from tp_plans import (
-    AllReduceOutput,
     CheckFailedError,
     ColwiseParallel,
     ExpertsParallel,
     GatherSequence,
-    MLAKVProjection,
     NoParallel,
     ParameterStyle,
     Plan,
@@ -20,6 +18,7 @@ from tp_plans import (
     explain,
     plan_for,
 )
+from tp_plans.styles import AllReduceOutput, MLAKVProjection
 
 LLAMA = plan_for("llama")
 

@@ -13,10 +13,10 @@ from tp_plans import (
     Replicate,
     RowwiseParallel,
     Shard,
-    UnknownStyleError,
     VocabParallelEmbedding,
     from_hugging_face,
 )
+from tp_plans.errors import UnknownStyleError
 from tp_plans.hugging_face import IGNORED_STYLES, STYLE_BY_NAME
 
 HEADS_COLUMN, HEADS_ROW = ColwiseParallel(multiple_of="head_dim"), RowwiseParallel(multiple_of="head_dim")

@@ -3,23 +3,19 @@
 import pytest
 
 from tp_plans import (
-    AllReduceOutput,
-    ColwiseEmbedding,
     ColwiseParallel,
     ExpertsParallel,
-    MLAKVProjection,
     NoParallel,
-    ParallelAttention,
     ParameterStyle,
     Replicate,
     RowwiseParallel,
-    ScaleInput,
     SequenceParallel,
     Shard,
-    UnknownStyleError,
     VocabParallelEmbedding,
 )
+from tp_plans.errors import UnknownStyleError
 from tp_plans.hugging_face import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name, style_from_name
+from tp_plans.styles import AllReduceOutput, ColwiseEmbedding, MLAKVProjection, ParallelAttention, ScaleInput
 
 WORDS = {
     "colwise": ColwiseParallel(),

@@ -6,8 +6,6 @@ import pytest
 
 from tp_plans import (
     ColwiseParallel,
-    GatheredParameters,
-    MLAKVProjection,
     NoParallel,
     Partial,
     PlanError,
@@ -18,6 +16,7 @@ from tp_plans import (
     VocabParallelEmbedding,
 )
 from tp_plans.lora import adapter_styles
+from tp_plans.styles import GatheredParameters, MLAKVProjection
 
 
 @pytest.mark.parametrize(

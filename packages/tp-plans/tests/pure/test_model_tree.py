@@ -4,7 +4,8 @@ import pytest
 from stub_modules import Embedding, Linear, Module, Norm, decoder, tensor
 
 import tp_plans
-from tp_plans import ModelError, ModelTree
+from tp_plans import ModelTree
+from tp_plans.errors import ModelError
 from tp_plans.patterns import wildcard
 
 

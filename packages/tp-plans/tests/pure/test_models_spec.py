@@ -2,22 +2,19 @@ import pytest
 
 from tp_plans import (
     ColwiseParallel,
-    DecoderSpec,
     GatherSequence,
     NoParallel,
-    ParallelAttention,
     PrepareModuleInput,
     Replicate,
     RowwiseParallel,
     SequenceParallel,
     Shard,
-    SublayerSpec,
     VocabParallelEmbedding,
     architectures,
-    decoder_plan,
     plan_for,
 )
-from tp_plans.styles import parameter_layout
+from tp_plans.models import DecoderSpec, SublayerSpec, decoder_plan
+from tp_plans.styles import ParallelAttention, parameter_layout
 
 BLOCK = "model.layers.*"
 

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tp_plans import ColwiseParallel, MLAKVProjection, NoParallel, ParallelAttention, PlanError, RowwiseParallel
+from tp_plans import ColwiseParallel, NoParallel, PlanError, RowwiseParallel
 from tp_plans.module_attrs import getattr_path, key_value_heads, needs_parent, resolve_int, resolve_style
+from tp_plans.styles import MLAKVProjection, ParallelAttention
 
 OWNER = SimpleNamespace(
     head_dim=8, num_heads=4, flag=True, none=0, config=SimpleNamespace(num_key_value_heads=2, text=SimpleNamespace(n=3))

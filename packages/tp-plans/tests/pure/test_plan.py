@@ -9,16 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_plans import (
-    AllReduceOutput,
-    ColwiseEmbedding,
     ColwiseParallel,
     DispatchExperts,
     ExpertsParallel,
-    GatheredParameters,
     GatherSequence,
-    MLAKVProjection,
     NoParallel,
-    ParallelAttention,
     ParameterStyle,
     Partial,
     Plan,
@@ -26,12 +21,19 @@ from tp_plans import (
     PrepareModuleInput,
     Replicate,
     RowwiseParallel,
-    ScaleInput,
     SequenceParallel,
     Shard,
     Style,
-    UnknownStyleError,
     VocabParallelEmbedding,
+)
+from tp_plans.errors import UnknownStyleError
+from tp_plans.styles import (
+    AllReduceOutput,
+    ColwiseEmbedding,
+    GatheredParameters,
+    MLAKVProjection,
+    ParallelAttention,
+    ScaleInput,
 )
 
 on_any_machine = settings(deadline=None)  # a busy one exceeds hypothesis's 200 ms at times

@@ -4,14 +4,11 @@ from dataclasses import replace
 import pytest
 
 from tp_plans import (
-    Architecture,
     CapabilityError,
-    DecoderSpec,
     Plan,
     PlanError,
     Replicate,
     RowwiseParallel,
-    SublayerSpec,
     UnknownArchitectureError,
     architectures,
     plan_for,
@@ -19,6 +16,7 @@ from tp_plans import (
     registry,
     rowwise_free,
 )
+from tp_plans.models import Architecture, DecoderSpec, SublayerSpec
 
 
 def config_of(**fields):

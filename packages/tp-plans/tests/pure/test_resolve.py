@@ -7,16 +7,15 @@ import pytest
 
 from tp_plans import (
     ColwiseParallel,
-    CustomPlanError,
     Plan,
     PlanError,
     Replicate,
     RowwiseParallel,
     UnknownArchitectureError,
-    UnknownStyleError,
     plan_for,
     resolve_plan,
 )
+from tp_plans.errors import CustomPlanError, UnknownStyleError
 
 RULES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 

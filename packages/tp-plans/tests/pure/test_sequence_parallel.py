@@ -4,14 +4,10 @@ import pytest
 from stub_modules import Embedding, Linear, Module, Norm, tensor
 
 from tp_plans import (
-    AllReduceOutput,
     ColwiseParallel,
     ExpertsParallel,
-    GatheredParameters,
     GatherSequence,
-    MLAKVProjection,
     NoParallel,
-    ParallelAttention,
     Partial,
     Plan,
     PlanError,
@@ -23,6 +19,7 @@ from tp_plans import (
     VocabParallelEmbedding,
 )
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
+from tp_plans.styles import AllReduceOutput, GatheredParameters, MLAKVProjection, ParallelAttention
 
 HIDDEN = 8
 COLUMN, ROW, NORM, DOOR = ColwiseParallel(), RowwiseParallel(), SequenceParallel(), GatherSequence()

@@ -7,7 +7,6 @@ import pytest
 from tp_plans import (
     ColwiseParallel,
     NoParallel,
-    ParallelAttention,
     ParameterStyle,
     Partial,
     PlanError,
@@ -17,10 +16,10 @@ from tp_plans import (
     SequenceParallel,
     Shard,
     Style,
-    UnknownStyleError,
     VocabParallelEmbedding,
 )
-from tp_plans.styles import style_from_dict, style_to_dict
+from tp_plans.errors import UnknownStyleError
+from tp_plans.styles import ParallelAttention, style_from_dict, style_to_dict
 
 STYLES = get_args(Style)
 

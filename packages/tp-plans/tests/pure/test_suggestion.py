@@ -4,10 +4,7 @@ from stub_modules import Embedding, Linear, Module, Norm, decoder, tensor
 from tp_plans import (
     ColwiseParallel,
     ExpertsParallel,
-    GatheredParameters,
-    MLAKVProjection,
     NoParallel,
-    ParallelAttention,
     PlanError,
     PrepareModuleInput,
     Replicate,
@@ -18,6 +15,7 @@ from tp_plans import (
     suggest,
 )
 from tp_plans.infer.bytecode import reads_below
+from tp_plans.styles import GatheredParameters, MLAKVProjection, ParallelAttention
 
 
 class Attention(Module):

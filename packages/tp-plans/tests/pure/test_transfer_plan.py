@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tp_plans
-from tp_plans import CheckpointTensor, PlanError, Replicate, Shard, StoredBlock, StridedShard, TransferError
+from tp_plans import PlanError, Replicate, Shard
+from tp_plans.transfer import CheckpointTensor, StoredBlock, StridedShard, TransferError
 from tp_plans.transfer.boxes import full_box, volume
 
 on_any_machine = settings(deadline=None, max_examples=30)
@@ -26,7 +27,7 @@ def layouts(draw, tensors, first_rank=0):
         dims = st.integers(0, len(tensor.shape) - 1)
         kinds = st.one_of(st.just(Replicate()), dims.map(Shard), dims.map(StridedShard))
         chosen[name] = draw(st.tuples(*[kinds] * len(mesh)))
-    return tp_plans.mesh_layout(tensors, mesh, chosen).shifted(first_rank)
+    return tp_plans.transfer.mesh_layout(tensors, mesh, chosen).shifted(first_rank)
 
 
 @st.composite
@@ -54,7 +55,7 @@ def arrived(plan):
 @on_any_machine
 @given(pairs())
 def test_each_element_reaches_each_rank_that_stores_it_once(pair):
-    plan = tp_plans.plan_transfer(*pair)
+    plan = tp_plans.transfer.plan_transfer(*pair)
     wanted = {
         (block.rank, name, index)
         for name in plan.destination.tensors
@@ -67,7 +68,7 @@ def test_each_element_reaches_each_rank_that_stores_it_once(pair):
 @on_any_machine
 @given(pairs())
 def test_bytes_received_are_the_bytes_stored_minus_those_the_rank_has(pair):
-    plan = tp_plans.plan_transfer(*pair)
+    plan = tp_plans.transfer.plan_transfer(*pair)
     for rank in plan.ranks:
         own = sum(
             len({i for b in plan.source.stored(rank, n) for i in indices(b.box)}
@@ -82,9 +83,11 @@ def test_bytes_received_are_the_bytes_stored_minus_those_the_rank_has(pair):
 @on_any_machine
 @given(pairs())
 def test_with_relays_each_element_leaves_the_source_once_and_reaches_each_rank_once(pair):
-    plan = tp_plans.plan_transfer(*pair, relay=True)
-    direct = tp_plans.TransferPlan(plan.source, plan.destination, tuple(each.direct for each in plan.transfers))
-    assert arrived(direct) == arrived(tp_plans.plan_transfer(*pair))
+    plan = tp_plans.transfer.plan_transfer(*pair, relay=True)
+    direct = tp_plans.transfer.TransferPlan(
+        plan.source, plan.destination, tuple(each.direct for each in plan.transfers)
+    )
+    assert arrived(direct) == arrived(tp_plans.transfer.plan_transfer(*pair))
     left, has = Counter(), set()
     for each in plan.transfers:
         for index in indices(each.box):
@@ -103,9 +106,11 @@ def test_with_relays_each_element_leaves_the_source_once_and_reaches_each_rank_o
 
 def test_relays_spare_the_trainer_and_share_the_work_among_replicas():
     tensors = {f"w{i}": CheckpointTensor((64, 48)) for i in range(24)}
-    source = tp_plans.mesh_layout(tensors, (4, 2), {name: [Replicate(), Shard(0)] for name in tensors})
-    engines = tp_plans.mesh_layout(tensors, (6, 2), {name: [Replicate(), Shard(1)] for name in tensors}).shifted(8)
-    plan, direct = (tp_plans.plan_transfer(source, engines, relay=relay) for relay in (True, False))
+    source = tp_plans.transfer.mesh_layout(tensors, (4, 2), {name: [Replicate(), Shard(0)] for name in tensors})
+    engines = tp_plans.transfer.mesh_layout(
+        tensors, (6, 2), {name: [Replicate(), Shard(1)] for name in tensors}
+    ).shifted(8)
+    plan, direct = (tp_plans.transfer.plan_transfer(source, engines, relay=relay) for relay in (True, False))
     size = 24 * 64 * 48 * 2
     assert sum(map(plan.bytes_sent, range(8))) == size
     assert sum(map(direct.bytes_sent, range(8))) == 6 * size
@@ -119,7 +124,7 @@ def test_relays_spare_the_trainer_and_share_the_work_among_replicas():
 @on_any_machine
 @given(pairs())
 def test_a_cover_gives_each_element_to_one_rank_that_stores_it(pair):
-    cover = tp_plans.plan_cover(pair[0])
+    cover = tp_plans.transfer.plan_cover(pair[0])
     counts = Counter((each.tensor, index) for each in cover for index in indices(each.box))
     assert counts == Counter((name, i) for name, t in pair[0].tensors.items() for i in indices(full_box(t.shape)))
     assert all(pair[0].within(each.source, each.tensor, each.box) for each in cover)
@@ -127,10 +132,12 @@ def test_a_cover_gives_each_element_to_one_rank_that_stores_it(pair):
 
 def test_replicas_share_the_sending():
     tensors = {f"w{i}": CheckpointTensor((64, 16 + 16 * (i % 3))) for i in range(24)}
-    source = tp_plans.mesh_layout(tensors, (4, 2), {name: [Replicate(), Shard(0)] for name in tensors})
+    source = tp_plans.transfer.mesh_layout(tensors, (4, 2), {name: [Replicate(), Shard(0)] for name in tensors})
     for replicas in (1, 3):
-        engine = tp_plans.mesh_layout(tensors, (replicas,), {name: [Replicate()] for name in tensors}).shifted(8)
-        plan = tp_plans.plan_transfer(source, engine)
+        engine = tp_plans.transfer.mesh_layout(tensors, (replicas,), {name: [Replicate()] for name in tensors}).shifted(
+            8
+        )
+        plan = tp_plans.transfer.plan_transfer(source, engine)
         sent = [plan.bytes_sent(rank) for rank in range(8)]
         assert sum(sent) == replicas * sum(volume(full_box(t.shape)) * 2 for t in tensors.values())
         assert max(sent) - min(sent) <= max(each.nbytes for each in plan.transfers)
@@ -138,19 +145,21 @@ def test_replicas_share_the_sending():
 
 def test_one_large_block_is_shared_by_its_replicas_in_parts():
     tensors = {"embedding": CheckpointTensor((4096, 4096))}
-    source = tp_plans.mesh_layout(tensors, (4,), {"embedding": [Replicate()]})
-    plan = tp_plans.plan_transfer(source, tp_plans.mesh_layout(tensors, (1,), {"embedding": [Replicate()]}).shifted(4))
+    source = tp_plans.transfer.mesh_layout(tensors, (4,), {"embedding": [Replicate()]})
+    plan = tp_plans.transfer.plan_transfer(
+        source, tp_plans.transfer.mesh_layout(tensors, (1,), {"embedding": [Replicate()]}).shifted(4)
+    )
     assert [plan.bytes_sent(rank) for rank in range(4)] == [4096 * 4096 * 2 // 4] * 4
 
 
 def test_a_rank_that_stores_two_copies_receives_one():
     tensors = {"w": CheckpointTensor((6, 2))}
-    source = tp_plans.mesh_layout(tensors, (2,), {"w": [Shard(0)]})
+    source = tp_plans.transfer.mesh_layout(tensors, (2,), {"w": [Shard(0)]})
     copies = [
         StoredBlock(2, ((0, 4), (0, 2)), "a", (0, 0), (0, 1)),
         StoredBlock(2, ((2, 6), (0, 2)), "b", (1, 0), (0, 1)),
     ]
-    plan = tp_plans.plan_transfer(source, tp_plans.TransferLayout(tensors, {"w": copies}))
+    plan = tp_plans.transfer.plan_transfer(source, tp_plans.transfer.TransferLayout(tensors, {"w": copies}))
     assert plan.bytes_received(2) == 6 * 2 * 2
     targets = [
         (block.local, block.local_box(part)) for part, block in plan.destination.within(2, "w", ((2, 3), (0, 2)))
@@ -160,15 +169,15 @@ def test_a_rank_that_stores_two_copies_receives_one():
 
 def test_what_cannot_be_sent_is_refused_with_the_tensor():
     tensors = {"w": CheckpointTensor((4, 2))}
-    full = tp_plans.mesh_layout(tensors, (1,), {"w": [Replicate()]})
-    half = tp_plans.TransferLayout(tensors, {"w": [StoredBlock(0, ((0, 2), (0, 2)), "w", (0, 0), (0, 1))]})
+    full = tp_plans.transfer.mesh_layout(tensors, (1,), {"w": [Replicate()]})
+    half = tp_plans.transfer.TransferLayout(tensors, {"w": [StoredBlock(0, ((0, 2), (0, 2)), "w", (0, 0), (0, 1))]})
     with pytest.raises(TransferError, match=r"no source rank stores \(\(2, 4\), \(0, 2\)\) of w"):
-        tp_plans.plan_transfer(half, full)
+        tp_plans.transfer.plan_transfer(half, full)
     with pytest.raises(TransferError, match="lacks 1 of the destination's 1 tensors, first w"):
-        tp_plans.plan_transfer(tp_plans.TransferLayout({}, {}), full)
-    other = tp_plans.mesh_layout({"w": CheckpointTensor((4, 3))}, (1,), {"w": [Replicate()]})
+        tp_plans.transfer.plan_transfer(tp_plans.transfer.TransferLayout({}, {}), full)
+    other = tp_plans.transfer.mesh_layout({"w": CheckpointTensor((4, 3))}, (1,), {"w": [Replicate()]})
     with pytest.raises(TransferError, match=r"w is \(4, 2\) in bfloat16 at the source and \(4, 3\)"):
-        tp_plans.plan_transfer(full, other)
+        tp_plans.transfer.plan_transfer(full, other)
 
 
 def test_layouts_that_describe_nothing_are_refused():
@@ -176,34 +185,34 @@ def test_layouts_that_describe_nothing_are_refused():
     with pytest.raises(TransferError, match="dtype 'int4' is unknown"):
         CheckpointTensor((2,), "int4")
     with pytest.raises(TransferError, match="rank 0 cannot store"):
-        tp_plans.TransferLayout(tensors, {"w": [StoredBlock(0, ((0, 5), (0, 2)), "w", (0, 0), (0, 1))]})
+        tp_plans.transfer.TransferLayout(tensors, {"w": [StoredBlock(0, ((0, 5), (0, 2)), "w", (0, 0), (0, 1))]})
     with pytest.raises(TransferError, match="do not map a block"):
-        tp_plans.TransferLayout(tensors, {"w": [StoredBlock(0, ((0, 4), (0, 2)), "w", (0,), (0, None))]})
+        tp_plans.transfer.TransferLayout(tensors, {"w": [StoredBlock(0, ((0, 4), (0, 2)), "w", (0,), (0, None))]})
     with pytest.raises(TransferError, match="none of the layout's 1 tensors"):
-        tp_plans.TransferLayout(tensors, {"v": []})
+        tp_plans.transfer.TransferLayout(tensors, {"v": []})
     with pytest.raises(TransferError, match="2 layouts for a mesh of 1 axes"):
-        tp_plans.mesh_boxes((2,), (2,), [Replicate(), Replicate()])
+        tp_plans.transfer.mesh_boxes((2,), (2,), [Replicate(), Replicate()])
     with pytest.raises(TransferError, match=r"shard\(2\) is no layout of a tensor of shape \(4, 2\)"):
-        tp_plans.mesh_boxes((4, 2), (2,), [Shard(2)])
+        tp_plans.transfer.mesh_boxes((4, 2), (2,), [Shard(2)])
     with pytest.raises(TransferError, match="w has no layout"):
-        tp_plans.mesh_layout(tensors, (2,), {})
+        tp_plans.transfer.mesh_layout(tensors, (2,), {})
     with pytest.raises(TransferError, match="3 ranks for a mesh of 2"):
-        tp_plans.mesh_layout(tensors, (2,), {"w": [Shard(0)]}, ranks=[0, 1, 2])
+        tp_plans.transfer.mesh_layout(tensors, (2,), {"w": [Shard(0)]}, ranks=[0, 1, 2])
     with pytest.raises(PlanError, match="is not a dim"):
         StridedShard(-1)
 
 
 def test_a_layout_survives_json_and_other_text_is_refused():
     tensors = {"w": CheckpointTensor((4, 2)), "expert": CheckpointTensor((3, 2), "float32")}
-    layout = tp_plans.mesh_layout(tensors, (2,), {"w": [Shard(0)], "expert": [Replicate()]})
-    stacked = tp_plans.TransferLayout(
+    layout = tp_plans.transfer.mesh_layout(tensors, (2,), {"w": [Shard(0)], "expert": [Replicate()]})
+    stacked = tp_plans.transfer.TransferLayout(
         {"expert": tensors["expert"]}, {"expert": [StoredBlock(7, ((0, 3), (0, 2)), "experts", (5, 0, 0), (1, 2))]}
     )
     both = layout.union(stacked)
-    assert tp_plans.TransferLayout.from_json(both.to_json()) == both
+    assert tp_plans.transfer.TransferLayout.from_json(both.to_json()) == both
     assert both.ranks == (0, 1, 7)
     for wrong in ("", "[]", '{"format": 2}', json.dumps({"format": 1, "tensors": {"w": 3}, "blocks": {}})):
         with pytest.raises(TransferError, match=r"not the JSON of a layout|has format 2"):
-            tp_plans.TransferLayout.from_json(wrong)
+            tp_plans.transfer.TransferLayout.from_json(wrong)
     with pytest.raises(TransferError, match="in one layout and"):
-        layout.union(tp_plans.mesh_layout({"w": CheckpointTensor((4, 3))}, (1,), {"w": [Replicate()]}))
+        layout.union(tp_plans.transfer.mesh_layout({"w": CheckpointTensor((4, 3))}, (1,), {"w": [Replicate()]}))

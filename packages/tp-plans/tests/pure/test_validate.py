@@ -5,7 +5,6 @@ from stub_modules import decoder
 
 from tp_plans import (
     ColwiseParallel,
-    ModelError,
     Plan,
     PlanError,
     TpPlansError,
@@ -16,6 +15,7 @@ from tp_plans import (
     rowwise_free,
     suggest,
 )
+from tp_plans.errors import ModelError
 
 RULES = {"up": ColwiseParallel()}
 PLAN = Plan(RULES)

@@ -1,7 +1,6 @@
 import pytest
 
 from tp_plans import (
-    AllReduceOutput,
     ColwiseParallel,
     ExpertsParallel,
     GatherSequence,
@@ -11,11 +10,11 @@ from tp_plans import (
     PlanError,
     Replicate,
     RowwiseParallel,
-    ScaleInput,
     Shard,
     architectures,
     rowwise_free,
 )
+from tp_plans.styles import AllReduceOutput, ScaleInput
 
 FORMS = [
     pytest.param(entry, sequence_parallel, id=f"{entry.class_name}-{'SP' if sequence_parallel else 'TP'}")

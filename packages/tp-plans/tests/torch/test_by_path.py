@@ -10,8 +10,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from harness.layers import gradient_mismatches, parallelized, tp_mesh
 from harness.models import jitter
 from harness.ranks import RanksFailed
-from tp_plans import ColwiseParallel, ParallelAttention, ParameterStyle, Plan, RowwiseParallel
-from tp_plans.torch_styles import styles_by_path, to_torch
+from tp_plans import ColwiseParallel, ParameterStyle, Plan, RowwiseParallel
+from tp_plans.by_path import styles_by_path
+from tp_plans.styles import ParallelAttention
+from tp_plans.torch_styles import to_torch
 
 HIDDEN, INNER = 6, 8
 

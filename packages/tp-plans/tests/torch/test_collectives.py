@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from harness.layers import parallelized
-from tp_plans import ColwiseParallel, DecoderSpec, NoParallel, Replicate, SublayerSpec, decoder_plan
+from tp_plans import ColwiseParallel, NoParallel, Replicate
+from tp_plans.models import DecoderSpec, SublayerSpec, decoder_plan
 
 HIDDEN, HEADS = 16, 4
 NAMES = DecoderSpec(

@@ -14,7 +14,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from harness.layers import gradient_mismatches
 from harness.models import jitter
 from harness.ranks import RanksFailed
-from tp_plans import CapabilityError, DispatchExperts, Plan, PlanError, expert_styles_by_path
+from tp_plans import CapabilityError, DispatchExperts, Plan, PlanError
+from tp_plans.runtime import expert_styles_by_path
 from tp_plans.torch_styles import AllToAllExchange, exchange_class
 
 HIDDEN, INNER, EXPERTS = 6, 5, 8

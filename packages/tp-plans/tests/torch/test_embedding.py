@@ -7,7 +7,8 @@ from torch.distributed.tensor import DTensor
 
 from harness.layers import mismatches, parallelized
 from harness.ranks import RanksFailed
-from tp_plans import ColwiseEmbedding, Replicate, Shard, VocabParallelEmbedding
+from tp_plans import Replicate, Shard, VocabParallelEmbedding
+from tp_plans.styles import ColwiseEmbedding
 
 VOCAB, WIDTH = 131, 6
 FIRST_OF_RANK_1 = 66

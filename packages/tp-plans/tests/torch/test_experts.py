@@ -6,7 +6,8 @@ from torch import nn
 
 from harness.layers import mismatches, parallelized
 from harness.ranks import RanksFailed
-from tp_plans import AllReduceOutput, ExpertsParallel, ParameterStyle, Replicate, ScaleInput, Shard
+from tp_plans import ExpertsParallel, ParameterStyle, Replicate, Shard
+from tp_plans.styles import AllReduceOutput, ScaleInput
 
 HIDDEN, INNER, TOP = 6, 5, 2
 

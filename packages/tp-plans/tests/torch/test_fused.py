@@ -10,7 +10,8 @@ from torch.distributed.tensor import Shard as Cut
 
 from harness.layers import mismatches, parallelized
 from harness.ranks import RanksFailed
-from tp_plans import ColwiseParallel, ParallelAttention, PrepareModuleInput, RowwiseParallel, Shard
+from tp_plans import ColwiseParallel, PrepareModuleInput, RowwiseParallel, Shard
+from tp_plans.styles import ParallelAttention
 
 HIDDEN, HEADS, HEAD_DIM, INNER = 12, 8, 4, 27
 

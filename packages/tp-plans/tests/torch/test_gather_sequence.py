@@ -7,18 +7,16 @@ from torch.distributed.tensor import DTensor
 
 from harness.layers import arriving, gradient_mismatches, mismatches, parallelized
 from tp_plans import (
-    AllReduceOutput,
     ColwiseParallel,
     ExpertsParallel,
-    GatheredParameters,
     GatherSequence,
-    ParallelAttention,
     ParameterStyle,
     PrepareModuleInput,
     Replicate,
     RowwiseParallel,
     Shard,
 )
+from tp_plans.styles import AllReduceOutput, GatheredParameters, ParallelAttention
 
 HIDDEN, INNER = 6, 8
 CUT = {"arrives": Shard(1), "plain": False, "leaves": Shard(1), "leaves_plain": False}

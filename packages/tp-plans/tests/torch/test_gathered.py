@@ -7,7 +7,8 @@ from torch.distributed.tensor import DTensor
 
 from harness.layers import mismatches, parallelized
 from harness.ranks import RanksFailed
-from tp_plans import ColwiseParallel, GatheredParameters, Replicate, RowwiseParallel, VocabParallelEmbedding
+from tp_plans import ColwiseParallel, Replicate, RowwiseParallel, VocabParallelEmbedding
+from tp_plans.styles import GatheredParameters
 
 HIDDEN, INNER, VOCAB = 6, 9, 11
 

@@ -7,10 +7,8 @@ from torch import nn
 from harness.layers import parallelized
 from harness.ranks import RanksFailed
 from tp_plans import (
-    ColwiseEmbedding,
     ColwiseParallel,
     GatherSequence,
-    LayoutError,
     ParameterStyle,
     PrepareModuleInput,
     RowwiseParallel,
@@ -18,6 +16,8 @@ from tp_plans import (
     Shard,
     VocabParallelEmbedding,
 )
+from tp_plans.errors import LayoutError
+from tp_plans.styles import ColwiseEmbedding
 
 
 class Small(nn.Module):

@@ -44,8 +44,8 @@ def planned():
 
 
 def architecture():
-    sublayers = (tp_plans.SublayerSpec(path="mlp", colwise=("up",), rowwise="down"),)
-    decoder = tp_plans.DecoderSpec(sublayers=sublayers, norms=("norm",))
+    sublayers = (tp_plans.models.SublayerSpec(path="mlp", colwise=("up",), rowwise="down"),)
+    decoder = tp_plans.models.DecoderSpec(sublayers=sublayers, norms=("norm",))
     return {"class_name": "OwnForCausalLM", "model_type": "own", "decoder": decoder}
 
 
@@ -54,11 +54,11 @@ def decoder_arguments():
 
 
 def checkpoint():
-    return {"weight": tp_plans.CheckpointTensor((4, 2))}
+    return {"weight": tp_plans.transfer.CheckpointTensor((4, 2))}
 
 
 def transfer_layout():
-    return tp_plans.mesh_layout(checkpoint(), (2,), {"weight": [tp_plans.Shard(0)]})
+    return tp_plans.transfer.mesh_layout(checkpoint(), (2,), {"weight": [tp_plans.Shard(0)]})
 
 
 def block():
@@ -66,7 +66,9 @@ def block():
 
 
 def layout_of_block(rank, box, local, offset, dims):
-    return tp_plans.TransferLayout(checkpoint(), {"weight": [tp_plans.StoredBlock(rank, box, local, offset, dims)]})
+    return tp_plans.transfer.TransferLayout(
+        checkpoint(), {"weight": [tp_plans.transfer.StoredBlock(rank, box, local, offset, dims)]}
+    )
 
 
 def mixture():
@@ -102,11 +104,23 @@ CLASSES = {
     "StridedShard": lambda: {"dim": 0},
     "SublayerSpec": lambda: {"path": "mlp", "colwise": ("up",), "rowwise": "down"},
 }
-STYLES = [name for name in tp_plans.__all__ if dataclasses.is_dataclass(getattr(tp_plans, name))]
-STYLES = [name for name in STYLES if name not in RESULTS and dataclasses.fields(getattr(tp_plans, name))]
+#: Names of the front door for runtimes that users call too; its others are not for them.
+FOR_USERS = ("AdapterStyles", "adapter_styles", "expert_styles_by_path", "resolve_style")
+#: Names of the front doors that only runtimes call, with boxes and steps that are checked already.
+FOR_RUNTIMES = {
+    *("ARCHITECTURES", "Box", "MeshLayout", "ShardStep", "box_shape", "full_box", "intersection", "shard_steps"),
+    *("parameter_layout", "split_box", "style_from_dict", "style_to_dict", "volume"),
+}
+DOORS = (tp_plans.models, tp_plans.transfer, tp_plans.styles, tp_plans.verification, tp_plans.explanation, tp_plans)
+PUBLIC = {
+    **{name: getattr(tp_plans.runtime, name) for name in FOR_USERS},
+    **{name: getattr(door, name) for door in DOORS for name in door.__all__ if name not in FOR_RUNTIMES},
+}
+STYLES = [name for name, value in PUBLIC.items() if dataclasses.is_dataclass(value)]
+STYLES = [name for name in STYLES if name not in RESULTS and dataclasses.fields(PUBLIC[name])]
 
 CALLS = {
-    **{name: Call(getattr(tp_plans, name), CLASSES.get(name, dict)) for name in sorted({*STYLES, *CLASSES})},
+    **{name: Call(PUBLIC[name], CLASSES.get(name, dict)) for name in sorted({*STYLES, *CLASSES})},
     "ModelTree.of": Call(tp_plans.ModelTree.of, lambda: {"model": Model()}),
     "Plan.diff": Call(plan().diff, lambda: {"other": plan()}),
     "Plan.from_json": Call(Plan.from_json, lambda: {"text": plan().to_json()}),
@@ -115,44 +129,47 @@ CALLS = {
     "Plan.to_json": Call(plan().to_json),
     "Plan.with_prefix": Call(plan().with_prefix, lambda: {"prefix": "model"}),
     "TransferLayout": Call(
-        tp_plans.TransferLayout,
-        lambda: {"tensors": checkpoint(), "blocks": {"weight": [tp_plans.StoredBlock(**block())]}},
+        tp_plans.transfer.TransferLayout,
+        lambda: {"tensors": checkpoint(), "blocks": {"weight": [tp_plans.transfer.StoredBlock(**block())]}},
     ),
     "TransferLayout.blocks": Call(transfer_layout().blocks, lambda: {"tensor": "weight"}),
-    "TransferLayout.from_json": Call(tp_plans.TransferLayout.from_json, lambda: {"text": transfer_layout().to_json()}),
+    "TransferLayout.from_json": Call(
+        tp_plans.transfer.TransferLayout.from_json, lambda: {"text": transfer_layout().to_json()}
+    ),
     "TransferLayout.shifted": Call(transfer_layout().shifted, lambda: {"by": 2}),
     "TransferLayout.union": Call(transfer_layout().union, lambda: {"other": transfer_layout().shifted(2)}),
     "TransferLayout of a block": Call(layout_of_block, block),
-    "adapter_styles": Call(tp_plans.adapter_styles, lambda: {"style": ColwiseParallel()}),
+    "adapter_styles": Call(tp_plans.runtime.adapter_styles, lambda: {"style": ColwiseParallel()}),
     "batch_divisibility": Call(tp_plans.batch_divisibility, lambda: {"plan": plan(), "tp": 2}),
     "check": Call(tp_plans.check, lambda: {**planned(), "tp": 2}),
-    "decoder_plan": Call(tp_plans.decoder_plan, decoder_arguments),
+    "decoder_plan": Call(tp_plans.models.decoder_plan, decoder_arguments),
     "engine_layout": Call(
-        tp_plans.engine_layout,
+        tp_plans.transfer.engine_layout,
         lambda: {
-            "tensors": {"model.embed_tokens.weight": tp_plans.CheckpointTensor((4, 2))},
-            "size": tp_plans.EngineSize(num_attention_heads=4),
+            "tensors": {"model.embed_tokens.weight": tp_plans.transfer.CheckpointTensor((4, 2))},
+            "size": tp_plans.transfer.EngineSize(num_attention_heads=4),
         },
     ),
-    "engine_rules": Call(tp_plans.engine_rules, lambda: {"engine": "vllm"}),
-    "expert_styles_by_path": Call(tp_plans.expert_styles_by_path, mixture),
+    "engine_rules": Call(tp_plans.transfer.engine_rules, lambda: {"engine": "vllm"}),
+    "expert_styles_by_path": Call(tp_plans.runtime.expert_styles_by_path, mixture),
     "explain": Call(tp_plans.explain, lambda: {**planned(), "tp": 2}),
     "from_hugging_face": Call(tp_plans.from_hugging_face, lambda: {"model": Model()}),
     "mesh_boxes": Call(
-        tp_plans.mesh_boxes, lambda: {"shape": (5, 4), "mesh_shape": (2,), "layouts": [tp_plans.Shard(0)]}
+        tp_plans.transfer.mesh_boxes, lambda: {"shape": (5, 4), "mesh_shape": (2,), "layouts": [tp_plans.Shard(0)]}
     ),
     "mesh_layout": Call(
-        tp_plans.mesh_layout,
+        tp_plans.transfer.mesh_layout,
         lambda: {"tensors": checkpoint(), "mesh_shape": (2,), "layouts": {"weight": [tp_plans.Shard(0)]}},
     ),
-    "plan_cover": Call(tp_plans.plan_cover, lambda: {"layout": transfer_layout()}),
+    "plan_cover": Call(tp_plans.transfer.plan_cover, lambda: {"layout": transfer_layout()}),
     "plan_for": Call(tp_plans.plan_for, lambda: {"target": "LlamaForCausalLM"}),
     "plan_transfer": Call(
-        tp_plans.plan_transfer, lambda: {"source": transfer_layout(), "destination": transfer_layout().shifted(1)}
+        tp_plans.transfer.plan_transfer,
+        lambda: {"source": transfer_layout(), "destination": transfer_layout().shifted(1)},
     ),
     "register": Call(tp_plans.register, lambda: {"entry": tp_plans.architectures()[0]}),
     "resolve_plan": Call(tp_plans.resolve_plan, planned),
-    "resolve_style": Call(tp_plans.resolve_style, lambda: {"style": ColwiseParallel(), "owner": Model()}),
+    "resolve_style": Call(tp_plans.runtime.resolve_style, lambda: {"style": ColwiseParallel(), "owner": Model()}),
     "rowwise_free": Call(tp_plans.rowwise_free, lambda: {"plan": plan()}),
     "styles_by_path": Call(tp_plans.styles_by_path, planned),
     "split_towers": Call(tp_plans.split_towers, lambda: {**planned(), "tp": 2}),
@@ -168,7 +185,7 @@ CALLS = {
 
 def test_every_public_function_is_called():
     without_arguments = {"Replicate", "Partial", "ScaleInput", "architectures"}
-    public = {name for name in tp_plans.__all__ if not name.endswith("Error")}
+    public = {name for name in PUBLIC if not name.endswith("Error")}
     called = {name.partition(".")[0].partition(" ")[0] for name in CALLS}
     assert called - {"ModelTree"} == public - RESULTS - without_arguments
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from harness.layers import mismatches
-from tp_plans import ColwiseParallel, MLAKVProjection, ParallelAttention, PrepareModuleInput, RowwiseParallel, Shard
+from tp_plans import ColwiseParallel, PrepareModuleInput, RowwiseParallel, Shard
+from tp_plans.styles import MLAKVProjection, ParallelAttention
 
 HIDDEN, HEADS, NOPE, ROPE, VALUE, LATENT = 12, 4, 3, 2, 5, 7
 

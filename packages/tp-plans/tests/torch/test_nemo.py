@@ -6,7 +6,8 @@ import pytest
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from harness.models import tiny_model
-from tp_plans import UnknownStyleError, from_hugging_face, nemo
+from tp_plans import from_hugging_face, nemo
+from tp_plans.errors import UnknownStyleError
 
 
 @pytest.mark.parametrize(

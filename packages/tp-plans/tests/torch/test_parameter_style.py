@@ -8,7 +8,8 @@ from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Cut
 
 from harness.layers import mismatches, parallelized, tp_mesh
-from tp_plans import ColwiseParallel, ParallelAttention, ParameterStyle, Replicate, RowwiseParallel, Shard
+from tp_plans import ColwiseParallel, ParameterStyle, Replicate, RowwiseParallel, Shard
+from tp_plans.styles import ParallelAttention
 
 HIDDEN, HEADS, WIDTH = 6, 4, 3
 

@@ -4,7 +4,8 @@ import pytest
 from torch import nn
 
 from harness.layers import parallelized
-from tp_plans import ColwiseParallel, MLAKVProjection, ParallelAttention, ParameterStyle, PlanError, RowwiseParallel
+from tp_plans import ColwiseParallel, ParameterStyle, PlanError, RowwiseParallel
+from tp_plans.styles import MLAKVProjection, ParallelAttention
 from tp_plans.torch_styles.parent_rules import ParentRules, group_by_parent
 
 FUSED = ColwiseParallel(multiple_of="head_dim", fused_sizes=("num_heads", "kv_heads", "kv_heads"))

@@ -14,17 +14,15 @@ from torch.distributed.tensor.parallel import parallelize_module
 from harness.layers import gradient_mismatches, mismatches, parallelized
 from harness.models import jitter
 from tp_plans import (
-    ColwiseEmbedding,
     ColwiseParallel,
     ExpertsParallel,
-    GatheredParameters,
-    ParallelAttention,
     ParameterStyle,
     Plan,
     Replicate,
     RowwiseParallel,
     VocabParallelEmbedding,
 )
+from tp_plans.styles import ColwiseEmbedding, GatheredParameters, ParallelAttention
 
 HIDDEN, HEAD, HEADS, INNER, EXPERTS = 8, 2, 4, 6, 4
 

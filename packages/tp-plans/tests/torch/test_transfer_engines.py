@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import tp_plans
-from tp_plans import CheckpointTensor, EngineRule, EngineSize, Replicate, Shard, TransferError
+from tp_plans import Replicate, Shard
+from tp_plans.transfer import CheckpointTensor, EngineRule, EngineSize, TransferError
 
 HEADS, HEAD, HIDDEN, VOCAB, WIDTH, EXPERTS, EXPERT_WIDTH = 8, 4, 16, 70, 24, 6, 8
 LAYER = "model.layers.0"
@@ -49,12 +50,12 @@ def filled(shapes, size, engine="vllm", **options):
     """The engine's local tensors after a transfer from a trainer of three ranks, sharded on dim 0."""
     full = {name: torch.randn(shape) for name, shape in shapes.items()}
     tensors = {name: CheckpointTensor(shape, "float32") for name, shape in shapes.items()}
-    trainer = tp_plans.mesh_layout(
+    trainer = tp_plans.transfer.mesh_layout(
         tensors, (3,), {n: [Shard(0) if t.shape else Replicate()] for n, t in tensors.items()}
     )
-    layout = tp_plans.engine_layout(tensors, size, engine=engine, **options)
+    layout = tp_plans.transfer.engine_layout(tensors, size, engine=engine, **options)
     local = {}
-    for each in tp_plans.plan_transfer(trainer, layout.shifted(3)).transfers:
+    for each in tp_plans.transfer.plan_transfer(trainer, layout.shifted(3)).transfers:
         for part, block in layout.within(each.destination - 3, each.tensor, each.box):
             values = full[each.tensor][tuple(slice(*side) for side in part)]
             target = local.setdefault((each.destination - 3, block.local), {})
@@ -156,9 +157,9 @@ def test_experts_that_the_checkpoint_stacks_are_transposed_dealt_and_cut(parent,
 
 def test_pairs_of_gate_and_up_that_alternate_are_not_split():
     shapes = {f"{LAYER}.mlp.experts.gate_up_proj": CheckpointTensor((2, 4, 12))}
-    tp_plans.engine_layout(shapes, EngineSize(num_attention_heads=4, tp=2))
+    tp_plans.transfer.engine_layout(shapes, EngineSize(num_attention_heads=4, tp=2))
     with pytest.raises(TransferError, match="12 features cannot be split evenly over 4 ranks, each of a multiple of 2"):
-        tp_plans.engine_layout(shapes, EngineSize(num_attention_heads=4, tp=4))
+        tp_plans.transfer.engine_layout(shapes, EngineSize(num_attention_heads=4, tp=4))
 
 
 def test_latent_attention_without_compressed_queries_fuses_nothing():
@@ -224,10 +225,10 @@ def test_a_cut_inside_of_a_block_with_one_scale_is_refused_with_numbers():
     tensors = {f"{LAYER}.mlp.up_proj.weight": CheckpointTensor((384, 128), "float8_e4m3fn")}
     tensors[f"{LAYER}.mlp.up_proj.weight_scale_inv"] = CheckpointTensor((3, 1), "float32")
     with pytest.raises(TransferError, match=r"up_proj\.weight is cut at 0 to 192 of 384, inside of the 128 elements"):
-        tp_plans.engine_layout(tensors, EngineSize(num_attention_heads=8, tp=2))
+        tp_plans.transfer.engine_layout(tensors, EngineSize(num_attention_heads=8, tp=2))
     tensors[f"{LAYER}.mlp.up_proj.weight_scale_inv"] = CheckpointTensor((2, 1), "float32")
     with pytest.raises(TransferError, match=r"weight_scale_inv has shape \(2, 1\) and its weight \(384, 128\)"):
-        tp_plans.engine_layout(tensors, EngineSize(num_attention_heads=8))
+        tp_plans.transfer.engine_layout(tensors, EngineSize(num_attention_heads=8))
 
 
 @pytest.mark.parametrize(("engine", "stack"), [("vllm", "experts.routed_experts."), ("sglang", "experts.")])
@@ -261,9 +262,9 @@ def test_a_rule_of_the_users_own_comes_first():
     tensors = {"model.layers.0.mixer.in_proj.weight": CheckpointTensor((12, 4))}
     size = EngineSize(num_attention_heads=4, tp=2)
     with pytest.raises(TransferError, match=r"no rule says how the engine stores model\.layers\.0\.mixer\.in_proj"):
-        tp_plans.engine_layout(tensors, size)
-    rules = [EngineRule(pattern="*.mixer.in_proj.weight", split="rows"), *tp_plans.engine_rules("vllm")]
-    boxes = [b.box for b in tp_plans.engine_layout(tensors, size, rules=rules).blocks(next(iter(tensors)))]
+        tp_plans.transfer.engine_layout(tensors, size)
+    rules = [EngineRule(pattern="*.mixer.in_proj.weight", split="rows"), *tp_plans.transfer.engine_rules("vllm")]
+    boxes = [b.box for b in tp_plans.transfer.engine_layout(tensors, size, rules=rules).blocks(next(iter(tensors)))]
     assert boxes == [((0, 6), (0, 4)), ((6, 12), (0, 4))]
 
 
@@ -278,8 +279,8 @@ def test_sizes_that_no_engine_has_are_refused_with_numbers():
             EngineSize(**{"num_attention_heads": 8, **options})
     shape = {"model.layers.0.mlp.up_proj.weight": CheckpointTensor((25, 4))}
     with pytest.raises(TransferError, match="25 features cannot be split evenly over 2 ranks"):
-        tp_plans.engine_layout(shape, EngineSize(num_attention_heads=8, tp=2))
+        tp_plans.transfer.engine_layout(shape, EngineSize(num_attention_heads=8, tp=2))
     with pytest.raises(TransferError, match="engine is 'tgi'"):
-        tp_plans.engine_rules("tgi")
+        tp_plans.transfer.engine_rules("tgi")
     with pytest.raises(TransferError, match="split is 'diagonal'"):
         EngineRule(pattern="*", split="diagonal")

@@ -14,9 +14,7 @@ from coverage.table import tiny_model as small
 from harness.parity import mesh_for
 from tp_plans import (
     ColwiseParallel,
-    ModelError,
     NoParallel,
-    ParallelAttention,
     Plan,
     RowwiseParallel,
     UnknownArchitectureError,
@@ -27,6 +25,8 @@ from tp_plans import (
     verify_plan,
 )
 from tp_plans.cli import main
+from tp_plans.errors import ModelError
+from tp_plans.styles import ParallelAttention
 from tp_plans.verification.compare import first_reference_run
 from tp_plans.verification.shrink import shrunk_config
 from tp_plans.verification.tiny import tiny_model
@@ -248,13 +248,13 @@ def test_the_sequence_is_gathered_for_entire_blocks_where_their_code_mixes_it_wi
         assert "tower.*" in patterns
 
 
-def test_automatic_says_once_that_a_plan_was_proven(caplog):
+def test_automatic_says_once_that_a_plan_was_verified(caplog):
     with caplog.at_level(logging.WARNING, logger="tp_plans"):
         found = resolve_plan("auto", Own())
         resolve_plan("auto", Own())
     said = [record.message for record in caplog.records if "no plan is known for Own" in record.message]
     assert len(said) == 1
-    assert "proven on 2 ranks" in said[0]
+    assert "verified on 2 ranks" in said[0]
     assert verify_plan(Own(), found).right
 
 
@@ -324,7 +324,7 @@ def automatic_plan_of_towers():
     return dict(resolve_plan("auto", Seeing(), towers_tp=2, mesh=mesh_for({"tp": 2})["tp"]))
 
 
-def test_parts_of_towers_are_split_where_a_run_with_images_proves_it(two_ranks):
+def test_parts_of_towers_are_split_where_a_run_with_images_verifies_it(two_ranks):
     model = Seeing()
     guessed = tp_plans.split_towers(suggest(model).plan, model, tp=2)
     parts = ("eye.blocks.*.attention.out_proj", "eye.blocks.*.mlp.fc2", "ear.*.mlp.fc2")
@@ -358,7 +358,7 @@ def test_a_head_whose_logits_are_written_into_is_gathered_and_so_are_parts_that_
     assert suggest(Writing()).plan["tower.*.mlp.fc2"] == RowwiseParallel()
     for found in two_ranks.run(automatic_plan_of_writing):
         assert found["speak"] == ColwiseParallel(output_layouts=tp_plans.Replicate())
-        assert found["tower.*.mlp"] == tp_plans.GatheredParameters(names=("fc1.weight", "fc2.weight"))
+        assert found["tower.*.mlp"] == tp_plans.styles.GatheredParameters(names=("fc1.weight", "fc2.weight"))
         assert found["tower.*.gate.narrow"] == RowwiseParallel()
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_runtime.errors import ModelError
 from tp_plans import ModelTree
-from tp_plans.naming import FUSED_QKV, HEAD_DIM, KEY, KV_GROUPS, QUERY
+from tp_plans.runtime import FUSED_QKV, HEAD_DIM, KEY, KV_GROUPS, QUERY
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tp_plans.transfer.boxes import Box, full_box, split_box
+from tp_plans.transfer import Box, full_box, split_box
 
 #: Elements that are converted to int64 at once, to bound the extra memory.
 _CHUNK = 2**20

@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fsdp_runtime._torch_compat import is_strided
 from fsdp_runtime.errors import WeightsError
-from tp_plans import Replicate, Shard, StridedShard
-from tp_plans.transfer.mesh_layout import MeshLayout, ShardStep
-from tp_plans.transfer.mesh_layout import shard_steps as plan_steps
+from tp_plans import Replicate, Shard
+from tp_plans.transfer import MeshLayout, ShardStep, StridedShard
+from tp_plans.transfer import shard_steps as plan_steps
 
 
 def shard_steps(placements: Sequence[Placement], mesh_shape: Sequence[int]) -> list[ShardStep]:
-    """Return the sharding steps of a DTensor in the order of :func:`tp_plans.transfer.mesh_layout.shard_steps`.
+    """Return the sharding steps of a DTensor in the order of :func:`tp_plans.transfer.placements.shard_steps`.
 
     Raises:
         WeightsError: a placement is neither a shard nor a replica.

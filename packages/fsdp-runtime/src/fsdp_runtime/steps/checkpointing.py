@@ -25,7 +25,7 @@ from fsdp_runtime.steps.documents.step import packing_of
 from fsdp_runtime.steps.recomputation import bound
 from fsdp_runtime.steps.saved_tensors import SelectiveContexts, contexts_of_compiled
 from fsdp_runtime.wrap import Wrapper, is_wrapped, wrap
-from tp_plans.naming import MLP_MODULES
+from tp_plans.runtime import MLP_MODULES
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism

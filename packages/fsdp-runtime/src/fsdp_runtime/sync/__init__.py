@@ -14,7 +14,7 @@ Full tensors, gathered on the trainer:
 Shards to shards, without a full tensor:
 
 ``ModelShards``       which rank stores which block, and this rank's tensors
-``execute_transfer``  one transfer by a plan of ``tp_plans.plan_transfer``
+``execute_transfer``  one transfer by a plan of ``tp_plans.transfer.plan_transfer``
 ``WeightSync``        repeated updates: what changed, along a chain of versions; ``SyncReport`` says what was sent
 ``transfer_group``    a process group of trainer and engines that are separate jobs
 

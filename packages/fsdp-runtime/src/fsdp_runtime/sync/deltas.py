@@ -15,8 +15,7 @@ from fsdp_runtime.sync.codec import HEADER_BYTES, apply_changes, encode_changes,
 from fsdp_runtime.sync.local_sides import Sides
 from fsdp_runtime.sync.point_to_point import CHANGES, SIZES, exchange
 from fsdp_runtime.sync.tensor_views import torch_dtype
-from tp_plans import BlockTransfer, TransferPlan
-from tp_plans.transfer.boxes import Box, box_shape
+from tp_plans.transfer import BlockTransfer, Box, TransferPlan, box_shape
 
 #: The record of each box of a tensor.
 Records = Mapping[tuple[str, Box], Tensor]

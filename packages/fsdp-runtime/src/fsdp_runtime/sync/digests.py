@@ -17,8 +17,7 @@ from fsdp_runtime.sync.groups import rank_in
 from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
 from fsdp_runtime.sync.tensor_views import block_view, box_views, inside, torch_dtype
 from fsdp_runtime.weights.stream import WeightExport
-from tp_plans import TransferLayout, TransferPlan, plan_cover
-from tp_plans.transfer.boxes import Box, box_shape
+from tp_plans.transfer import Box, TransferLayout, TransferPlan, box_shape, plan_cover
 
 
 def digest(
@@ -111,7 +110,7 @@ def verify_transfer(
         >>> import torch, tp_plans
         >>> from fsdp_runtime.sync import ModelShards, execute_transfer, verify_transfer
         >>> shards, target = ModelShards(torch.nn.Linear(2, 3)), ModelShards(torch.nn.Linear(2, 3))
-        >>> plan = tp_plans.plan_transfer(shards.layout, target.layout)
+        >>> plan = tp_plans.transfer.plan_transfer(shards.layout, target.layout)
         >>> execute_transfer(plan, source=shards.local, destination=target.local)
         >>> verify_transfer(plan, source=shards.local, destination=target.local)
     """

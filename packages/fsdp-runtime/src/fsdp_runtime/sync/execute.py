@@ -19,7 +19,7 @@ from fsdp_runtime.sync.rank_rounds import RankRounds
 from fsdp_runtime.sync.schedule import schedule_rounds, split_transfers
 from fsdp_runtime.sync.shared_buckets import SharedBuckets
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
-from tp_plans import TransferPlan
+from tp_plans.transfer import TransferPlan
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def execute_transfer(
         >>> from fsdp_runtime.sync import ModelShards, execute_transfer
         >>> trained, engine = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
         >>> shards, target = ModelShards(trained), ModelShards(engine)
-        >>> plan = tp_plans.plan_transfer(shards.layout, target.layout)
+        >>> plan = tp_plans.transfer.plan_transfer(shards.layout, target.layout)
         >>> execute_transfer(plan, source=shards.local, destination=target.local)
         >>> torch.equal(trained.weight, engine.weight)
         True

@@ -10,8 +10,7 @@ from torch import Tensor
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.sync.schedule import Message
 from fsdp_runtime.sync.tensor_views import box_views, inside, torch_dtype
-from tp_plans import BlockTransfer, TransferPlan
-from tp_plans.transfer.boxes import box_shape
+from tp_plans.transfer import BlockTransfer, TransferPlan, box_shape
 
 
 class Sides:

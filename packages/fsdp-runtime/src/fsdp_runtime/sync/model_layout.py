@@ -22,8 +22,7 @@ from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.weights.adapters import adapter_tensors
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
 from fsdp_runtime.weights.stream import WeightExport
-from tp_plans import CheckpointTensor, StoredBlock, TransferLayout, mesh_boxes
-from tp_plans.transfer.boxes import Box, intersection
+from tp_plans.transfer import Box, CheckpointTensor, StoredBlock, TransferLayout, intersection, mesh_boxes
 
 
 class ModelShards:

@@ -14,8 +14,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.sharded.collectives import all_reduce_over
 from fsdp_runtime.sync.quantize.formats import Quantization, QuantizationFormat
 from fsdp_runtime.sync.tensor_views import block_view
-from tp_plans import CheckpointTensor, StoredBlock, TransferLayout
-from tp_plans.transfer.boxes import Box, box_shape
+from tp_plans.transfer import Box, CheckpointTensor, StoredBlock, TransferLayout, box_shape
 
 
 @dataclass(frozen=True)

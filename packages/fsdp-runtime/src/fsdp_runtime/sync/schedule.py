@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_runtime.errors import OptionError
-from tp_plans import BlockTransfer, TransferPlan
-from tp_plans.transfer.boxes import Box, split_box, volume
+from tp_plans.transfer import BlockTransfer, Box, TransferPlan, split_box, volume
 
 
 @dataclass(frozen=True)

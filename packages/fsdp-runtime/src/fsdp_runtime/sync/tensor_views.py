@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import WeightSyncError
-from tp_plans import StoredBlock, TransferLayout
-from tp_plans.transfer.boxes import Box
+from tp_plans.transfer import Box, StoredBlock, TransferLayout
 
 
 def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, part: Box) -> Tensor:

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tp_plans import TransferLayout
-from tp_plans.transfer.boxes import Box
+from tp_plans.transfer import Box, TransferLayout
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from fsdp_runtime.sync.model_layout import ModelShards
 from fsdp_runtime.sync.schedule import split_transfers
 from fsdp_runtime.sync.tensor_views import box_views
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
-from tp_plans import TransferPlan
-from tp_plans.transfer.boxes import Box
+from tp_plans.transfer import Box, TransferPlan
 
 #: The version of a rank that has none: it takes a full update only.
 NO_VERSION = -1
@@ -94,7 +93,7 @@ class WeightSync:
         >>> from fsdp_runtime.sync import ModelShards, WeightSync
         >>> trained, engine = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
         >>> shards, target = ModelShards(trained), ModelShards(engine)
-        >>> plan = tp_plans.plan_transfer(shards.layout, target.layout)
+        >>> plan = tp_plans.transfer.plan_transfer(shards.layout, target.layout)
         >>> sync = WeightSync(plan, source=shards, destination=target.local)
         >>> sync.update(1).version
         1

@@ -1,4 +1,9 @@
-"""The architectures that have a plan of their own: one file a family, names only."""
+"""The architectures that have a plan of their own: one file a family, names only.
+
+An architecture: ``Architecture``; all of them: ``ARCHITECTURES``
+A decoder:       ``DecoderSpec``, of which ``decoder_plan`` makes a plan
+Its sub-layers:  ``SublayerSpec``, ``ReplicatedSublayer``, ``FusedLinear``, ``ExpertsSpec``
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,15 @@ from tp_plans.models.llama import LLAMA, MINISTRAL3, MISTRAL, MISTRAL3
 from tp_plans.models.phi import PHI, PHI3
 from tp_plans.models.qwen import QWEN2, QWEN3, QWEN3_5, QWEN3_5_TEXT
 from tp_plans.models.remote_code import BAICHUAN, DECILM, NEMOTRON_FLASH, NEMOTRON_LABS_DIFFUSION
-from tp_plans.models.spec import Architecture
+from tp_plans.models.spec import (
+    Architecture,
+    DecoderSpec,
+    ExpertsSpec,
+    FusedLinear,
+    ReplicatedSublayer,
+    SublayerSpec,
+    decoder_plan,
+)
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     LLAMA,
@@ -33,4 +46,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     NEMOTRON_FLASH,
 )
 
-__all__ = ["ARCHITECTURES", "Architecture"]
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "DecoderSpec",
+    "ExpertsSpec",
+    "FusedLinear",
+    "ReplicatedSublayer",
+    "SublayerSpec",
+    "decoder_plan",
+]

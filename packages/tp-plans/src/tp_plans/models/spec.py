@@ -149,8 +149,9 @@ def decoder_plan(decoder: DecoderSpec, *, name: str, sequence_parallel: bool = F
 
     Example:
         >>> import tp_plans
-        >>> mlp = tp_plans.SublayerSpec(path="mlp", colwise=("up",), rowwise="down")
-        >>> plan = tp_plans.decoder_plan(tp_plans.DecoderSpec(sublayers=(mlp,), norms=("norm",)), name="tiny")
+        >>> mlp = tp_plans.models.SublayerSpec(path="mlp", colwise=("up",), rowwise="down")
+        >>> spec = tp_plans.models.DecoderSpec(sublayers=(mlp,), norms=("norm",))
+        >>> plan = tp_plans.models.decoder_plan(spec, name="tiny")
         >>> plan
         <Plan tiny: TP, 7 rules>
     """

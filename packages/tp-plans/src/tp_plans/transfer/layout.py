@@ -12,7 +12,7 @@ from typing import Any
 from tp_plans._validate import is_integer
 from tp_plans.errors import TransferError, type_name
 from tp_plans.transfer.boxes import Box, box_shape, full_box, intersection, is_empty, volume
-from tp_plans.transfer.mesh_layout import MeshLayout, mesh_boxes
+from tp_plans.transfer.placements import MeshLayout, mesh_boxes
 
 #: Bytes of an element of each dtype that a checkpoint may have, by torch's name of the dtype.
 ITEM_SIZES: Mapping[str, int] = {
@@ -101,9 +101,9 @@ class TransferLayout:
 
     Example:
         >>> import tp_plans
-        >>> tensors = {"weight": tp_plans.CheckpointTensor((4, 2))}
-        >>> block = tp_plans.StoredBlock(0, ((0, 4), (0, 2)), "weight", (0, 0), (0, 1))
-        >>> tp_plans.TransferLayout(tensors, {"weight": [block]}).bytes_stored(0)
+        >>> tensors = {"weight": tp_plans.transfer.CheckpointTensor((4, 2))}
+        >>> block = tp_plans.transfer.StoredBlock(0, ((0, 4), (0, 2)), "weight", (0, 0), (0, 1))
+        >>> tp_plans.transfer.TransferLayout(tensors, {"weight": [block]}).bytes_stored(0)
         16
     """
 
@@ -290,8 +290,8 @@ def mesh_layout(
 
     Example:
         >>> import tp_plans
-        >>> tensors = {"weight": tp_plans.CheckpointTensor((4, 2))}
-        >>> layout = tp_plans.mesh_layout(tensors, (2,), {"weight": [tp_plans.Shard(0)]})
+        >>> tensors = {"weight": tp_plans.transfer.CheckpointTensor((4, 2))}
+        >>> layout = tp_plans.transfer.mesh_layout(tensors, (2,), {"weight": [tp_plans.Shard(0)]})
         >>> [block.box for block in layout.blocks("weight")]
         [((0, 2), (0, 2)), ((2, 4), (0, 2))]
     """

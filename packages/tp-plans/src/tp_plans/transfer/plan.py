@@ -95,15 +95,15 @@ def plan_transfer(source: TransferLayout, destination: TransferLayout, *, relay:
 
     Example:
         >>> import tp_plans
-        >>> tensors = {"weight": tp_plans.CheckpointTensor((4, 2))}
-        >>> trainer = tp_plans.mesh_layout(tensors, (2,), {"weight": [tp_plans.Shard(0)]})
-        >>> engine = tp_plans.mesh_layout(tensors, (1,), {"weight": [tp_plans.Replicate()]}).shifted(2)
-        >>> for each in tp_plans.plan_transfer(trainer, engine).transfers:
+        >>> tensors = {"weight": tp_plans.transfer.CheckpointTensor((4, 2))}
+        >>> trainer = tp_plans.transfer.mesh_layout(tensors, (2,), {"weight": [tp_plans.Shard(0)]})
+        >>> engine = tp_plans.transfer.mesh_layout(tensors, (1,), {"weight": [tp_plans.Replicate()]}).shifted(2)
+        >>> for each in tp_plans.transfer.plan_transfer(trainer, engine).transfers:
         ...     print(each.tensor, each.box, f"{each.source} -> {each.destination}", each.nbytes)
         weight ((0, 2), (0, 2)) 0 -> 2 8
         weight ((2, 4), (0, 2)) 1 -> 2 8
-        >>> replicas = tp_plans.mesh_layout(tensors, (2,), {"weight": [tp_plans.Replicate()]}).shifted(2)
-        >>> plan = tp_plans.plan_transfer(trainer, replicas, relay=True)
+        >>> replicas = tp_plans.transfer.mesh_layout(tensors, (2,), {"weight": [tp_plans.Replicate()]}).shifted(2)
+        >>> plan = tp_plans.transfer.plan_transfer(trainer, replicas, relay=True)
         >>> plan.bytes_sent(0), plan.bytes_sent(1), plan.bytes_sent(2), plan.bytes_sent(3)
         (8, 8, 8, 8)
     """
@@ -150,9 +150,9 @@ def plan_cover(layout: TransferLayout) -> tuple[BlockTransfer, ...]:
 
     Example:
         >>> import tp_plans
-        >>> tensors = {"weight": tp_plans.CheckpointTensor((4, 2))}
-        >>> layout = tp_plans.mesh_layout(tensors, (2,), {"weight": [tp_plans.Replicate()]})
-        >>> [(each.box, each.source) for each in tp_plans.plan_cover(layout)]
+        >>> tensors = {"weight": tp_plans.transfer.CheckpointTensor((4, 2))}
+        >>> layout = tp_plans.transfer.mesh_layout(tensors, (2,), {"weight": [tp_plans.Replicate()]})
+        >>> [(each.box, each.source) for each in tp_plans.transfer.plan_cover(layout)]
         [(((0, 4), (0, 2)), 0)]
     """
     load: dict[int, int] = defaultdict(int)

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from tp_plans.by_path import styles_by_path
 from tp_plans.errors import ModelError
 from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
-from tp_plans.torch_styles import styles_by_path
 from tp_plans.verification.inputs import Inputs, candidate_inputs
 
 

@@ -1,4 +1,4 @@
-"""Infer a plan and prove it: what inference doubts is decided by running a small copy of the model."""
+"""Infer a plan and verify it: what inference doubts is decided by running a small copy of the model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Attempt:
 def inferred_plan(
     model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None, towers_tp: int | None = None
 ) -> Plan:
-    """Return a plan that is inferred from a model's modules and certain: without doubts, or proven by running it.
+    """Return a plan that is inferred from a model's modules and certain: without doubts, or verified by running it.
 
     Parts that are split wrongly are stored sharded and gathered for their code instead, and the plan is run again.
 
@@ -84,7 +84,7 @@ def inferred_plan(
         model: the model, or its tree.
         sequence_parallel: whether the plan is to be a sequence-parallel one, which is always run.
         mesh: the axis whose ranks run the copy, all of which have to call this; ``None`` for new processes.
-        towers_tp: the size of the axis where the plan is to have rules for towers too: what of them is proven to be
+        towers_tp: the size of the axis where the plan is to have rules for towers too: what of them is verified to be
             right is split inside, the other layers are stored sharded.
 
     Raises:
@@ -103,11 +103,11 @@ def inferred_plan(
         _log_once(name, "without doubts")
         return attempt.with_towers(proposed.plan)
     if mesh is not None and not _computes(mesh):
-        _log_once(name, "and not proven, since nothing is computed on a simulated mesh")
+        _log_once(name, "and not verified, since nothing is computed on a simulated mesh")
         return attempt.with_towers(proposed.plan)
     try:
-        plan, how = _proven(attempt, mesh)
-    except (CheckFailedError, ModelError, PlanError, ImportError, _NotProvenError) as error:
+        plan, how = _verified(attempt, mesh)
+    except (CheckFailedError, ModelError, PlanError, ImportError, _NotVerifiedError) as error:
         if without_doubts:
             _log_once(name, "without doubts; the layers of its towers are stored sharded, since it could not be run")
             return attempt.with_towers(proposed.plan, among=())
@@ -120,16 +120,16 @@ def inferred_plan(
     return plan
 
 
-class _NotProvenError(Exception):
+class _NotVerifiedError(Exception):
     """A plan stayed wrong."""
 
 
-def _proven(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
+def _verified(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
     from tp_plans.verification.ranks import why_no_new_ranks
     from tp_plans.verification.tiny import tiny_model
 
     if mesh is None and (reason := why_no_new_ranks()) is not None:
-        raise _NotProvenError(reason)
+        raise _NotVerifiedError(reason)
     tp = _RANKS if mesh is None else mesh.size()
     tiny = tiny_model(attempt.tree.model, tp=tp)
     towers_tp = None if attempt.towers_tp is None else tp
@@ -140,10 +140,10 @@ def _proven(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
     gather_blocks = attempt.sequence_parallel and _must_gather_blocks(small, gathered, towers, tiny, tp, mesh)
     plan, run = (each.plan(gathered, gather_blocks=gather_blocks) for each in (attempt, small))
     if {p: type(style) for p, style in plan.items()} != {p: type(style) for p, style in run.items()}:
-        raise _NotProvenError("the small copy gets other rules than the model")
+        raise _NotVerifiedError("the small copy gets other rules than the model")
     if towers is not None:
         plan = attempt.with_towers(plan, among=towers)
-    how = f"and proven on {tp} ranks by running {type(tiny.model).__name__} {tiny.ran}"
+    how = f"and verified on {tp} ranks by running {type(tiny.model).__name__} {tiny.ran}"
     if gathered:
         how += f"; stored sharded and gathered for use: {', '.join(gathered)}"
     return plan, f"{how}; the sequence is gathered for each entire block" if gather_blocks else how
@@ -171,9 +171,9 @@ def _gathered_until_right(
                 return (*gathered,)
         found = {place: None for place in wrong if place not in gathered and _may_be_gathered(place, small.tree)}
         if not found:
-            raise _NotProvenError(why)
+            raise _NotVerifiedError(why)
         gathered |= found
-    raise _NotProvenError(f"parts stayed wrong after {', '.join(gathered)} were gathered")
+    raise _NotVerifiedError(f"parts stayed wrong after {', '.join(gathered)} were gathered")
 
 
 def _unreached(plan: Plan, tree: ModelTree, gathered: Collection[str], report: VerificationReport) -> list[str]:

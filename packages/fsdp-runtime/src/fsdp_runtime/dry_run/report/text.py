@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from fsdp_runtime.dry_run.report.sections import Section
-from tp_plans.text import colorize
+from tp_plans.runtime import colorize
 
 #: Keys of the terminal colours by the status of a section.
 _COLOURS = {"good": "+", "bad": "error", "": "head"}

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from fsdp_runtime.dry_run.types import Assumption
 from fsdp_runtime.errors import EstimateError
-from tp_plans.torch_styles import AllToAllExchange
-from tp_plans.torch_styles.dispatch.exchange import DispatchedTokens
+from tp_plans.runtime import AllToAllExchange, DispatchedTokens
 
 Routing = Literal["balanced", "worst"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tp_plans.naming import EXPERT_COUNTS
+from tp_plans.runtime import EXPERT_COUNTS
 
 aten = torch.ops.aten
 

@@ -24,8 +24,7 @@ from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import apply_cp
 from fsdp_runtime.steps.documents.token_mixers import attends_both_ways
 from fsdp_runtime.wrap import hook_forward
-from tp_plans.verification.ranks import computes, on_ranks_of
-from tp_plans.verification.tiny import tiny_model
+from tp_plans.runtime import computes, on_ranks_of, tiny_model
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism

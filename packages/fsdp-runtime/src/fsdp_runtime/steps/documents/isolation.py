@@ -18,7 +18,7 @@ from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.steps.documents.documents import DocumentBatch, Documents
 from fsdp_runtime.steps.documents.token_mixers import MASK, Way, is_bidirectional
 from fsdp_runtime.wrap import Wrapper, wrap
-from tp_plans.infer.bytecode import referenced_names
+from tp_plans.runtime import referenced_names
 
 #: Inputs that tell kernels of boundaries, which rows of one document do not have.
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")

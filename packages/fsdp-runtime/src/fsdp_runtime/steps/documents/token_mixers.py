@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_runtime._transformers_compat.models import is_masked_language_model
 from fsdp_runtime.model.structure import ModelStructure
-from tp_plans.infer.bytecode import referenced_names
+from tp_plans.runtime import referenced_names
 
 #: How a module is kept from mixing documents: its mask is restricted, or it runs on documents as rows of a batch: on
 #: padded batches, or on each document alone.

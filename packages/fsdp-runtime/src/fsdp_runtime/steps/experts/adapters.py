@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._peft_compat import active_factors, base_model, is_out_first, lora_layers
 from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.wrap import Wrapper, wrap
-from tp_plans.row_ranges import shard_ranges
-from tp_plans.torch_styles.gradients import attach_zero_grads, full_view
+from tp_plans.runtime import attach_zero_grads, full_view, shard_ranges
 
 _WRAPPERS = "_fsdp_runtime_adapters"
 

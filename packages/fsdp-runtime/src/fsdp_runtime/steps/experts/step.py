@@ -10,15 +10,15 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from fsdp_runtime._peft_compat import BASE, base_model, lora_layers
 from fsdp_runtime.errors import OptionError
-from tp_plans import Plan, expert_styles_by_path
-from tp_plans.torch_styles import TokenExchange
+from tp_plans import Plan
+from tp_plans.runtime import TokenExchange, expert_styles_by_path
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
 
-#: How tokens travel: the name of an exchange, or a subclass of ``tp_plans.torch_styles.TokenExchange``.
+#: How tokens travel: the name of an exchange, or a subclass of ``tp_plans.runtime.TokenExchange``.
 ExpertExchange = str | type[TokenExchange]
 
 

@@ -23,7 +23,7 @@ from fsdp_runtime._transformers_compat.models import original_class
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.wrap import hook_forward
-from tp_plans.model_tree import is_at_or_below
+from tp_plans.runtime import is_at_or_below
 
 #: The methods of transformers' models that run a tower, by the medium.
 _METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.wrap import hook_forward
-from tp_plans.torch_styles.placement import plain_full_tensor
+from tp_plans.runtime import plain_full_tensor
 
 
 def return_full_hidden_states(model: nn.Module) -> None:

@@ -31,17 +31,15 @@ from fsdp_runtime.weights.adapters import saved_tensors
 from tp_plans import (
     DispatchExperts,
     ExpertsParallel,
-    GatheredParameters,
     GatherSequence,
     NoParallel,
-    ParallelAttention,
     Plan,
     PrepareModuleInput,
     Style,
-    adapter_styles,
     resolve_plan,
-    resolve_style,
 )
+from tp_plans.runtime import adapter_styles, resolve_style
+from tp_plans.styles import GatheredParameters, ParallelAttention
 
 _FILE = "adapter_model.safetensors"
 #: Styles that gather the input of all layers below a module.

@@ -96,7 +96,7 @@ def mesh_boxes(shape: Sequence[int], mesh_shape: Sequence[int], layouts: Sequenc
 
     Example:
         >>> import tp_plans
-        >>> tp_plans.mesh_boxes((5, 4), (2, 2), [tp_plans.Shard(0), tp_plans.Shard(1)])
+        >>> tp_plans.transfer.mesh_boxes((5, 4), (2, 2), [tp_plans.Shard(0), tp_plans.Shard(1)])
         [((0, 3), (0, 2)), ((0, 3), (2, 4)), ((3, 5), (0, 2)), ((3, 5), (2, 4))]
     """
     if len(layouts) != len(mesh_shape):

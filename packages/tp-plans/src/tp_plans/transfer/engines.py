@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from tp_plans._validate import MAX_RANKS, is_integer
 from tp_plans.errors import TransferError
 from tp_plans.transfer.boxes import Box, full_box
-from tp_plans.transfer.engine_rules import Engine, EngineRule, RuleBook, engine_rules
 from tp_plans.transfer.engine_scales import ScaleOf, in_cells, scale_of
 from tp_plans.transfer.layout import CheckpointTensor, StoredBlock, TransferLayout
+from tp_plans.transfer.rules import Engine, EngineRule, RuleBook, engine_rules
 
 #: Both engines pad the vocabulary to a multiple of this (``DEFAULT_VOCAB_PADDING_SIZE``).
 VOCAB_PADDING = 64
@@ -113,10 +113,10 @@ def engine_layout(
 
     Example:
         >>> import tp_plans
-        >>> tensors = {f"model.layers.0.self_attn.{n}_proj.weight": tp_plans.CheckpointTensor((r, 8))
+        >>> tensors = {f"model.layers.0.self_attn.{n}_proj.weight": tp_plans.transfer.CheckpointTensor((r, 8))
         ...            for n, r in (("q", 16), ("k", 4), ("v", 4))}
-        >>> size = tp_plans.EngineSize(num_attention_heads=4, num_key_value_heads=1, tp=2)
-        >>> layout = tp_plans.engine_layout(tensors, size)
+        >>> size = tp_plans.transfer.EngineSize(num_attention_heads=4, num_key_value_heads=1, tp=2)
+        >>> layout = tp_plans.transfer.engine_layout(tensors, size)
         >>> for block in layout.blocks("model.layers.0.self_attn.v_proj.weight"):
         ...     print(block.rank, block.box, block.local, block.offset)
         0 ((0, 4), (0, 8)) model.layers.0.self_attn.qkv_proj.weight (12, 0)

@@ -159,7 +159,7 @@ def engine_rules(engine: Engine) -> list[EngineRule]:
 
     Example:
         >>> import tp_plans
-        >>> rules = tp_plans.engine_rules("vllm")
+        >>> rules = tp_plans.transfer.engine_rules("vllm")
         >>> [rule.fused_into for rule in rules if rule.pattern == "*.self_attn.k_proj.weight"]
         ['qkv_proj']
     """
