@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tp_plans._transformers_compat import own_expert_plan
+from tp_plans.class_names import EXPERTS_WITH_IDENTITIES
 from tp_plans.errors import CapabilityError, UnknownStyleError
 from tp_plans.infer.bytecode import first_argument, takes_argument
 from tp_plans.model_tree import ModelTree, is_at_or_below
@@ -18,9 +19,6 @@ _DISPATCHED = ("ep_dispatch_experts", "megamoe_experts")
 #: Words for parameters and layers of such modules, which ``DispatchExperts`` covers, and for dense layers, which
 #: transformers shards over ``ep`` where ``ep`` is ``tp``: here they keep the rules of the axis ``tp``.
 _COVERED = ("grouped_gemm", "replicated_with_grad_allreduce", "colwise", "rowwise", "ep_router", "gather")
-
-#: Classes whose indices from the number of experts on stand for experts that return their input.
-_WITH_IDENTITIES = ("LongcatFlashExperts",)
 
 
 def with_expert_parallelism(plan: Plan | None, model: Any) -> Plan:
@@ -81,7 +79,7 @@ def expert_stacks(tree: ModelTree) -> tuple[str, ...]:
         path
         for path, module in tree.modules.items()
         if path in shipped
-        or type(module).__name__ in _WITH_IDENTITIES
+        or type(module).__name__ in EXPERTS_WITH_IDENTITIES
         or (tree.is_expert_stack(path) and _takes_routes(module))
     )
 
@@ -92,7 +90,7 @@ def _takes_routes(module: Any) -> bool:
 
 
 def _style(path: str, tree: ModelTree) -> DispatchExperts:
-    return DispatchExperts(identity_indices=type(tree.modules[path]).__name__ in _WITH_IDENTITIES)
+    return DispatchExperts(identity_indices=type(tree.modules[path]).__name__ in EXPERTS_WITH_IDENTITIES)
 
 
 def _shipped(tree: ModelTree) -> Iterator[str]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from tp_plans.class_names import NO_SEQUENCE_PARALLELISM
 from tp_plans.errors import CapabilityError, PlanError
 from tp_plans.infer.bytecode import first_argument, takes_argument
 from tp_plans.infer.encoder_decoder import token_streams
@@ -39,15 +40,6 @@ _STREAM = Shard(SEQUENCE_DIM)
 
 #: The styles of a module's own that may be the inner one of a ``GatherSequence``.
 _WRAPPABLE_STYLES = (ParallelAttention, GatheredParameters, ExpertsParallel, AllReduceOutput)
-
-
-#: Inner models whose activations cannot be sharded on the sequence between blocks, with the reason.
-NO_SEQUENCE_PARALLELISM: dict[str, str] = {
-    "EvollaModel": "its blocks attend to features of a protein encoder, which is part of the decoder",
-    "Gemma3nTextModel": "its blocks pass on several streams, stacked before the batch",
-    "HrmTextModel": "its blocks sit in two stacks that run in turns and add learned states to the stream",
-    "Inkling2TextModel": "its blocks read the outputs of all blocks before, collected outside of them",
-}
 
 
 def with_sequence_parallelism(plan: Plan, model: Any, *, gather_blocks: bool = False) -> Plan:
