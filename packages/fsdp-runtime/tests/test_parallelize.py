@@ -20,6 +20,7 @@ from fsdp_runtime import (
     apply_compile,
     apply_cp,
     apply_fsdp,
+    apply_packing,
     apply_tp,
     describe_parallelism,
     nemo,
@@ -333,7 +334,7 @@ def test_steps_called_one_by_one_do_what_parallelize_does() -> None:
     }
     model, expected = tiny_model("LlamaForCausalLM"), tiny_model("LlamaForCausalLM")
     resolved = resolve_parallelism(model, mesh, **options)
-    for apply in (apply_tp, apply_cp, apply_ac, apply_compile, apply_fsdp):
+    for apply in (apply_packing, apply_tp, apply_cp, apply_ac, apply_compile, apply_fsdp):
         assert apply(model, resolved) is None
     parallelize(expected, mesh, **options)
     assert describe_parallelism(model) == describe_parallelism(expected)

@@ -242,7 +242,7 @@ def _scale(parts: Iterable[torch.Tensor], max_norm: float, total_norm: float | t
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else torch.as_tensor(total_norm)
     if norm.dim() or norm.is_complex():
         raise ShapeError(f"total_norm must be one real number, got shape {tuple(norm.shape)} of {norm.dtype}")
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
     if has_cpu_costs(factor.device) and factor == 1:  # reading the value costs nothing on a CPU
         return
     by_device_and_dtype: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
