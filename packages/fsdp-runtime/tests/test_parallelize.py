@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,9 +25,9 @@ from fsdp_runtime import (
     apply_tp,
     describe_parallelism,
     nemo,
-    parallelism,
     parallelize,
     resolve_parallelism,
+    setup,
 )
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.steps.documents.unpacked_warning import PackedRowsWatch
@@ -284,9 +286,20 @@ def test_full_logits_are_plain_whatever_the_heads_layout_was(layout: Shard | Rep
     assert full["lm_head"] == ColwiseParallel(output_layouts=Replicate(), use_local_output=True)
 
 
+#: Every function that inspects a model, in the modules that call it.
+QUESTIONS: dict[ModuleType, tuple[str, ...]] = {
+    setup: (
+        *("inspect_model", "model_of_rows", "is_transformers_model", "attention_in_force", "token_mixers"),
+        *("derived_positions", "cuts_padding_mask", "makes_own_masks", "ignores_position_ids"),
+        *("masks_embeddings", "needs_full_row"),
+    ),
+    tensor: ("check",),
+}
+
+
 def _calls(function: Any) -> dict[str, int]:
-    """The number of times that a function reads the model's structure, resolves its plan and checks it."""
-    counts = dict.fromkeys(("inspect_model", "check"), 0)
+    """The number of times that a function asks each question to a model; those never asked are left out."""
+    counts: Counter[str] = Counter()
 
     def counting(name: str, original: Any) -> Any:
         def counted(*arguments: Any, **options: Any) -> Any:
@@ -296,10 +309,11 @@ def _calls(function: Any) -> dict[str, int]:
         return counted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallelism, "inspect_model", counting("inspect_model", parallelism.inspect_model))
-        patch.setattr(tensor, "check", counting("check", tensor.check))
+        for module, names in QUESTIONS.items():
+            for name in names:
+                patch.setattr(module, name, counting(name, getattr(module, name)))
         function()
-    return counts
+    return dict(counts)
 
 
 def _calls_of(name: str) -> dict[str, int]:
@@ -322,7 +336,21 @@ def _calls_of(name: str) -> dict[str, int]:
     ["parallelize", "fsdp2_strategy_parallelize", "_parallelize_model", "nvfsdp_strategy_parallelize"],
 )
 def test_a_call_reads_the_structure_once_and_checks_the_plan_once(four_ranks: RankPool, name: str) -> None:
-    assert four_ranks.run(_calls_of, name)[0] == {"inspect_model": 1, "check": 1}
+    found = four_ranks.run(_calls_of, name)[0]
+    assert {"inspect_model", "token_mixers", "model_of_rows", "check"} <= set(found)
+    assert set(found.values()) == {1}
+
+
+def _calls_with_everything() -> dict[str, int]:
+    mesh = MeshSpec(cp=2, tp=2).build(device_type="cpu")
+    model = tiny_model("Qwen3ForCausalLM")
+    options: dict[str, Any] = {"packed_sequences": True, "context_parallel": "ulysses"}
+    return _calls(lambda: parallelize(model, mesh, activation_checkpointing="block", compile=True, **options))
+
+
+def test_each_question_to_a_model_is_asked_once(four_ranks: RankPool) -> None:
+    expected = {name: 1 for names in QUESTIONS.values() for name in names}
+    assert four_ranks.run(_calls_with_everything)[0] == expected
 
 
 def test_steps_called_one_by_one_do_what_parallelize_does() -> None:

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fsdp_runtime._peft_compat import model_of_rows
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
 from fsdp_runtime.mesh.spec import axis_size, require_axes, submesh
-from fsdp_runtime.model.structure import ModelStructure, inspect_model
+from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps.async_tp import async_compile_options
 from fsdp_runtime.steps.checkpointing import (
     ActivationCheckpointing,
@@ -35,7 +35,7 @@ from fsdp_runtime.steps.context.step import (
     check_heads_over_cp,
     under_context_parallelism,
 )
-from fsdp_runtime.steps.context.verify import prove_context_parallelism
+from fsdp_runtime.steps.context.verify import verify_context_parallelism
 from fsdp_runtime.steps.documents.shared_prefixes import apply_shared_prefixes, check_shared_prefixes
 from fsdp_runtime.steps.documents.step import apply_packing, check_packing
 from fsdp_runtime.steps.experts.step import ExpertExchange, apply_ep, check_adapted_experts, expert_modules
@@ -69,7 +69,7 @@ class Parallelism:
     """What to do with a model on a mesh; the result of :func:`resolve_parallelism`.
 
     Args:
-        structure: the model's blocks, embedding and head.
+        facts: what was asked of the model.
         plan: the checked plan, or ``None`` where layers stay replicated; a dict of torch's styles, which nothing can
             check, only through ``fsdp_runtime.nemo``.
         findings: warnings of the plan check.
@@ -95,7 +95,7 @@ class Parallelism:
         shared_prefixes: the model takes rows of ``pack_tree``.
     """
 
-    structure: ModelStructure
+    facts: ModelFacts
     plan: Plan | Mapping[str, ParallelStyle] | None = None
     findings: tuple[str, ...] = ()
     tp_mesh: DeviceMesh | None = None
@@ -117,6 +117,11 @@ class Parallelism:
     fsdp_dtypes: FSDPDtypes = field(default_factory=FSDPDtypes)
     check_inputs: bool = False
     shared_prefixes: bool = False
+
+    @property
+    def structure(self) -> ModelStructure:
+        """The model's blocks, embedding and head."""
+        return self.facts.structure
 
     def apply(self, model: nn.Module) -> None:
         """Apply packing, TP, EP, CP, activation checkpointing, compile and FSDP2, in that order and in place.
@@ -268,7 +273,7 @@ def resolve_parallelism(
         expert_fsdp_mesh=expert_fsdp_mesh(mesh) if ep > 1 and shards is not None else None,
     )
     if shared_prefixes:
-        check_shared_prefixes(model_of_rows(model), parallelism)
+        check_shared_prefixes(parallelism)
     return replace(parallelism, check_inputs=check_inputs, shared_prefixes=shared_prefixes)
 
 
@@ -330,13 +335,14 @@ def resolve_on(
     if has_plan or not allow_dtensors:
         _require_plain_parameters(model)
     options = fsdp or FSDPOptions()
-    structure = inspect_model(model)
+    facts = ModelFacts.of(model)
+    structure = facts.structure
     recompute = modules_to_recompute(structure, activation_checkpointing)
     check_fsdp_options(model, options)
     if cp_mesh is not None:
-        check_context_parallel(model_of_rows(model), structure, context_parallel)
+        check_context_parallel(facts, context_parallel)
     if packed_sequences:
-        check_packing(model_of_rows(model), structure)
+        check_packing(facts)
     if compile_options is not None:
         check_compile_options(compile_options)
     plan = resolve_plan() if has_plan or (ep_mesh is not None and resolve_plan is not None) else None
@@ -348,7 +354,7 @@ def resolve_on(
         check_adapted_experts(model, expert_plan, plan_of_tp, tp=1 if shared_mesh is None else shared_mesh.size())
     tp = tp_mesh.size() if tp_mesh is not None and has_plan else 1
     if cp_mesh is not None and context_parallel == "ulysses":
-        check_heads_over_cp(model, structure, plan, cp=cp_mesh.size(), tp=tp)
+        check_heads_over_cp(facts, plan, cp=cp_mesh.size(), tp=tp)
     findings: tuple[str, ...] = ()
     if isinstance(plan, Plan) and (tp > 1 or expert_plan is not None):
         checked = plan if tp > 1 or expert_plan is None else expert_plan
@@ -358,7 +364,7 @@ def resolve_on(
     if fsdp_mesh is not None:
         dtypes = fsdp_dtypes(model, structure, options, expert_modules(model, expert_plan))
     resolved = Parallelism(
-        structure=structure,
+        facts=facts,
         plan=plan,
         findings=findings,
         tp_mesh=tp_mesh if plan is not None else None,
@@ -379,7 +385,7 @@ def resolve_on(
         fsdp=options,
         fsdp_dtypes=dtypes,
     )
-    prove_context_parallelism(model_of_rows(model), resolved)
+    verify_context_parallelism(resolved)
     return resolved
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime import Estimate, EstimateError, MeshError, OptionError, estimate, parallelism
+from fsdp_runtime import Estimate, EstimateError, MeshError, OptionError, estimate, parallelism, setup
 from fsdp_runtime.dry_run import MemoryBreakdown, Peak, pipeline
 from fsdp_runtime.dry_run.advice import advice_for
 from fsdp_runtime.dry_run.assumptions import quantization_assumptions
@@ -260,7 +260,8 @@ def test_a_model_is_inspected_once_and_its_plan_resolved_and_checked_once(
 
         monkeypatch.setattr(module, name, counted)
 
-    for name in ("inspect_model", "resolve_adapted_plan", "check_plan"):
+    count(setup, "inspect_model")
+    for name in ("resolve_adapted_plan", "check_plan"):
         count(parallelism, name)
     count(pipeline, "trace_step")
     plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

@@ -27,6 +27,7 @@ from fsdp_runtime.dry_run.trace.recorder import Recorder
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.parallelism import Parallelism, PlanSource
+from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps.checkpointing import ActivationCheckpointing, modules_to_recompute
 from fsdp_runtime.steps.context.methods import ContextParallel
 from fsdp_runtime.steps.context.sharding import sequence_layout
@@ -101,7 +102,7 @@ def trace_step(
     model, structure = traced.model, traced.structure
     vocabulary = vocabulary_size(model, structure.embedding)
     recompute = modules_to_recompute(structure, step.activation_checkpointing)
-    replace(parallelism, structure=structure, recompute=recompute).apply(model)
+    replace(parallelism, facts=ModelFacts(model, structure), recompute=recompute).apply(model)
     replicated = _replicated(model)
     with fake_tensors_without_data(), rl_logprobs_on_accelerator() as tile_multiplicity:
         model.to_empty(device="cpu")

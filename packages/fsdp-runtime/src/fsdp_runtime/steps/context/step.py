@@ -16,18 +16,17 @@ from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import hook_calls
 from fsdp_runtime._torch_compat import forward_pre_hooks
-from fsdp_runtime._transformers_compat.attention import attention_in_force, use_attention
+from fsdp_runtime._transformers_compat.attention import use_attention
 from fsdp_runtime._transformers_compat.models import (
     is_encoder_decoder,
-    is_transformers_model,
     original_class,
     picks_one_token,
     pooler,
     rope_types,
 )
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
-from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.full_sequence import (
@@ -39,21 +38,8 @@ from fsdp_runtime.steps.context.full_sequence import (
 )
 from fsdp_runtime.steps.context.methods import ContextParallel, check_attention, check_heads
 from fsdp_runtime.steps.documents.documents import find_documents
-from fsdp_runtime.steps.documents.positions import (
-    DerivedPositions,
-    cuts_padding_mask,
-    derived_positions,
-    ignores_position_ids,
-    masks_embeddings,
-    needs_full_row,
-)
+from fsdp_runtime.steps.documents.positions import DerivedPositions
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
-from fsdp_runtime.steps.documents.token_mixers import (
-    attends_both_ways,
-    bidirectional_without_mask,
-    makes_own_masks,
-    token_mixers,
-)
 
 if TYPE_CHECKING:
     from fsdp_runtime.parallelism import Parallelism
@@ -66,7 +52,7 @@ _TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def check_context_parallel(model: Any, structure: ModelStructure, way: ContextParallel = "allgather") -> None:
+def check_context_parallel(facts: ModelFacts, way: ContextParallel = "allgather") -> None:
     """Check that the modules that mix tokens are known, and that attention can be replaced.
 
     Raises:
@@ -74,8 +60,8 @@ def check_context_parallel(model: Any, structure: ModelStructure, way: ContextPa
             and a decoder, embeds tokens by more than their ids and positions, its token mixers cannot span the full
             sequence, or this way cannot compute its attention.
     """
-    name = type(model).__name__
-    if not is_transformers_model(model):
+    model, name = facts.inner, facts.name
+    if not facts.of_transformers:
         raise ModelError(
             f"{name} is not a transformers model: cp replaces attention through transformers.AttentionInterface; call "
             "ContextAttention(group, load_balancer).attend in your model and pass cp_attention=False"
@@ -89,50 +75,47 @@ def check_context_parallel(model: Any, structure: ModelStructure, way: ContextPa
         raise ModelError(
             f"{name} has an encoder and a decoder, whose attention to each other is not spread over cp: use cp=1"
         )
-    if (path := pooler(model)) is not None and attends_both_ways(model, structure):
+    if (path := pooler(model)) is not None and facts.attends_both_ways:
         raise ModelError(
             f"{path} of {name} makes one vector of each row, and a rank of cp holds a part of the row: use cp=1, or "
             "build the model with add_pooling_layer=False and pool gathered hidden states"
         )
-    if (path := ignores_position_ids(structure)) is not None:
+    if (path := facts.ignores_position_ids) is not None:
         raise ModelError(f"{name} looks up {path} by a token's place in a rank's row, not by position_ids: use cp=1")
-    if (reason := needs_full_row(structure)) is not None:
+    if (reason := facts.needs_full_row) is not None:
         raise ModelError(f"{name} cannot run on a part of a row: its {reason}; use cp=1")
-    if (path := masks_embeddings(structure)) is not None:
+    if (path := facts.masks_embeddings) is not None:
         raise ModelError(
             f"{path} of {name} multiplies this rank's embeddings with the padding mask of the full row: use cp=1"
         )
-    config = model.config.get_text_config()
-    if attention_in_force(config) not in ("sdpa", "eager"):
+    if facts.attention not in ("sdpa", "eager"):
         raise ModelError(
-            f"{name} computes attention by {attention_in_force(config)!r}: cp needs 'sdpa' or 'eager', as set by "
+            f"{name} computes attention by {facts.attention!r}: cp needs 'sdpa' or 'eager', as set by "
             "model.set_attn_implementation"
         )
-    if not token_mixers(structure):
+    if not facts.token_mixers:
         raise ModelError(
             f"no module in the blocks of {name} takes an attention mask, a cache or a state, so that it is not known "
             "which ones mix tokens: use cp=1"
         )
-    if (path := makes_own_masks(structure)) is not None:
+    if (path := facts.makes_own_masks) is not None:
         raise ModelError(f"{path} of {name} computes its mask and positions from the length of a rank's row: use cp=1")
-    rope = rope_types(config) & set(_LENGTH_DEPENDENT)
+    rope = rope_types(facts.text_config) & set(_LENGTH_DEPENDENT)
     if rope:
         raise ModelError(
             f"{name} has rotary embeddings of type {', '.join(rope)}, whose frequencies depend on the longest position "
             "that a rank sees: use cp=1, or set rope_type to another one"
         )
-    implementation = str(attention_in_force(config))
-    check_attention(replaced_attention(structure, implementation), implementation, way)
+    check_attention(replaced_attention(facts.token_mixers, facts.attention), facts.attention, way)
 
 
-def check_heads_over_cp(model: Any, structure: ModelStructure, plan: object, *, cp: int, tp: int) -> None:
+def check_heads_over_cp(facts: ModelFacts, plan: object, *, cp: int, tp: int) -> None:
     """Check that the ranks of ``cp`` divide the query heads.
 
     Raises:
         ModelError: they do not.
     """
-    implementation = str(attention_in_force(model.config.get_text_config()))
-    check_heads(structure, replaced_attention(structure, implementation), plan, cp=cp, tp=tp)
+    check_heads(facts.structure, replaced_attention(facts.token_mixers, facts.attention), plan, cp=cp, tp=tp)
 
 
 def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
@@ -160,15 +143,13 @@ def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
         if runtime_state(model).gathered is None:
             gather_mixers(model, parallelism)
         gathered: Gathered = runtime_state(model).gathered
-        shared_prefixes = parallelism.shared_prefixes
-        derived = derived_positions(parallelism.structure)
         replace_attention(
             model,
             gathered.attention,
             keep=gathered.modules,
-            shared_prefixes=shared_prefixes,
-            derived=derived,
-            cuts_padding=cuts_padding_mask(parallelism.structure),
+            shared_prefixes=parallelism.shared_prefixes,
+            derived=parallelism.facts.derived_positions,
+            cuts_padding=parallelism.facts.cuts_padding_mask,
         )
 
 
@@ -191,15 +172,15 @@ def gather_mixers(model: Any, parallelism: Parallelism) -> None:
     cp_mesh = parallelism.cp_mesh
     if cp_mesh is None:
         raise OptionError("no cp axis was resolved")
-    implementation = str(attention_in_force(model.config.get_text_config()))
+    facts = parallelism.facts
     # Without attention that it computes, a way would only build masks that no model code can change.
-    replaced = replaced_attention(parallelism.structure, implementation)
+    replaced = replaced_attention(facts.token_mixers, facts.attention)
     way = parallelism.context_parallel if replaced else "allgather"
     attention = ContextAttention(cp_mesh.get_group(), parallelism.cp_load_balancer, way)
-    attention.eager = eager_function if implementation == "eager" else None
+    attention.eager = eager_function if facts.attention == "eager" else None
     attention.packed_sequences = parallelism.packed_sequences
-    mixers = gathered_mixers(parallelism.structure, implementation)
-    unmasked = bidirectional_without_mask(model, parallelism.structure)
+    mixers = gathered_mixers(facts.token_mixers, facts.attention)
+    unmasked = facts.bidirectional_without_mask
     attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
     runtime_state(model).gathered = gather_for(mixers, attention)
     spread, full = (

@@ -19,10 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import original_class
 from fsdp_runtime.errors import LayoutError, ModelError
-from fsdp_runtime.model.structure import inspect_model
+from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import apply_cp
-from fsdp_runtime.steps.documents.token_mixers import attends_both_ways
 from tp_plans.verification.ranks import computes, on_ranks_of
 from tp_plans.verification.tiny import tiny_model
 
@@ -39,23 +38,23 @@ _ROWS, _TOKENS, _PADDING = 2, 16, 3
 Outputs = dict[tuple[str, int], Tensor]
 
 
-def prove_context_parallelism(model: Any, parallelism: Parallelism) -> None:
+def verify_context_parallelism(parallelism: Parallelism) -> None:
     """Check that a model computes the same on parts of rows; collective over ``cp``.
 
     Decoders of transformers are not run: their modules outside of token mixers are known to be token-wise.  What cannot
     be run small is accepted, with a warning; nothing is run on a simulated mesh.
 
     Args:
-        model: the model, which is not changed.
-        parallelism: what is resolved for it.
+        parallelism: what is resolved for the model, which is not changed.
 
     Raises:
         ModelError: it computes something else; the message names the first module that does.
     """
-    mesh = parallelism.cp_mesh
+    mesh, facts = parallelism.cp_mesh, parallelism.facts
+    model = facts.inner
     name = original_class(model).__name__
     of_transformers = original_class(model).__module__.startswith("transformers.")
-    if mesh is None or not computes(mesh) or (of_transformers and not attends_both_ways(model, parallelism.structure)):
+    if mesh is None or not computes(mesh) or (of_transformers and not facts.attends_both_ways):
         return
     layout = SequenceLayout(2 * mesh.size(), mesh.size(), mesh.get_local_rank(), parallelism.cp_load_balancer)
     layout = replace(layout, length=-(-_TOKENS // layout.multiple) * layout.multiple)
@@ -63,13 +62,12 @@ def prove_context_parallelism(model: Any, parallelism: Parallelism) -> None:
         small = _small(model, layout.length, ranks=mesh.size()).to(mesh.device_type)
         expected = _outputs(copy.deepcopy(small), SequenceLayout(layout.length, 1, 0))
     except Exception as error:  # noqa: BLE001 (the code of a model may raise anything)
-        logger.warning("%s is not proven to be right over cp, since no small copy of it runs: %s", name, error)
+        logger.warning("%s is not verified over cp, since no small copy of it runs: %s", name, error)
         return
 
     def difference(_: DeviceMesh) -> list[str]:
         try:
-            structure = inspect_model(small)
-            apply_cp(small, replace(parallelism, structure=structure, recompute=(), packed_sequences=False))
+            apply_cp(small, replace(parallelism, facts=ModelFacts.of(small), recompute=(), packed_sequences=False))
             return [_difference(_outputs(small, layout), expected, layout)]
         except LayoutError:  # says what the caller has to give, in every forward
             return [""]

@@ -15,9 +15,8 @@ from torch import nn
 
 from fsdp_runtime._peft_compat import hook_calls
 from fsdp_runtime._torch_compat import forward_pre_hooks
-from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.masks import PathMask, build_masks_along_paths
-from fsdp_runtime._transformers_compat.models import is_stateful, is_transformers_model
+from fsdp_runtime._transformers_compat.models import is_stateful
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.steps.context.full_sequence import gathered_mixers
 
@@ -36,36 +35,35 @@ _INDEX_DEPENDENT = {"DogeCDMoE": "its router mixes the scores of all tokens of a
 _current: ContextVar[PathMask | None] = ContextVar("path_mask", default=None)
 
 
-def check_shared_prefixes(model: Any, parallelism: Parallelism) -> None:
+def check_shared_prefixes(parallelism: Parallelism) -> None:
     """Check that a token of a model sees others by masked attention only.
 
     Raises:
         ModelError: the model is not a transformers model, or another operator mixes tokens.
         OptionError: rows are to be packed too.
     """
-    structure = parallelism.structure
-    name = type(model).__name__
+    facts = parallelism.facts
+    name, structure = facts.name, facts.structure
     if parallelism.packed_sequences:
         raise OptionError(
             "shared_prefixes=True takes rows of several trees as they are: leave packed_sequences out, and pack single "
             "samples with pack_tree as groups of one"
         )
-    if not is_transformers_model(model):
+    if not facts.of_transformers:
         raise ModelError(
             f"{name} is not a transformers model: build the mask of its attention with TreeRow.mask() or "
             "TreeRow.mask_mod(), and leave out shared_prefixes"
         )
-    config = model.config.get_text_config()
-    implementation = attention_in_force(config)
-    if implementation not in _ANY_MASK:
+    config = facts.text_config
+    if facts.attention not in _ANY_MASK:
         raise ModelError(
-            f"{name} computes attention by {implementation!r}, which takes no mask of ancestors: call "
+            f"{name} computes attention by {facts.attention!r}, which takes no mask of ancestors: call "
             "model.set_attn_implementation('sdpa'), or 'flex_attention'"
         )
     blocks = [(path, module) for path in structure.decoder for path, module in _inside(path, structure.blocks[path])]
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_MASKED_LAYERS))
     mixing = [path for path, module in blocks if isinstance(module, nn.Conv1d)]
-    if kinds or mixing or is_stateful(model):
+    if kinds or mixing or is_stateful(facts.inner):
         found = ", ".join([*kinds, *mixing[:1]]) or "a recurrent state"
         raise ModelError(
             f"{name} passes a state from token to token ({found}), which one row cannot hand to several branches: use "
@@ -74,7 +72,7 @@ def check_shared_prefixes(model: Any, parallelism: Parallelism) -> None:
     for path, module in blocks:
         if (reason := _INDEX_DEPENDENT.get(type(module).__name__)) is not None:
             raise ModelError(f"{path} of {name} cannot share prefixes: {reason}; use separate rows (pack)")
-    if parallelism.cp_mesh is not None and (mixers := gathered_mixers(structure, implementation)):
+    if parallelism.cp_mesh is not None and (mixers := gathered_mixers(facts.token_mixers, facts.attention)):
         raise ModelError(
             f"{name} has attention that runs on the full sequence of all cp ranks ({type(mixers[0].module).__name__}), "
             "without the mask of ancestors: share prefixes with cp=1"

@@ -11,17 +11,14 @@ from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import hook_calls, model_of_rows
 from fsdp_runtime._torch_compat import forward_pre_hooks
-from fsdp_runtime._transformers_compat.attention import attention_in_force
-from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import LayoutError, ModelError
-from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps.context.step import gather_mixers
 from fsdp_runtime.steps.documents.documents import find_documents
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, keep_documents_apart
-from fsdp_runtime.steps.documents.positions import ignores_position_ids
 from fsdp_runtime.steps.documents.recurrences import compute_rows
-from fsdp_runtime.steps.documents.token_mixers import Way, bidirectional_without_mask, makes_own_masks, token_mixers
+from fsdp_runtime.steps.documents.token_mixers import Way
 from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
 
 if TYPE_CHECKING:
@@ -30,34 +27,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def check_packing(model: Any, structure: ModelStructure) -> None:
+def check_packing(facts: ModelFacts) -> None:
     """Check that the modules that mix tokens are known.
 
     Raises:
         ModelError: the model is not a transformers model, none of its blocks has such a module, it does not read
             ``position_ids``, or it attends to later tokens in modules that are not kept apart by a mask.
     """
-    name = type(model).__name__
-    if not is_transformers_model(model):
+    name = facts.name
+    if not facts.of_transformers:
         raise ModelError(
             f"{name} is not a transformers model: packed_sequences=True reads position_ids as transformers' models do; "
             "keep documents apart in your own code and leave packed_sequences out"
         )
-    if (path := makes_own_masks(structure)) is not None:
+    if (path := facts.makes_own_masks) is not None:
         raise ModelError(
             f"{path} of {name} computes its mask and positions from the length of the row, not from position_ids: use "
             "one document a row"
         )
-    if not token_mixers(structure):
+    if not facts.token_mixers:
         raise ModelError(
             f"no module in the blocks of {name} takes an attention mask, a cache or a state, so that it is not known "
             "which ones mix tokens: keep documents apart in your own code and leave packed_sequences out"
         )
-    if (path := ignores_position_ids(structure)) is not None:
+    if (path := facts.ignores_position_ids) is not None:
         raise ModelError(
             f"{name} looks up {path} by a token's place in the row, not by position_ids: use one document a row"
         )
-    if (unmasked := bidirectional_without_mask(model, structure)) is not None:
+    if (unmasked := facts.bidirectional_without_mask) is not None:
         raise ModelError(
             f"{name} attends to later tokens, and {unmasked.path} ({unmasked.kind}) is not kept to a document by its "
             "attention mask: use one document a row"
@@ -85,15 +82,14 @@ def apply_packing(model: Any, parallelism: Parallelism) -> None:
         gather_mixers(model, parallelism)
         return
     if not parallelism.packed_sequences:
-        warn_of_packed_rows(model, parallelism.structure)
+        warn_of_packed_rows(model, parallelism.facts)
         return
     packing = CurrentDocuments()
-    mixers = token_mixers(parallelism.structure)
+    mixers = parallelism.facts.token_mixers
     for way in get_args(Way):
         keep_documents_apart([mixer.module for mixer in mixers if mixer.way == way], packing, way)
     compute_rows(mixers, packing)
-    implementation = str(attention_in_force(model.config.get_text_config()))
-    inputs = _PackedInputs(packing, varlen=implementation.startswith("flash"))
+    inputs = _PackedInputs(packing, varlen=parallelism.facts.attention.startswith("flash"))
     hook_calls(model, inputs, inputs.after)
     logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.way})" for mixer in mixers)))
 
