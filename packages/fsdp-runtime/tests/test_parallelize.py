@@ -18,18 +18,14 @@ from fsdp_runtime import (
     FsdpRuntimeError,
     MeshSpec,
     ModelError,
-    apply_ac,
-    apply_compile,
-    apply_cp,
-    apply_fsdp,
-    apply_tp,
-    describe_parallelism,
     nemo,
     parallelize,
     resolve_parallelism,
     setup,
 )
 from fsdp_runtime._torch_compat import offloads_to_cpu
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.step import Step
 from fsdp_runtime.steps.documents.unpacked_warning import PackedRowsWatch
 from fsdp_runtime.steps.tensor import step as tensor
 from fsdp_runtime.steps.tensor.step import with_logits
@@ -353,18 +349,30 @@ def test_each_question_to_a_model_is_asked_once(four_ranks: RankPool) -> None:
     assert four_ranks.run(_calls_with_everything)[0] == expected
 
 
-def test_steps_called_one_by_one_do_what_parallelize_does() -> None:
-    mesh = MeshSpec().build(device_type="cpu")
-    options: dict[str, Any] = {
-        "activation_checkpointing": "block",
-        "fsdp": FSDPOptions(mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
-    }
-    model, expected = tiny_model("LlamaForCausalLM"), tiny_model("LlamaForCausalLM")
-    resolved = resolve_parallelism(model, mesh, **options)
-    for apply in (apply_tp, apply_cp, apply_ac, apply_compile, apply_fsdp):
-        assert apply(model, resolved) is None
-    parallelize(expected, mesh, **options)
-    assert describe_parallelism(model) == describe_parallelism(expected)
+class _Marks(Step):
+    """A step from outside, which knows nothing of the others: it looks at the model that it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def check(self, setup: Setup) -> tuple[str, ...]:
+        self.seen.append("checked")
+        return setup.structure.decoder
+
+    def apply(self, model: nn.Module, setup: Setup, found: tuple[str, ...]) -> None:
+        wrapped = isinstance(model, FSDPModule)
+        self.seen.append(f"applied to {len(found)} blocks {'after' if wrapped else 'before'} FSDP2")
+
+
+def test_a_step_from_outside_is_checked_and_applied_in_its_place() -> None:
+    mark, mesh = _Marks(), MeshSpec().build(device_type="cpu")
+    model = tiny_model("LlamaForCausalLM")
+    fsdp = FSDPOptions(mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    resolved = resolve_parallelism(model, mesh, fsdp=fsdp, activation_checkpointing="block", steps=(mark,))
+    assert mark.seen == ["checked"]
+    resolved.apply(model)
+    assert mark.seen == ["checked", f"applied to {len(resolved.structure.decoder)} blocks before FSDP2"]
+    assert "ActivationCheckpointing(mode='block')" in str(resolved)
 
 
 def test_resolving_changes_nothing() -> None:

@@ -44,20 +44,14 @@ from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.routing.replay import record_routes, replay_routes
 from fsdp_runtime.routing.routes import Routes, routes_from_generator
-from fsdp_runtime.steps.checkpointing import SelectiveCheckpoint, apply_ac
-from fsdp_runtime.steps.compile import apply_compile
+from fsdp_runtime.steps.checkpointing import SelectiveCheckpoint
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.sharding import SequenceLayout, sequence_layout
-from fsdp_runtime.steps.context.step import apply_cp
-from fsdp_runtime.steps.documents.shared_prefixes import apply_shared_prefixes
-from fsdp_runtime.steps.documents.step import apply_packing
-from fsdp_runtime.steps.experts.step import apply_ep
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
-from fsdp_runtime.steps.fsdp.step import apply_fsdp, fsdp_mesh
+from fsdp_runtime.steps.fsdp.step import fsdp_mesh
 from fsdp_runtime.steps.guards.check_inputs import assert_inputs_equal
 from fsdp_runtime.steps.outputs.lm_head import LMHeadParameters, forward_with_lm_head
 from fsdp_runtime.steps.tensor.lora import save_adapter
-from fsdp_runtime.steps.tensor.step import apply_tp
 from fsdp_runtime.sync.digest import digest, digest_layout, verify_transfer
 from fsdp_runtime.sync.execute import execute_transfer
 from fsdp_runtime.sync.groups import transfer_group
@@ -133,14 +127,6 @@ __all__ = [
     "WeightSyncError",
     "WeightsError",
     "adopt_mesh",
-    "apply_ac",
-    "apply_compile",
-    "apply_cp",
-    "apply_ep",
-    "apply_fsdp",
-    "apply_packing",
-    "apply_shared_prefixes",
-    "apply_tp",
     "assert_finite_gradients",
     "assert_inputs_equal",
     "assert_replicas_equal",

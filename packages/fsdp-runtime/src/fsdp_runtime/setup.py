@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from fsdp_runtime._peft_compat import model_of_rows
 from fsdp_runtime._transformers_compat.attention import attention_in_force
@@ -21,6 +24,9 @@ from fsdp_runtime.steps.documents.positions import (
     needs_full_row,
 )
 from fsdp_runtime.steps.documents.token_mixers import TokenMixer, is_bidirectional, makes_own_masks, token_mixers
+from tp_plans import Plan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,3 +129,62 @@ class ModelFacts:
     def needs_full_row(self) -> str | None:
         """Why a part of a row is not enough, if it is known to be so."""
         return needs_full_row(self.structure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meshes:
+    """The axes that a call uses; ``None`` for one that it does not use, or that has one rank.
+
+    Args:
+        tp: the axis that layers are sharded over.
+        cp: the axis that sequences are sharded over.
+        ep: the axis that experts are divided over.
+        shared: the axis whose ranks have the same tokens and divide them before they send them to experts.
+        fsdp: the axis, or the two axes (replicas, shards), of FSDP2.
+        expert_fsdp: those of FSDP2 for experts.
+        batches: ranks with different batches, the divisor of summed gradients; ``None`` where FSDP2's mean is right.
+    """
+
+    tp: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
+    ep: DeviceMesh | None = None
+    shared: DeviceMesh | None = None
+    fsdp: DeviceMesh | None = None
+    expert_fsdp: DeviceMesh | None = None
+    batches: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Setup:
+    """What the steps of one call are checked and applied with.
+
+    Args:
+        facts: what is asked of the model.
+        meshes: the axes.
+        steps: every step of the call, in order.
+        plan: the plan of the axis ``tp``, ``None`` where layers stay replicated; a dict of torch's styles, which
+            nothing can check, only through ``fsdp_runtime.nemo``.
+        tp_plan: the plan before the rules of the axis ``ep`` were added.
+        expert_plan: the rules of the axis ``ep``, ``None`` where experts are not dispatched.
+    """
+
+    facts: ModelFacts
+    meshes: Meshes
+    steps: tuple[object, ...]
+    plan: Plan | Mapping[str, ParallelStyle] | None = None
+    expert_plan: Plan | None = None
+    tp_plan: Plan | None = None
+
+    @property
+    def structure(self) -> ModelStructure:
+        """The model's blocks, embedding and head."""
+        return self.facts.structure
+
+    @property
+    def tp(self) -> int:
+        """The ranks that layers are sharded over, 1 without a plan."""
+        return 1 if self.meshes.tp is None else self.meshes.tp.size()
+
+    def step(self, kind: type[T]) -> T | None:
+        """Return the call's step of a class, if it has one."""
+        return next((step for step in self.steps if isinstance(step, kind)), None)

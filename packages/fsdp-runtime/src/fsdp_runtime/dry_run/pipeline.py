@@ -135,7 +135,7 @@ def run(
 
 def _path_of_experts(parallelism: Parallelism) -> str:
     """Return the path of the modules whose tokens are dispatched, or ``""``."""
-    return next((pattern for pattern, _ in (parallelism.expert_plan or Plan({})).items()), "")
+    return next((pattern for pattern, _ in (parallelism.setup.expert_plan or Plan({})).items()), "")
 
 
 def _names_single_blocks(parallelism: Parallelism) -> bool:

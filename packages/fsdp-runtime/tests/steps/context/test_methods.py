@@ -16,7 +16,7 @@ from fsdp_runtime import ContextAttention, LayoutError, MeshSpec, ModelError, Op
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
 from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps.context.masks import SequenceMask
-from fsdp_runtime.steps.context.methods import ContextParallel
+from fsdp_runtime.steps.context.methods import Method
 from fsdp_runtime.steps.context.ring import Parts
 from fsdp_runtime.steps.context.step import check_context_parallel, check_heads_over_cp
 from fsdp_runtime.steps.context.ulysses import kv_copies
@@ -26,7 +26,7 @@ from harness.models import tiny_model
 HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 16, 32
 
 
-def _sent(way: ContextParallel, ranks: int) -> Counter[tuple[str, int]]:
+def _sent(way: Method, ranks: int) -> Counter[tuple[str, int]]:
     """The collectives of one layer, forward and backward, by kind and bytes of this rank's input."""
     with fake_world(MeshSpec(cp=ranks), rank=0) as mesh:
         shapes = ((HEADS, TOKENS, DIM), (KV_HEADS, TOKENS, DIM), (KV_HEADS, TOKENS, DIM))

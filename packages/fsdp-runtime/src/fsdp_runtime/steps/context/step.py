@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ from fsdp_runtime._transformers_compat.models import (
 )
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.runtime_state import runtime_state
-from fsdp_runtime.setup import ModelFacts
+from fsdp_runtime.setup import ModelFacts, Setup
+from fsdp_runtime.step import Step
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.full_sequence import (
@@ -36,13 +38,14 @@ from fsdp_runtime.steps.context.full_sequence import (
     gathered_mixers,
     replaced_attention,
 )
-from fsdp_runtime.steps.context.methods import ContextParallel, check_attention, check_heads
+from fsdp_runtime.steps.context.methods import Method, check_attention, check_heads, require_context_parallel
+from fsdp_runtime.steps.context.sharding import LoadBalancer, require_load_balancer
+from fsdp_runtime.steps.context.verify import verify_context_parallelism
 from fsdp_runtime.steps.documents.documents import find_documents
 from fsdp_runtime.steps.documents.positions import DerivedPositions
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
-
-if TYPE_CHECKING:
-    from fsdp_runtime.parallelism import Parallelism
+from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
+from fsdp_runtime.steps.documents.step import keeps_documents_apart
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ _TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def check_context_parallel(facts: ModelFacts, way: ContextParallel = "allgather") -> None:
+def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None:
     """Check that the modules that mix tokens are known, and that attention can be replaced.
 
     Raises:
@@ -118,39 +121,74 @@ def check_heads_over_cp(facts: ModelFacts, plan: object, *, cp: int, tp: int) ->
     check_heads(facts.structure, replaced_attention(facts.token_mixers, facts.attention), plan, cp=cp, tp=tp)
 
 
-def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
-    """Make a model take its tokens sharded over ``cp``, in place; the fourth of the seven steps.
+@dataclass(frozen=True)
+class ContextParallel(Step):
+    """Make a model take its tokens sharded over ``cp``.
 
     Its forward then takes this rank's part of every input (see ``SequenceLayout.shard_batch``) and returns the outputs
     of this rank's tokens.  Missing position ids are filled in.  ``attention_mask`` may also be the mask of the full
     sequence, which saves an all-gather.
 
     Args:
-        model: a transformers model whose attention is ``"sdpa"``.
-        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``cp_mesh`` is ``None`` without context
-            parallelism, and then nothing changes.
+        method: how attention spans the ranks: ``"allgather"`` (keys and values are gathered), ``"ulysses"`` (heads are
+            exchanged for sequence by all-to-all) or ``"ring"`` (keys and values go round).
+        load_balancer: the tokens that each rank holds: ``"headtail"`` (one chunk from either end) or ``None`` (one
+            contiguous chunk); shard inputs with ``sequence_layout(mesh, length, load_balancer=...)``.
+        attention: replace the model's attention; ``False`` for a model that calls ``ContextAttention`` itself.
 
-    Example:
-        >>> from torch import nn
-        >>> from fsdp_runtime import MeshSpec, apply_cp, resolve_parallelism
-        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
-        >>> parallelism = resolve_parallelism(model, MeshSpec(cp=1).build(device_type="cpu"))
-        >>> apply_cp(model, parallelism)  # one rank of cp: attention is left alone
-        >>> parallelism.cp_mesh is None
-        True
+    Raises:
+        OptionError: a value is not allowed.
     """
-    if parallelism.cp_mesh is not None:
-        if runtime_state(model).gathered is None:
-            gather_mixers(model, parallelism)
+
+    method: Method = "allgather"
+    load_balancer: LoadBalancer = "headtail"
+    attention: bool = True
+
+    def __post_init__(self) -> None:
+        require_context_parallel(self.method)
+        require_load_balancer(self.load_balancer)
+
+    def resolve(self, setup: Setup) -> Setup:
+        """Leave the axis out for a model with attention of its own."""
+        return setup if self.attention else replace(setup, meshes=replace(setup.meshes, cp=None))
+
+    def check(self, setup: Setup) -> None:
+        """Check that the modules that mix tokens are known, and that they can span the axis; collective over ``cp``.
+
+        Raises:
+            ModelError: they are not, or a run of a small copy computes something else.
+        """
+        if setup.meshes.cp is None:
+            return
+        check_context_parallel(setup.facts, self.method)
+        if self.method == "ulysses":
+            check_heads_over_cp(setup.facts, setup.plan, cp=setup.meshes.cp.size(), tp=setup.tp)
+        verify_context_parallelism(self.load_balancer, setup, self._apply_to_copy)
+
+    def prepare(self, model: nn.Module, setup: Setup, found: None) -> None:
+        """Make the token mixers that are no plain attention run on full sequences."""
+        if setup.meshes.cp is not None:
+            gather_mixers(model, self, setup)
+
+    def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
+        """Replace the attention, and complete the inputs of every forward."""
+        if setup.meshes.cp is None:
+            return
         gathered: Gathered = runtime_state(model).gathered
         replace_attention(
             model,
             gathered.attention,
             keep=gathered.modules,
-            shared_prefixes=parallelism.shared_prefixes,
-            derived=parallelism.facts.derived_positions,
-            cuts_padding=parallelism.facts.cuts_padding_mask,
+            shared_prefixes=setup.step(SharedPrefixes) is not None,
+            derived=setup.facts.derived_positions,
+            cuts_padding=setup.facts.cuts_padding_mask,
         )
+
+    def _apply_to_copy(self, model: nn.Module, setup: Setup) -> None:
+        """Apply this step alone to a small copy, whose rows are single documents."""
+        alone = replace(setup, facts=ModelFacts.of(model), steps=())
+        self.prepare(model, alone, None)
+        self.apply(model, alone, None)
 
 
 def replace_attention(
@@ -167,18 +205,17 @@ def replace_attention(
     hook_calls(model, _Inputs(attention, shared_prefixes, derived, cuts_padding))
 
 
-def gather_mixers(model: Any, parallelism: Parallelism) -> None:
-    """Make the token mixers that are no plain attention run on full sequences, in place; before ``apply_tp``."""
-    cp_mesh = parallelism.cp_mesh
+def gather_mixers(model: Any, step: ContextParallel, setup: Setup) -> None:
+    """Make the token mixers that are no plain attention run on full sequences, in place; before layers are sharded."""
+    cp_mesh, facts = setup.meshes.cp, setup.facts
     if cp_mesh is None:
         raise OptionError("no cp axis was resolved")
-    facts = parallelism.facts
     # Without attention that it computes, a way would only build masks that no model code can change.
     replaced = replaced_attention(facts.token_mixers, facts.attention)
-    way = parallelism.context_parallel if replaced else "allgather"
-    attention = ContextAttention(cp_mesh.get_group(), parallelism.cp_load_balancer, way)
+    way = step.method if replaced else "allgather"
+    attention = ContextAttention(cp_mesh.get_group(), step.load_balancer, way)
     attention.eager = eager_function if facts.attention == "eager" else None
-    attention.packed_sequences = parallelism.packed_sequences
+    attention.packed_sequences = keeps_documents_apart(setup)
     mixers = gathered_mixers(facts.token_mixers, facts.attention)
     unmasked = facts.bidirectional_without_mask
     attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
@@ -190,14 +227,14 @@ def gather_mixers(model: Any, parallelism: Parallelism) -> None:
     logger.info(
         "context parallelism: %d ranks by %s; by halo and heads: %s; on full sequences: %s",
         cp_mesh.size(),
-        parallelism.context_parallel,
+        step.method,
         spread,
         full,
     )
 
 
 def attention_of(model: nn.Module) -> ContextAttention:
-    """Return the attention that :func:`apply_cp` gave a model.
+    """Return the attention that :class:`ContextParallel` gave a model.
 
     Raises:
         ModelError: the model is not under context parallelism.
@@ -210,7 +247,7 @@ def attention_of(model: nn.Module) -> ContextAttention:
 
 
 def under_context_parallelism(model: nn.Module) -> bool:
-    """Return True if :func:`apply_cp` was called on the model."""
+    """Return True if :class:`ContextParallel` was applied to the model."""
     return any(_hooks(model))
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -18,10 +19,10 @@ from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.masks import PathMask, build_masks_along_paths
 from fsdp_runtime._transformers_compat.models import is_stateful
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.step import Step
 from fsdp_runtime.steps.context.full_sequence import gathered_mixers
-
-if TYPE_CHECKING:
-    from fsdp_runtime.parallelism import Parallelism
+from fsdp_runtime.steps.documents.step import keeps_documents_apart
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +36,16 @@ _INDEX_DEPENDENT = {"DogeCDMoE": "its router mixes the scores of all tokens of a
 _current: ContextVar[PathMask | None] = ContextVar("path_mask", default=None)
 
 
-def check_shared_prefixes(parallelism: Parallelism) -> None:
+def check_shared_prefixes(setup: Setup) -> None:
     """Check that a token of a model sees others by masked attention only.
 
     Raises:
         ModelError: the model is not a transformers model, or another operator mixes tokens.
         OptionError: rows are to be packed too.
     """
-    facts = parallelism.facts
+    facts = setup.facts
     name, structure = facts.name, facts.structure
-    if parallelism.packed_sequences:
+    if keeps_documents_apart(setup):
         raise OptionError(
             "shared_prefixes=True takes rows of several trees as they are: leave packed_sequences out, and pack single "
             "samples with pack_tree as groups of one"
@@ -72,7 +73,7 @@ def check_shared_prefixes(parallelism: Parallelism) -> None:
     for path, module in blocks:
         if (reason := _INDEX_DEPENDENT.get(type(module).__name__)) is not None:
             raise ModelError(f"{path} of {name} cannot share prefixes: {reason}; use separate rows (pack)")
-    if parallelism.cp_mesh is not None and (mixers := gathered_mixers(facts.token_mixers, facts.attention)):
+    if setup.meshes.cp is not None and (mixers := gathered_mixers(facts.token_mixers, facts.attention)):
         raise ModelError(
             f"{name} has attention that runs on the full sequence of all cp ranks ({type(mixers[0].module).__name__}), "
             "without the mask of ancestors: share prefixes with cp=1"
@@ -84,29 +85,29 @@ def check_shared_prefixes(parallelism: Parallelism) -> None:
         raise ModelError(f"{name} has bidirectional attention: a prefix depends on what follows it")
 
 
-def apply_shared_prefixes(model: nn.Module, parallelism: Parallelism) -> None:
-    """Let a model take the rows of :func:`fsdp_runtime.pack_tree`, in place.
+@dataclass(frozen=True)
+class SharedPrefixes(Step):
+    """Let a model take the rows of :func:`fsdp_runtime.pack_tree`, in which samples share their prefixes' tokens.
 
     Its forward then accepts ``subtree_end`` beside ``input_ids`` and ``position_ids``; without it nothing changes.
-
-    Args:
-        model: a transformers model that :func:`fsdp_runtime.resolve_parallelism` accepted.
-        parallelism: its result; without ``shared_prefixes`` nothing changes.
-
-    Example:
-        >>> from torch import nn
-        >>> from fsdp_runtime import MeshSpec, apply_shared_prefixes, resolve_parallelism
-        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
-        >>> parallelism = resolve_parallelism(model, MeshSpec().build(device_type="cpu"))
-        >>> apply_shared_prefixes(model, parallelism)
-        >>> parallelism.shared_prefixes
-        False
     """
-    if parallelism.shared_prefixes and parallelism.cp_mesh is None:  # attention over cp reads subtree_end itself
-        build_masks_along_paths(_current, _ANY_MASK)
-        hooks = _Hooks()
-        hook_calls(model, hooks, hooks.after)
-        logger.info("shared prefixes: %s takes subtree_end", type(model).__name__)
+
+    def check(self, setup: Setup) -> None:
+        """Check that a token of the model sees others by masked attention only.
+
+        Raises:
+            ModelError: it does not.
+            OptionError: rows are to be packed too.
+        """
+        check_shared_prefixes(setup)
+
+    def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
+        """Hand the model's masks its trees; attention over ``cp`` reads ``subtree_end`` itself."""
+        if setup.meshes.cp is None:
+            build_masks_along_paths(_current, _ANY_MASK)
+            hooks = _Hooks()
+            hook_calls(model, hooks, hooks.after)
+            logger.info("shared prefixes: %s takes subtree_end", type(model).__name__)
 
 
 def takes_shared_prefixes(model: nn.Module) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
@@ -13,16 +14,13 @@ from fsdp_runtime._peft_compat import hook_calls, model_of_rows
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.runtime_state import runtime_state
-from fsdp_runtime.setup import ModelFacts
-from fsdp_runtime.steps.context.step import gather_mixers
+from fsdp_runtime.setup import ModelFacts, Setup
+from fsdp_runtime.step import Step
 from fsdp_runtime.steps.documents.documents import find_documents
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, keep_documents_apart
 from fsdp_runtime.steps.documents.recurrences import compute_rows
 from fsdp_runtime.steps.documents.token_mixers import Way
 from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
-
-if TYPE_CHECKING:
-    from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
 
@@ -61,37 +59,48 @@ def check_packing(facts: ModelFacts) -> None:
         )
 
 
-def apply_packing(model: Any, parallelism: Parallelism) -> None:
-    """Keep the documents of packed rows apart in a model, in place; the first of the seven steps.
+@dataclass(frozen=True)
+class PackedSequences(Step):
+    """Keep the documents of packed rows apart: each is computed as it is alone.
+
+    ``position_ids`` that restart, ``seq_idx`` or ``cu_seq_lens_q`` tell where documents begin.
 
     Args:
-        model: the model.
-        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; without ``packed_sequences`` a hook warns where
-            documents of the first packed rows read one another.
-
-    Example:
-        >>> from torch import nn
-        >>> from fsdp_runtime import MeshSpec, apply_packing, resolve_parallelism
-        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
-        >>> parallelism = resolve_parallelism(model, MeshSpec().build(device_type="cpu"))
-        >>> apply_packing(model, parallelism)  # packed_sequences was not asked for
-        >>> parallelism.packed_sequences
-        False
+        apart: keep them apart; ``False`` only warns where documents of the first packed rows read one another.
     """
-    if parallelism.cp_mesh is not None:  # keeps documents apart itself
-        gather_mixers(model, parallelism)
-        return
-    if not parallelism.packed_sequences:
-        warn_of_packed_rows(model, parallelism.facts)
-        return
-    packing = CurrentDocuments()
-    mixers = parallelism.facts.token_mixers
-    for way in get_args(Way):
-        keep_documents_apart([mixer.module for mixer in mixers if mixer.way == way], packing, way)
-    compute_rows(mixers, packing)
-    inputs = _PackedInputs(packing, varlen=parallelism.facts.attention.startswith("flash"))
-    hook_calls(model, inputs, inputs.after)
-    logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.way})" for mixer in mixers)))
+
+    apart: bool = True
+
+    def check(self, setup: Setup) -> None:
+        """Check that the modules that mix tokens are known.
+
+        Raises:
+            ModelError: they are not, or the model does not read ``position_ids``.
+        """
+        if self.apart:
+            check_packing(setup.facts)
+
+    def prepare(self, model: Any, setup: Setup, found: None) -> None:
+        """Put the documents in front of the token mixers; context parallelism keeps documents apart itself."""
+        if setup.meshes.cp is not None:
+            return
+        if not self.apart:
+            warn_of_packed_rows(model, setup.facts)
+            return
+        packing = CurrentDocuments()
+        mixers = setup.facts.token_mixers
+        for way in get_args(Way):
+            keep_documents_apart([mixer.module for mixer in mixers if mixer.way == way], packing, way)
+        compute_rows(mixers, packing)
+        inputs = _PackedInputs(packing, varlen=setup.facts.attention.startswith("flash"))
+        hook_calls(model, inputs, inputs.after)
+        logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.way})" for mixer in mixers)))
+
+
+def keeps_documents_apart(setup: Setup) -> bool:
+    """Return True where a call asks for documents to be kept apart."""
+    packed = setup.step(PackedSequences)
+    return packed is not None and packed.apart
 
 
 def _is_padded(mask: Any) -> bool:
@@ -100,7 +109,7 @@ def _is_padded(mask: Any) -> bool:
 
 
 def packing_of(model: nn.Module) -> CurrentDocuments | None:
-    """Return what :func:`apply_packing` gave a model's token mixers to share."""
+    """Return what :class:`PackedSequences` gave a model's token mixers to share."""
     if (gathered := runtime_state(model).gathered) is not None:
         packing: CurrentDocuments = gathered.attention.packing
         return packing
