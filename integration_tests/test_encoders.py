@@ -16,6 +16,7 @@ from coverage.measure import gradient_errors
 from coverage.packing import PACKED_BOUND, measure_packing
 from fsdp_runtime import LayoutError, ModelError, parallelize, sequence_layout
 from fsdp_runtime.model import inspect_model
+from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps.context.step import check_context_parallel
 from fsdp_runtime.steps.documents import isolation as run
 from fsdp_runtime.steps.documents.positions import derived_positions
@@ -125,13 +126,13 @@ def test_encoders_over_cp_and_in_packed_rows_compute_what_one_process_does(two_r
 def test_an_encoder_that_needs_full_rows_is_refused_over_cp(model_type: str, head: str, what: str) -> None:
     model = head_model(_row(model_type, head))
     with pytest.raises(ModelError, match=what):
-        check_context_parallel(model, inspect_model(model))
+        check_context_parallel(ModelFacts.of(model))
 
 
 def test_documents_of_an_encoder_without_masks_of_its_own_are_refused() -> None:
     model = head_model(_row("bert", "masked"))
     with pytest.raises(ModelError, match="attends to later tokens"):
-        check_packing(model, inspect_model(model))
+        check_packing(ModelFacts.of(model))
 
 
 def test_places_are_taken_for_positions_only_where_the_model_derives_the_same() -> None:

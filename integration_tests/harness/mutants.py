@@ -79,7 +79,9 @@ def dropped_token(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def token_counted_twice(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Ranks of ``tp`` do not divide the tokens that they share, and each sends all."""
-    replace(resolve_parallelism(model, mesh), shared_mesh=None).apply(model)
+    resolved = resolve_parallelism(model, mesh)
+    meshes = replace(resolved.setup.meshes, shared=None)
+    replace(resolved, setup=replace(resolved.setup, meshes=meshes)).apply(model)
     return model
 
 

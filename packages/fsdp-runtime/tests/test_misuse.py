@@ -205,14 +205,6 @@ CALLS = {
     "WeightSource": Call(fsdp_runtime.sync.WeightSource, lambda: {"model": Model()}),
     "WeightSync": Call(fsdp_runtime.sync.WeightSync, sides),
     "adopt_mesh": Call(fsdp_runtime.adopt_mesh, lambda: {"mesh": mesh()}),
-    "apply_ac": Call(fsdp_runtime.apply_ac, resolved),
-    "apply_compile": Call(fsdp_runtime.apply_compile, resolved),
-    "apply_cp": Call(fsdp_runtime.apply_cp, resolved),
-    "apply_ep": Call(fsdp_runtime.apply_ep, resolved),
-    "apply_fsdp": Call(fsdp_runtime.apply_fsdp, resolved),
-    "apply_packing": Call(fsdp_runtime.apply_packing, resolved),
-    "apply_shared_prefixes": Call(fsdp_runtime.apply_shared_prefixes, resolved),
-    "apply_tp": Call(fsdp_runtime.apply_tp, resolved),
     "assert_finite_gradients": Call(fsdp_runtime.assert_finite_gradients, lambda: {"model": Model()}),
     "assert_inputs_equal": Call(
         fsdp_runtime.assert_inputs_equal, lambda: {"mesh": mesh(), "inputs": {"input_ids": torch.ones(2, 8)}}

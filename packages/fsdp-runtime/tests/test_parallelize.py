@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,19 +18,14 @@ from fsdp_runtime import (
     FsdpRuntimeError,
     MeshSpec,
     ModelError,
-    apply_ac,
-    apply_compile,
-    apply_cp,
-    apply_fsdp,
-    apply_packing,
-    apply_tp,
-    describe_parallelism,
     nemo,
-    parallelism,
     parallelize,
     resolve_parallelism,
+    setup,
 )
 from fsdp_runtime._torch_compat import offloads_to_cpu
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.step import Step
 from fsdp_runtime.steps.documents.unpacked_warning import PackedRowsWatch
 from fsdp_runtime.steps.tensor import step as tensor
 from fsdp_runtime.steps.tensor.step import with_logits
@@ -285,9 +282,20 @@ def test_full_logits_are_plain_whatever_the_heads_layout_was(layout: Shard | Rep
     assert full["lm_head"] == ColwiseParallel(output_layouts=Replicate(), use_local_output=True)
 
 
+#: Every function that inspects a model, in the modules that call it.
+QUESTIONS: dict[ModuleType, tuple[str, ...]] = {
+    setup: (
+        *("inspect_model", "model_of_rows", "is_transformers_model", "attention_in_force", "token_mixers"),
+        *("derived_positions", "cuts_padding_mask", "makes_own_masks", "ignores_position_ids"),
+        *("masks_embeddings", "needs_full_row"),
+    ),
+    tensor: ("check",),
+}
+
+
 def _calls(function: Any) -> dict[str, int]:
-    """The number of times that a function reads the model's structure, resolves its plan and checks it."""
-    counts = dict.fromkeys(("inspect_model", "check"), 0)
+    """The number of times that a function asks each question to a model; those never asked are left out."""
+    counts: Counter[str] = Counter()
 
     def counting(name: str, original: Any) -> Any:
         def counted(*arguments: Any, **options: Any) -> Any:
@@ -297,10 +305,11 @@ def _calls(function: Any) -> dict[str, int]:
         return counted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallelism, "inspect_model", counting("inspect_model", parallelism.inspect_model))
-        patch.setattr(tensor, "check", counting("check", tensor.check))
+        for module, names in QUESTIONS.items():
+            for name in names:
+                patch.setattr(module, name, counting(name, getattr(module, name)))
         function()
-    return counts
+    return dict(counts)
 
 
 def _calls_of(name: str) -> dict[str, int]:
@@ -323,21 +332,47 @@ def _calls_of(name: str) -> dict[str, int]:
     ["parallelize", "fsdp2_strategy_parallelize", "_parallelize_model", "nvfsdp_strategy_parallelize"],
 )
 def test_a_call_reads_the_structure_once_and_checks_the_plan_once(four_ranks: RankPool, name: str) -> None:
-    assert four_ranks.run(_calls_of, name)[0] == {"inspect_model": 1, "check": 1}
+    found = four_ranks.run(_calls_of, name)[0]
+    assert {"inspect_model", "token_mixers", "model_of_rows", "check"} <= set(found)
+    assert set(found.values()) == {1}
 
 
-def test_steps_called_one_by_one_do_what_parallelize_does() -> None:
-    mesh = MeshSpec().build(device_type="cpu")
-    options: dict[str, Any] = {
-        "activation_checkpointing": "block",
-        "fsdp": FSDPOptions(mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
-    }
-    model, expected = tiny_model("LlamaForCausalLM"), tiny_model("LlamaForCausalLM")
-    resolved = resolve_parallelism(model, mesh, **options)
-    for apply in (apply_packing, apply_tp, apply_cp, apply_ac, apply_compile, apply_fsdp):
-        assert apply(model, resolved) is None
-    parallelize(expected, mesh, **options)
-    assert describe_parallelism(model) == describe_parallelism(expected)
+def _calls_with_everything() -> dict[str, int]:
+    mesh = MeshSpec(cp=2, tp=2).build(device_type="cpu")
+    model = tiny_model("Qwen3ForCausalLM")
+    options: dict[str, Any] = {"packed_sequences": True, "context_parallel": "ulysses"}
+    return _calls(lambda: parallelize(model, mesh, activation_checkpointing="block", compile=True, **options))
+
+
+def test_each_question_to_a_model_is_asked_once(four_ranks: RankPool) -> None:
+    expected = {name: 1 for names in QUESTIONS.values() for name in names}
+    assert four_ranks.run(_calls_with_everything)[0] == expected
+
+
+class _Marks(Step):
+    """A step from outside, which knows nothing of the others: it looks at the model that it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def check(self, setup: Setup) -> tuple[str, ...]:
+        self.seen.append("checked")
+        return setup.structure.decoder
+
+    def apply(self, model: nn.Module, setup: Setup, found: tuple[str, ...]) -> None:
+        wrapped = isinstance(model, FSDPModule)
+        self.seen.append(f"applied to {len(found)} blocks {'after' if wrapped else 'before'} FSDP2")
+
+
+def test_a_step_from_outside_is_checked_and_applied_in_its_place() -> None:
+    mark, mesh = _Marks(), MeshSpec().build(device_type="cpu")
+    model = tiny_model("LlamaForCausalLM")
+    fsdp = FSDPOptions(mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    resolved = resolve_parallelism(model, mesh, fsdp=fsdp, activation_checkpointing="block", steps=(mark,))
+    assert mark.seen == ["checked"]
+    resolved.apply(model)
+    assert mark.seen == ["checked", f"applied to {len(resolved.structure.decoder)} blocks before FSDP2"]
+    assert "ActivationCheckpointing(mode='block')" in str(resolved)
 
 
 def test_resolving_changes_nothing() -> None:

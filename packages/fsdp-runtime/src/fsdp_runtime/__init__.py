@@ -1,9 +1,8 @@
 """Everything between a model and a running mesh: plans applied, FSDP2, weights in and out.
 
 Mesh:        ``MeshSpec``, ``adopt_mesh``, ``submesh``
-Parallelize: ``parallelize``, ``FSDPOptions``, ``SelectiveCheckpoint``, ``ContextAttention``, ``describe_parallelism``
-Steps:       ``resolve_parallelism``, ``Parallelism``, ``apply_packing``, ``apply_tp``, ``apply_ep``, ``apply_cp``,
-             ``apply_shared_prefixes``, ``apply_ac``, ``apply_compile``, ``apply_fsdp``
+Parallelize: ``parallelize``, ``FSDPOptions``, ``SelectiveCheckpoint``, ``ContextAttention``, ``describe_parallelism``,
+             ``resolve_parallelism``, ``Parallelism``
 Train:       ``sequence_layout``, ``forward_with_lm_head``, ``no_sync``, ``unsharded``, ``offload``, ``onload``,
              ``assert_inputs_equal``, ``assert_finite_gradients``, ``assert_replicas_equal``
 Routes:      ``record_routes``, ``replay_routes``, ``Routes``, ``routes_from_generator``

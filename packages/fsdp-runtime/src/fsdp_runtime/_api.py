@@ -23,20 +23,13 @@ from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.routing.replay import record_routes, replay_routes
 from fsdp_runtime.routing.routes import Routes, routes_from_generator
-from fsdp_runtime.steps.checkpointing import SelectiveCheckpoint, apply_ac
-from fsdp_runtime.steps.compile import apply_compile
+from fsdp_runtime.steps.checkpointing import SelectiveCheckpoint
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.sharding import sequence_layout
-from fsdp_runtime.steps.context.step import apply_cp
-from fsdp_runtime.steps.documents.shared_prefixes import apply_shared_prefixes
-from fsdp_runtime.steps.documents.step import apply_packing
-from fsdp_runtime.steps.experts.step import apply_ep
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
-from fsdp_runtime.steps.fsdp.step import apply_fsdp
 from fsdp_runtime.steps.guards.check_inputs import assert_inputs_equal
 from fsdp_runtime.steps.outputs.lm_head import forward_with_lm_head
 from fsdp_runtime.steps.tensor.lora import save_adapter
-from fsdp_runtime.steps.tensor.step import apply_tp
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.weights import (
     init_adapters,
@@ -65,14 +58,6 @@ __all__ = [
     "TrainingState",
     "WeightsError",
     "adopt_mesh",
-    "apply_ac",
-    "apply_compile",
-    "apply_cp",
-    "apply_ep",
-    "apply_fsdp",
-    "apply_packing",
-    "apply_shared_prefixes",
-    "apply_tp",
     "assert_finite_gradients",
     "assert_inputs_equal",
     "assert_replicas_equal",

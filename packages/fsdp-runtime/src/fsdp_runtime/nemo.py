@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,9 +24,13 @@ from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import FLATTENED, submesh
 from fsdp_runtime.model.structure import AttentionHeads, ModelStructure, inspect_model
-from fsdp_runtime.parallelism import resolve_on
+from fsdp_runtime.parallelism import resolve_steps
+from fsdp_runtime.setup import Meshes, Setup
+from fsdp_runtime.steps.checkpointing import ActivationCheckpointing
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
+from fsdp_runtime.steps.fsdp.step import FSDP2
+from fsdp_runtime.steps.tensor.step import TensorParallel
 from tp_plans import Plan, from_hugging_face, resolve_plan
 
 TorchPlan = dict[str, ParallelStyle]
@@ -77,15 +81,12 @@ def fsdp2_strategy_parallelize(
     fsdp_mesh = join_axes(replicas, shards) if replicas is not None and replicas.size() > 1 else shards
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None  # NeMo RL passes a class too
     tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
-    parallelism = resolve_on(
-        model,
-        resolve_plan=partial(_resolve_plan, model, sequence_parallel, tp_shard_plan, tp_mesh),
-        tp_mesh=tp_mesh,
-        activation_checkpointing="mlp" if activation_checkpointing else "none",
-        fsdp_mesh=fsdp_mesh,
-        fsdp=FSDPOptions(mp_policy=mp_policy, offload_policy=offload),
-        allow_dtensors=True,
+    steps = (
+        _SeedPlan(tp_shard_plan, sequence_parallel),
+        ActivationCheckpointing("mlp" if activation_checkpointing else "none"),
+        FSDP2(FSDPOptions(mp_policy=mp_policy, offload_policy=offload)),
     )
+    parallelism = resolve_steps(model, _meshes(tp_mesh, fsdp_mesh), steps, allow_dtensors=True)
     parallelism.apply(model)
     return model
 
@@ -117,15 +118,13 @@ def _parallelize_model(
         The same model.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    parallelism = resolve_on(
-        model,
-        resolve_plan=partial(_resolve_plan, model, sequence_parallel, custom_parallel_plan, tp_mesh),
-        tp_mesh=tp_mesh,
-        activation_checkpointing="mlp" if activation_checkpointing else "none",
-        fsdp_mesh=dp_mesh,
-        fsdp=FSDPOptions(mp_policy=policy, offload_policy=CPUOffloadPolicy() if cpu_offload else None),
-        allow_dtensors=True,
+    offload = CPUOffloadPolicy() if cpu_offload else None
+    steps = (
+        _SeedPlan(custom_parallel_plan, sequence_parallel),
+        ActivationCheckpointing("mlp" if activation_checkpointing else "none"),
+        FSDP2(FSDPOptions(mp_policy=policy, offload_policy=offload)),
     )
+    parallelism = resolve_steps(model, _meshes(tp_mesh, dp_mesh), steps, allow_dtensors=True)
     parallelism.apply(model)
     return model
 
@@ -172,8 +171,7 @@ def nvfsdp_strategy_parallelize(
         shard_dim = "dp_cp"
         shards = flatten_axes(device_mesh, (dp_mesh_name, cp_mesh_name), shard_dim)
     tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
-    source = partial(_resolve_plan, model, False, tp_shard_plan, tp_mesh)
-    parallelism = resolve_on(model, resolve_plan=source, tp_mesh=tp_mesh)
+    parallelism = resolve_steps(model, _meshes(tp_mesh, None), (_SeedPlan(tp_shard_plan),))
     if shards.size() == 1:
         parallelism.apply(model)
         return model, optimizer
@@ -338,6 +336,28 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
     """Keep the parameters of a model gathered inside the ``with``."""
     with unsharded(model):
         yield
+
+
+@dataclass(frozen=True)
+class _SeedPlan(TensorParallel):
+    """A plan as the seeds take it: ``None`` for the architecture's, or torch's styles as they are."""
+
+    plan: Any = None
+
+    def __post_init__(self) -> None:
+        """The seeds' options are checked where the plan is resolved."""
+
+    def resolve(self, setup: Setup) -> Setup:
+        """Find the plan, where layers are sharded."""
+        return setup if setup.meshes.tp is None else replace(setup, plan=self.plan_for(setup))
+
+    def plan_for(self, setup: Setup) -> Plan | TorchPlan:
+        """Return the plan for the setup's model."""
+        return _resolve_plan(setup.facts.model, self.sequence_parallel, self.plan, setup.meshes.tp)
+
+
+def _meshes(tp_mesh: DeviceMesh | None, fsdp_mesh: DeviceMesh | None) -> Meshes:
+    return Meshes(tp=tp_mesh if tp_mesh is not None and tp_mesh.size() > 1 else None, fsdp=fsdp_mesh)
 
 
 def _resolve_plan(

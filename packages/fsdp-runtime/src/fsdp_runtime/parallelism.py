@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -13,130 +12,101 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fsdp_runtime._peft_compat import model_of_rows
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
 from fsdp_runtime.mesh.spec import axis_size, fsdp_mesh, require_axes, submesh
-from fsdp_runtime.model.structure import ModelStructure, inspect_model
+from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
-from fsdp_runtime.steps.async_tp import async_compile_options
-from fsdp_runtime.steps.checkpointing import (
-    ActivationCheckpointing,
-    apply_ac,
-    modules_to_recompute,
-    recomputes,
-)
-from fsdp_runtime.steps.compile import apply_compile, check_compile_options
-from fsdp_runtime.steps.context.methods import ContextParallel, require_context_parallel
-from fsdp_runtime.steps.context.sharding import LoadBalancer, require_load_balancer
-from fsdp_runtime.steps.context.step import (
-    apply_cp,
-    check_context_parallel,
-    check_heads_over_cp,
-    under_context_parallelism,
-)
-from fsdp_runtime.steps.context.verify import prove_context_parallelism
-from fsdp_runtime.steps.documents.shared_prefixes import apply_shared_prefixes, check_shared_prefixes
-from fsdp_runtime.steps.documents.step import apply_packing, check_packing
-from fsdp_runtime.steps.experts.step import ExpertExchange, apply_ep, check_adapted_experts, expert_modules
-from fsdp_runtime.steps.fsdp.dtypes import FSDPDtypes
-from fsdp_runtime.steps.fsdp.options import FSDPOptions, check_fsdp_options
-from fsdp_runtime.steps.fsdp.step import apply_fsdp, fsdp_dtypes
-from fsdp_runtime.steps.guards.check_inputs import apply_input_check
+from fsdp_runtime.setup import Meshes, ModelFacts, Setup
+from fsdp_runtime.step import Step
+from fsdp_runtime.steps.checkpointing import ActivationCheckpointing, CheckpointMode, recomputes
+from fsdp_runtime.steps.compile import Compile
+from fsdp_runtime.steps.context.methods import Method
+from fsdp_runtime.steps.context.sharding import LoadBalancer
+from fsdp_runtime.steps.context.step import ContextParallel, under_context_parallelism
+from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
+from fsdp_runtime.steps.documents.step import PackedSequences
+from fsdp_runtime.steps.experts.step import ExpertExchange, ExpertParallel
+from fsdp_runtime.steps.fsdp.options import FSDPOptions
+from fsdp_runtime.steps.fsdp.step import FSDP2
+from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.guards.optimizer_groups import step_meshes_apart
 from fsdp_runtime.steps.guards.refuse_pickle import refuse_pickle
 from fsdp_runtime.steps.guards.stale_optimizers import refuse_stale_optimizers
-from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
-from fsdp_runtime.steps.tensor.step import (
-    Logits,
-    Towers,
-    apply_tp,
-    check_plan,
-    require_logits,
-    require_towers,
-    with_logits,
+from fsdp_runtime.steps.tensor.step import Logits, PlanSource, TensorParallel, Towers
+from tp_plans import Plan
+
+#: The order of steps; one of no other class, such as a user's own, comes where ``Step`` stands.
+ORDER: tuple[type[Step], ...] = (
+    PackedSequences,
+    TensorParallel,
+    ExpertParallel,
+    ContextParallel,
+    SharedPrefixes,
+    Step,
+    ActivationCheckpointing,
+    Compile,
+    FSDP2,
+    CheckInputs,
 )
-from tp_plans import Plan, Style, UnknownArchitectureError, with_expert_parallelism
-from tp_plans.runtime import exchange_class
-
-logger = logging.getLogger(__name__)
-
-PlanSource = Plan | Mapping[str, Style | str] | str | None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Parallelism:
     """What to do with a model on a mesh; the result of :func:`resolve_parallelism`.
 
     Args:
-        structure: the model's blocks, embedding and head.
-        plan: the checked plan, or ``None`` where layers stay replicated; a dict of torch's styles, which nothing can
-            check, only through ``fsdp_runtime.nemo``.
-        findings: warnings of the plan check.
-        tp_mesh: the axis that layers are sharded over, ``None`` without a plan.
-        expert_plan: the rules of the axis ``ep``, ``None`` where experts are not dispatched.
-        ep_mesh: the axis that experts are divided over.
-        shared_mesh: the axis whose ranks have the same tokens and divide them before they send them, ``None`` where
-            every rank has its own.
-        expert_exchange: how tokens travel to their experts.
-        expert_fsdp_mesh: the axis, or the two axes (replicas, shards), of FSDP2 for experts.
-        cp_mesh: the axis that sequences are sharded over, ``None`` where attention is left alone.
-        cp_load_balancer: the tokens that each rank of ``cp`` holds.
-        context_parallel: how queries meet the keys of the other ranks of ``cp``.
-        packed_sequences: rows hold several documents, which are kept apart.
-        activation_checkpointing: the mode.
-        recompute: paths of the modules that recompute their activations.
-        compile_options: keywords of ``torch.compile``, ``None`` where nothing is compiled.
-        async_tensor_parallel: the compiler overlaps products with collectives of sequence parallelism.
-        fsdp_mesh: the axis, or the two axes (replicas, shards), of FSDP2; ``None`` where it is not needed.
-        fsdp: the settings of FSDP2, with ``gradient_divide_factor`` resolved.
-        fsdp_dtypes: how FSDP2 keeps the dtypes that the model computes in.
-        check_inputs: compare the inputs of every forward over ``tp`` and ``cp``.
-        shared_prefixes: the model takes rows of ``pack_tree``.
+        setup: the model's structure, the meshes and the checked plan.
+        steps: the steps in order, each with what its check found.
     """
 
-    structure: ModelStructure
-    plan: Plan | Mapping[str, ParallelStyle] | None = None
-    findings: tuple[str, ...] = ()
-    tp_mesh: DeviceMesh | None = None
-    expert_plan: Plan | None = None
-    ep_mesh: DeviceMesh | None = None
-    shared_mesh: DeviceMesh | None = None
-    expert_exchange: ExpertExchange = "all_to_all"
-    expert_fsdp_mesh: DeviceMesh | None = None
-    cp_mesh: DeviceMesh | None = None
-    cp_load_balancer: LoadBalancer = "headtail"
-    context_parallel: ContextParallel = "allgather"
-    packed_sequences: bool = False
-    activation_checkpointing: ActivationCheckpointing = "none"
-    recompute: tuple[str, ...] = ()
-    compile_options: Mapping[str, Any] | None = None
-    async_tensor_parallel: bool = False
-    fsdp_mesh: DeviceMesh | None = None
-    fsdp: FSDPOptions = field(default_factory=FSDPOptions)
-    fsdp_dtypes: FSDPDtypes = field(default_factory=FSDPDtypes)
-    check_inputs: bool = False
-    shared_prefixes: bool = False
+    setup: Setup
+    steps: tuple[tuple[Step, Any], ...]
+
+    @property
+    def structure(self) -> ModelStructure:
+        """The model's blocks, embedding and head."""
+        return self.setup.structure
+
+    @property
+    def plan(self) -> Plan | Mapping[str, ParallelStyle] | None:
+        """The plan, ``None`` where layers stay replicated."""
+        return self.setup.plan
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """The warnings of the check of the plan."""
+        found: tuple[str, ...] = self.found(TensorParallel) or ()
+        return found
+
+    def found(self, kind: type[Step]) -> Any:
+        """Return what the check of a step found, ``None`` where there is no step of this class."""
+        return next((found for step, found in self.steps if isinstance(step, kind)), None)
+
+    def on(self, model: nn.Module, structure: ModelStructure) -> Parallelism:
+        """Return the same steps with the same plan for a variant of the model, such as one with fewer blocks."""
+        setup = replace(self.setup, facts=ModelFacts(model, structure))
+        kept = (TensorParallel, ExpertParallel, FSDP2)
+        return Parallelism(
+            setup, tuple((step, found if isinstance(step, kept) else step.check(setup)) for step, found in self.steps)
+        )
 
     def apply(self, model: nn.Module) -> None:
-        """Apply packing, TP, EP, CP, activation checkpointing, compile and FSDP2, in that order and in place.
+        """Apply the steps in order and in place.
 
         Args:
             model: the model that was resolved.
         """
         with refuse_stale_optimizers(model):
-            apply_packing(model, self)
-            apply_tp(model, self)
-            apply_ep(model, self)
-            apply_cp(model, self)
-            apply_shared_prefixes(model, self)
-            apply_ac(model, self)
-            apply_compile(model, self)
-            apply_fsdp(model, self)
+            for step, found in self.steps:
+                step.prepare(model, self.setup, found)
+            for step, found in self.steps:
+                step.apply(model, self.setup, found)
         step_meshes_apart()
         refuse_pickle(model)
-        if self.check_inputs:
-            apply_input_check(model, tp_mesh=self.tp_mesh, cp_mesh=self.cp_mesh)
+
+    def __str__(self) -> str:
+        return "\n".join(step.describe() for step, _ in self.steps)
 
 
 def resolve_parallelism(
@@ -145,25 +115,24 @@ def resolve_parallelism(
     *,
     plan: PlanSource = "auto",
     sequence_parallel: bool = False,
-    context_parallel: ContextParallel = "allgather",
+    context_parallel: Method = "allgather",
     cp_load_balancer: LoadBalancer = "headtail",
     cp_attention: bool = True,
     packed_sequences: bool = False,
     logits: Logits = "sharded",
     towers: Towers = "sharded",
-    activation_checkpointing: ActivationCheckpointing = "none",
+    activation_checkpointing: CheckpointMode = "none",
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
     async_tensor_parallel: bool = False,
     fsdp: FSDPOptions | None = None,
     check_inputs: bool = False,
     shared_prefixes: bool = False,
     expert_exchange: ExpertExchange = "all_to_all",
+    steps: Sequence[Step] = (),
 ) -> Parallelism:
     """Check everything that :func:`parallelize` does to a model, and change nothing.
 
-    Apply the result with ``parallelism.apply(model)``, or step by step with ``apply_packing``, ``apply_tp``,
-    ``apply_cp``, ``apply_ac``, ``apply_compile`` and ``apply_fsdp``, each called with ``(model, parallelism)``, in this
-    order.
+    Apply the result with ``parallelism.apply(model)``.
 
     Args:
         model: the model, on the meta device or with data, the same on every rank.
@@ -188,6 +157,7 @@ def resolve_parallelism(
         shared_prefixes: let the model take rows of ``pack_tree``.
         expert_exchange: how tokens travel to their experts on a mesh with ``ep``: ``"all_to_all"``, or a subclass of
             ``tp_plans.runtime.TokenExchange``.
+        steps: further steps, such as your own.
 
     Returns:
         The resolved parallelism.
@@ -207,8 +177,8 @@ def resolve_parallelism(
         >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]))
         >>> mesh = MeshSpec().build(device_type="cpu")
         >>> parallelism = resolve_parallelism(model, mesh, activation_checkpointing="block")
-        >>> parallelism.recompute
-        ('0.0', '0.1')
+        >>> print(str(parallelism).splitlines()[-2])
+        ActivationCheckpointing(mode='block')
         >>> parallelism.apply(model)
     """
     if not isinstance(model, nn.Module):
@@ -217,170 +187,78 @@ def resolve_parallelism(
     options = FSDPOptions() if fsdp is None else fsdp
     if not isinstance(options, FSDPOptions):
         raise OptionError(f"fsdp is of type {type(fsdp).__name__}, not FSDPOptions")
-    shards = _fsdp_mesh(mesh, options)
-    tp, cp = axis_size(mesh, "tp"), axis_size(mesh, "cp")
-    require_logits(logits)
-    require_towers(towers)
-    if plan is None and sequence_parallel:
-        raise OptionError("sequence_parallel=True needs a plan, and plan=None was given")
-    if plan is None and tp > 1:
-        logger.warning("plan=None on a mesh with tp=%d: every rank of tp computes the same", tp)
-    ep = expert_axis_size(mesh)
-    if (cp > 1 or ep > 1) and options.gradient_divide_factor is None:
-        options = replace(options, gradient_divide_factor=float(_ranks_with_different_batches(mesh)))
-    if async_tensor_parallel:
-        compile = async_compile_options(mesh, compile, sequence_parallel=sequence_parallel)  # noqa: A001
-
-    def resolve_plan() -> Plan | None:
-        if ep > 1 and tp == 1 and plan == "auto":
-            return None
-        try:
-            resolved = resolve_adapted_plan(
-                plan,
-                model,
-                sequence_parallel=sequence_parallel,
-                mesh=submesh(mesh, "tp") if tp > 1 else None,
-                towers_tp=tp if plan == "auto" and towers == "sharded" else None,
-            )
-            return with_logits(resolved, logits)
-        except UnknownArchitectureError as error:
-            if ep == 1 or plan != "auto" or sequence_parallel:
-                raise
-            logger.warning("only experts are sharded, and every rank of tp computes all other layers: %s", error)
-            return None
-
-    parallelism = resolve_on(
-        model,
-        resolve_plan=resolve_plan if plan is not None else None,
-        tp_mesh=submesh(mesh, "tp") if tp > 1 else None,
-        cp_mesh=mesh["cp"] if cp > 1 and cp_attention else None,
-        context_parallel=context_parallel,
-        cp_load_balancer=cp_load_balancer,
-        packed_sequences=packed_sequences,
-        activation_checkpointing=activation_checkpointing,
-        compile_options=None if compile is False else {} if compile is True else compile,
-        async_tensor_parallel=async_tensor_parallel,
-        fsdp_mesh=shards,
-        fsdp=options,
-        ep_mesh=submesh(mesh, "ep") if ep > 1 else None,
-        shared_mesh=submesh(mesh, "tp") if ep > 1 and tp > 1 else None,
-        expert_exchange=expert_exchange,
-        expert_fsdp_mesh=expert_fsdp_mesh(mesh) if ep > 1 and shards is not None else None,
-    )
+    given: list[Step] = [
+        PackedSequences(apart=packed_sequences),
+        TensorParallel(plan, sequence_parallel, towers, logits),
+        ExpertParallel(expert_exchange),
+        ContextParallel(context_parallel, cp_load_balancer, cp_attention),
+        ActivationCheckpointing(activation_checkpointing),
+        FSDP2(options),
+        *steps,
+    ]
+    if compile is not False:
+        given.append(Compile({} if compile is True else compile, async_tensor_parallel))
+    elif async_tensor_parallel:
+        raise OptionError("async_tensor_parallel is a pass of Inductor: it needs compile=True or backend='inductor'")
     if shared_prefixes:
-        check_shared_prefixes(model_of_rows(model), parallelism)
-    return replace(parallelism, check_inputs=check_inputs, shared_prefixes=shared_prefixes)
+        given.append(SharedPrefixes())
+    if check_inputs:
+        given.append(CheckInputs())
+    return resolve_steps(model, _meshes(mesh, options), given)
 
 
-def resolve_on(
-    model: nn.Module,
-    *,
-    resolve_plan: Any = None,
-    tp_mesh: DeviceMesh | None = None,
-    cp_mesh: DeviceMesh | None = None,
-    context_parallel: ContextParallel = "allgather",
-    cp_load_balancer: LoadBalancer = "headtail",
-    packed_sequences: bool = False,
-    activation_checkpointing: ActivationCheckpointing = "none",
-    compile_options: Mapping[str, Any] | None = None,
-    async_tensor_parallel: bool = False,
-    fsdp_mesh: DeviceMesh | None = None,
-    fsdp: FSDPOptions | None = None,
-    allow_dtensors: bool = False,
-    ep_mesh: DeviceMesh | None = None,
-    shared_mesh: DeviceMesh | None = None,
-    expert_exchange: ExpertExchange = "all_to_all",
-    expert_fsdp_mesh: DeviceMesh | None = None,
+def resolve_steps(
+    model: nn.Module, meshes: Meshes, steps: Iterable[Step], *, allow_dtensors: bool = False
 ) -> Parallelism:
-    """Check a model against one mesh per axis, whatever the axes are called; the model is not changed.
+    """Resolve and check steps against a model on one mesh per axis, whatever the axes are called; change nothing.
 
     Args:
         model: the model.
-        resolve_plan: returns the plan, or a dict of torch's styles; called only where ``tp`` has more than one rank.
-        tp_mesh: the axis of tensor parallelism.
-        cp_mesh: the axis of context parallelism whose attention is to be replaced.
-        context_parallel: see :func:`resolve_parallelism`.
-        cp_load_balancer: the tokens that each rank of ``cp`` holds.
-        packed_sequences: see :func:`resolve_parallelism`.
-        activation_checkpointing: the mode.
-        compile_options: keywords of ``torch.compile``.
-        async_tensor_parallel: see :func:`resolve_parallelism`.
-        fsdp_mesh: the axis or axes of FSDP2.
-        fsdp: settings of FSDP2.
+        meshes: the axes.
+        steps: the steps, in any order.
         allow_dtensors: accept parameters that are DTensors already, unless a plan is to be applied.
-        ep_mesh: the axis of expert parallelism.
-        shared_mesh: the axis whose ranks have the same tokens.
-        expert_exchange: how tokens travel to their experts.
-        expert_fsdp_mesh: the axis or axes of FSDP2 for experts.
-
-    Returns:
-        The resolved parallelism.
 
     Raises:
         ModelError: see :func:`resolve_parallelism`.
         OptionError: see :func:`resolve_parallelism`.
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
     """
-    require_load_balancer(cp_load_balancer)
-    require_context_parallel(context_parallel)
     if runtime_state(model).offloaded is not None:
         raise ModelError("tensors of the model are offloaded to host memory: call onload(model) before parallelize")
     _require_not_wrapped(model)
-    has_plan = resolve_plan is not None and tp_mesh is not None and tp_mesh.size() > 1
-    if has_plan or not allow_dtensors:
+    if not allow_dtensors or meshes.tp is not None:
         _require_plain_parameters(model)
-    options = fsdp or FSDPOptions()
-    structure = inspect_model(model)
-    recompute = modules_to_recompute(structure, activation_checkpointing)
-    check_fsdp_options(model, options)
-    if cp_mesh is not None:
-        check_context_parallel(model_of_rows(model), structure, context_parallel)
-    if packed_sequences:
-        check_packing(model_of_rows(model), structure)
-    if compile_options is not None:
-        check_compile_options(compile_options)
-    plan = resolve_plan() if has_plan or (ep_mesh is not None and resolve_plan is not None) else None
-    expert_plan = None
-    if ep_mesh is not None:
-        exchange_class(expert_exchange)
-        plan_of_tp, plan = plan, with_expert_parallelism(plan, model)
-        expert_plan = plan.on_axis("ep")
-        check_adapted_experts(model, expert_plan, plan_of_tp, tp=1 if shared_mesh is None else shared_mesh.size())
-    tp = tp_mesh.size() if tp_mesh is not None and has_plan else 1
-    if cp_mesh is not None and context_parallel == "ulysses":
-        check_heads_over_cp(model, structure, plan, cp=cp_mesh.size(), tp=tp)
-    findings: tuple[str, ...] = ()
-    if isinstance(plan, Plan) and (tp > 1 or expert_plan is not None):
-        checked = plan if tp > 1 or expert_plan is None else expert_plan
-        findings = check_plan(model, checked, tp=tp, ep=1 if ep_mesh is None else ep_mesh.size())
-        plan = plan.on_axis("tp") if tp > 1 else None
-    dtypes = FSDPDtypes()
-    if fsdp_mesh is not None:
-        dtypes = fsdp_dtypes(model, structure, options, expert_modules(model, expert_plan))
-    resolved = Parallelism(
-        structure=structure,
-        plan=plan,
-        findings=findings,
-        tp_mesh=tp_mesh if plan is not None else None,
-        expert_plan=expert_plan,
-        ep_mesh=ep_mesh,
-        shared_mesh=shared_mesh,
-        expert_exchange=expert_exchange,
-        expert_fsdp_mesh=expert_fsdp_mesh,
-        cp_mesh=cp_mesh,
-        cp_load_balancer=cp_load_balancer,
-        context_parallel=context_parallel,
-        packed_sequences=packed_sequences,
-        activation_checkpointing=activation_checkpointing,
-        recompute=recompute,
-        compile_options=compile_options,
-        async_tensor_parallel=async_tensor_parallel,
-        fsdp_mesh=fsdp_mesh,
-        fsdp=options,
-        fsdp_dtypes=dtypes,
+    given = list(steps)
+    if not any(isinstance(step, PackedSequences) for step in given):
+        given.append(PackedSequences(apart=False))  # warns
+    in_order = tuple(sorted(given, key=_place))
+    setup = Setup(facts=ModelFacts.of(model), meshes=meshes, steps=in_order)
+    for step in in_order:
+        setup = step.resolve(setup)
+    return Parallelism(setup, tuple((step, step.check(setup)) for step in in_order))
+
+
+def _place(step: Step) -> int:
+    return next(ORDER.index(cls) for cls in type(step).__mro__ if cls in ORDER)
+
+
+def _meshes(mesh: DeviceMesh, options: FSDPOptions) -> Meshes:
+    """Return the axes of a mesh that a call uses.
+
+    Raises:
+        OptionError: a setting needs FSDP2, and the mesh has no data-parallel axis.
+    """
+    tp, cp, ep = axis_size(mesh, "tp"), axis_size(mesh, "cp"), expert_axis_size(mesh)
+    shards = _fsdp_mesh(mesh, options)
+    return Meshes(
+        tp=submesh(mesh, "tp") if tp > 1 else None,
+        cp=mesh["cp"] if cp > 1 else None,
+        ep=submesh(mesh, "ep") if ep > 1 else None,
+        shared=submesh(mesh, "tp") if ep > 1 and tp > 1 else None,
+        fsdp=shards,
+        expert_fsdp=expert_fsdp_mesh(mesh) if ep > 1 and shards is not None else None,
+        batches=_ranks_with_different_batches(mesh) if cp > 1 or ep > 1 else None,
     )
-    prove_context_parallelism(model_of_rows(model), resolved)
-    return resolved
 
 
 def _require_not_wrapped(model: nn.Module) -> None:
@@ -404,8 +282,8 @@ def _require_plain_parameters(model: nn.Module) -> None:
         if isinstance(parameter, DTensor):
             axes = " and ".join(parameter.device_mesh.mesh_dim_names or ()) or "a mesh"
             raise ModelError(
-                f"{path} is a DTensor over {axes} already: parallelize a fresh model; to add steps of your own, call "
-                "resolve_parallelism on the fresh model and then the steps one by one, such as apply_fsdp"
+                f"{path} is a DTensor over {axes} already: parallelize a fresh model; to add steps of your own, pass "
+                "parallelize(..., steps=(MyStep(),))"
             )
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime.parallelism import PlanSource, resolve_parallelism
-from fsdp_runtime.steps.checkpointing import ActivationCheckpointing
-from fsdp_runtime.steps.context.methods import ContextParallel
+from fsdp_runtime.parallelism import resolve_parallelism
+from fsdp_runtime.step import Step
+from fsdp_runtime.steps.checkpointing import CheckpointMode
+from fsdp_runtime.steps.context.methods import Method
 from fsdp_runtime.steps.context.sharding import LoadBalancer
 from fsdp_runtime.steps.experts.step import ExpertExchange
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
-from fsdp_runtime.steps.tensor.step import Logits, Towers
+from fsdp_runtime.steps.tensor.step import Logits, PlanSource, Towers
 
 
 def parallelize(
@@ -23,19 +24,20 @@ def parallelize(
     *,
     plan: PlanSource = "auto",
     sequence_parallel: bool = False,
-    context_parallel: ContextParallel = "allgather",
+    context_parallel: Method = "allgather",
     cp_load_balancer: LoadBalancer = "headtail",
     cp_attention: bool = True,
     packed_sequences: bool = False,
     logits: Logits = "sharded",
     towers: Towers = "sharded",
-    activation_checkpointing: ActivationCheckpointing = "none",
+    activation_checkpointing: CheckpointMode = "none",
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
     async_tensor_parallel: bool = False,
     fsdp: FSDPOptions | None = None,
     check_inputs: bool = False,
     shared_prefixes: bool = False,
     expert_exchange: ExpertExchange = "all_to_all",
+    steps: Sequence[Step] = (),
 ) -> nn.Module:
     """Parallelize a model over a mesh, in place.
 
@@ -71,6 +73,7 @@ def parallelize(
         shared_prefixes: let the model take rows of ``pack_tree``, in which samples share the tokens of their prefixes.
         expert_exchange: how tokens travel to their experts on a mesh with ``ep``: ``"all_to_all"``, or a subclass of
             ``tp_plans.runtime.TokenExchange``.
+        steps: further steps, such as your own.
 
     Returns:
         The same model.
@@ -114,6 +117,7 @@ def parallelize(
         check_inputs=check_inputs,
         shared_prefixes=shared_prefixes,
         expert_exchange=expert_exchange,
+        steps=steps,
     )
     parallelism.apply(model)
     return model

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime import MeshError, OptionError, parallelism
+from fsdp_runtime import MeshError, OptionError, setup
 from fsdp_runtime.dry_run import Estimate, EstimateError, MemoryBreakdown, Peak, estimate, pipeline
 from fsdp_runtime.dry_run.advice import advice_for
 from fsdp_runtime.dry_run.assumptions import quantization_assumptions
+from fsdp_runtime.steps.tensor import step as tensor
 from harness.estimates import made_estimate, made_settings
 from harness.models import tiny_config, tiny_inputs, tiny_model
 
@@ -260,8 +261,9 @@ def test_a_model_is_inspected_once_and_its_plan_resolved_and_checked_once(
 
         monkeypatch.setattr(module, name, counted)
 
-    for name in ("inspect_model", "resolve_adapted_plan", "check_plan"):
-        count(parallelism, name)
+    count(setup, "inspect_model")
+    for name in ("resolve_adapted_plan", "check_plan"):
+        count(tensor, name)
     count(pipeline, "trace_step")
     plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     run(mesh={"dp_shard": 2, "tp": 2}, plan=plan, exact=exact)

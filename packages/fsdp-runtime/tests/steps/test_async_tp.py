@@ -22,7 +22,7 @@ class _Mesh(SimpleNamespace):
         return self.sizes[self.mesh_dim_names[axis]]
 
 
-CUDA = _Mesh(device_type="cuda", mesh_dim_names=("dp_shard", "tp"), sizes={"dp_shard": 1, "tp": 2})
+CUDA = _Mesh(device_type="cuda", mesh_dim_names=("tp",), sizes={"tp": 2})
 
 
 def test_the_compiler_is_asked_beside_the_users_own_options() -> None:
@@ -31,14 +31,13 @@ def test_the_compiler_is_asked_beside_the_users_own_options() -> None:
     )
     assert asked == {"dynamic": False, "options": {"epilogue_fusion": True, "_micro_pipeline_tp": True}}
     layer = nn.Linear(2, 2)
-    layer.compile(**async_compile_options(CUDA, True, sequence_parallel=True))  # torch checks the names of options
+    layer.compile(**async_compile_options(CUDA, {}, sequence_parallel=True))  # torch checks the names of options
 
 
 @pytest.mark.parametrize(
     ("compile_options", "sequence_parallel", "message"),
     [
-        (True, False, "overlaps the collectives of sequence parallelism: it needs a mesh with tp larger than 1"),
-        (False, True, "a pass of Inductor: it needs compile=True"),
+        ({}, False, "overlaps the collectives of sequence parallelism: it needs a mesh with tp larger than 1"),
         ({"backend": "aot_eager"}, True, "needs compile=True"),
         ({"mode": "max-autotune"}, True, "cannot be combined with mode='max-autotune'"),
     ],
@@ -46,6 +45,12 @@ def test_the_compiler_is_asked_beside_the_users_own_options() -> None:
 def test_what_leaves_nothing_to_overlap_is_refused(compile_options: Any, sequence_parallel: bool, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         async_compile_options(CUDA, compile_options, sequence_parallel=sequence_parallel)
+
+
+def test_without_compilation_nothing_is_overlapped() -> None:
+    model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
+    with pytest.raises(OptionError, match="a pass of Inductor: it needs compile=True"):
+        parallelize(model, MeshSpec().build(device_type="cpu"), async_tensor_parallel=True)
 
 
 def _on_the_cpu() -> None:

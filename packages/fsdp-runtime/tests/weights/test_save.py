@@ -6,6 +6,7 @@ import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from fsdp_runtime import (
     OptionError,
     WeightsError,
-    apply_tp,
     load_weights,
     parallelize,
     resolve_parallelism,
@@ -29,6 +29,7 @@ from fsdp_runtime import (
     save_weights,
 )
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.steps.tensor.step import TensorParallel
 from fsdp_runtime.sync import WeightExport
 from fsdp_runtime.training_state import save_training_state
 from fsdp_runtime.weights import save
@@ -80,7 +81,9 @@ def test_saved_files_equal_save_pretrained_and_load_in_transformers(
 def _files_written_by_a_replica(directory: Path) -> list[str]:
     """Split over ``tp`` only, so that no parameter knows of the replicas; the files that this rank moved into place."""
     model = _model()
-    apply_tp(model, resolve_parallelism(model, mesh_for({"dp_replicate": 2, "tp": 2})))
+    resolved = resolve_parallelism(model, mesh_for({"dp_replicate": 2, "tp": 2}))
+    steps = tuple(each for each in resolved.steps if isinstance(each[0], TensorParallel))
+    replace(resolved, steps=steps).apply(model)
     moved, move = [], save.move_into_place
     save.move_into_place = lambda file, target: (moved.append(target.name), move(file, target))
     try:

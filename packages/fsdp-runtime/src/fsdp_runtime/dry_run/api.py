@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 if TYPE_CHECKING:
     from fsdp_runtime.dry_run.types import Estimate
     from fsdp_runtime.mesh.spec import MeshSpec
-    from fsdp_runtime.steps.checkpointing import ActivationCheckpointing
-    from fsdp_runtime.steps.context.methods import ContextParallel
+    from fsdp_runtime.steps.checkpointing import CheckpointMode
+    from fsdp_runtime.steps.context.methods import Method
     from tp_plans import Plan, Style
 
 
@@ -23,8 +23,8 @@ def estimate(
     plan: Plan | Mapping[str, Style | str] | str | None = "auto",
     sequence_parallel: bool = False,
     towers: Literal["sharded", "replicated"] = "sharded",
-    context_parallel: ContextParallel | str = "allgather",
-    activation_checkpointing: ActivationCheckpointing | str = "none",
+    context_parallel: Method | str = "allgather",
+    activation_checkpointing: CheckpointMode | str = "none",
     dtype: str = "bf16",
     master_dtype: str | None = None,
     optimizer: str = "adamw",
@@ -135,8 +135,8 @@ def estimate(
         plan=plan,
         sequence_parallel=sequence_parallel,
         towers=towers,
-        context_parallel=cast("ContextParallel", context_parallel),  # checked by its use
-        activation_checkpointing=cast("ActivationCheckpointing", activation_checkpointing),  # checked by its use
+        context_parallel=cast("Method", context_parallel),  # checked by its use
+        activation_checkpointing=cast("CheckpointMode", activation_checkpointing),  # checked by its use
     )
     return run(
         model,

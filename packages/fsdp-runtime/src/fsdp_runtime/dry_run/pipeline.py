@@ -143,7 +143,7 @@ def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, tra
 
 def _path_of_experts(parallelism: Parallelism) -> str:
     """Return the path of the modules whose tokens are dispatched, or ``""``."""
-    return next((pattern for pattern, _ in (parallelism.expert_plan or Plan({})).items()), "")
+    return next((pattern for pattern, _ in (parallelism.setup.expert_plan or Plan({})).items()), "")
 
 
 def _names_single_blocks(parallelism: Parallelism) -> bool:

@@ -26,12 +26,12 @@ from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.trace.recorder import Recorder
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.mesh.spec import axis_size
-from fsdp_runtime.parallelism import Parallelism, PlanSource
-from fsdp_runtime.steps.checkpointing import ActivationCheckpointing, modules_to_recompute
-from fsdp_runtime.steps.context.methods import ContextParallel
+from fsdp_runtime.parallelism import Parallelism
+from fsdp_runtime.steps.checkpointing import CheckpointMode
+from fsdp_runtime.steps.context.methods import Method
 from fsdp_runtime.steps.context.sharding import sequence_layout
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
-from fsdp_runtime.steps.tensor.step import Towers
+from fsdp_runtime.steps.tensor.step import PlanSource, Towers
 
 OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer] | None] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True),
@@ -55,8 +55,8 @@ class StepConfig:
     offload: bool
     plan: PlanSource
     sequence_parallel: bool
-    activation_checkpointing: ActivationCheckpointing
-    context_parallel: ContextParallel = "allgather"
+    activation_checkpointing: CheckpointMode
+    context_parallel: Method = "allgather"
     assume_gradients: bool = False
     routing: Routing = "balanced"
     towers: Towers = "sharded"
@@ -100,8 +100,7 @@ def trace_step(
     """
     model, structure = traced.model, traced.structure
     vocabulary = vocabulary_size(model, structure.embedding)
-    recompute = modules_to_recompute(structure, step.activation_checkpointing)
-    replace(parallelism, structure=structure, recompute=recompute).apply(model)
+    parallelism.on(model, structure).apply(model)
     replicated = _replicated(model)
     with fake_tensors_without_data(), rl_logprobs_on_accelerator() as tile_multiplicity:
         model.to_empty(device="cpu")

@@ -13,35 +13,34 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._torch_compat import MICRO_PIPELINE, enable_symmetric_memory
 from fsdp_runtime.errors import BackendError, OptionError
-from fsdp_runtime.mesh.spec import axis_size
 
 
 def async_compile_options(
-    mesh: DeviceMesh, compile_options: bool | Mapping[str, Any], *, sequence_parallel: bool
+    tp_mesh: DeviceMesh | None, compile_options: Mapping[str, Any], *, sequence_parallel: bool
 ) -> dict[str, Any]:
     """Return the keywords of ``torch.compile`` that enable async tensor parallelism.
 
     Args:
-        mesh: the mesh to run on.
-        compile_options: the ``compile`` argument of ``parallelize``.
+        tp_mesh: the axis that layers are sharded over, ``None`` without one.
+        compile_options: keywords of ``torch.compile``.
         sequence_parallel: activations between blocks are sharded over ``tp``.
 
     Raises:
         OptionError: ``tp``, sequence parallelism or the compiler is missing, and there is nothing to overlap.
         BackendError: the mesh is not on CUDA.
     """
-    if axis_size(mesh, "tp") == 1 or not sequence_parallel:
+    if tp_mesh is None or not sequence_parallel:
         raise OptionError(
             "async_tensor_parallel overlaps the collectives of sequence parallelism: it needs a mesh with tp larger "
             "than 1 and sequence_parallel=True"
         )
-    options = {} if compile_options is True else dict(compile_options or {})
-    if compile_options is False or options.get("backend", "inductor") != "inductor":
+    options = dict(compile_options)
+    if options.get("backend", "inductor") != "inductor":
         raise OptionError("async_tensor_parallel is a pass of Inductor: it needs compile=True or backend='inductor'")
-    if mesh.device_type != "cuda":
+    if tp_mesh.device_type != "cuda":
         raise BackendError(
-            f"async_tensor_parallel needs CUDA devices with peer access, and the mesh is on {mesh.device_type}: leave "
-            "it off, which does not change the results"
+            f"async_tensor_parallel needs CUDA devices with peer access, and the mesh is on {tp_mesh.device_type}: "
+            "leave it off, which does not change the results"
         )
     if options.get("mode") is not None:  # torch.compile takes a mode or options
         raise OptionError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -21,14 +21,13 @@ from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.routing.routers import routers_of
 from fsdp_runtime.routing.session import CarriedRoutes
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.step import Step
 from fsdp_runtime.steps.documents.step import packing_of
 from fsdp_runtime.steps.recomputation import bound
 from fsdp_runtime.steps.saved_tensors import SelectiveContexts, contexts_of_compiled
 from fsdp_runtime.wrap import Wrapper, is_wrapped, wrap
 from tp_plans.runtime import MLP_MODULES
-
-if TYPE_CHECKING:
-    from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class SelectiveCheckpoint:
         return found
 
 
-ActivationCheckpointing = Mode | SelectiveCheckpoint
+CheckpointMode = Mode | SelectiveCheckpoint
 
 
 def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, ...]:
@@ -111,46 +110,61 @@ def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, 
     return tuple(path for path, block in structure.blocks.items() if has_forward(block))
 
 
-def apply_ac(model: nn.Module, parallelism: Parallelism) -> None:
-    """Make modules recompute their activations in backward, in place; the fifth of the seven steps.
+@dataclass(frozen=True)
+class ActivationCheckpointing(Step):
+    """Make modules recompute their activations in backward.
 
     Recomputation would append each key to a key/value cache twice, so ``use_cache`` of the model's configs is set to
     ``False`` where whole blocks recompute.
 
     Args:
-        model: the model.
-        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``recompute`` lists the modules.
+        mode: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts in backward; or a
+            :class:`SelectiveCheckpoint` with the operators whose results are kept.
+
+    Raises:
+        OptionError: an unknown mode.
 
     Example:
         >>> from torch import nn
-        >>> from fsdp_runtime import MeshSpec, apply_ac, describe_parallelism, resolve_parallelism
+        >>> from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
         >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]))
-        >>> mesh = MeshSpec().build(device_type="cpu")
-        >>> apply_ac(model, resolve_parallelism(model, mesh, activation_checkpointing="block"))
+        >>> model = parallelize(model, MeshSpec().build(device_type="cpu"), activation_checkpointing="block")
         >>> describe_parallelism(model).recomputing
         ('0.0', '0.1')
     """
-    mode = parallelism.activation_checkpointing
-    if mode == "none":
-        return
-    selective = SelectiveCheckpoint() if mode == "selective" else mode
-    saved = selective.overloads() if isinstance(selective, SelectiveCheckpoint) else None
-    exchanged = routers_of(parallelism.structure) if parallelism.expert_plan is not None else None
-    documents = packing_of(model)
-    modules = {path: model.get_submodule(path) for path in parallelism.recompute}
-    wrap(modules.values(), Recomputing)
-    for path, module in modules.items():
-        state = runtime_state(module)
-        state.checkpoint_contexts = SelectiveContexts(saved) if saved else None
-        routes = CarriedRoutes(exchanged and exchanged.inside(path))
-        state.carried = (routes,) if documents is None else (routes, documents)
-    if mode != "mlp":  # no cache is filled inside a feed-forward part
-        disable_cache(model)
-    logger.info("activation checkpointing: %d modules recompute", len(parallelism.recompute))
+
+    mode: CheckpointMode = "block"
+
+    def check(self, setup: Setup) -> tuple[str, ...]:
+        """Return the paths of the modules that recompute.
+
+        Raises:
+            ModelError: ``"mlp"`` for a model whose blocks have no part of that name.
+        """
+        return modules_to_recompute(setup.structure, self.mode)
+
+    def apply(self, model: nn.Module, setup: Setup, found: tuple[str, ...]) -> None:
+        """Put recomputation in front of the modules."""
+        if self.mode == "none":
+            return
+        selective = SelectiveCheckpoint() if self.mode == "selective" else self.mode
+        saved = selective.overloads() if isinstance(selective, SelectiveCheckpoint) else None
+        exchanged = routers_of(setup.structure) if setup.expert_plan is not None else None
+        documents = packing_of(model)
+        modules = {path: model.get_submodule(path) for path in found}
+        wrap(modules.values(), Recomputing)
+        for path, module in modules.items():
+            state = runtime_state(module)
+            state.checkpoint_contexts = SelectiveContexts(saved) if saved else None
+            routes = CarriedRoutes(exchanged and exchanged.inside(path))
+            state.carried = (routes,) if documents is None else (routes, documents)
+        if self.mode != "mlp":  # no cache is filled inside a feed-forward part
+            disable_cache(model)
+        logger.info("activation checkpointing: %d modules recompute", len(found))
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Return True if :func:`apply_ac` made the module recompute its activations."""
+    """Return True if :class:`ActivationCheckpointing` made the module recompute its activations."""
     return is_wrapped(module, Recomputing)
 
 

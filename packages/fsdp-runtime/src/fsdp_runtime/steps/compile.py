@@ -5,17 +5,18 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_runtime._transformers_compat.models import disable_cache
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.steps.async_tp import enable_async_tp
-
-if TYPE_CHECKING:
-    from fsdp_runtime.parallelism import Parallelism
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.step import Step
+from fsdp_runtime.steps.async_tp import async_compile_options, enable_async_tp
+from fsdp_runtime.steps.tensor.step import TensorParallel
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,9 @@ def check_compile_options(options: Mapping[str, Any]) -> None:
         raise OptionError(f"compile={dict(options)!r} is refused by torch.compile: {reason}") from error
 
 
-def apply_compile(model: nn.Module, parallelism: Parallelism) -> None:
-    """Compile every block with ``nn.Module.compile``, in place; the sixth of the seven steps.
+@dataclass(frozen=True)
+class Compile(Step):
+    """Compile every block with ``nn.Module.compile``, in place.
 
     Names, classes and the state dict do not change, and blocks of one class share their compiled code.  The hooks of
     tensor parallelism and activation checkpointing are compiled too; FSDP2's hooks, applied later, run outside (the
@@ -50,28 +52,45 @@ def apply_compile(model: nn.Module, parallelism: Parallelism) -> None:
     have a cache nevertheless.  From torch 2.13 on, ``recompile_limit`` is 64 unless the options have one.
 
     Args:
-        model: the model.
-        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``compile_options`` are ``None`` where nothing
-            is compiled, and then nothing changes.
+        options: keywords of ``torch.compile``.
+        async_tensor_parallel: let the compiler overlap products with the collectives of sequence parallelism; needs
+            CUDA.
 
     Example:
         >>> from torch import nn
-        >>> from fsdp_runtime import MeshSpec, apply_compile, describe_parallelism, resolve_parallelism
+        >>> from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
         >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
-        >>> mesh = MeshSpec().build(device_type="cpu")
-        >>> apply_compile(model, resolve_parallelism(model, mesh, compile={"backend": "eager"}))
+        >>> model = parallelize(model, MeshSpec().build(device_type="cpu"), compile={"backend": "eager"})
         >>> describe_parallelism(model).compiled
         ('0.0',)
     """
-    if parallelism.compile_options is None:
-        return
-    if parallelism.async_tensor_parallel and parallelism.tp_mesh is not None:
-        enable_async_tp(parallelism.tp_mesh)
-    options = _with_limit(parallelism.compile_options)
-    for path in parallelism.structure.blocks:
-        model.get_submodule(path).compile(**options)
-    disable_cache(model)
-    logger.info("torch.compile: %d blocks", len(parallelism.structure.blocks))
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    async_tensor_parallel: bool = False
+
+    def check(self, setup: Setup) -> Mapping[str, Any]:
+        """Return the keywords of ``torch.compile``.
+
+        Raises:
+            OptionError: torch refuses them, or there is nothing for async tensor parallelism to overlap.
+            BackendError: async tensor parallelism needs CUDA.
+        """
+        options = self.options
+        if self.async_tensor_parallel:
+            layers = setup.step(TensorParallel)
+            sequence_parallel = layers is not None and layers.sequence_parallel
+            options = async_compile_options(setup.meshes.tp, options, sequence_parallel=sequence_parallel)
+        check_compile_options(options)
+        return _with_limit(options)
+
+    def apply(self, model: nn.Module, setup: Setup, found: Mapping[str, Any]) -> None:
+        """Compile the blocks."""
+        if self.async_tensor_parallel and setup.meshes.tp is not None:
+            enable_async_tp(setup.meshes.tp)
+        for path in setup.structure.blocks:
+            model.get_submodule(path).compile(**found)
+        disable_cache(model)
+        logger.info("torch.compile: %d blocks", len(setup.structure.blocks))
 
 
 def _with_limit(options: Mapping[str, Any]) -> Mapping[str, Any]:

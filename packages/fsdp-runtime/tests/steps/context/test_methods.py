@@ -14,9 +14,9 @@ from coverage.table import entries
 from coverage.table import tiny_model as tiny_row
 from fsdp_runtime import ContextAttention, LayoutError, MeshSpec, ModelError, OptionError
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
-from fsdp_runtime.model import inspect_model
+from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps.context.masks import SequenceMask
-from fsdp_runtime.steps.context.methods import ContextParallel
+from fsdp_runtime.steps.context.methods import Method
 from fsdp_runtime.steps.context.ring import Parts
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import check_context_parallel, check_heads_over_cp
@@ -27,7 +27,7 @@ from harness.models import tiny_model
 HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 16, 32
 
 
-def _sent(way: ContextParallel, ranks: int) -> Counter[tuple[str, int]]:
+def _sent(way: Method, ranks: int) -> Counter[tuple[str, int]]:
     """The collectives of one layer, forward and backward, by kind and bytes of this rank's input."""
     with fake_world(MeshSpec(cp=ranks), rank=0) as mesh:
         shapes = ((HEADS, TOKENS, DIM), (KV_HEADS, TOKENS, DIM), (KV_HEADS, TOKENS, DIM))
@@ -116,22 +116,22 @@ def test_an_unknown_way_is_refused_with_those_that_exist() -> None:
 def test_a_ring_refuses_attention_by_a_models_own_function() -> None:
     model = tiny_row(entries()["granite_swa"])  # sinks
     with pytest.raises(ModelError, match=r"uses its own function.*give 'ulysses' or 'allgather'"):
-        check_context_parallel(model, inspect_model(model), "ring")
-    check_context_parallel(model, inspect_model(model), "ulysses")
+        check_context_parallel(ModelFacts.of(model), "ring")
+    check_context_parallel(ModelFacts.of(model), "ulysses")
 
 
 def test_a_ring_refuses_dropout() -> None:
     model = tiny_model("LlamaForCausalLM", attention_dropout=0.1)
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn has attention_dropout=0\.1: set it to 0, or give 'ul"):
-        check_context_parallel(model, inspect_model(model), "ring")
+        check_context_parallel(ModelFacts.of(model), "ring")
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_numbers() -> None:
     model = tiny_model("LlamaForCausalLM")
-    structure = inspect_model(model)
+    facts = ModelFacts.of(model)
     heads = model.config.num_attention_heads
-    check_heads_over_cp(model, structure, None, cp=heads, tp=1)
+    check_heads_over_cp(facts, None, cp=heads, tp=1)
     with pytest.raises(ModelError, match=rf"divides heads over cp=3, and .* has {heads} query heads on a rank: choose"):
-        check_heads_over_cp(model, structure, None, cp=3, tp=1)
+        check_heads_over_cp(facts, None, cp=3, tp=1)
     with pytest.raises(ModelError, match=rf"has {heads // 2} query heads on a rank, {heads} over tp=2"):
-        check_heads_over_cp(model, structure, "any", cp=heads, tp=2)
+        check_heads_over_cp(facts, "any", cp=heads, tp=2)

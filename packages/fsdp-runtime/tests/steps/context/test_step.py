@@ -20,7 +20,7 @@ from fsdp_runtime import (
     parallelize,
     sequence_layout,
 )
-from fsdp_runtime.model import inspect_model
+from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps.context.full_sequence import eager_function, gather_for, gathered_mixers
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import (
@@ -39,7 +39,7 @@ def _attention() -> ContextAttention:
 
 def _refused(model: nn.Module, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        check_context_parallel(model, inspect_model(model))
+        check_context_parallel(ModelFacts.of(model))
 
 
 def test_attention_of_another_kind_is_refused_with_the_fix() -> None:
@@ -84,7 +84,7 @@ def test_masks_that_are_made_from_the_length_of_a_row_are_refused() -> None:
 def test_only_mixers_that_are_no_plain_attention_run_on_full_sequences(row: str, ways: dict[str, str]) -> None:
     model = tiny_row(entries()[row])
     implementation = model.config.get_text_config()._attn_implementation
-    found = gathered_mixers(inspect_model(model), implementation)
+    found = gathered_mixers(ModelFacts.of(model).token_mixers, implementation)
     assert {mixer.kind: mixer.way for mixer in found} == ways
 
 
@@ -175,7 +175,7 @@ def _gptj() -> Any:
     model = transformers.GPTJForCausalLM(config).eval()
     attention = _attention()
     attention.eager = eager_function
-    gathered = gather_for(gathered_mixers(inspect_model(model), "eager"), attention)
+    gathered = gather_for(gathered_mixers(ModelFacts.of(model).token_mixers, "eager"), attention)
     replace_attention(model, attention, keep=gathered.modules)
     return model
 

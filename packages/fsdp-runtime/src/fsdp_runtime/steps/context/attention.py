@@ -26,7 +26,7 @@ from fsdp_runtime._transformers_compat.masks import is_causal_mask_function, sdp
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
 from fsdp_runtime.steps.context.masks import SequenceMask
-from fsdp_runtime.steps.context.methods import ContextParallel, require_context_parallel
+from fsdp_runtime.steps.context.methods import Method, require_context_parallel
 from fsdp_runtime.steps.context.ring import attend_around, attend_to_prefixes
 from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout
 from fsdp_runtime.steps.context.ulysses import OwnHeads, attend_over_heads
@@ -68,7 +68,7 @@ class ContextAttention:
 
     group: ProcessGroup
     load_balancer: LoadBalancer
-    context_parallel: ContextParallel = "allgather"
+    context_parallel: Method = "allgather"
     masked: bool = False
     padding: Tensor | None = None
     documents: Tensor | None = None

@@ -8,7 +8,7 @@ for any mixer, and its work and memory are those of one rank without ``cp``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime.errors import LayoutError
-from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
 from fsdp_runtime.steps.context.local_recurrences import OwnTokens, forward_on_own_tokens
@@ -34,27 +33,26 @@ from fsdp_runtime.steps.documents.isolation import (
     uses_interface,
 )
 from fsdp_runtime.steps.documents.recurrences import mix_in
-from fsdp_runtime.steps.documents.token_mixers import TokenMixer, Way, has_inner_mixer, token_mixers
+from fsdp_runtime.steps.documents.token_mixers import TokenMixer, Way, has_inner_mixer
 from fsdp_runtime.wrap import Wrapper, wrap
 
 
-def gathered_mixers(structure: ModelStructure, implementation: str) -> tuple[TokenMixer, ...]:
+def gathered_mixers(mixers: Sequence[TokenMixer], implementation: str) -> tuple[TokenMixer, ...]:
     """Return the token mixers that run on the full sequence: all but attention that ``ContextAttention`` replaces.
 
     Args:
-        structure: the model's parts.
+        mixers: the token mixers of the model.
         implementation: the attention implementation of the model's config.
     """
-    mixers = token_mixers(structure)
     # A layer without an indexer of its own may use the keys that another layer's has picked.
     indexed = {type(mixer.module) for mixer in mixers if has_inner_mixer(mixer.module)}
     return tuple(m for m in mixers if type(m.module) in indexed or not _is_replaced(m, implementation))
 
 
-def replaced_attention(structure: ModelStructure, implementation: str) -> tuple[TokenMixer, ...]:
+def replaced_attention(mixers: Sequence[TokenMixer], implementation: str) -> tuple[TokenMixer, ...]:
     """Return the attention that ``ContextAttention`` computes: all token mixers but those of full sequences."""
-    gathered = {mixer.path for mixer in gathered_mixers(structure, implementation)}
-    return tuple(mixer for mixer in token_mixers(structure) if mixer.path not in gathered)
+    gathered = {mixer.path for mixer in gathered_mixers(mixers, implementation)}
+    return tuple(mixer for mixer in mixers if mixer.path not in gathered)
 
 
 def _is_replaced(mixer: TokenMixer, implementation: str) -> bool:

@@ -14,7 +14,7 @@ from tp_plans import ColwiseParallel, Plan
 from tp_plans.runtime import FUSED_QKV, HEAD_COUNTS, MLA_HEADS, MLA_QUERIES, MLA_ROPE_DIM, QUERY
 
 #: How queries meet the keys of other ranks: torch's word, DeepSpeed's, and that of Liu et al.
-ContextParallel = Literal["allgather", "ulysses", "ring"]
+Method = Literal["allgather", "ulysses", "ring"]
 WAYS = ("allgather", "ulysses", "ring")
 
 
@@ -28,7 +28,7 @@ def require_context_parallel(name: object) -> None:
         raise OptionError(f"context_parallel={name!r}: write {', '.join(map(repr, WAYS[:-1]))} or {WAYS[-1]!r}")
 
 
-def check_attention(mixers: Sequence[TokenMixer], implementation: str, way: ContextParallel) -> None:
+def check_attention(mixers: Sequence[TokenMixer], implementation: str, way: Method) -> None:
     """Check that a way computes what the attention of a model needs.
 
     Args:

@@ -9,24 +9,25 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import forward_pre_hooks
-from fsdp_runtime._transformers_compat.attention import attention_in_force, use_attention
+from fsdp_runtime._transformers_compat.attention import use_attention
 from fsdp_runtime._transformers_compat.models import (
     is_encoder_decoder,
-    is_transformers_model,
     original_class,
     picks_one_token,
     pooler,
     rope_types,
 )
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
-from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.setup import ModelFacts, Setup
+from fsdp_runtime.step import Step
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.full_sequence import (
@@ -36,27 +37,15 @@ from fsdp_runtime.steps.context.full_sequence import (
     gathered_mixers,
     replaced_attention,
 )
-from fsdp_runtime.steps.context.methods import ContextParallel, check_attention, check_heads
+from fsdp_runtime.steps.context.methods import Method, check_attention, check_heads, require_context_parallel
+from fsdp_runtime.steps.context.sharding import LoadBalancer, require_load_balancer
+from fsdp_runtime.steps.context.verify import verify_context_parallelism
 from fsdp_runtime.steps.documents.documents import find_documents
-from fsdp_runtime.steps.documents.positions import (
-    DerivedPositions,
-    cuts_padding_mask,
-    derived_positions,
-    ignores_position_ids,
-    masks_embeddings,
-    needs_full_row,
-)
+from fsdp_runtime.steps.documents.positions import DerivedPositions
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
-from fsdp_runtime.steps.documents.token_mixers import (
-    attends_both_ways,
-    bidirectional_without_mask,
-    makes_own_masks,
-    token_mixers,
-)
+from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
+from fsdp_runtime.steps.documents.step import keeps_documents_apart
 from fsdp_runtime.wrap import hook_model
-
-if TYPE_CHECKING:
-    from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +55,7 @@ _TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def check_context_parallel(model: Any, structure: ModelStructure, way: ContextParallel = "allgather") -> None:
+def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None:
     """Check that the modules that mix tokens are known, and that attention can be replaced.
 
     Raises:
@@ -74,8 +63,8 @@ def check_context_parallel(model: Any, structure: ModelStructure, way: ContextPa
             and a decoder, embeds tokens by more than their ids and positions, its token mixers cannot span the full
             sequence, or this way cannot compute its attention.
     """
-    name = type(model).__name__
-    if not is_transformers_model(model):
+    model, name = facts.inner, facts.name
+    if not facts.of_transformers:
         raise ModelError(
             f"{name} is not a transformers model: cp replaces attention through transformers.AttentionInterface; call "
             "ContextAttention(group, load_balancer).attend in your model and pass cp_attention=False"
@@ -89,87 +78,117 @@ def check_context_parallel(model: Any, structure: ModelStructure, way: ContextPa
         raise ModelError(
             f"{name} has an encoder and a decoder, whose attention to each other is not spread over cp: use cp=1"
         )
-    if (path := pooler(model)) is not None and attends_both_ways(model, structure):
+    if (path := pooler(model)) is not None and facts.attends_both_ways:
         raise ModelError(
             f"{path} of {name} makes one vector of each row, and a rank of cp holds a part of the row: use cp=1, or "
             "build the model with add_pooling_layer=False and pool gathered hidden states"
         )
-    if (path := ignores_position_ids(structure)) is not None:
+    if (path := facts.ignores_position_ids) is not None:
         raise ModelError(f"{name} looks up {path} by a token's place in a rank's row, not by position_ids: use cp=1")
-    if (reason := needs_full_row(structure)) is not None:
+    if (reason := facts.needs_full_row) is not None:
         raise ModelError(f"{name} cannot run on a part of a row: its {reason}; use cp=1")
-    if (path := masks_embeddings(structure)) is not None:
+    if (path := facts.masks_embeddings) is not None:
         raise ModelError(
             f"{path} of {name} multiplies this rank's embeddings with the padding mask of the full row: use cp=1"
         )
-    config = model.config.get_text_config()
-    if attention_in_force(config) not in ("sdpa", "eager"):
+    if facts.attention not in ("sdpa", "eager"):
         raise ModelError(
-            f"{name} computes attention by {attention_in_force(config)!r}: cp needs 'sdpa' or 'eager', as set by "
+            f"{name} computes attention by {facts.attention!r}: cp needs 'sdpa' or 'eager', as set by "
             "model.set_attn_implementation"
         )
-    if not token_mixers(structure):
+    if not facts.token_mixers:
         raise ModelError(
             f"no module in the blocks of {name} takes an attention mask, a cache or a state, so that it is not known "
             "which ones mix tokens: use cp=1"
         )
-    if (path := makes_own_masks(structure)) is not None:
+    if (path := facts.makes_own_masks) is not None:
         raise ModelError(f"{path} of {name} computes its mask and positions from the length of a rank's row: use cp=1")
-    rope = rope_types(config) & set(_LENGTH_DEPENDENT)
+    rope = rope_types(facts.text_config) & set(_LENGTH_DEPENDENT)
     if rope:
         raise ModelError(
             f"{name} has rotary embeddings of type {', '.join(rope)}, whose frequencies depend on the longest position "
             "that a rank sees: use cp=1, or set rope_type to another one"
         )
-    implementation = str(attention_in_force(config))
-    check_attention(replaced_attention(structure, implementation), implementation, way)
+    check_attention(replaced_attention(facts.token_mixers, facts.attention), facts.attention, way)
 
 
-def check_heads_over_cp(model: Any, structure: ModelStructure, plan: object, *, cp: int, tp: int) -> None:
+def check_heads_over_cp(facts: ModelFacts, plan: object, *, cp: int, tp: int) -> None:
     """Check that the ranks of ``cp`` divide the query heads.
 
     Raises:
         ModelError: they do not.
     """
-    implementation = str(attention_in_force(model.config.get_text_config()))
-    check_heads(structure, replaced_attention(structure, implementation), plan, cp=cp, tp=tp)
+    check_heads(facts.structure, replaced_attention(facts.token_mixers, facts.attention), plan, cp=cp, tp=tp)
 
 
-def apply_cp(model: nn.Module, parallelism: Parallelism) -> None:
-    """Make a model take its tokens sharded over ``cp``, in place; the fourth of the seven steps.
+@dataclass(frozen=True)
+class ContextParallel(Step):
+    """Make a model take its tokens sharded over ``cp``.
 
     Its forward then takes this rank's part of every input (see ``SequenceLayout.shard_batch``) and returns the outputs
     of this rank's tokens.  Missing position ids are filled in.  ``attention_mask`` may also be the mask of the full
     sequence, which saves an all-gather.
 
     Args:
-        model: a transformers model whose attention is ``"sdpa"``.
-        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``cp_mesh`` is ``None`` without context
-            parallelism, and then nothing changes.
+        method: how attention spans the ranks: ``"allgather"`` (keys and values are gathered), ``"ulysses"`` (heads are
+            exchanged for sequence by all-to-all) or ``"ring"`` (keys and values go round).
+        load_balancer: the tokens that each rank holds: ``"headtail"`` (one chunk from either end) or ``None`` (one
+            contiguous chunk); shard inputs with ``sequence_layout(mesh, length, load_balancer=...)``.
+        attention: replace the model's attention; ``False`` for a model that calls ``ContextAttention`` itself.
 
-    Example:
-        >>> from torch import nn
-        >>> from fsdp_runtime import MeshSpec, apply_cp, resolve_parallelism
-        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
-        >>> parallelism = resolve_parallelism(model, MeshSpec(cp=1).build(device_type="cpu"))
-        >>> apply_cp(model, parallelism)  # one rank of cp: attention is left alone
-        >>> parallelism.cp_mesh is None
-        True
+    Raises:
+        OptionError: a value is not allowed.
     """
-    if parallelism.cp_mesh is not None:
-        if runtime_state(model).gathered is None:
-            gather_mixers(model, parallelism)
+
+    method: Method = "allgather"
+    load_balancer: LoadBalancer = "headtail"
+    attention: bool = True
+
+    def __post_init__(self) -> None:
+        require_context_parallel(self.method)
+        require_load_balancer(self.load_balancer)
+
+    def resolve(self, setup: Setup) -> Setup:
+        """Leave the axis out for a model with attention of its own."""
+        return setup if self.attention else replace(setup, meshes=replace(setup.meshes, cp=None))
+
+    def check(self, setup: Setup) -> None:
+        """Check that the modules that mix tokens are known, and that they can span the axis; collective over ``cp``.
+
+        Raises:
+            ModelError: they are not, or a run of a small copy computes something else.
+        """
+        if setup.meshes.cp is None:
+            return
+        check_context_parallel(setup.facts, self.method)
+        if self.method == "ulysses":
+            check_heads_over_cp(setup.facts, setup.plan, cp=setup.meshes.cp.size(), tp=setup.tp)
+        verify_context_parallelism(self.load_balancer, setup, self._apply_to_copy)
+
+    def prepare(self, model: nn.Module, setup: Setup, found: None) -> None:
+        """Make the token mixers that are no plain attention run on full sequences."""
+        if setup.meshes.cp is not None:
+            gather_mixers(model, self, setup)
+
+    def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
+        """Replace the attention, and complete the inputs of every forward."""
+        if setup.meshes.cp is None:
+            return
         gathered: Gathered = runtime_state(model).gathered
-        shared_prefixes = parallelism.shared_prefixes
-        derived = derived_positions(parallelism.structure)
         replace_attention(
             model,
             gathered.attention,
             keep=gathered.modules,
-            shared_prefixes=shared_prefixes,
-            derived=derived,
-            cuts_padding=cuts_padding_mask(parallelism.structure),
+            shared_prefixes=setup.step(SharedPrefixes) is not None,
+            derived=setup.facts.derived_positions,
+            cuts_padding=setup.facts.cuts_padding_mask,
         )
+
+    def _apply_to_copy(self, model: nn.Module, setup: Setup) -> None:
+        """Apply this step alone to a small copy, whose rows are single documents."""
+        alone = replace(setup, facts=ModelFacts.of(model), steps=())
+        self.prepare(model, alone, None)
+        self.apply(model, alone, None)
 
 
 def replace_attention(
@@ -186,20 +205,19 @@ def replace_attention(
     hook_model(model, "completes a rank's part of rows", _Inputs(attention, shared_prefixes, derived, cuts_padding))
 
 
-def gather_mixers(model: Any, parallelism: Parallelism) -> None:
-    """Make the token mixers that are no plain attention run on full sequences, in place; before ``apply_tp``."""
-    cp_mesh = parallelism.cp_mesh
+def gather_mixers(model: Any, step: ContextParallel, setup: Setup) -> None:
+    """Make the token mixers that are no plain attention run on full sequences, in place; before layers are sharded."""
+    cp_mesh, facts = setup.meshes.cp, setup.facts
     if cp_mesh is None:
         raise OptionError("no cp axis was resolved")
-    implementation = str(attention_in_force(model.config.get_text_config()))
     # Without attention that it computes, a way would only build masks that no model code can change.
-    replaced = replaced_attention(parallelism.structure, implementation)
-    way = parallelism.context_parallel if replaced else "allgather"
-    attention = ContextAttention(cp_mesh.get_group(), parallelism.cp_load_balancer, way)
-    attention.eager = eager_function if implementation == "eager" else None
-    attention.packed_sequences = parallelism.packed_sequences
-    mixers = gathered_mixers(parallelism.structure, implementation)
-    unmasked = bidirectional_without_mask(model, parallelism.structure)
+    replaced = replaced_attention(facts.token_mixers, facts.attention)
+    way = step.method if replaced else "allgather"
+    attention = ContextAttention(cp_mesh.get_group(), step.load_balancer, way)
+    attention.eager = eager_function if facts.attention == "eager" else None
+    attention.packed_sequences = keeps_documents_apart(setup)
+    mixers = gathered_mixers(facts.token_mixers, facts.attention)
+    unmasked = facts.bidirectional_without_mask
     attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
     runtime_state(model).gathered = gather_for(mixers, attention)
     spread, full = (
@@ -209,14 +227,14 @@ def gather_mixers(model: Any, parallelism: Parallelism) -> None:
     logger.info(
         "context parallelism: %d ranks by %s; by halo and heads: %s; on full sequences: %s",
         cp_mesh.size(),
-        parallelism.context_parallel,
+        step.method,
         spread,
         full,
     )
 
 
 def attention_of(model: nn.Module) -> ContextAttention:
-    """Return the attention that :func:`apply_cp` gave a model.
+    """Return the attention that :class:`ContextParallel` gave a model.
 
     Raises:
         ModelError: the model is not under context parallelism.
@@ -229,7 +247,7 @@ def attention_of(model: nn.Module) -> ContextAttention:
 
 
 def under_context_parallelism(model: nn.Module) -> bool:
-    """Return True if :func:`apply_cp` was called on the model."""
+    """Return True if :class:`ContextParallel` was applied to the model."""
     return any(_hooks(model))
 
 

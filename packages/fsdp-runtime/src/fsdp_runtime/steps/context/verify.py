@@ -1,33 +1,28 @@
 """Decide by running whether a model can take parts of rows: a small copy of it on the ranks of ``cp``.
 
 A model may mix tokens in any module, or take positions from the length of its row.  The copy runs on full rows, then
-on the ranks' parts as :func:`fsdp_runtime.apply_cp` would have it, and the results are compared.
+on the ranks' parts as ``ContextParallel`` would have it, and the results are compared.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import original_class
 from fsdp_runtime.errors import LayoutError, ModelError
-from fsdp_runtime.model.structure import inspect_model
-from fsdp_runtime.steps.context.sharding import SequenceLayout
-from fsdp_runtime.steps.context.step import apply_cp
-from fsdp_runtime.steps.documents.token_mixers import attends_both_ways
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout
 from fsdp_runtime.wrap import hook_forward
 from tp_plans.runtime import computes, on_ranks_of, tiny_model
-
-if TYPE_CHECKING:
-    from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
 
@@ -39,37 +34,40 @@ _ROWS, _TOKENS, _PADDING = 2, 16, 3
 Outputs = dict[tuple[str, int], Tensor]
 
 
-def prove_context_parallelism(model: Any, parallelism: Parallelism) -> None:
+def verify_context_parallelism(
+    load_balancer: LoadBalancer, setup: Setup, apply: Callable[[nn.Module, Setup], None]
+) -> None:
     """Check that a model computes the same on parts of rows; collective over ``cp``.
 
     Decoders of transformers are not run: their modules outside of token mixers are known to be token-wise.  What cannot
     be run small is accepted, with a warning; nothing is run on a simulated mesh.
 
     Args:
-        model: the model, which is not changed.
-        parallelism: what is resolved for it.
+        load_balancer: the tokens that each rank holds.
+        setup: what the model, which is not changed, is checked with.
+        apply: applies context parallelism to a copy.
 
     Raises:
         ModelError: it computes something else; the message names the first module that does.
     """
-    mesh = parallelism.cp_mesh
+    mesh, facts = setup.meshes.cp, setup.facts
+    model = facts.inner
     name = original_class(model).__name__
     of_transformers = original_class(model).__module__.startswith("transformers.")
-    if mesh is None or not computes(mesh) or (of_transformers and not attends_both_ways(model, parallelism.structure)):
+    if mesh is None or not computes(mesh) or (of_transformers and not facts.attends_both_ways):
         return
-    layout = SequenceLayout(2 * mesh.size(), mesh.size(), mesh.get_local_rank(), parallelism.cp_load_balancer)
+    layout = SequenceLayout(2 * mesh.size(), mesh.size(), mesh.get_local_rank(), load_balancer)
     layout = replace(layout, length=-(-_TOKENS // layout.multiple) * layout.multiple)
     try:
         small = _small(model, layout.length, ranks=mesh.size()).to(mesh.device_type)
         expected = _outputs(copy.deepcopy(small), SequenceLayout(layout.length, 1, 0))
     except Exception as error:  # noqa: BLE001 (the code of a model may raise anything)
-        logger.warning("%s is not proven to be right over cp, since no small copy of it runs: %s", name, error)
+        logger.warning("%s is not verified over cp, since no small copy of it runs: %s", name, error)
         return
 
     def difference(_: DeviceMesh) -> list[str]:
         try:
-            structure = inspect_model(small)
-            apply_cp(small, replace(parallelism, structure=structure, recompute=(), packed_sequences=False))
+            apply(small, setup)
             return [_difference(_outputs(small, layout), expected, layout)]
         except LayoutError:  # says what the caller has to give, in every forward
             return [""]

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import logging
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from fsdp_runtime._torch_compat import forward_pre_hooks
-from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.masks import PathMask, build_masks_along_paths
-from fsdp_runtime._transformers_compat.models import is_stateful, is_transformers_model
+from fsdp_runtime._transformers_compat.models import is_stateful
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.step import Step
 from fsdp_runtime.steps.context.full_sequence import gathered_mixers
+from fsdp_runtime.steps.documents.step import keeps_documents_apart
 from fsdp_runtime.wrap import hook_model
-
-if TYPE_CHECKING:
-    from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
 
@@ -36,36 +36,35 @@ _INDEX_DEPENDENT = {"DogeCDMoE": "its router mixes the scores of all tokens of a
 _current: ContextVar[PathMask | None] = ContextVar("path_mask", default=None)
 
 
-def check_shared_prefixes(model: Any, parallelism: Parallelism) -> None:
+def check_shared_prefixes(setup: Setup) -> None:
     """Check that a token of a model sees others by masked attention only.
 
     Raises:
         ModelError: the model is not a transformers model, or another operator mixes tokens.
         OptionError: rows are to be packed too.
     """
-    structure = parallelism.structure
-    name = type(model).__name__
-    if parallelism.packed_sequences:
+    facts = setup.facts
+    name, structure = facts.name, facts.structure
+    if keeps_documents_apart(setup):
         raise OptionError(
             "shared_prefixes=True takes rows of several trees as they are: leave packed_sequences out, and pack single "
             "samples with pack_tree as groups of one"
         )
-    if not is_transformers_model(model):
+    if not facts.of_transformers:
         raise ModelError(
             f"{name} is not a transformers model: build the mask of its attention with TreeRow.mask() or "
             "TreeRow.mask_mod(), and leave out shared_prefixes"
         )
-    config = model.config.get_text_config()
-    implementation = attention_in_force(config)
-    if implementation not in _ANY_MASK:
+    config = facts.text_config
+    if facts.attention not in _ANY_MASK:
         raise ModelError(
-            f"{name} computes attention by {implementation!r}, which takes no mask of ancestors: call "
+            f"{name} computes attention by {facts.attention!r}, which takes no mask of ancestors: call "
             "model.set_attn_implementation('sdpa'), or 'flex_attention'"
         )
     blocks = [(path, module) for path in structure.decoder for path, module in _inside(path, structure.blocks[path])]
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_MASKED_LAYERS))
     mixing = [path for path, module in blocks if isinstance(module, nn.Conv1d)]
-    if kinds or mixing or is_stateful(model):
+    if kinds or mixing or is_stateful(facts.inner):
         found = ", ".join([*kinds, *mixing[:1]]) or "a recurrent state"
         raise ModelError(
             f"{name} passes a state from token to token ({found}), which one row cannot hand to several branches: use "
@@ -74,7 +73,7 @@ def check_shared_prefixes(model: Any, parallelism: Parallelism) -> None:
     for path, module in blocks:
         if (reason := _INDEX_DEPENDENT.get(type(module).__name__)) is not None:
             raise ModelError(f"{path} of {name} cannot share prefixes: {reason}; use separate rows (pack)")
-    if parallelism.cp_mesh is not None and (mixers := gathered_mixers(structure, implementation)):
+    if setup.meshes.cp is not None and (mixers := gathered_mixers(facts.token_mixers, facts.attention)):
         raise ModelError(
             f"{name} has attention that runs on the full sequence of all cp ranks ({type(mixers[0].module).__name__}), "
             "without the mask of ancestors: share prefixes with cp=1"
@@ -86,29 +85,29 @@ def check_shared_prefixes(model: Any, parallelism: Parallelism) -> None:
         raise ModelError(f"{name} has bidirectional attention: a prefix depends on what follows it")
 
 
-def apply_shared_prefixes(model: nn.Module, parallelism: Parallelism) -> None:
-    """Let a model take the rows of :func:`fsdp_runtime.batching.pack_tree`, in place.
+@dataclass(frozen=True)
+class SharedPrefixes(Step):
+    """Let a model take the rows of :func:`fsdp_runtime.batching.pack_tree`, whose samples share prefixes.
 
     Its forward then accepts ``subtree_end`` beside ``input_ids`` and ``position_ids``; without it nothing changes.
-
-    Args:
-        model: a transformers model that :func:`fsdp_runtime.resolve_parallelism` accepted.
-        parallelism: its result; without ``shared_prefixes`` nothing changes.
-
-    Example:
-        >>> from torch import nn
-        >>> from fsdp_runtime import MeshSpec, apply_shared_prefixes, resolve_parallelism
-        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
-        >>> parallelism = resolve_parallelism(model, MeshSpec().build(device_type="cpu"))
-        >>> apply_shared_prefixes(model, parallelism)
-        >>> parallelism.shared_prefixes
-        False
     """
-    if parallelism.shared_prefixes and parallelism.cp_mesh is None:  # attention over cp reads subtree_end itself
-        build_masks_along_paths(_current, _ANY_MASK)
-        hooks = _Hooks()
-        hook_model(model, "takes subtree_end", hooks, hooks.after)
-        logger.info("shared prefixes: %s takes subtree_end", type(model).__name__)
+
+    def check(self, setup: Setup) -> None:
+        """Check that a token of the model sees others by masked attention only.
+
+        Raises:
+            ModelError: it does not.
+            OptionError: rows are to be packed too.
+        """
+        check_shared_prefixes(setup)
+
+    def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
+        """Hand the model's masks its trees; attention over ``cp`` reads ``subtree_end`` itself."""
+        if setup.meshes.cp is None:
+            build_masks_along_paths(_current, _ANY_MASK)
+            hooks = _Hooks()
+            hook_model(model, "takes subtree_end", hooks, hooks.after)
+            logger.info("shared prefixes: %s takes subtree_end", type(model).__name__)
 
 
 def takes_shared_prefixes(model: nn.Module) -> bool:

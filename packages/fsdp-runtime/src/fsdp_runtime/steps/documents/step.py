@@ -4,99 +4,104 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import model_of_rows
 from fsdp_runtime._torch_compat import forward_pre_hooks
-from fsdp_runtime._transformers_compat.attention import attention_in_force
-from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import LayoutError, ModelError
-from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
-from fsdp_runtime.steps.context.step import gather_mixers
+from fsdp_runtime.setup import ModelFacts, Setup
+from fsdp_runtime.step import Step
 from fsdp_runtime.steps.documents.documents import find_documents
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, keep_documents_apart
-from fsdp_runtime.steps.documents.positions import ignores_position_ids
 from fsdp_runtime.steps.documents.recurrences import compute_rows
-from fsdp_runtime.steps.documents.token_mixers import Way, bidirectional_without_mask, makes_own_masks, token_mixers
+from fsdp_runtime.steps.documents.token_mixers import Way
 from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
 from fsdp_runtime.wrap import hook_model
-
-if TYPE_CHECKING:
-    from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
 
 
-def check_packing(model: Any, structure: ModelStructure) -> None:
+def check_packing(facts: ModelFacts) -> None:
     """Check that the modules that mix tokens are known.
 
     Raises:
         ModelError: the model is not a transformers model, none of its blocks has such a module, it does not read
             ``position_ids``, or it attends to later tokens in modules that are not kept apart by a mask.
     """
-    name = type(model).__name__
-    if not is_transformers_model(model):
+    name = facts.name
+    if not facts.of_transformers:
         raise ModelError(
             f"{name} is not a transformers model: packed_sequences=True reads position_ids as transformers' models do; "
             "keep documents apart in your own code and leave packed_sequences out"
         )
-    if (path := makes_own_masks(structure)) is not None:
+    if (path := facts.makes_own_masks) is not None:
         raise ModelError(
             f"{path} of {name} computes its mask and positions from the length of the row, not from position_ids: use "
             "one document a row"
         )
-    if not token_mixers(structure):
+    if not facts.token_mixers:
         raise ModelError(
             f"no module in the blocks of {name} takes an attention mask, a cache or a state, so that it is not known "
             "which ones mix tokens: keep documents apart in your own code and leave packed_sequences out"
         )
-    if (path := ignores_position_ids(structure)) is not None:
+    if (path := facts.ignores_position_ids) is not None:
         raise ModelError(
             f"{name} looks up {path} by a token's place in the row, not by position_ids: use one document a row"
         )
-    if (unmasked := bidirectional_without_mask(model, structure)) is not None:
+    if (unmasked := facts.bidirectional_without_mask) is not None:
         raise ModelError(
             f"{name} attends to later tokens, and {unmasked.path} ({unmasked.kind}) is not kept to a document by its "
             "attention mask: use one document a row"
         )
 
 
-def apply_packing(model: Any, parallelism: Parallelism) -> None:
-    """Keep the documents of packed rows apart in a model, in place; the first of the seven steps.
+@dataclass(frozen=True)
+class PackedSequences(Step):
+    """Keep the documents of packed rows apart: each is computed as it is alone.
+
+    ``position_ids`` that restart, ``seq_idx`` or ``cu_seq_lens_q`` tell where documents begin.
 
     Args:
-        model: the model.
-        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; without ``packed_sequences`` a hook warns where
-            documents of the first packed rows read one another.
-
-    Example:
-        >>> from torch import nn
-        >>> from fsdp_runtime import MeshSpec, apply_packing, resolve_parallelism
-        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
-        >>> parallelism = resolve_parallelism(model, MeshSpec().build(device_type="cpu"))
-        >>> apply_packing(model, parallelism)  # packed_sequences was not asked for
-        >>> parallelism.packed_sequences
-        False
+        apart: keep them apart; ``False`` only warns where documents of the first packed rows read one another.
     """
-    if parallelism.cp_mesh is not None:  # keeps documents apart itself
-        gather_mixers(model, parallelism)
-        return
-    if not parallelism.packed_sequences:
-        warn_of_packed_rows(model, parallelism.structure)
-        return
-    packing = CurrentDocuments()
-    mixers = token_mixers(parallelism.structure)
-    for way in get_args(Way):
-        keep_documents_apart([mixer.module for mixer in mixers if mixer.way == way], packing, way)
-    compute_rows(mixers, packing)
-    implementation = str(attention_in_force(model.config.get_text_config()))
-    inputs = _PackedInputs(packing, varlen=implementation.startswith("flash"))
-    hook_model(model, "finds the documents of rows", inputs, inputs.after)
-    logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.way})" for mixer in mixers)))
+
+    apart: bool = True
+
+    def check(self, setup: Setup) -> None:
+        """Check that the modules that mix tokens are known.
+
+        Raises:
+            ModelError: they are not, or the model does not read ``position_ids``.
+        """
+        if self.apart:
+            check_packing(setup.facts)
+
+    def prepare(self, model: Any, setup: Setup, found: None) -> None:
+        """Put the documents in front of the token mixers; context parallelism keeps documents apart itself."""
+        if setup.meshes.cp is not None:
+            return
+        if not self.apart:
+            warn_of_packed_rows(model, setup.facts)
+            return
+        packing = CurrentDocuments()
+        mixers = setup.facts.token_mixers
+        for way in get_args(Way):
+            keep_documents_apart([mixer.module for mixer in mixers if mixer.way == way], packing, way)
+        compute_rows(mixers, packing)
+        inputs = _PackedInputs(packing, varlen=setup.facts.attention.startswith("flash"))
+        hook_model(model, "finds the documents of rows", inputs, inputs.after)
+        logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.way})" for mixer in mixers)))
+
+
+def keeps_documents_apart(setup: Setup) -> bool:
+    """Return True where a call asks for documents to be kept apart."""
+    packed = setup.step(PackedSequences)
+    return packed is not None and packed.apart
 
 
 def _is_padded(mask: Any) -> bool:
@@ -105,7 +110,7 @@ def _is_padded(mask: Any) -> bool:
 
 
 def packing_of(model: nn.Module) -> CurrentDocuments | None:
-    """Return what :func:`apply_packing` gave a model's token mixers to share."""
+    """Return what :class:`PackedSequences` gave a model's token mixers to share."""
     if (gathered := runtime_state(model).gathered) is not None:
         packing: CurrentDocuments = gathered.attention.packing
         return packing

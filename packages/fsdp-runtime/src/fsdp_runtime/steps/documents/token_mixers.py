@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
-from fsdp_runtime._transformers_compat.models import is_masked_language_model
 from fsdp_runtime.model.structure import ModelStructure
 from tp_plans.runtime import referenced_names
 
@@ -74,26 +73,6 @@ def makes_own_masks(structure: ModelStructure) -> str | None:
         ),
         None,
     )
-
-
-def attends_both_ways(model: Any, structure: ModelStructure) -> bool:
-    """Return True for a model whose tokens attend to later ones: an encoder, or a decoder whose config says so."""
-    config = model.config.get_text_config()
-    by_config = (
-        getattr(config, "is_causal", True) is False
-        or getattr(config, "use_bidirectional_attention", None) in (True, "all")
-        or is_masked_language_model(config)
-    )
-    return by_config or any(is_bidirectional(mixer.module) for mixer in token_mixers(structure))
-
-
-def bidirectional_without_mask(model: Any, structure: ModelStructure) -> TokenMixer | None:
-    """Return a mixer that shows tokens to earlier ones and is not kept to a document by a mask.
-
-    Documents run as rows that are padded at their ends, under causal masks, which is right for causal mixers alone.
-    """
-    found = next((mixer for mixer in token_mixers(structure) if mixer.way != "mask"), None)
-    return found if found is not None and attends_both_ways(model, structure) else None
 
 
 def is_bidirectional(module: nn.Module) -> bool:

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import model_of_rows
-from fsdp_runtime._transformers_compat.models import is_transformers_model
-from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps.documents.documents import Documents, find_documents
 from fsdp_runtime.steps.documents.isolation import mask_argument
-from fsdp_runtime.steps.documents.token_mixers import TokenMixer, token_mixers
+from fsdp_runtime.steps.documents.token_mixers import TokenMixer
 from fsdp_runtime.wrap import hook_forward
 
 logger = logging.getLogger(__name__)
@@ -22,11 +20,10 @@ logger = logging.getLogger(__name__)
 _WATCHED = 4
 
 
-def warn_of_packed_rows(model: nn.Module, structure: ModelStructure) -> None:
+def warn_of_packed_rows(model: nn.Module, facts: ModelFacts) -> None:
     """Watch the first forwards of a model with position ids, and warn where documents meet in some layer."""
-    mixers = token_mixers(structure) if is_transformers_model(model_of_rows(model)) else ()
-    if mixers:
-        hook_forward(model, "warns where documents meet", before=PackedRowsWatch(mixers))
+    if facts.of_transformers and facts.token_mixers:
+        hook_forward(model, "warns where documents meet", before=PackedRowsWatch(facts.token_mixers))
 
 
 class PackedRowsWatch:

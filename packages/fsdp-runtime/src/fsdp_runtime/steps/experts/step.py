@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fsdp_runtime._peft_compat import BASE, base_model, lora_layers
 from fsdp_runtime.errors import OptionError
-from tp_plans import Plan
-from tp_plans.runtime import TokenExchange, expert_styles_by_path
-
-if TYPE_CHECKING:
-    from fsdp_runtime.parallelism import Parallelism
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.step import Step
+from tp_plans import Plan, with_expert_parallelism
+from tp_plans.runtime import TokenExchange, exchange_class, expert_styles_by_path
 
 logger = logging.getLogger(__name__)
 
@@ -60,26 +60,50 @@ def expert_modules(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if plan.match(path)}
 
 
-def apply_ep(model: nn.Module, parallelism: Parallelism) -> None:
-    """Divide stacked experts over ``ep`` and send tokens to them, in place; the third of the seven steps.
+@dataclass(frozen=True)
+class ExpertParallel(Step):
+    """Divide stacked experts over ``ep`` and send tokens to them.
 
     Parameters that hold values on every rank are taken from the first rank of the axis, as in torch.
 
     Args:
-        model: the model, already sharded over ``tp`` if that is asked for.
-        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``ep_mesh`` is ``None`` where experts are not
-            dispatched, and then nothing changes.
-
-    Example:
-        >>> from torch import nn
-        >>> from fsdp_runtime import MeshSpec, apply_ep, resolve_parallelism
-        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
-        >>> apply_ep(model, resolve_parallelism(model, MeshSpec().build(device_type="cpu")))  # no axis ep
+        exchange: how tokens travel to their experts: ``"all_to_all"``, or a subclass of
+            ``tp_plans.runtime.TokenExchange``.
     """
-    if parallelism.expert_plan is None or parallelism.ep_mesh is None:
-        return
-    styles = expert_styles_by_path(
-        parallelism.expert_plan, model, shared_mesh=parallelism.shared_mesh, exchange=parallelism.expert_exchange
-    )
-    parallelize_module(model, parallelism.ep_mesh, dict(styles))
-    logger.info("expert parallelism: %d modules over %d ranks", len(styles), parallelism.ep_mesh.size())
+
+    exchange: ExpertExchange = "all_to_all"
+
+    def resolve(self, setup: Setup) -> Setup:
+        """Add the rules of the axis ``ep`` to the plan, where the mesh has that axis.
+
+        Raises:
+            tp_plans.TpPlansError: the exchange does not exist, or the model has no experts to divide.
+        """
+        if setup.meshes.ep is None:
+            return setup
+        exchange_class(self.exchange)
+        before = setup.plan if isinstance(setup.plan, Plan) else None
+        plan = with_expert_parallelism(before, setup.facts.model)
+        return replace(setup, tp_plan=before, plan=plan, expert_plan=plan.on_axis("ep"))
+
+    def check(self, setup: Setup) -> None:
+        """Check adapters on stacked experts.
+
+        Raises:
+            OptionError: adapters of a dispatched module cannot be divided.
+        """
+        if setup.expert_plan is not None:
+            shared = setup.meshes.shared
+            tp = 1 if shared is None else shared.size()
+            check_adapted_experts(setup.facts.model, setup.expert_plan, setup.tp_plan, tp=tp)
+
+    def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
+        """Divide the experts; nothing changes where none are dispatched."""
+        ep_mesh = setup.meshes.ep
+        if setup.expert_plan is None or ep_mesh is None:
+            return
+        styles = expert_styles_by_path(
+            setup.expert_plan, model, shared_mesh=setup.meshes.shared, exchange=self.exchange
+        )
+        parallelize_module(model, ep_mesh, dict(styles))
+        logger.info("expert parallelism: %d modules over %d ranks", len(styles), ep_mesh.size())

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,46 +23,58 @@ from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.step import Step
 from fsdp_runtime.steps.experts.step import expert_modules
 from fsdp_runtime.steps.fsdp.dtypes import FSDPDtypes, reduce_gradients, resolve_fsdp_dtypes
 from fsdp_runtime.steps.fsdp.missing_media import apply_absent_media
-from fsdp_runtime.steps.fsdp.options import FSDPOptions, replicated_parameters
+from fsdp_runtime.steps.fsdp.options import FSDPOptions, check_fsdp_options, replicated_parameters
 from fsdp_runtime.wrap import hook_forward
-
-if TYPE_CHECKING:
-    from fsdp_runtime.parallelism import Parallelism
 
 logger = logging.getLogger(__name__)
 
 
-def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
-    """Wrap every block and then the model with ``fully_shard``, in place; the last of the seven steps.
+@dataclass(frozen=True)
+class FSDP2(Step):
+    """Wrap every block and then the model with ``fully_shard``.
+
+    Args:
+        options: dtypes, offload, resharding, prefetching, frozen parameters.
+    """
+
+    options: FSDPOptions = field(default_factory=FSDPOptions)
+
+    def check(self, setup: Setup) -> FSDPDtypes:
+        """Check the options, and return how the dtypes that the model computes in are kept.
+
+        Raises:
+            OptionError: options contradict each other or the model's dtypes.
+        """
+        model = setup.facts.model
+        check_fsdp_options(model, self.options)
+        if setup.meshes.fsdp is None:
+            return FSDPDtypes()
+        return fsdp_dtypes(model, setup.structure, self.options, expert_modules(model, setup.expert_plan))
+
+    def apply(self, model: nn.Module, setup: Setup, found: FSDPDtypes) -> None:
+        """Wrap the modules; nothing changes where the mesh needs no FSDP2."""
+        options = self.options
+        if options.gradient_divide_factor is None and setup.meshes.batches is not None:
+            options = replace(options, gradient_divide_factor=float(setup.meshes.batches))
+        _apply(model, setup, options, found)
+
+
+def _apply(model: nn.Module, setup: Setup, options: FSDPOptions, dtypes: FSDPDtypes) -> None:
+    """Wrap every block and then the model with ``fully_shard``, in place.
 
     A block that shares a parameter with another module belongs to the root, because two FSDP modules cannot hold one
     parameter; embedding and head belong to the root too, so a tied weight is gathered once.
-
-    Args:
-        model: the model, already sharded over ``tp`` if that is asked for.
-        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its ``fsdp_mesh`` is ``None`` where FSDP2 is not
-            needed, and then nothing changes.
-
-    Example:
-        >>> from torch import nn
-        >>> from torch.distributed.fsdp import MixedPrecisionPolicy
-        >>> from fsdp_runtime import FSDPOptions, MeshSpec, apply_fsdp, describe_parallelism, resolve_parallelism
-        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]))
-        >>> mesh = MeshSpec().build(device_type="cpu")
-        >>> options = FSDPOptions(mp_policy=MixedPrecisionPolicy())
-        >>> apply_fsdp(model, resolve_parallelism(model, mesh, plan=None, fsdp=options))
-        >>> describe_parallelism(model).fsdp_modules
-        ('', '0.0', '0.1')
     """
-    mesh, options, structure = parallelism.fsdp_mesh, parallelism.fsdp, parallelism.structure
+    mesh, structure = setup.meshes.fsdp, setup.structure
     if mesh is None:
         return
     if options.master_dtype is not None:
         _convert_trainable(model, options.master_dtype)
-    dtypes = parallelism.fsdp_dtypes
     reduced = {model.get_parameter(name) for name in dtypes.replicated}
     replicated = replicated_parameters(model, options) | reduced
     policy = options.mp_policy or MixedPrecisionPolicy()
@@ -75,7 +87,7 @@ def apply_fsdp(model: nn.Module, parallelism: Parallelism) -> None:
         offload_policy = CPUOffloadPolicy(pin_memory=False)
     # Tokens and routing weights come in the dtypes that the block gave them.
     expert_policy = replace(block_policy, cast_forward_inputs=False)
-    experts, expert_mesh = expert_modules(model, parallelism.expert_plan), parallelism.expert_fsdp_mesh
+    experts, expert_mesh = expert_modules(model, setup.expert_plan), setup.meshes.expert_fsdp
 
     def shard(
         path: str, module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, reshard_after_forward: bool

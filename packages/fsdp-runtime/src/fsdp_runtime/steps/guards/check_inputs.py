@@ -7,6 +7,7 @@ samples by global rank, the sums over ``tp`` mix samples and every log-probabili
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
@@ -19,7 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.mesh.spec import submesh
+from fsdp_runtime.setup import Setup
 from fsdp_runtime.sharded.hashing import hash_bits
+from fsdp_runtime.step import Step
 from fsdp_runtime.wrap import hook_forward
 
 #: Odd multiplier of a digest, so that equal digests of two inputs do not cancel in a sum.
@@ -75,16 +78,17 @@ class InputCheck:
             _compare(dict(_shared_over_cp(inputs)), self.cp, "cp")
 
 
-def apply_input_check(model: nn.Module, *, tp_mesh: DeviceMesh | None, cp_mesh: DeviceMesh | None) -> None:
-    """Compare a model's inputs over the ranks of ``tp`` and ``cp`` at every forward.
+@dataclass(frozen=True)
+class CheckInputs(Step):
+    """Compare the inputs of every forward over the ranks of ``tp``, which must be equal, and their shapes over ``cp``.
 
-    Args:
-        model: the model.
-        tp_mesh: the one-axis mesh whose ranks must get the same inputs, or ``None``.
-        cp_mesh: the one-axis mesh whose ranks must get shards of one batch, or ``None``.
+    One all-gather of 16 bytes and one host synchronisation a forward.
     """
-    groups = [None if mesh is None else mesh.get_group() for mesh in (tp_mesh, cp_mesh)]
-    hook_forward(model, "compares inputs over ranks", before=InputCheck(*groups), first=True)
+
+    def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
+        """Register the check in front of all other hooks of the model."""
+        groups = [None if mesh is None else mesh.get_group() for mesh in (setup.meshes.tp, setup.meshes.cp)]
+        hook_forward(model, "compares inputs over ranks", before=InputCheck(*groups), first=True)
 
 
 def _compare(inputs: Mapping[str, Any], group: ProcessGroup, axis: str) -> None:

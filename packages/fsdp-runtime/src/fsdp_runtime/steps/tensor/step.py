@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeGuard, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeGuard, get_args
 
 from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.step import Step
 from fsdp_runtime.steps.experts.adapters import adapt_experts
 from fsdp_runtime.steps.outputs.generation import gather_logits_in_generate
 from fsdp_runtime.steps.outputs.hidden_states import return_full_hidden_states
 from fsdp_runtime.steps.outputs.labels import gather_logits_for_labels
-from tp_plans import ColwiseParallel, Plan, Replicate, Shard, Style, check, styles_by_path
-
-if TYPE_CHECKING:
-    from fsdp_runtime.parallelism import Parallelism
+from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
+from tp_plans import ColwiseParallel, Plan, Replicate, Shard, Style, UnknownArchitectureError, check, styles_by_path
 
 logger = logging.getLogger(__name__)
 
+PlanSource = Plan | Mapping[str, Style | str] | str | None
 Logits = Literal["sharded", "full"]
 Towers = Literal["sharded", "replicated"]
 
@@ -80,30 +82,88 @@ def check_plan(model: nn.Module, plan: Plan, *, tp: int = 1, ep: int = 1) -> tup
     return findings
 
 
-def apply_tp(model: nn.Module, parallelism: Parallelism) -> None:
-    """Shard the layers of a model over ``tp`` by the resolved plan, in place; the second of the seven steps.
+@dataclass(frozen=True)
+class TensorParallel(Step):
+    """Shard the layers of a model over ``tp`` by a plan.
 
     Parameters that hold values on every rank are taken from the first rank of the axis, as in torch.
 
     Args:
-        model: the model.
-        parallelism: from :func:`fsdp_runtime.resolve_parallelism`; its plan is ``None`` where layers stay replicated,
-            and then nothing changes.
+        plan: ``"auto"`` (the architecture's plan, else one that is inferred and verified by running a small copy of the
+            model on the ranks of ``tp``), ``"inferred"`` (with its doubts), a plan, a dict of pattern to style or style
+            name, a dotted path to one, or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
+        sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
+        towers: under ``plan="auto"``, the layers of vision and audio towers and projectors: ``"sharded"`` over ``tp``
+            as those of the language model, or ``"replicated"``.
+        logits: ``"sharded"`` on the vocabulary (a DTensor, which ``rl_logprobs`` takes), or ``"full"``: a plain tensor
+            on every rank.  A forward that gets ``labels`` gathers them for the model's own loss.
 
-    Example:
-        >>> from torch import nn
-        >>> from fsdp_runtime import MeshSpec, apply_tp, resolve_parallelism
-        >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
-        >>> parallelism = resolve_parallelism(model, MeshSpec(tp=1).build(device_type="cpu"))
-        >>> apply_tp(model, parallelism)  # one rank of tp: no layer is sharded
-        >>> type(model[0][0][0].weight).__name__
-        'Parameter'
+    Raises:
+        OptionError: a value is not allowed.
     """
-    adapt_experts(model)
-    plan, tp_mesh = parallelism.plan, parallelism.tp_mesh
-    if plan is not None and tp_mesh is not None:
-        styles = styles_by_path(plan, model) if isinstance(plan, Plan) else plan
-        parallelize_module(model, tp_mesh, dict(styles))
+
+    plan: PlanSource = "auto"
+    sequence_parallel: bool = False
+    towers: Towers = "sharded"
+    logits: Logits = "sharded"
+
+    def __post_init__(self) -> None:
+        require_logits(self.logits)
+        require_towers(self.towers)
+        if self.plan is None and self.sequence_parallel:
+            raise OptionError("sequence_parallel=True needs a plan, and plan=None was given")
+
+    def resolve(self, setup: Setup) -> Setup:
+        """Find the plan, where layers are sharded.
+
+        Raises:
+            tp_plans.TpPlansError: no plan is known.
+        """
+        tp_mesh = setup.meshes.tp
+        if self.plan is None:
+            if tp_mesh is not None:
+                logger.warning("plan=None on a mesh with tp=%d: every rank of tp computes the same", setup.tp)
+            return replace(setup, meshes=replace(setup.meshes, tp=None))
+        if tp_mesh is None and (setup.meshes.ep is None or self.plan == "auto"):
+            return setup
+        try:
+            return replace(setup, plan=self.plan_for(setup))
+        except UnknownArchitectureError as error:
+            if setup.meshes.ep is None or self.plan != "auto" or self.sequence_parallel:
+                raise
+            logger.warning("only experts are sharded, and every rank of tp computes all other layers: %s", error)
+            return setup
+
+    def plan_for(self, setup: Setup) -> Plan | Mapping[str, ParallelStyle]:
+        """Return the plan for the setup's model."""
+        plan = resolve_adapted_plan(
+            self.plan,
+            setup.facts.model,
+            sequence_parallel=self.sequence_parallel,
+            mesh=setup.meshes.tp,
+            towers_tp=setup.tp if self.plan == "auto" and self.towers == "sharded" else None,
+        )
+        return with_logits(plan, self.logits)
+
+    def check(self, setup: Setup) -> tuple[str, ...]:
+        """Check the plan against the model, with the rules of the axis ``ep``; return the warnings.
+
+        Raises:
+            tp_plans.CheckFailedError: the plan does not fit the model.
+        """
+        plan, ep_mesh = setup.plan if setup.meshes.tp is not None else setup.expert_plan, setup.meshes.ep
+        if not isinstance(plan, Plan):
+            return ()
+        return check_plan(setup.facts.model, plan, tp=setup.tp, ep=1 if ep_mesh is None else ep_mesh.size())
+
+    def apply(self, model: nn.Module, setup: Setup, found: tuple[str, ...]) -> None:
+        """Shard the layers; without a plan none is sharded."""
+        adapt_experts(model)
+        if setup.plan is None or setup.meshes.tp is None:
+            return
+        plan = setup.plan.on_axis("tp") if isinstance(setup.plan, Plan) else setup.plan
+        styles: Mapping[str, Any] = styles_by_path(plan, model) if isinstance(plan, Plan) else plan
+        parallelize_module(model, setup.meshes.tp, dict(styles))
         gather_logits_in_generate(model)
         heads = [path for path, style in styles.items() if _has_sharded_logits(getattr(style, "style", None))]
         gather_logits_for_labels(model, heads)

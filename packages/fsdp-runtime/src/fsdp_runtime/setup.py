@@ -1,0 +1,190 @@
+"""What a call of ``parallelize`` works with: what is asked of its model, each question once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fsdp_runtime._peft_compat import model_of_rows
+from fsdp_runtime._transformers_compat.attention import attention_in_force
+from fsdp_runtime._transformers_compat.models import is_masked_language_model, is_transformers_model
+from fsdp_runtime.model.structure import ModelStructure, inspect_model
+from fsdp_runtime.steps.documents.positions import (
+    DerivedPositions,
+    cuts_padding_mask,
+    derived_positions,
+    ignores_position_ids,
+    masks_embeddings,
+    needs_full_row,
+)
+from fsdp_runtime.steps.documents.token_mixers import TokenMixer, is_bidirectional, makes_own_masks, token_mixers
+from tp_plans import Plan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """What is asked of a model in one call; the answers are kept, and are those before the first step changed it.
+
+    Args:
+        model: the model that was given.
+        structure: its blocks, embedding and head.
+    """
+
+    model: nn.Module
+    structure: ModelStructure
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelFacts:
+        """Inspect a model.
+
+        Raises:
+            ModelError: it has no blocks.
+        """
+        return cls(model, inspect_model(model))
+
+    @cached_property
+    def inner(self) -> Any:
+        """The model that gets the rows as they are: that inside a ``PeftModel``, any other itself."""
+        return model_of_rows(self.model)
+
+    @property
+    def name(self) -> str:
+        """The class of the inner model, for messages."""
+        return type(self.inner).__name__
+
+    @cached_property
+    def of_transformers(self) -> bool:
+        """Whether the inner model is a ``PreTrainedModel``."""
+        return is_transformers_model(self.inner)
+
+    @cached_property
+    def text_config(self) -> Any:
+        """The config of the language model of a transformers model."""
+        return self.inner.config.get_text_config()
+
+    @cached_property
+    def attention(self) -> str:
+        """The attention implementation in force in a transformers model, such as ``"sdpa"``."""
+        return str(attention_in_force(self.text_config))
+
+    @cached_property
+    def token_mixers(self) -> tuple[TokenMixer, ...]:
+        """The modules in the decoder's blocks that mix tokens, with the way in which each is kept to a document."""
+        return token_mixers(self.structure)
+
+    @cached_property
+    def attends_both_ways(self) -> bool:
+        """Whether tokens attend to later ones: an encoder, or a decoder whose config says so."""
+        config = self.text_config
+        by_config = (
+            getattr(config, "is_causal", True) is False
+            or getattr(config, "use_bidirectional_attention", None) in (True, "all")
+            or is_masked_language_model(config)
+        )
+        return by_config or any(is_bidirectional(mixer.module) for mixer in self.token_mixers)
+
+    @cached_property
+    def bidirectional_without_mask(self) -> TokenMixer | None:
+        """A mixer that shows tokens to earlier ones and is not kept to a document by a mask.
+
+        Documents run as rows that are padded at their ends, under causal masks, which is right for causal mixers alone.
+        """
+        found = next((mixer for mixer in self.token_mixers if mixer.way != "mask"), None)
+        return found if found is not None and self.attends_both_ways else None
+
+    @cached_property
+    def derived_positions(self) -> DerivedPositions | None:
+        """How missing absolute positions are derived from token ids or padding."""
+        return derived_positions(self.structure)
+
+    @cached_property
+    def cuts_padding_mask(self) -> bool:
+        """Whether the padding mask is cut to as many of its last tokens as there are embeddings."""
+        return cuts_padding_mask(self.structure)
+
+    @cached_property
+    def makes_own_masks(self) -> str | None:
+        """The path of a module in the decoder's blocks whose masks cannot be restricted."""
+        return makes_own_masks(self.structure)
+
+    @cached_property
+    def ignores_position_ids(self) -> str | None:
+        """The table of absolute positions that is looked up by a row's length alone."""
+        return ignores_position_ids(self.structure)
+
+    @cached_property
+    def masks_embeddings(self) -> str | None:
+        """The module that multiplies the token embeddings with the padding mask."""
+        return masks_embeddings(self.structure)
+
+    @cached_property
+    def needs_full_row(self) -> str | None:
+        """Why a part of a row is not enough, if it is known to be so."""
+        return needs_full_row(self.structure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meshes:
+    """The axes that a call uses; ``None`` for one that it does not use, or that has one rank.
+
+    Args:
+        tp: the axis that layers are sharded over.
+        cp: the axis that sequences are sharded over.
+        ep: the axis that experts are divided over.
+        shared: the axis whose ranks have the same tokens and divide them before they send them to experts.
+        fsdp: the axis, or the two axes (replicas, shards), of FSDP2.
+        expert_fsdp: those of FSDP2 for experts.
+        batches: ranks with different batches, the divisor of summed gradients; ``None`` where FSDP2's mean is right.
+    """
+
+    tp: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
+    ep: DeviceMesh | None = None
+    shared: DeviceMesh | None = None
+    fsdp: DeviceMesh | None = None
+    expert_fsdp: DeviceMesh | None = None
+    batches: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Setup:
+    """What the steps of one call are checked and applied with.
+
+    Args:
+        facts: what is asked of the model.
+        meshes: the axes.
+        steps: every step of the call, in order.
+        plan: the plan of the axis ``tp``, ``None`` where layers stay replicated; a dict of torch's styles, which
+            nothing can check, only through ``fsdp_runtime.nemo``.
+        tp_plan: the plan before the rules of the axis ``ep`` were added.
+        expert_plan: the rules of the axis ``ep``, ``None`` where experts are not dispatched.
+    """
+
+    facts: ModelFacts
+    meshes: Meshes
+    steps: tuple[object, ...]
+    plan: Plan | Mapping[str, ParallelStyle] | None = None
+    expert_plan: Plan | None = None
+    tp_plan: Plan | None = None
+
+    @property
+    def structure(self) -> ModelStructure:
+        """The model's blocks, embedding and head."""
+        return self.facts.structure
+
+    @property
+    def tp(self) -> int:
+        """The ranks that layers are sharded over, 1 without a plan."""
+        return 1 if self.meshes.tp is None else self.meshes.tp.size()
+
+    def step(self, kind: type[T]) -> T | None:
+        """Return the call's step of a class, if it has one."""
+        return next((step for step in self.steps if isinstance(step, kind)), None)
