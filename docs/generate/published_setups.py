@@ -26,7 +26,7 @@ from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run import Estimate, estimate
 from fsdp_runtime.dry_run.report.format import format_bytes, format_count
 from fsdp_runtime.dry_run.sweep_types import format_mesh
-from fsdp_runtime.steps.context.methods import ContextParallel
+from fsdp_runtime.steps.context.methods import Method
 
 PAGE = Path(__file__).parents[1] / "docs" / "published-setups.md"
 FOUND = PAGE.with_suffix(".json")
@@ -100,7 +100,7 @@ class Setup:
     published: float | None = None
     differs: str = ""
     master_dtype: str | None = "fp32"
-    context_parallel: ContextParallel = "allgather"
+    context_parallel: Method = "allgather"
 
 
 #: torchtitan's benchmarks of December 2024 (and its paper, arXiv:2410.06511).
@@ -225,7 +225,7 @@ LONG = tuple(
         context_parallel=way,
     )
     for tokens in (2**13, 2**17, 2**20)
-    for way in get_args(ContextParallel)
+    for way in get_args(Method)
 )
 SETUPS = (*TORCHTITAN, *LINEAR, *LLAMA_3, *EXPERTS, *LONG)
 

@@ -7,11 +7,11 @@ from typing import Any, get_args
 
 from coverage.packing import PACKED_BOUND, measure_packing_on_ranks
 from fsdp_runtime import FsdpRuntimeError
-from fsdp_runtime.steps.context.methods import ContextParallel
+from fsdp_runtime.steps.context.methods import Method
 from harness.ranks import RankPool
 
 #: The ways, as modes of a row: ``"cp=2 ring"``.
-MODES = {f"cp=2 {way}": way for way in get_args(ContextParallel)}
+MODES = {f"cp=2 {way}": way for way in get_args(Method)}
 
 
 def context_outcomes(pool: RankPool, name: str, *, timeout: float) -> dict[str, dict[str, Any]]:
@@ -30,7 +30,7 @@ def measure_context(name: str) -> dict[str, dict[str, Any]]:
     return {mode: _outcome(name, way) for mode, way in MODES.items()}
 
 
-def _outcome(name: str, way: ContextParallel) -> dict[str, Any]:
+def _outcome(name: str, way: Method) -> dict[str, Any]:
     try:
         errors = measure_packing_on_ranks(name, {"cp": 2}, context_parallel=way)
     except FsdpRuntimeError as error:

@@ -16,12 +16,12 @@ from torch import nn
 from fsdp_runtime import ContextAttention, MeshSpec
 from fsdp_runtime.dry_run.trace.collectives import min_bytes_sent
 from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data, fake_world
-from fsdp_runtime.steps.context.methods import ContextParallel
+from fsdp_runtime.steps.context.methods import Method
 from harness.collectives import RecordCollectives
 from harness.memory import LiveBytes
 
 
-def measure(way: ContextParallel, options: argparse.Namespace) -> tuple[int, str, int]:
+def measure(way: Method, options: argparse.Namespace) -> tuple[int, str, int]:
     """Return the bytes that leave the rank, its collectives, and the peak of all tensors but the inputs."""
     with fake_world(MeshSpec(cp=options.ranks), rank=0) as mesh, fake_tensors_without_data():
         heads = (options.heads, options.kv_heads, options.kv_heads)
@@ -47,7 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{options.tokens} tokens over {options.ranks} ranks, {options.heads} and {options.kv_heads} heads, bf16")
     print(f"  {'way':10} {'KiB sent / token':>17} {'peak MiB':>9}  collectives")
-    for way in get_args(ContextParallel):
+    for way in get_args(Method):
         sent, kinds, peak = measure(way, options)
         print(f"  {way:10} {sent / 1024 / (options.tokens // options.ranks):17.1f} {peak / 2**20:9.1f}  {kinds}")
 
