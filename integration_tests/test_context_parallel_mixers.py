@@ -52,19 +52,19 @@ SPREAD = [
 def _counted() -> Iterator[list[str]]:
     """The names of modules that compute their own tokens only, once a forward."""
     found: list[str] = []
-    original = ByFunctions.is_proven
+    original = ByFunctions.is_verified
 
-    def proven(self: Any, tokens: Any) -> bool:
+    def verified(self: Any, tokens: Any) -> bool:
         answer = original(self, tokens)
         if answer:
             found.append(type(self).__name__)
         return answer
 
-    ByFunctions.is_proven = proven  # type: ignore[method-assign]
+    ByFunctions.is_verified = verified  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        ByFunctions.is_proven = original  # type: ignore[method-assign]
+        ByFunctions.is_verified = original  # type: ignore[method-assign]
 
 
 def _errors(cases: list[Case]) -> dict[str, Any]:

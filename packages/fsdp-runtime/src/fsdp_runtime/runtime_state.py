@@ -17,8 +17,8 @@ class RuntimeState:
     """Settings and flags of one module.
 
     Args:
-        reshard_after_forward: the value that ``apply_fsdp`` gave the FSDP module; ``None`` where other code wrapped it.
-        is_fsdp_root: ``apply_fsdp`` made the module the root of its FSDP modules.
+        reshard_after_forward: the value that ``FSDP2`` gave the FSDP module; ``None`` where other code wrapped it.
+        is_fsdp_root: ``FSDP2`` made the module the root of its FSDP modules.
         checkpoint_contexts: the ``context_fn`` of ``torch.utils.checkpoint`` for selective checkpointing, or ``None``.
         carried: state of a forward that its recomputation takes from it.
         unsharded: set inside :func:`fsdp_runtime.unsharded`: ``True`` for a module that is kept gathered, ``False`` for

@@ -59,10 +59,10 @@ class OwnTokens(ByFunctions):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute this rank's tokens, or on the full sequence where that is not known to be right."""
         tokens = args[0] if args else kwargs.get("hidden_states")
-        # A row of one token does not look like one of several; a DTensor has tokens that are no tensor of this rank.
+        # One token has another shape than several.  A DTensor holds the tokens of all ranks of tp, not this rank's.
         if not isinstance(tokens, Tensor) or isinstance(tokens, DTensor) or tokens.shape[1] < 2:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not self.is_proven(tokens):
+        if not self.is_verified(tokens):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         padding = self.cp_attention.padding
         if padding is not None:  # models are given that of full rows, and may have cut it as if from the left

@@ -15,7 +15,7 @@ from tp_plans.runtime import ancestors, is_at_or_below, parent, referenced_names
 _POSITIONS = "position_ids"
 
 #: Modules outside of token mixers that read other tokens than their own, or the length of the row: reasons that are
-#: known without running a model.  Others are found by ``context.prove``.
+#: known without running a model.  Others are found by the run of ``steps.context.verify``.
 _NEEDS_FULL_ROW = {
     "BigBirdModel": "chooses its sparse attention by the length of the row",
     "LongformerModel": "pads the row to a multiple of its window",

@@ -1,4 +1,4 @@
-"""Token mixers whose convolution and recurrence alone see other tokens, proven on the module itself."""
+"""Convolutions and recurrences on packed rows, by replacing the functions that they call."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ class ByFunctions(Wrapper):
     """Lets a token mixer mix tokens by other functions than its own."""
 
     of_single_tokens: ClassVar[Callable[..., Any]]
-    proven: ClassVar[bool | None] = None
+    verified: ClassVar[bool | None] = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def is_proven(self, tokens: Tensor) -> bool:
+    def is_verified(self, tokens: Tensor) -> bool:
         """Test once that without convolution and recurrence the module computes each token alone."""
         cls = type(self)
-        if cls.proven is None:
+        if cls.verified is None:
             with unrecorded():
                 found = _is_token_wise(lambda each: cls.of_single_tokens(self, each), tokens)
             if found is None:
                 return True
             owner: Any = next(base for base in cls.__mro__ if "of_single_tokens" in vars(base))
-            owner.proven = found
+            owner.verified = found
             if not found:
                 logger.warning("%s mixes tokens by more than its convolution and recurrence", cls.__name__)
-        return bool(cls.proven)
+        return bool(cls.verified)
 
 
 class PackedRows(ByFunctions):
@@ -70,7 +70,7 @@ class PackedRows(ByFunctions):
         documents = self.packing.documents
         tokens = args[0] if args else kwargs.get("hidden_states")
         plain = isinstance(tokens, Tensor) and not isinstance(tokens, DTensor)
-        if documents is None or not documents.packed or not plain or not self.is_proven(tokens):
+        if documents is None or not documents.packed or not plain or not self.is_verified(tokens):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         return type(self).of_rows(self, *args, **{n: value for n, value in kwargs.items() if n not in BOUNDARIES})
 

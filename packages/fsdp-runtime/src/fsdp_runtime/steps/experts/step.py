@@ -48,8 +48,8 @@ def check_adapted_experts(model: nn.Module, plan: Plan, tp_plan: Plan | None, *,
         summed = tp == 1 or (tp_plan is not None and tp_plan.match(factor))
         if not summed or getattr(style, "identity_indices", False):
             raise OptionError(
-                f"{layer.path} adapts stacked experts, which needs a rule for them on the axis tp, and weights that "
-                "have one row for each expert: use tp=1, or leave the experts out of target_parameters"
+                f"{layer.path} adapts stacked experts. Over tp this needs a rule for the factors, and weights with one "
+                "row for each expert: use tp=1, or leave the experts out of target_parameters"
             )
 
 

@@ -100,7 +100,7 @@ def shard_with_megatron(
     main_grads_dtype: torch.dtype | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, Optimizer | None]:
-    """Wrap a model with ``megatron_fsdp.fully_shard_model``; call it after ``apply_tp`` if layers are sharded.
+    """Wrap a model with ``megatron_fsdp.fully_shard_model``; call it after ``TensorParallel`` if layers are sharded.
 
     Args:
         model: the model.

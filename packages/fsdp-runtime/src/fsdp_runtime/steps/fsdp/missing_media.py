@@ -85,14 +85,14 @@ class AbsentMedia:
             method = _METHODS.get(without[0], "method for them") if without else ""
             why = f"{name} has no {method}" if without else "a rank got no input_ids"
             raise ModelError(
-                f"some data-parallel ranks have rows with media ({', '.join(mixed)}) and others have none, and {why}, "
-                "with which those could take part in the collectives of the towers: give every rank rows with media"
+                f"some data-parallel ranks have rows with media ({', '.join(mixed)}) and others have none. The others "
+                f"cannot join the collectives of the towers: {why}. Give every rank rows with media"
             )
         if "audio" in present and len(present) > 1:
             raise ModelError(
-                f"ranks of the data-parallel axes have different media ({', '.join(present)} in some rows, of which "
-                f"{', '.join(mixed)} not on every rank), and the order in which several towers run is the model's own: "
-                "give every rank rows with the same media, or batches with audio and batches with images"
+                f"data-parallel ranks have different media: {', '.join(present)} in some rows, "
+                f"{', '.join(mixed)} not on every rank. Ranks would run the towers in different orders: give every rank "
+                "rows with the same media, or batches with audio and batches with images"
             )
         templates = self._gather({medium: _template(own[medium]) for medium in mixed if own[medium]})
         self.absent = {medium: templates[medium] for medium in mixed if not own[medium]}

@@ -61,7 +61,7 @@ def resolve_adapted_plan(
             inside.
         model: the model.
         sequence_parallel: wanted of ``"auto"``.
-        mesh: the axis ``tp``, whose ranks prove an inferred plan.
+        mesh: the axis ``tp``, whose ranks verify an inferred plan.
         towers_tp: the size of ``tp`` where vision and audio towers are to be sharded too, else ``None``.
 
     Raises:
