@@ -91,8 +91,8 @@ class AbsentMedia:
         if "audio" in present and len(present) > 1:
             raise ModelError(
                 f"data-parallel ranks have different media: {', '.join(present)} in some rows, "
-                f"{', '.join(mixed)} not on every rank. Ranks would run the towers in different orders: give every rank "
-                "rows with the same media, or batches with audio and batches with images"
+                f"{', '.join(mixed)} not on every rank. Ranks would run the towers in different orders: give every "
+                "rank rows with the same media, or batches with audio and batches with images"
             )
         templates = self._gather({medium: _template(own[medium]) for medium in mixed if own[medium]})
         self.absent = {medium: templates[medium] for medium in mixed if not own[medium]}
