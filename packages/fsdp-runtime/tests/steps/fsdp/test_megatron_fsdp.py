@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime import BackendError, MeshSpec, ModelError, OptionError, nemo
 from fsdp_runtime.model import inspect_model
-from fsdp_runtime.steps.fsdp.megatron_fsdp import shard_with_megatron
+from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
 from harness.models import tiny_model
 from harness.ranks import RankPool
 
@@ -140,7 +140,8 @@ def test_where_one_rank_holds_everything_nothing_is_wrapped(two_ranks: RankPool)
 
 def _shard(model: nn.Module, *, mesh: DeviceMesh | None = None, **options: Any) -> Any:
     mesh = mesh or MeshSpec().build(device_type="cpu")
-    return shard_with_megatron(model, mesh, inspect_model(model), dp_shard_dim="dp_shard", **options)
+    resolved = resolve_megatron_fsdp(model, mesh, inspect_model(model), dp_shard_dim="dp_shard", **options)
+    return resolved.apply(model)
 
 
 def test_without_the_extra_the_command_that_installs_it_is_named() -> None:

@@ -87,55 +87,6 @@ def resolve_megatron_fsdp(
     return MegatronFSDP(megatron, mesh, keywords)
 
 
-def shard_with_megatron(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    structure: ModelStructure,
-    *,
-    dp_shard_dim: str,
-    tp_dim: str | None = None,
-    unit_modules: Sequence[type[nn.Module] | str] | None = None,
-    optimizer: Optimizer | None = None,
-    main_params_dtype: torch.dtype | None = torch.float32,
-    main_grads_dtype: torch.dtype | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> tuple[nn.Module, Optimizer | None]:
-    """Wrap a model with ``megatron_fsdp.fully_shard_model``; call it after ``TensorParallel`` if layers are sharded.
-
-    Args:
-        model: the model.
-        mesh: the mesh that has the axes named below.
-        structure: the model's parts, from ``inspect_model``.
-        dp_shard_dim: name of the axis to shard over.
-        tp_dim: name of the axis of tensor parallelism, if there is one.
-        unit_modules: classes, or their names, to shard as units; by default those of the blocks.
-        optimizer: an optimizer of the model, which then steps the shards.
-        main_params_dtype: dtype of the optimizer's copy of the parameters, ``None`` for their own.
-        main_grads_dtype: dtype that gradients are kept and reduced in, ``None`` for their own.
-        options: further keywords of ``fully_shard_model``.
-
-    Returns:
-        The wrapped model and the optimizer.
-
-    Raises:
-        BackendError: the extra is not installed, or there is no CUDA device.
-        ModelError: no module is of the named classes.
-        OptionError: the installed release does not have a keyword.
-    """
-    resolved = resolve_megatron_fsdp(
-        model,
-        mesh,
-        structure,
-        dp_shard_dim=dp_shard_dim,
-        tp_dim=tp_dim,
-        unit_modules=unit_modules,
-        main_params_dtype=main_params_dtype,
-        main_grads_dtype=main_grads_dtype,
-        options=options,
-    )
-    return resolved.apply(model, optimizer)
-
-
 def _megatron() -> Any:
     try:
         module = importlib.import_module("megatron_fsdp")
