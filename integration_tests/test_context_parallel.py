@@ -19,10 +19,12 @@ from coverage.packing import PACKED_BOUND, ROWS, measure_packing_on_ranks
 from coverage.table import UNBUILDABLE, coverage_entries
 from coverage.table import tiny_model as tiny_row
 from fsdp_runtime import LayoutError, ModelError, parallelize, sequence_layout, submesh
+from fsdp_runtime.steps import ContextParallel
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
+from harness.options import CONTIGUOUS
 from harness.pairwise import alternating_first
 from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, mesh_for, own_part
 from harness.ranks import RankPool
@@ -89,7 +91,8 @@ def _compare(
     (expected * weights).sum().backward()
 
     mesh = mesh_for(axes)
-    parallelize(model, mesh, cp_load_balancer=load_balancer, **options)
+    method = options.pop("context_parallel", "allgather")
+    parallelize(model, mesh, context_parallel=ContextParallel(method, load_balancer), **options)
     layout, own = sequence_layout(mesh, LENGTH, load_balancer=load_balancer), _own_rows(mesh)
     local = layout.shard_batch({name: value[own] for name, value in inputs.items()})
     if kind == "shifted":
@@ -331,10 +334,10 @@ OWN_ATTENTION = ["falcon", "gpt_neo", "openai-gpt"]
 ALL_OWN_ATTENTION = [*OWN_ATTENTION, "gpt_neox_japanese", "mpt", "bloom", "codegen", "gptj", "xglm"]
 #: Every way where a mask could be of another kind, as options.
 WAYS_OF_OWN_ATTENTION: list[dict[str, Any]] = [
-    {"cp_load_balancer": "headtail", "rows": ROWS},
-    {"cp_load_balancer": None, "rows": ((LENGTH_OF_ROWS,),) * 2},
-    {"cp_load_balancer": "headtail", "rows": ((LENGTH_OF_ROWS,),) * 2},
-    {"cp_load_balancer": None, "rows": ROWS},
+    {"rows": ROWS},
+    {**CONTIGUOUS, "rows": ((LENGTH_OF_ROWS,),) * 2},
+    {"rows": ((LENGTH_OF_ROWS,),) * 2},
+    {**CONTIGUOUS, "rows": ROWS},
     {"context_parallel": "ulysses"},
     {"context_parallel": "ring"},
 ]

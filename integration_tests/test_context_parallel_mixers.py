@@ -19,13 +19,13 @@ from fsdp_runtime.steps.context import full_sequence as gathered
 from fsdp_runtime.steps.documents.recurrences import ByFunctions
 from fsdp_runtime.steps.documents.sequence_functions import functions_called
 from harness.float64 import compute_in_float64
+from harness.options import CONTIGUOUS
 from harness.parity import mesh_for
 from harness.ranks import RankPool
 
 ONE = ((LENGTH,),) * 2
 #: A row, the axes, the tokens of its documents, and options.
 Case = tuple[str, dict[str, int], Any, dict[str, Any]]
-CONTIGUOUS = {"cp_load_balancer": None}
 TWO_RANKS: list[Case] = [
     ("qwen3_next", {"cp": 2}, ROWS, CONTIGUOUS),
     ("nemotron_h", {"cp": 2}, ROWS, {}),

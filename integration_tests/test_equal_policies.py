@@ -20,6 +20,7 @@ from fsdp_runtime import parallelize, replay_routes, submesh
 from fsdp_runtime.batching import PackedRow, pack
 from fsdp_runtime.routing.routers import find_routers
 from harness.float64 import compute_in_float64
+from harness.options import CONTIGUOUS, load_balancer_of
 from harness.parity import gradient_errors, largest, mesh_for
 from harness.ranks import RankPool
 from harness.rollouts import sample_completions
@@ -33,7 +34,7 @@ BOUND = 1e-12
 CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp_shard": 2, "tp": 2, "ep": 2}, {"activation_checkpointing": "block"}),
     ({"cp": 2, "tp": 2, "ep": 4}, {"activation_checkpointing": "selective"}),
-    ({"dp_shard": 2, "cp": 2, "ep": 2}, {"activation_checkpointing": "mlp", "cp_load_balancer": None}),
+    ({"dp_shard": 2, "cp": 2, "ep": 2}, {"activation_checkpointing": "mlp", **CONTIGUOUS}),
     ({"dp_shard": 2, "tp": 2}, {"activation_checkpointing": "block", "sequence_parallel": True}),
 ]
 
@@ -110,9 +111,7 @@ def _train(
             cp_group = mesh.get_group("cp")
 
             def layout_of(length: int) -> Any:
-                return fsdp_runtime.sequence_layout(
-                    mesh, length, load_balancer=options.get("cp_load_balancer", "headtail")
-                )
+                return fsdp_runtime.sequence_layout(mesh, length, load_balancer=load_balancer_of(options))
 
     responses = [torch.arange(len(sample)) >= PROMPT for sample in rollout.samples]
     packing = pack(rollout.samples, BUDGET // cp, ranks=dp, cp=cp, loss_masks=responses, multiple_of=4)

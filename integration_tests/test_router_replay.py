@@ -18,6 +18,7 @@ from fsdp_runtime import ModelError, Routes, parallelize, record_routes, replay_
 from fsdp_runtime.errors import RoutesError
 from fsdp_runtime.routing.routers import find_routers
 from harness.float64 import compute_in_float64
+from harness.options import CONTIGUOUS, load_balancer_of
 from harness.parity import largest, logits_of, mesh_for, own_part
 from harness.ranks import RankPool
 
@@ -141,7 +142,7 @@ MODES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "SP, recomputed": ({"tp": 2}, {"sequence_parallel": True, "activation_checkpointing": "block"}),
     "dp_shard, recomputed": ({"dp_shard": 2}, {"activation_checkpointing": "mlp"}),
     "cp, recomputed": ({"cp": 2}, {"activation_checkpointing": "selective"}),
-    "cp, contiguous": ({"cp": 2}, {"cp_load_balancer": None}),
+    "cp, contiguous": ({"cp": 2}, CONTIGUOUS),
 }
 RANKS = {
     "mixtral": [*MODES],  # softmax, then top-k, then normalisation
@@ -192,7 +193,7 @@ def _on_two_ranks(name: str, mode: str) -> dict[str, float]:
 
 
 def _shard(mesh: Any, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    return sequence_layout(mesh, LENGTH, load_balancer=options.get("cp_load_balancer", "headtail")).shard
+    return sequence_layout(mesh, LENGTH, load_balancer=load_balancer_of(options)).shard
 
 
 def _gradient_error(path: str, parameter: Tensor, reference: nn.Module, wanted: Tensor | None) -> float:

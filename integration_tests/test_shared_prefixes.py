@@ -30,9 +30,11 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.batching import MicroBatches, TreeRow, pack_tree
 from fsdp_runtime.routing.routers import find_routers
+from fsdp_runtime.steps import SharedPrefixes
 from fsdp_runtime.steps.documents import prefix_attention
 from harness import models
 from harness.float64 import compute_in_float64
+from harness.options import CONTIGUOUS, load_balancer_of
 from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, mesh_for, own_part
 from harness.ranks import RankPool
 
@@ -195,7 +197,7 @@ def _one_process(entry: Entry, *, float64: bool = True, **options: Any) -> dict[
         _loss(expected).backward()
         wanted = _gradients(model)
         model.zero_grad()
-        parallelize(model, MeshSpec().build(device_type="cpu"), shared_prefixes=True, **options)
+        parallelize(model, MeshSpec().build(device_type="cpu"), steps=(SharedPrefixes(),), **options)
         rows = pack_tree(_groups(), budget=28, multiple_of=4).rows()
         assert len(rows) == 2
         found = _packed(model, rows, TreeRow.unpack)
@@ -240,7 +242,7 @@ def test_every_other_architecture_equals_separate_rows(name: str) -> None:
 def test_architectures_that_pass_a_state_are_refused_before_they_change(name: str) -> None:
     model = tiny_model(entries()[name])
     with pytest.raises(ModelError, match=REFUSED[name]):
-        parallelize(model, MeshSpec().build(device_type="cpu"), shared_prefixes=True)
+        parallelize(model, MeshSpec().build(device_type="cpu"), steps=(SharedPrefixes(),))
     assert not model._forward_pre_hooks
 
 
@@ -248,7 +250,7 @@ def _refusal_over_cp(name: str) -> str:
     model = tiny_model(entries()[name])
     mesh = MeshSpec(cp=2).build(device_type="cpu")
     try:
-        parallelize(model, mesh, plan=None, shared_prefixes=True)
+        parallelize(model, mesh, plan=None, steps=(SharedPrefixes(),))
     except ModelError as error:
         assert not model._forward_pre_hooks
         return str(error)
@@ -284,7 +286,7 @@ def test_a_mask_by_indices_in_the_row_would_be_noticed(monkeypatch: pytest.Monke
 def test_a_shift_instead_of_predictors_would_be_noticed() -> None:
     model = tiny_model(_entry("llama"))
     expected = _separate(model)
-    parallelize(model, MeshSpec().build(device_type="cpu"), shared_prefixes=True)
+    parallelize(model, MeshSpec().build(device_type="cpu"), steps=(SharedPrefixes(),))
     (row,) = pack_tree(_groups(), budget=40).rows()
     logits = model(**row.inputs(model)).logits
     shifted = rl_logprobs.token_logprobs(logits, row.input_ids, shift=True)[0]
@@ -297,7 +299,7 @@ def test_an_ordinary_batch_of_the_same_model_is_as_before() -> None:
     inputs = {"input_ids": torch.randint(3, VOCAB, (2, 9)), "attention_mask": torch.ones(2, 9).long()}
     inputs["attention_mask"][0, :3] = 0
     expected = model(**inputs, use_cache=False).logits
-    parallelize(model, MeshSpec().build(device_type="cpu"), shared_prefixes=True)
+    parallelize(model, MeshSpec().build(device_type="cpu"), steps=(SharedPrefixes(),))
     (row,) = pack_tree(_groups(), budget=40).rows()
     model(**row.inputs(model))
     with pytest.raises(IndexError):
@@ -327,7 +329,7 @@ def test_flex_attention_takes_the_mask_as_a_function() -> None:
 @pytest.mark.slow
 def test_a_model_with_flex_attention_gives_the_same_logits() -> None:  # transformers compiles its masks
     model = models.tiny_model("Gemma3ForCausalLM", dtype=torch.float32)
-    parallelize(model, MeshSpec().build(device_type="cpu"), shared_prefixes=True)
+    parallelize(model, MeshSpec().build(device_type="cpu"), steps=(SharedPrefixes(),))
     (row,) = pack_tree(_groups(), budget=40).rows()
     with torch.no_grad():
         expected = model(**row.inputs(model)).logits
@@ -390,7 +392,7 @@ def _routed(name: str, axes: dict[str, int], **options: Any) -> dict[str, float]
         _loss(expected).backward()
         wanted = _gradients(model)
         model.zero_grad()
-        parallelize(model, mesh, shared_prefixes=True, **options)
+        parallelize(model, mesh, steps=(SharedPrefixes(),), **options)
         found: Values = {}
         errors: dict[str, float] = {}
         for full in packing.rows(data.get_local_rank()):
@@ -452,11 +454,11 @@ def _case(architecture: str, axes: dict[str, int], options: dict[str, Any]) -> I
     mesh = mesh_for(axes)
     model = copy.deepcopy(reference)
     model.zero_grad()
-    parallelize(model, mesh, shared_prefixes=True, **options)
+    parallelize(model, mesh, steps=(SharedPrefixes(),), **options)
     data, cp = submesh(mesh, "dp"), axes.get("cp", 1)
     packing: MicroBatches[TreeRow] = pack_tree(_groups(), budget=40 // cp, ranks=data.size(), cp=cp)
     found: Values = {}
-    balancer = options.get("cp_load_balancer", "headtail")
+    balancer = load_balancer_of(options)
     for full in packing.rows(data.get_local_rank()):
         row = full.shard(sequence_layout(mesh, full.input_ids.shape[1], load_balancer=balancer))
         statistics = _fused(model, row) if fused else _from_logits(model, row)
@@ -487,14 +489,14 @@ TWO_RANKS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("Gemma3ForCausalLM", {"tp": 2}, {"sequence_parallel": True}),
     ("Qwen3ForCausalLM", {"tp": 2}, {"sequence_parallel": True, "fused": True}),
     ("Gemma3ForCausalLM", {"cp": 2}, {}),
-    ("Qwen3ForCausalLM", {"cp": 2}, {"cp_load_balancer": None, "fused": True}),
+    ("Qwen3ForCausalLM", {"cp": 2}, {**CONTIGUOUS, "fused": True}),
     ("Gemma3ForCausalLM", {"dp_shard": 2}, {"activation_checkpointing": "block"}),
 ]
 FOUR_RANKS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("Gemma3ForCausalLM", {"cp": 2, "tp": 2}, {"sequence_parallel": True, "activation_checkpointing": "block"}),
     ("Qwen3ForCausalLM", {"dp_shard": 2, "cp": 2}, {"activation_checkpointing": "mlp"}),
     ("LlamaForCausalLM", {"dp_replicate": 2, "tp": 2}, {"fused": True}),
-    ("Qwen3ForCausalLM", {"cp": 4}, {"cp_load_balancer": None}),
+    ("Qwen3ForCausalLM", {"cp": 4}, CONTIGUOUS),
 ]
 
 

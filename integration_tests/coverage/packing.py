@@ -22,6 +22,7 @@ from coverage.shrink import VOCAB
 from coverage.table import coverage_entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, MeshSpec, parallelize, sequence_layout
 from harness.float64 import compute_in_float64
+from harness.options import load_balancer_of
 from harness.parity import largest, logits_of, mesh_for
 
 #: Tokens of the documents of each row: several lengths, one document of a single token, and equal lengths.
@@ -125,7 +126,7 @@ def measure_packing_on_ranks(
     with default_dtype(torch.float64), compute_in_float64():
         mesh = mesh_for(axes)
         candidate = parallelize(copy.deepcopy(model), mesh, packed_sequences=True, **options)
-        layout = sequence_layout(mesh, LENGTH, load_balancer=options.get("cp_load_balancer", "headtail"))
+        layout = sequence_layout(mesh, LENGTH, load_balancer=load_balancer_of(options))
         inputs = {"input_ids": reference.ids, "position_ids": packed_positions(rows)}
         logits = logits_of(candidate, layout.shard_batch(inputs))
         (logits * layout.shard(reference.weights)).sum().backward()

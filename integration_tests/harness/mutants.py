@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fsdp_runtime import parallelize, resolve_parallelism
+from fsdp_runtime.steps import ExpertParallel
 from tp_plans import NoParallel, plan_for
 from tp_plans.torch_styles import AllToAllExchange, DispatchedTokens
 
@@ -69,12 +70,12 @@ class _LosesAToken(AllToAllExchange):
 
 def detached_router(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Routing weights come to the experts without a gradient."""
-    return parallelize(model, mesh, expert_exchange=_DetachedWeights)
+    return parallelize(model, mesh, steps=(ExpertParallel(_DetachedWeights),))
 
 
 def dropped_token(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """The first token of rank 0 is sent to no expert."""
-    return parallelize(model, mesh, expert_exchange=_LosesAToken)
+    return parallelize(model, mesh, steps=(ExpertParallel(_LosesAToken),))
 
 
 def token_counted_twice(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 _FENCE = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE)
@@ -68,6 +69,8 @@ def _parts(page: Path) -> Iterator[Part]:
 def run(code: Iterable[Block], names: dict[str, Any]) -> list[str]:
     """Run blocks in the namespace ``names``; the faults are comments behind ``print`` that were not printed."""
     faults: list[str] = []
+    if (name := names.get("__name__")) is not None:
+        sys.modules.setdefault(name, ModuleType(name))  # where dataclasses look for a class's module
     for block in code:
         names["print"] = _checked_print(block, faults)
         exec(compile("\n" * (block.line - 1) + block.text, block.page, "exec"), names)

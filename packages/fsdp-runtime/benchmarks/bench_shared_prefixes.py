@@ -25,6 +25,7 @@ from fsdp_runtime.batching import pack_tree
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "integration_tests"))
 
+from fsdp_runtime.steps import SharedPrefixes
 from harness.memory import LiveBytes
 
 #: Samples of a group, tokens of the prompt, tokens of each response.
@@ -97,7 +98,7 @@ def seconds(model: nn.Module, run: Callable[[], Tensor]) -> tuple[float, float]:
 def main(settings: Sequence[tuple[int, int, int]]) -> None:
     """Print one table."""
     torch.set_num_threads(1)
-    model = parallelize(decoder(), MeshSpec().build(device_type="cpu"), shared_prefixes=True)
+    model = parallelize(decoder(), MeshSpec().build(device_type="cpu"), steps=(SharedPrefixes(),))
     columns = " ".join(f"{name:>8}" for name in ("seconds", "cpu s", "GFLOP", "MiB"))
     print(f"{'samples x (prompt + response)':30} {'tokens':>14} {'':8} {columns}")
     for samples, prompt, response in settings:

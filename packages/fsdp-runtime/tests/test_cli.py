@@ -16,6 +16,7 @@ from fsdp_runtime import MeshSpec, ModelError, cli
 from fsdp_runtime.dry_run import Estimate, Sweep
 from fsdp_runtime.dry_run.candidates import rank_candidates
 from fsdp_runtime.dry_run.sweep_types import Candidate
+from fsdp_runtime.steps import TensorParallel
 from harness.estimates import GIB, made_estimate
 from harness.interpreter import environment
 from harness.models import tiny_config
@@ -68,7 +69,7 @@ def test_options_are_passed_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked.options == {
         "seq_len": 64,
         "micro_batch": 2,
-        "plan": "auto",
+        "plan": TensorParallel(towers="replicated"),
         "sequence_parallel": True,
         "context_parallel": "allgather",
         "activation_checkpointing": "block",
@@ -82,7 +83,6 @@ def test_options_are_passed_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> N
         "exact": True,
         "rank": 3,
         "routing": "worst",
-        "towers": "replicated",
         "device_memory": "80GiB",
         "bandwidth": {"tp": "450GB/s", "dp_shard": "400Gb/s"},
     }

@@ -16,6 +16,7 @@ from fsdp_runtime.dry_run import estimate, sweep
 from fsdp_runtime.mesh import fsdp_mesh, rank_info_from_env
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.monitor import monitor_ranks, stop_on_signal
+from fsdp_runtime.steps import SharedPrefixes
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from harness.misuse import Call, try_wrong_arguments, use
 
@@ -124,7 +125,7 @@ def routed():
 
 
 def shared_prefixes():
-    return fsdp_runtime.parallelize(routed(), mesh(), plan=None, shared_prefixes=True)
+    return fsdp_runtime.parallelize(routed(), mesh(), plan=None, steps=(SharedPrefixes(),))
 
 
 def score(hidden, head):

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import fsdp_runtime
 from fsdp_runtime.dry_run import Estimate, Sweep, estimate, sweep
@@ -203,19 +203,22 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
             "with its unit, such as 80GB"
         )
     names = ("seq_len", "micro_batch", "dtype", "master_dtype", "logprobs", "clip", "offload")
-    others = ("assume_gradients", "routing", "exact", "rank", "device_memory", "towers")
+    others = ("assume_gradients", "routing", "exact", "rank", "device_memory")
     return {
         **{name: getattr(options, name) for name in (*names, *others)},
         "optimizer": options.optimizer.replace("-", "_"),
-        "plan": _plan(options.plan),
+        "plan": _plan(options.plan, options.towers),
         "bandwidth": None if options.bandwidth is None else split_bandwidths(options.bandwidth),
     }
 
 
-def _plan(name: str) -> Plan | str | None:
-    if name == "none":
-        return None
-    return Plan.from_json(Path(name).read_text()) if name.endswith(".json") else name
+def _plan(name: str, towers: str) -> Any:
+    plan = None if name == "none" else Plan.from_json(Path(name).read_text()) if name.endswith(".json") else name
+    if towers == "sharded":
+        return plan
+    from fsdp_runtime.steps import TensorParallel  # torch, where an option needs it
+
+    return TensorParallel(plan, towers=cast("Any", towers))  # checked by its use
 
 
 def _world_size(options: argparse.Namespace) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,27 +13,26 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.keywords import Options, steps_of
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
 from fsdp_runtime.mesh.spec import axis_size, fsdp_mesh, require_axes, submesh
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Meshes, ModelFacts, Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.checkpointing import ActivationCheckpointing, CheckpointMode, recomputes
+from fsdp_runtime.steps.checkpointing import ActivationCheckpointing, recomputes
 from fsdp_runtime.steps.compile import Compile
-from fsdp_runtime.steps.context.methods import Method
-from fsdp_runtime.steps.context.sharding import LoadBalancer
 from fsdp_runtime.steps.context.step import ContextParallel, under_context_parallelism
 from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.documents.step import PackedSequences
-from fsdp_runtime.steps.experts.step import ExpertExchange, ExpertParallel
+from fsdp_runtime.steps.experts.step import ExpertParallel
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.guards.optimizer_groups import step_meshes_apart
 from fsdp_runtime.steps.guards.refuse_pickle import refuse_pickle
 from fsdp_runtime.steps.guards.stale_optimizers import refuse_stale_optimizers
-from fsdp_runtime.steps.tensor.step import Logits, PlanSource, TensorParallel, Towers
+from fsdp_runtime.steps.tensor.step import TensorParallel
 from tp_plans import Plan
 
 #: The order of steps; one of no other class, such as a user's own, comes where ``Step`` stands.
@@ -109,27 +108,7 @@ class Parallelism:
         return "\n".join(step.describe() for step, _ in self.steps)
 
 
-def resolve_parallelism(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    plan: PlanSource = "auto",
-    sequence_parallel: bool = False,
-    context_parallel: Method = "allgather",
-    cp_load_balancer: LoadBalancer = "headtail",
-    cp_attention: bool = True,
-    packed_sequences: bool = False,
-    logits: Logits = "sharded",
-    towers: Towers = "sharded",
-    activation_checkpointing: CheckpointMode = "none",
-    compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
-    async_tensor_parallel: bool = False,
-    fsdp: FSDPOptions | None = None,
-    check_inputs: bool = False,
-    shared_prefixes: bool = False,
-    expert_exchange: ExpertExchange = "all_to_all",
-    steps: Sequence[Step] = (),
-) -> Parallelism:
+def resolve_parallelism(model: nn.Module, mesh: DeviceMesh, **options: Unpack[Options]) -> Parallelism:
     """Check everything that :func:`parallelize` does to a model, and change nothing.
 
     Apply the result with ``parallelism.apply(model)``.
@@ -137,38 +116,14 @@ def resolve_parallelism(
     Args:
         model: the model, on the meta device or with data, the same on every rank.
         mesh: from ``MeshSpec(...).build()`` or ``adopt_mesh(...)``, or any mesh with those axis names.
-        plan: ``"auto"`` (the architecture's plan, else one that is inferred and proven by running a small copy of the
-            model on the ranks of ``tp``), ``"inferred"`` (with its doubts), a plan, a dict of pattern to style or style
-            name, a dotted path to one, or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
-        sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
-        context_parallel: how attention spans the ranks of ``cp``: ``"allgather"``, ``"ulysses"`` or ``"ring"``.
-        cp_load_balancer: the tokens that each rank of ``cp`` holds: ``"headtail"`` or ``None`` (contiguous).
-        cp_attention: replace attention for ``cp``; ``False`` for a model that calls ``ContextAttention`` itself.
-        packed_sequences: keep documents apart where ``position_ids`` restart within a row.
-        logits: ``"sharded"`` on the vocabulary (a DTensor), or ``"full"``: a plain tensor on every rank.
-        towers: under ``plan="auto"``, the layers of vision and audio towers and projectors: ``"sharded"`` over ``tp``
-            as those of the language model, or ``"replicated"``.
-        activation_checkpointing: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a ``SelectiveCheckpoint``.
-        compile: compile every block: ``True``, or keywords of ``torch.compile``.
-        async_tensor_parallel: overlap products with the collectives of sequence parallelism; needs ``compile``
-            and CUDA.
-        fsdp: settings of FSDP2.
-        check_inputs: compare the inputs of every forward over the ranks of ``tp``, and their shapes over ``cp``.
-        shared_prefixes: let the model take rows of ``pack_tree``.
-        expert_exchange: how tokens travel to their experts on a mesh with ``ep``: ``"all_to_all"``, or a subclass of
-            ``tp_plans.runtime.TokenExchange``.
-        steps: further steps, such as your own.
+        options: the keywords of ``parallelize``.
 
     Returns:
         The resolved parallelism.
 
     Raises:
         MeshError: the mesh has other axis names.
-        ModelError: no blocks are found, the model is already parallelized or offloaded, no module would recompute, the
-            model's sequences cannot be sharded over ``cp`` or packed, or its samples cannot share prefixes.
-        BackendError: an option needs a device that is not available.
-        OptionError: an option is not allowed, or needs an axis that the mesh lacks; or a module of experts has
-            trainable parameters of several dtypes.
+        FsdpRuntimeError: see :func:`fsdp_runtime.parallelize`, which raises the same.
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
 
     Example:
@@ -184,27 +139,9 @@ def resolve_parallelism(
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is of type {type(model).__name__}, not a torch.nn.Module")
     require_axes(mesh)
-    options = FSDPOptions() if fsdp is None else fsdp
-    if not isinstance(options, FSDPOptions):
-        raise OptionError(f"fsdp is of type {type(fsdp).__name__}, not FSDPOptions")
-    given: list[Step] = [
-        PackedSequences(apart=packed_sequences),
-        TensorParallel(plan, sequence_parallel, towers, logits),
-        ExpertParallel(expert_exchange),
-        ContextParallel(context_parallel, cp_load_balancer, cp_attention),
-        ActivationCheckpointing(activation_checkpointing),
-        FSDP2(options),
-        *steps,
-    ]
-    if compile is not False:
-        given.append(Compile({} if compile is True else compile, async_tensor_parallel))
-    elif async_tensor_parallel:
-        raise OptionError("async_tensor_parallel is a pass of Inductor: it needs compile=True or backend='inductor'")
-    if shared_prefixes:
-        given.append(SharedPrefixes())
-    if check_inputs:
-        given.append(CheckInputs())
-    return resolve_steps(model, _meshes(mesh, options), given)
+    steps = steps_of(**options)
+    sharding = next(step for step in steps if isinstance(step, FSDP2))
+    return resolve_steps(model, _meshes(mesh, sharding.options), steps)
 
 
 def resolve_steps(

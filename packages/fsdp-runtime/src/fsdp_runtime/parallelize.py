@@ -10,39 +10,36 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime.parallelism import resolve_parallelism
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.checkpointing import CheckpointMode
+from fsdp_runtime.steps.checkpointing import ActivationCheckpointing, CheckpointMode
+from fsdp_runtime.steps.compile import Compile
 from fsdp_runtime.steps.context.methods import Method
-from fsdp_runtime.steps.context.sharding import LoadBalancer
-from fsdp_runtime.steps.experts.step import ExpertExchange
+from fsdp_runtime.steps.context.step import ContextParallel
+from fsdp_runtime.steps.documents.step import PackedSequences
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
-from fsdp_runtime.steps.tensor.step import Logits, PlanSource, Towers
+from fsdp_runtime.steps.fsdp.step import FSDP2
+from fsdp_runtime.steps.tensor.step import Logits, PlanSource, TensorParallel
 
 
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
-    plan: PlanSource = "auto",
+    plan: PlanSource | TensorParallel = "auto",
     sequence_parallel: bool = False,
-    context_parallel: Method = "allgather",
-    cp_load_balancer: LoadBalancer = "headtail",
-    cp_attention: bool = True,
-    packed_sequences: bool = False,
+    context_parallel: Method | ContextParallel = "allgather",
+    packed_sequences: bool | PackedSequences = False,
     logits: Logits = "sharded",
-    towers: Towers = "sharded",
-    activation_checkpointing: CheckpointMode = "none",
-    compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
-    async_tensor_parallel: bool = False,
-    fsdp: FSDPOptions | None = None,
-    check_inputs: bool = False,
-    shared_prefixes: bool = False,
-    expert_exchange: ExpertExchange = "all_to_all",
+    activation_checkpointing: CheckpointMode | ActivationCheckpointing = "none",
+    compile: bool | Mapping[str, Any] | Compile = False,  # noqa: A002  # torch's word
+    fsdp: FSDPOptions | FSDP2 | None = None,
     steps: Sequence[Step] = (),
 ) -> nn.Module:
     """Parallelize a model over a mesh, in place.
 
     Everything is checked on every rank before the first module changes: the call is :func:`resolve_parallelism`
-    followed by ``parallelism.apply(model)``.  Inspect the result with ``describe_parallelism(model)``.
+    followed by ``parallelism.apply(model)``.  Inspect the result with ``describe_parallelism(model)``.  A keyword takes
+    the short form below, or the step of ``fsdp_runtime.steps`` that it stands for, with all options of that step:
+    ``context_parallel=ContextParallel("ring", load_balancer=None)``.
 
     Args:
         model: the model, on the meta device (call ``load_weights`` afterwards) or with data, the same on every rank.
@@ -53,27 +50,15 @@ def parallelize(
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
         context_parallel: how attention spans the ranks of ``cp``: ``"allgather"`` (keys and values are gathered),
             ``"ulysses"`` (heads are exchanged for sequence by all-to-all) or ``"ring"`` (keys and values go round).
-        cp_load_balancer: the tokens that each rank of ``cp`` holds: ``"headtail"`` (one chunk from either end) or
-            ``None`` (one contiguous chunk); shard inputs with ``sequence_layout(mesh, length, load_balancer=...)``.
-        cp_attention: replace attention for ``cp``; ``False`` for a model that calls ``ContextAttention`` itself.
         packed_sequences: rows hold several documents, each of which is computed as it is alone: ``position_ids``
             restart, or ``seq_idx`` or ``cu_seq_lens_q`` tells where documents begin.
         logits: ``"sharded"`` on the vocabulary (a DTensor, which ``rl_logprobs`` takes), or ``"full"``: a plain tensor
             on every rank.  A forward that gets ``labels`` gathers them for the model's own loss.
-        towers: under ``plan="auto"``, the layers of vision and audio towers and projectors: ``"sharded"`` over ``tp``
-            as those of the language model, or ``"replicated"``.
         activation_checkpointing: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts in
             backward; or a ``SelectiveCheckpoint`` with the operators whose results are kept.
         compile: compile every block in place: ``True``, or keywords of ``torch.compile``.
-        async_tensor_parallel: let the compiler overlap products with the collectives of sequence parallelism; needs
-            ``compile`` and CUDA.
         fsdp: settings of FSDP2: dtypes, CPU offload, resharding, prefetching, frozen parameters.
-        check_inputs: compare the inputs of every forward over the ranks of ``tp``, which must be equal, and their
-            shapes over ``cp``; one all-gather of 16 bytes and one host synchronisation a forward.
-        shared_prefixes: let the model take rows of ``pack_tree``, in which samples share the tokens of their prefixes.
-        expert_exchange: how tokens travel to their experts on a mesh with ``ep``: ``"all_to_all"``, or a subclass of
-            ``tp_plans.runtime.TokenExchange``.
-        steps: further steps, such as your own.
+        steps: steps that have no keyword (``ExpertParallel``, ``SharedPrefixes``, ``CheckInputs``), or your own.
 
     Returns:
         The same model.
@@ -105,18 +90,11 @@ def parallelize(
         plan=plan,
         sequence_parallel=sequence_parallel,
         context_parallel=context_parallel,
-        cp_load_balancer=cp_load_balancer,
-        cp_attention=cp_attention,
         packed_sequences=packed_sequences,
         logits=logits,
-        towers=towers,
         activation_checkpointing=activation_checkpointing,
         compile=compile,
-        async_tensor_parallel=async_tensor_parallel,
         fsdp=fsdp,
-        check_inputs=check_inputs,
-        shared_prefixes=shared_prefixes,
-        expert_exchange=expert_exchange,
         steps=steps,
     )
     parallelism.apply(model)

@@ -188,3 +188,7 @@ class Setup:
     def step(self, kind: type[T]) -> T | None:
         """Return the call's step of a class, if it has one."""
         return next((step for step in self.steps if isinstance(step, kind)), None)
+
+    def required(self, kind: type[T]) -> T:
+        """Return the step of a class that every call of ``parallelize`` has."""
+        return next(step for step in self.steps if isinstance(step, kind))

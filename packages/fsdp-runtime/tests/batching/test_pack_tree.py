@@ -127,7 +127,7 @@ def test_a_row_that_scores_nothing_keeps_one_entry() -> None:
 
 def test_a_model_that_would_ignore_the_branches_is_refused() -> None:
     (row,) = pack_tree([[[1, 2]]], budget=4).rows()
-    with pytest.raises(ModelError, match="shared_prefixes=True"):
+    with pytest.raises(ModelError, match=r"steps=\(SharedPrefixes\(\),\)"):
         row.inputs(nn.Linear(2, 2))
 
 

@@ -16,6 +16,7 @@ from fsdp_runtime import MeshError, OptionError, setup
 from fsdp_runtime.dry_run import Estimate, EstimateError, MemoryBreakdown, Peak, estimate, pipeline
 from fsdp_runtime.dry_run.advice import advice_for
 from fsdp_runtime.dry_run.assumptions import quantization_assumptions
+from fsdp_runtime.steps import TensorParallel
 from fsdp_runtime.steps.tensor import step as tensor
 from harness.estimates import made_estimate, made_settings
 from harness.models import tiny_config, tiny_inputs, tiny_model
@@ -363,8 +364,8 @@ def test_a_step_with_images_counts_what_it_trains_of_the_vision_tower() -> None:
 def test_the_layers_of_sharded_towers_take_half_of_their_bytes() -> None:
     config = tiny_config("Gemma3ForConditionalGeneration", num_hidden_layers=1, layer_types=["full_attention"])
     sharded, replicated = (
-        estimate(config, {"tp": 2}, seq_len=16, towers=towers, optimizer="none", clip=False).memory.resident.parameters
-        for towers in ("sharded", "replicated")
+        estimate(config, {"tp": 2}, seq_len=16, plan=plan, optimizer="none", clip=False).memory.resident.parameters
+        for plan in (TensorParallel(), TensorParallel(towers="replicated"))
     )
     model = tiny_model("Gemma3ForConditionalGeneration").model
     tower = model.vision_tower
@@ -376,7 +377,7 @@ def test_the_layers_of_sharded_towers_take_half_of_their_bytes() -> None:
     split += sum(each.numel() for each in tensors)  # patches, positions, fused attention, a bare projection
     assert replicated - sharded == 2 * split // 2  # half of them, of two bytes each
     with pytest.raises(OptionError, match="towers='none': write 'sharded' or 'replicated'"):
-        estimate(config, {"tp": 2}, seq_len=16, towers="none")  # type: ignore[arg-type]
+        estimate(config, {"tp": 2}, seq_len=16, plan=TensorParallel(towers="none"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_runtime import BackendError, MeshSpec, OptionError, parallelize
+from fsdp_runtime.steps import Compile
 from fsdp_runtime.steps.async_tp import async_compile_options
 from harness.models import tiny_model
 from harness.ranks import RankPool, RanksFailed
@@ -47,17 +48,11 @@ def test_what_leaves_nothing_to_overlap_is_refused(compile_options: Any, sequenc
         async_compile_options(CUDA, compile_options, sequence_parallel=sequence_parallel)
 
 
-def test_without_compilation_nothing_is_overlapped() -> None:
-    model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
-    with pytest.raises(OptionError, match="a pass of Inductor: it needs compile=True"):
-        parallelize(model, MeshSpec().build(device_type="cpu"), async_tensor_parallel=True)
-
-
 def _on_the_cpu() -> None:
     model = tiny_model("LlamaForCausalLM")
     mesh = MeshSpec(tp=2).build(device_type="cpu")
     try:
-        parallelize(model, mesh, sequence_parallel=True, compile=True, async_tensor_parallel=True)
+        parallelize(model, mesh, sequence_parallel=True, compile=Compile(async_tensor_parallel=True))
     except BackendError:
         assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters()), "the model was changed"
         raise

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime import parallelize, record_routes
+from fsdp_runtime.steps import ExpertParallel
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -43,7 +44,7 @@ def _routes_of_a_step(mode: str) -> tuple[list[list[Any]], bool]:
         if path.endswith(".gate"):
             module.register_forward_pre_hook(_NoiseInRecomputation())
     mesh = mesh_for({"dp_shard": 2, "ep": 2})
-    model = parallelize(model, mesh, activation_checkpointing=mode, expert_exchange=_Watched)
+    model = parallelize(model, mesh, activation_checkpointing=mode, steps=(ExpertParallel(_Watched),))
     model(**tiny_inputs(model, batch=2, length=9), use_cache=False).logits.sum().backward()
     finite = all(bool(each.grad.to_local().isfinite().all()) for each in model.parameters())
     return [index.tolist() for index in _routes], finite
@@ -66,7 +67,7 @@ def _sessions() -> list[str]:
             if path.endswith(".gate"):
                 module.register_forward_pre_hook(_NoiseInRecomputation())
         mesh = mesh_for({"dp_shard": 2, "ep": 2})
-        model = parallelize(model, mesh, activation_checkpointing=mode, expert_exchange=_Watched)
+        model = parallelize(model, mesh, activation_checkpointing=mode, steps=(ExpertParallel(_Watched),))
         _routes.clear()
         with record_routes(model):
             loss = model(**tiny_inputs(model, batch=2, length=9), use_cache=False).logits.sum()

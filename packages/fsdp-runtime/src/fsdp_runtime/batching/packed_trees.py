@@ -34,7 +34,7 @@ def pack_tree(
     that was continued several times, or equal samples.  Attention follows the paths of the tree, so log-probabilities,
     entropies and all gradients are those of separate rows.
 
-    The model must have been parallelized with ``shared_prefixes=True``.
+    The model must have been parallelized with the step ``SharedPrefixes``.
 
     Args:
         groups: for each group its samples, token ids ``[length]`` with the prompt included; the same on every rank.

@@ -77,14 +77,15 @@ class TreeRow:
         """Return the inputs of a model's forward, by name.
 
         Args:
-            model: a model that was parallelized with ``shared_prefixes=True``.
+            model: a model that was parallelized with the step ``SharedPrefixes``.
 
         Raises:
             ModelError: it was not; it would ignore the branches.
         """
         if not takes_shared_prefixes(model):
             raise ModelError(
-                f"{type(model).__name__} would ignore the branches of a row: parallelize it with shared_prefixes=True"
+                f"{type(model).__name__} would ignore the branches of a row: parallelize it with "
+                "steps=(SharedPrefixes(),)"
             )
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "subtree_end": self.subtree_end}
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 if TYPE_CHECKING:
     from fsdp_runtime.dry_run.types import Estimate
+    from fsdp_runtime.keywords import Options
     from fsdp_runtime.mesh.spec import MeshSpec
-    from fsdp_runtime.steps.checkpointing import CheckpointMode
-    from fsdp_runtime.steps.context.methods import Method
-    from tp_plans import Plan, Style
 
 
 def estimate(
@@ -20,11 +18,6 @@ def estimate(
     *,
     seq_len: int,
     micro_batch: int = 1,
-    plan: Plan | Mapping[str, Style | str] | str | None = "auto",
-    sequence_parallel: bool = False,
-    towers: Literal["sharded", "replicated"] = "sharded",
-    context_parallel: Method | str = "allgather",
-    activation_checkpointing: CheckpointMode | str = "none",
     dtype: str = "bf16",
     master_dtype: str | None = None,
     optimizer: str = "adamw",
@@ -38,6 +31,7 @@ def estimate(
     device_memory: int | str | None = None,
     bandwidth: Mapping[str, float | str] | float | str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    **options: Unpack[Options],
 ) -> Estimate:
     """Run one training step of a model on fake tensors, as one rank of a simulated mesh.
 
@@ -52,13 +46,6 @@ def estimate(
         mesh: a ``MeshSpec``, or its axes as ``{"dp_shard": 128, "tp": 8}``, every size given.
         seq_len: tokens per sequence.
         micro_batch: sequences per data-parallel rank.
-        plan: ``"auto"`` (the architecture's plan), a plan, a dict of pattern to style or style name, a dotted path to
-            one, or ``None`` to replicate every layer.
-        sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
-        towers: under ``plan="auto"``, vision and audio towers and projectors: ``"sharded"`` over ``tp``, or
-            ``"replicated"`` on every rank of it.
-        context_parallel: how attention spans the ranks of ``cp``: ``"allgather"``, ``"ulysses"`` or ``"ring"``.
-        activation_checkpointing: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a ``SelectiveCheckpoint``.
         dtype: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp64"``: dtype of computation, and without ``master_dtype`` also
             of parameters, gradients and optimizer state.
         master_dtype: such as ``"fp32"``: dtype of parameters, gradients and optimizer state.  FSDP2 then gathers
@@ -81,6 +68,8 @@ def estimate(
         bandwidth: bytes per second that a rank can send over an axis, such as ``{"tp": "450GB/s", "dp_shard": 5e10}``;
             or one number for all axes.
         progress: called with a step's name, the number of finished steps and the number of all steps.
+        options: the keywords of ``parallelize``, such as ``plan`` and ``activation_checkpointing``, but for
+            ``compile``: compiled code cannot be traced.  ``fsdp`` takes the place of ``master_dtype`` and ``offload``.
 
     Returns:
         Bytes, collectives and floating-point operations of that rank.
@@ -132,11 +121,7 @@ def estimate(
         offload=offload,
         assume_gradients=assume_gradients,
         routing=routing,
-        plan=plan,
-        sequence_parallel=sequence_parallel,
-        towers=towers,
-        context_parallel=cast("Method", context_parallel),  # checked by its use
-        activation_checkpointing=cast("CheckpointMode", activation_checkpointing),  # checked by its use
+        options=options,
     )
     return run(
         model,

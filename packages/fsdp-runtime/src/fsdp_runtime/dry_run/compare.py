@@ -123,15 +123,9 @@ def sweep(
 
 def _attempt(model: Any, options: Mapping[str, Any], candidate: Candidate) -> Estimate | str:
     """Return the estimate of one candidate, or the error message."""
+    names = ("sequence_parallel", "activation_checkpointing", "context_parallel")
     try:
-        return estimate(
-            model,
-            candidate.mesh,
-            sequence_parallel=candidate.sequence_parallel,
-            activation_checkpointing=candidate.activation_checkpointing,
-            context_parallel=candidate.context_parallel,
-            **options,
-        )
+        return estimate(model, candidate.mesh, **{name: getattr(candidate, name) for name in names}, **options)
     except (FsdpRuntimeError, TpPlansError) as error:
         return str(error)
     except Exception as error:  # noqa: BLE001  # an operator that fails on one mesh must not stop the other estimates

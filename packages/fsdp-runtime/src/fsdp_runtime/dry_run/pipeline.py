@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_runtime.dry_run.advice import advice_for
 from fsdp_runtime.dry_run.assumptions import quantization_assumptions, untrained_assumptions
@@ -33,21 +34,18 @@ from fsdp_runtime.dry_run.types import (
     ReplicatedParameters,
     Settings,
 )
+from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh.spec import MeshSpec
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.steps.checkpointing import ActivationCheckpointing
+from fsdp_runtime.steps.context.step import ContextParallel
+from fsdp_runtime.steps.experts.step import ExpertParallel
+from fsdp_runtime.steps.fsdp.step import FSDP2
+from fsdp_runtime.steps.tensor.step import TensorParallel
 from fsdp_runtime.wrap import replace_forward
 from tp_plans import Plan
-
-#: The fields of :class:`Settings` that are the step's own.
-_STEP_FIELDS = (
-    "seq_len",
-    "micro_batch",
-    "sequence_parallel",
-    "context_parallel",
-    "optimizer",
-    "offload",
-    "routing",
-)
+from tp_plans.runtime import TokenExchange
 
 ProgressCallback = Callable[[str, int, int], None]
 
@@ -80,23 +78,13 @@ def run(
         report("building the model", 0, _STEPS)
         model = build_model(source, step.dtype)
         report("checking the plan", 1, _STEPS)
-        parallelism = resolve_parallelism(
-            model,
-            mesh,
-            plan=step.plan,
-            sequence_parallel=step.sequence_parallel,
-            towers=step.towers,
-            context_parallel=step.context_parallel,
-            activation_checkpointing=step.activation_checkpointing,
-            fsdp=step.fsdp_options,
-            expert_exchange=exchange,
-        )
+        parallelism = resolve_parallelism(model, mesh, **_options(step, exchange))
         trace = _trace(TracedModel(model, parallelism.structure), parallelism, mesh, step, exact=exact, report=report)
         summary = trace.summary
         traffic = summarize_traffic(summary.calls, summary.nbytes, summary.bytes_sent, mesh, bandwidths)
     report("done", _STEPS, _STEPS)
-    settings = _settings(model, spec, rank, step, trace)
-    memory = _memory(summary, offload=step.offload)
+    settings = _settings(model, spec, rank, step, trace, parallelism.setup)
+    memory = _memory(summary, offload=settings.offload)
     return Estimate(
         settings=settings,
         memory=memory,
@@ -122,22 +110,36 @@ def run(
     )
 
 
-def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, trace: _Trace) -> Settings:
+def _options(step: StepConfig, exchange: type[TokenExchange]) -> Options:
+    """Return the keywords of ``parallelize``, with the exchange that assumes where tokens go."""
+    others = [each for each in step.options.get("steps", ()) if not isinstance(each, ExpertParallel)]
+    return {**step.options, "fsdp": step.fsdp, "steps": (*others, ExpertParallel(exchange))}
+
+
+def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, trace: _Trace, setup: Setup) -> Settings:
+    layers, tokens = setup.required(TensorParallel), setup.required(ContextParallel)
+    sharding = setup.required(FSDP2).options
     return Settings(
         model=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         mesh={**spec.sizes, "ep": spec.ep},
         world_size=math.prod(spec.sizes.values()),
         rank=rank,
-        plan=plan_name(step.plan),
-        activation_checkpointing=str(step.activation_checkpointing),
+        seq_len=step.seq_len,
+        micro_batch=step.micro_batch,
+        plan=plan_name(layers.plan),
+        sequence_parallel=layers.sequence_parallel,
+        context_parallel=tokens.method,
+        activation_checkpointing=str(setup.required(ActivationCheckpointing).mode),
         dtype=dtype_name(step.dtype),
-        master_dtype=None if step.master_dtype is None else dtype_name(step.master_dtype),
+        master_dtype=None if sharding.master_dtype is None else dtype_name(sharding.master_dtype),
+        optimizer=step.optimizer,
         logprobs=step.logprobs if isinstance(step.logprobs, str) else "custom",
+        offload=isinstance(sharding.offload_policy, CPUOffloadPolicy),
+        routing=step.routing,
         blocks=trace.blocks,
         traced=trace.traced,
         scaling=trace.scaling,
-        **{name: getattr(step, name) for name in _STEP_FIELDS},
     )
 
 

@@ -25,13 +25,12 @@ from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.trace.recorder import Recorder
 from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.parallelism import Parallelism
-from fsdp_runtime.steps.checkpointing import CheckpointMode
-from fsdp_runtime.steps.context.methods import Method
 from fsdp_runtime.steps.context.sharding import sequence_layout
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
-from fsdp_runtime.steps.tensor.step import PlanSource, Towers
+from fsdp_runtime.steps.fsdp.step import FSDP2
 
 OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer] | None] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True),
@@ -53,25 +52,27 @@ class StepConfig:
     logprobs: str | Callable[..., Any]
     clip: bool
     offload: bool
-    plan: PlanSource
-    sequence_parallel: bool
-    activation_checkpointing: CheckpointMode
-    context_parallel: Method = "allgather"
+    options: Options
     assume_gradients: bool = False
     routing: Routing = "balanced"
-    towers: Towers = "sharded"
 
     def __post_init__(self) -> None:
-        """Raise :class:`EstimateError` for an unknown optimizer, or a batch without tokens."""
+        """Raise :class:`EstimateError` for an unknown optimizer, a batch without tokens, or what cannot be traced."""
         for name, size in {"seq_len": self.seq_len, "micro_batch": self.micro_batch}.items():
             if size < 1:
                 raise EstimateError(f"{name}={size}: give a positive integer")
         if self.optimizer not in OPTIMIZERS:
             raise EstimateError(f"optimizer {self.optimizer!r}: write one of {', '.join(OPTIMIZERS)}")
+        if self.options.get("compile", False) is not False:
+            raise EstimateError("compiled code cannot be traced: leave compile out, and expect somewhat less memory")
+        if self.options.get("fsdp") is not None and (self.master_dtype is not None or self.offload):
+            raise EstimateError("master_dtype and offload are fields of the options that fsdp= gives: leave them out")
 
     @property
-    def fsdp_options(self) -> FSDPOptions:
+    def fsdp(self) -> FSDPOptions | FSDP2:
         """Dtypes and offload of FSDP2."""
+        if (given := self.options.get("fsdp")) is not None:
+            return given
         offload_policy = CPUOffloadPolicy() if self.offload else None
         if self.master_dtype is None:
             return FSDPOptions(offload_policy=offload_policy)

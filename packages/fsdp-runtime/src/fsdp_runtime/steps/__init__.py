@@ -1,1 +1,21 @@
-"""The parallelisms and transformations that ``parallelize`` applies."""
+"""The steps of ``parallelize``: each class owns its options, their checks and how they are applied.
+
+Shard:    ``TensorParallel``, ``ExpertParallel``, ``ContextParallel``, ``FSDP2``
+Rows:     ``PackedSequences``, ``SharedPrefixes``
+Memory:   ``ActivationCheckpointing``
+Speed:    ``Compile``
+Checks:   ``CheckInputs``
+Your own: a subclass of ``Step``
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdp_runtime._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from fsdp_runtime.steps._api import *  # noqa: F403
+    from fsdp_runtime.steps._api import __all__ as __all__
+else:
+    __getattr__, __dir__ = lazy_names(__name__, "fsdp_runtime.steps._api")

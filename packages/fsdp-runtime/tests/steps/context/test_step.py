@@ -21,6 +21,7 @@ from fsdp_runtime import (
     sequence_layout,
 )
 from fsdp_runtime.setup import ModelFacts
+from fsdp_runtime.steps import ContextParallel
 from fsdp_runtime.steps.context.full_sequence import eager_function, gather_for, gathered_mixers
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import (
@@ -260,7 +261,7 @@ class _OwnModel(nn.Module):
 
 def _own_model_on_cp() -> tuple[bool, set[tuple[str, ...]]]:
     mesh = MeshSpec(cp=2).build(device_type="cpu")
-    model = parallelize(_OwnModel(), mesh, plan=None, cp_attention=False)
+    model = parallelize(_OwnModel(), mesh, plan=None, context_parallel=ContextParallel(attention=False))
     return under_context_parallelism(model), set(describe_parallelism(model).sharded.values())
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_runtime import LayoutError, MeshSpec, ModelError, OptionError, parallelize
 from fsdp_runtime.model import inspect_model
+from fsdp_runtime.steps import SharedPrefixes
 from fsdp_runtime.steps.documents.token_mixers import token_mixers
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
@@ -77,7 +78,7 @@ def test_a_cache_is_refused_and_the_default_one_left_out() -> None:
 def test_rows_of_documents_and_rows_of_trees_are_not_taken_by_one_model() -> None:
     model = tiny_model("LlamaForCausalLM")
     with pytest.raises(OptionError, match="leave packed_sequences out, and pack single samples with pack_tree"):
-        _parallelized(model, packed_sequences=True, shared_prefixes=True)
+        _parallelized(model, packed_sequences=True, steps=(SharedPrefixes(),))
 
 
 def test_a_copied_model_keeps_documents_apart() -> None:

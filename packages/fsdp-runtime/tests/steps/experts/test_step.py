@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsdp_runtime import FSDPOptions, parallelize, resolve_parallelism, submesh
 from fsdp_runtime.monitor import monitor_ranks
+from fsdp_runtime.steps import ExpertParallel
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import Case, RankReport, assert_parity, compare, gradient_errors, logits_of, mesh_for
@@ -142,7 +143,7 @@ def _refused(mesh: dict[str, int], architecture: str = MOE, model: Any = None, *
     [
         ("CapabilityError: LlamaForCausalLM has no module with stacked experts", {"architecture": "LlamaForCausalLM"}),
         ("7 experts cannot be divided over ep=2", {"model": {"num_experts": 7}}),
-        ("CapabilityError: exchange='deepep' needs the kernels of deep_ep", {"expert_exchange": "deepep"}),
+        ("CapabilityError: exchange='deepep' needs the kernels of deep_ep", {"steps": (ExpertParallel("deepep"),)}),
     ],
 )
 def test_what_cannot_be_dispatched_is_refused_before_anything_changes(
@@ -246,7 +247,7 @@ class _DiesBackward(_Dies):
 
 
 def _lose_a_rank(exchange: type[_Dies]) -> None:
-    model = parallelize(tiny_model(MOE), mesh_for({"dp_shard": 4, "ep": 4}), expert_exchange=exchange)
+    model = parallelize(tiny_model(MOE), mesh_for({"dp_shard": 4, "ep": 4}), steps=(ExpertParallel(exchange),))
     with monitor_ranks(timeout=5.0) as monitor:
         with monitor.phase("forward"):
             logits = logits_of(model, tiny_inputs(model, batch=1, length=5))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_runtime import LayoutError, MeshSpec, parallelize
+from fsdp_runtime.steps import CheckInputs
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
@@ -17,7 +18,7 @@ from harness.ranks import RankPool
 def _outcome(kind: str) -> str:
     model = tiny_model("LlamaForCausalLM", dtype=torch.float32)
     inputs: dict[str, Any] = dict(tiny_inputs(model, batch=2, length=7))
-    parallelize(model, MeshSpec(tp=2).build(device_type="cpu"), check_inputs=True)
+    parallelize(model, MeshSpec(tp=2).build(device_type="cpu"), steps=(CheckInputs(),))
     last = dist.get_rank() == 1
     tokens = inputs["input_ids"]
     match kind:
@@ -76,7 +77,7 @@ def _bytes_of_the_check() -> tuple[int, int]:
     for checked in (False, True):
         model = tiny_model("LlamaForCausalLM", dtype=torch.float32)
         inputs = tiny_inputs(model, batch=2, length=7)
-        parallelize(model, MeshSpec(tp=2).build(device_type="cpu"), check_inputs=checked)
+        parallelize(model, MeshSpec(tp=2).build(device_type="cpu"), steps=(CheckInputs(),) if checked else ())
         with RecordCollectives() as communication, torch.no_grad():
             model(**inputs, use_cache=False)
         sent.append(sum(communication.counts().values()))

@@ -154,7 +154,7 @@ def sequence_layout(mesh: DeviceMesh, length: int, *, load_balancer: LoadBalance
     Args:
         mesh: the mesh that the model is parallelized on.
         length: tokens of a full sequence, padding included.
-        load_balancer: the ``cp_load_balancer`` that ``parallelize`` was given.
+        load_balancer: that of the model's ``ContextParallel``.
 
     Returns:
         The layout of this rank.

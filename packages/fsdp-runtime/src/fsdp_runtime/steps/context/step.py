@@ -67,7 +67,8 @@ def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None
     if not facts.of_transformers:
         raise ModelError(
             f"{name} is not a transformers model: cp replaces attention through transformers.AttentionInterface; call "
-            "ContextAttention(group, load_balancer).attend in your model and pass cp_attention=False"
+            "ContextAttention(group, load_balancer).attend in your model and pass "
+            "context_parallel=ContextParallel(attention=False)"
         )
     if picks_one_token(model):
         raise ModelError(

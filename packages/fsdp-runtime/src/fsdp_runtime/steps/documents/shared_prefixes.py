@@ -47,13 +47,13 @@ def check_shared_prefixes(setup: Setup) -> None:
     name, structure = facts.name, facts.structure
     if keeps_documents_apart(setup):
         raise OptionError(
-            "shared_prefixes=True takes rows of several trees as they are: leave packed_sequences out, and pack single "
+            "SharedPrefixes takes rows of several trees as they are: leave packed_sequences out, and pack single "
             "samples with pack_tree as groups of one"
         )
     if not facts.of_transformers:
         raise ModelError(
             f"{name} is not a transformers model: build the mask of its attention with TreeRow.mask() or "
-            "TreeRow.mask_mod(), and leave out shared_prefixes"
+            "TreeRow.mask_mod(), and leave SharedPrefixes out"
         )
     config = facts.text_config
     if facts.attention not in _ANY_MASK:

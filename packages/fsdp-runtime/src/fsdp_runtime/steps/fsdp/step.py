@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_runtime._torch_compat import has_forward
-from fsdp_runtime.errors import ModelError
+from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
@@ -40,9 +40,16 @@ class FSDP2(Step):
 
     Args:
         options: dtypes, offload, resharding, prefetching, frozen parameters.
+
+    Raises:
+        OptionError: the options are not ``FSDPOptions``.
     """
 
     options: FSDPOptions = field(default_factory=FSDPOptions)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.options, FSDPOptions):
+            raise OptionError(f"fsdp is of type {type(self.options).__name__}, not FSDPOptions")
 
     def check(self, setup: Setup) -> FSDPDtypes:
         """Check the options, and return how the dtypes that the model computes in are kept.

@@ -33,7 +33,7 @@ def assert_inputs_equal(mesh: DeviceMesh, inputs: Mapping[str, Any], *, axis: st
     """Raise on every rank of an axis unless all of them were given equal inputs.  Collective over the axis.
 
     Use it before ``SequenceLayout.shard`` for labels and masks that the ranks of ``cp`` take their tokens from; for the
-    inputs of a model's forward, ``parallelize(..., check_inputs=True)`` does it.
+    inputs of a model's forward, the step :class:`CheckInputs` does it.
 
     Args:
         mesh: the mesh of the model.

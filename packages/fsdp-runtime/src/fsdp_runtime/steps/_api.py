@@ -1,0 +1,27 @@
+"""The public names of ``fsdp_runtime.steps``, imported at the first use of one."""
+
+from __future__ import annotations
+
+from fsdp_runtime.step import Step
+from fsdp_runtime.steps.checkpointing import ActivationCheckpointing
+from fsdp_runtime.steps.compile import Compile
+from fsdp_runtime.steps.context.step import ContextParallel
+from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
+from fsdp_runtime.steps.documents.step import PackedSequences
+from fsdp_runtime.steps.experts.step import ExpertParallel
+from fsdp_runtime.steps.fsdp.step import FSDP2
+from fsdp_runtime.steps.guards.check_inputs import CheckInputs
+from fsdp_runtime.steps.tensor.step import TensorParallel
+
+__all__ = [
+    "FSDP2",
+    "ActivationCheckpointing",
+    "CheckInputs",
+    "Compile",
+    "ContextParallel",
+    "ExpertParallel",
+    "PackedSequences",
+    "SharedPrefixes",
+    "Step",
+    "TensorParallel",
+]

@@ -1,0 +1,122 @@
+"""The keywords of ``parallelize`` stand for steps, whose classes own all options."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+import pytest
+from torch import nn
+
+from fsdp_runtime import FSDPOptions, OptionError, parallelize
+from fsdp_runtime.dry_run import estimate
+from fsdp_runtime.keywords import Options, steps_of
+from fsdp_runtime.steps import (
+    FSDP2,
+    ActivationCheckpointing,
+    CheckInputs,
+    Compile,
+    ContextParallel,
+    ExpertParallel,
+    PackedSequences,
+    SharedPrefixes,
+    Step,
+    TensorParallel,
+)
+from harness.models import tiny_config
+
+MOST_KEYWORDS = 9
+
+
+def _keywords(function: Any) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+
+def test_parallelize_keeps_to_its_keywords() -> None:
+    assert set(_keywords(parallelize)) == set(get_type_hints(Options))
+    assert len(_keywords(parallelize)) <= MOST_KEYWORDS
+
+
+def test_keywords_left_out_are_those_of_parallelize() -> None:
+    assert steps_of(**_keywords(parallelize)) == steps_of()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "step"),
+    [
+        ({"plan": None}, TensorParallel(None)),
+        ({"sequence_parallel": True, "logits": "full"}, TensorParallel(sequence_parallel=True, logits="full")),
+        ({"plan": TensorParallel(towers="replicated")}, TensorParallel(towers="replicated")),
+        (
+            {"plan": TensorParallel(towers="replicated"), "sequence_parallel": True},
+            TensorParallel(towers="replicated", sequence_parallel=True),
+        ),
+        ({"steps": (TensorParallel(None),), "logits": "full"}, TensorParallel(None, logits="full")),
+        ({"context_parallel": "ring"}, ContextParallel("ring")),
+        ({"context_parallel": ContextParallel("ring", None)}, ContextParallel("ring", None)),
+        ({"steps": [ContextParallel(attention=False)]}, ContextParallel(attention=False)),
+        ({"packed_sequences": True}, PackedSequences()),
+        ({}, PackedSequences(apart=False)),
+        ({"activation_checkpointing": "block"}, ActivationCheckpointing("block")),
+        ({"activation_checkpointing": ActivationCheckpointing("mlp")}, ActivationCheckpointing("mlp")),
+        ({"compile": True}, Compile()),
+        ({"compile": {"backend": "eager"}}, Compile({"backend": "eager"})),
+        ({"compile": Compile(async_tensor_parallel=True)}, Compile(async_tensor_parallel=True)),
+        ({"fsdp": FSDPOptions(prefetch_forward=1)}, FSDP2(FSDPOptions(prefetch_forward=1))),
+        ({"fsdp": FSDP2()}, FSDP2()),
+        ({"steps": (ExpertParallel("other"),)}, ExpertParallel("other")),
+        ({"steps": (CheckInputs(), SharedPrefixes())}, SharedPrefixes()),
+    ],
+)
+def test_a_keyword_and_its_step_say_the_same(keywords: Any, step: Step) -> None:
+    steps = steps_of(**keywords)
+    assert [each for each in steps if type(each) is type(step)] == [step]
+
+
+def test_nothing_is_compiled_unless_asked_for() -> None:
+    assert not any(isinstance(step, Compile) for step in steps_of(compile=False))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        (
+            {"context_parallel": "ring", "steps": (ContextParallel(),)},
+            "ContextParallel is given 2 times, by context_parallel= and steps=: give one",
+        ),
+        ({"steps": (ExpertParallel(), ExpertParallel())}, "ExpertParallel is given 2 times"),
+        ({"fsdp": "bf16"}, "fsdp is of type str, not FSDPOptions"),
+    ],
+)
+def test_contradictions_are_errors(keywords: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        steps_of(**keywords)
+
+
+@dataclass(frozen=True)
+class _Freeze(Step):
+    """A step from outside with an option: nothing but this class names it."""
+
+    blocks: int = 1
+
+    def apply(self, model: nn.Module, setup: Any, found: None) -> None:
+        for path in setup.structure.decoder[: self.blocks]:
+            model.get_submodule(path).requires_grad_(False)
+
+
+def test_a_new_option_touches_its_step_alone() -> None:
+    config = tiny_config("LlamaForCausalLM")
+    assert any("blocks=2" in step.describe() for step in steps_of(steps=(_Freeze(blocks=2),)))
+    trained, frozen = (
+        estimate(config, {"dp_shard": 2}, seq_len=8, steps=steps).memory.resident.optimizer_state
+        for steps in ((), (_Freeze(),))
+    )
+    assert frozen < trained
+
+
+def test_a_dry_run_takes_the_options_of_fsdp() -> None:
+    config = tiny_config("LlamaForCausalLM")
+    found = estimate(config, {"dp_shard": 2}, seq_len=8, fsdp=FSDPOptions(reshard_after_forward=False))
+    assert found.memory.peak.total > estimate(config, {"dp_shard": 2}, seq_len=8).memory.peak.total
