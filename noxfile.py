@@ -267,6 +267,14 @@ def coverage(session: nox.Session) -> None:
 
 
 @nox.session
+def combinations(session: nox.Session) -> None:
+    """Draw pairs of options, models, rows and calls, and compare each with one process (`-- --help`)."""
+    install_editable(session, "test")
+    environment = {"PYTHONPATH": "integration_tests", **ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
+    session.run("python", "-m", "combinations.run", *session.posargs, env=environment)
+
+
+@nox.session
 def faults(session: nox.Session) -> None:
     """Kill, stop and starve ranks of a training job, damage its files, and check that nothing is lost (`-- --help`)."""
     install_editable(session, "test")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
+from fsdp_runtime.keywords import Options, steps_of
 from fsdp_runtime.steps import ContextParallel
 
 #: Each rank of ``cp`` holds one contiguous chunk.
@@ -13,5 +14,5 @@ CONTIGUOUS: Mapping[str, Any] = {"context_parallel": ContextParallel(load_balanc
 
 def load_balancer_of(options: Mapping[str, Any]) -> Any:
     """The order of tokens that options ask for."""
-    value = options.get("context_parallel")
-    return value.load_balancer if isinstance(value, ContextParallel) else ContextParallel().load_balancer
+    known = {name: value for name, value in options.items() if name in get_type_hints(Options)}
+    return next(step.load_balancer for step in steps_of(**known) if isinstance(step, ContextParallel))

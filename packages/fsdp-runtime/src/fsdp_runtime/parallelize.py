@@ -44,7 +44,7 @@ def parallelize(
     Args:
         model: the model, on the meta device (call ``load_weights`` afterwards) or with data, the same on every rank.
         mesh: from ``MeshSpec(...).build()`` or ``adopt_mesh(...)``, or any mesh with those axis names.
-        plan: ``"auto"`` (the architecture's plan, else one that is inferred and proven by running a small copy of the
+        plan: ``"auto"`` (the architecture's plan, else one that is inferred and verified by running a small copy of the
             model on the ranks of ``tp``), ``"inferred"`` (with its doubts), a plan, a dict of pattern to style or style
             name, a dotted path to one, or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.

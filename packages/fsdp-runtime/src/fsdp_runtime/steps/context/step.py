@@ -145,6 +145,11 @@ class ContextParallel(Step):
     load_balancer: LoadBalancer = "headtail"
     attention: bool = True
 
+    @classmethod
+    def examples(cls) -> tuple[Step, ...]:
+        """Return steps for tests that combine options."""
+        return cls("ulysses"), cls("ring"), cls(load_balancer=None)
+
     def __post_init__(self) -> None:
         require_context_parallel(self.method)
         require_load_balancer(self.load_balancer)

@@ -1,0 +1,132 @@
+"""A case: a family, a mesh, and a few options, changes, rows and calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from random import Random
+from typing import Any
+
+from combinations.batches import KINDS
+from combinations.changes import CHANGES
+from combinations.events import EVENTS, SLOTS
+from combinations.families import DECODERS, FAMILIES, MIXTURES
+from fsdp_runtime import steps as all_steps
+from fsdp_runtime.steps import ContextParallel, PackedSequences, Step
+
+MESHES: Mapping[int, tuple[dict[str, int], ...]] = {
+    2: ({"tp": 2}, {"dp_shard": 2}, {"cp": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}),
+    4: (
+        {"dp_shard": 2, "tp": 2},
+        {"cp": 2, "tp": 2},
+        {"dp_shard": 2, "cp": 2},
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"dp_shard": 4, "ep": 2},
+        {"dp_shard": 2, "tp": 2, "ep": 4},
+    ),
+}
+ACCUMULATE = "accumulation"
+
+
+@cache
+def step_options() -> dict[str, Step]:
+    """Return the examples of every step, by their description."""
+    kinds = (getattr(all_steps, name) for name in sorted(all_steps.__all__))
+    return {step.describe(): step for kind in kinds for step in kind.examples()}
+
+
+@cache
+def atoms() -> tuple[tuple[str, str], ...]:
+    """Return everything that a case can have, as pairs of a kind and a name."""
+    named = {
+        "step": step_options(),
+        "rows": KINDS[1:],
+        "change": CHANGES,
+        "event": EVENTS,
+        "loop": (ACCUMULATE,),
+    }
+    return tuple((kind, name) for kind, names in named.items() for name in names)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run.
+
+    Args:
+        family: a name in :data:`FAMILIES`.
+        mesh: axis and size.
+        parts: pairs of a kind and a name; an event's name has its slot behind ``@``.
+    """
+
+    family: str
+    mesh: tuple[tuple[str, int], ...]
+    parts: tuple[tuple[str, str], ...]
+
+    def names(self, kind: str) -> list[str]:
+        """Return the names of one kind."""
+        return [name for each, name in self.parts if each == kind]
+
+    @property
+    def rows(self) -> str:
+        """The kind of rows."""
+        return next(iter(self.names("rows")), KINDS[0])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of ``parallelize``."""
+        found = [step_options()[name] for name in self.names("step")]
+        if self.rows == "packed" and not any(isinstance(step, PackedSequences) for step in found):
+            found.append(PackedSequences())
+        return {"steps": tuple(found)}
+
+    def smaller(self) -> Iterator[Case]:
+        """Yield the case without one of its parts."""
+        for place in range(len(self.parts)):
+            yield Case(self.family, self.mesh, self.parts[:place] + self.parts[place + 1 :])
+
+    def to_json(self) -> str:
+        """Return the case in one line, for ``--case``."""
+        return json.dumps([self.family, dict(self.mesh), [list(part) for part in self.parts]])
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """Return the case of a line."""
+        family, mesh, parts = json.loads(text)
+        return cls(family, tuple(mesh.items()), tuple((kind, name) for kind, name in parts))
+
+
+def pairs(random: Random, ranks: int) -> Iterator[Case]:
+    """Yield a case for each pair of parts, in random order, then cases of three parts without end."""
+    both = [*combinations(atoms(), 2)]
+    random.shuffle(both)
+    yield from (case for chosen in both if (case := draw(random, ranks, chosen)) is not None)
+    while True:
+        if (case := draw(random, ranks, random.sample(atoms(), 3))) is not None:
+            yield case
+
+
+def draw(random: Random, ranks: int, parts: Any) -> Case | None:
+    """Return a case with these parts on a random family and mesh; ``None`` where they exclude one another."""
+    kinds = [type(step_options()[name]) for kind, name in parts if kind == "step"]
+    of_one = [kind for kind, _ in parts if kind in ("rows", "loop")]
+    if len({*kinds}) < len(kinds) or len({*of_one}) < len(of_one):
+        return None
+    found = [(kind, f"{name}@{_slot(random, name)}" if kind == "event" else name) for kind, name in parts]
+    events = {name for kind, name in parts if kind == "event"}
+    families = [*FAMILIES]
+    if events & {"routes", "router logits"}:
+        families = [*MIXTURES]
+    elif events & {"generation", "last logits", "loss from hidden states"}:
+        families = [*DECODERS]
+    meshes = [mesh for mesh in MESHES[ranks] if ContextParallel not in kinds or "cp" in mesh]
+    mesh = random.choice(meshes)
+    if "ep" in mesh:
+        families = [name for name in families if name in MIXTURES]
+    return Case(random.choice(families), tuple(mesh.items()), tuple(found)) if families else None
+
+
+def _slot(random: Random, event: str) -> str:
+    return random.choice(SLOTS[2:] if event == "resume" else SLOTS)  # not while a graph keeps the parameters

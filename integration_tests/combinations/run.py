@@ -1,0 +1,95 @@
+"""Draw cases, run them on ranks, and shrink those that fail (``nox -s combinations -- --help``)."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+
+from combinations.cases import Case, pairs
+from combinations.scenario import ALONE, FAILED, REFUSED, RIGHT, Result, run
+from coverage.measure import warm_up
+from harness.ranks import RankPool, RanksFailed
+
+#: A case that takes longer hangs.
+SECONDS = 120.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run cases for a given time; 1 where one fails."""
+    options = _options(arguments)
+    random = Random(options.seed)
+    counts: Counter[str] = Counter()
+    pool = RankPool(options.ranks)
+    try:
+        pool.run(quiet, timeout=600)
+        given = [Case.from_json(text) for text in options.case]
+        started = time.monotonic()
+        for case in given or pairs(random, options.ranks):
+            if not given and time.monotonic() - started > 60 * options.minutes:
+                break
+            result = outcome(pool, case, options.mutant)
+            counts[result.outcome] += 1
+            if result.outcome == FAILED and not given:
+                case, result = shrunk(pool, case, result, options.mutant)
+            if given or result.outcome == FAILED or (options.verbose and result.outcome != RIGHT):
+                _say(f"{result.outcome}: {result.detail}\n    --ranks {options.ranks} --case '{case.to_json()}'")
+    finally:
+        pool.close(force=True)
+    _say(", ".join(f"{counts[name]} {name}" for name in (RIGHT, REFUSED, ALONE, FAILED)))
+    return int(bool(counts[FAILED]))
+
+
+def quiet() -> None:
+    """Import what every case needs, and silence warnings of the models' own code."""
+    warm_up()
+    warnings.filterwarnings("ignore")
+    for package in ("fsdp_runtime", "tp_plans"):
+        logging.getLogger(package).setLevel(logging.ERROR)
+
+
+def outcome(pool: RankPool, case: Case, mutant: str = "") -> Result:
+    """Run a case on all ranks; it is right where it is on each."""
+    try:
+        found = pool.run(run, case, mutant, timeout=SECONDS)
+    except RanksFailed as failed:
+        pool.run(quiet, timeout=600)
+        return Result(FAILED, str(failed).partition("\n--- ")[0])
+    outcomes = {each.outcome for each in found}
+    if len(outcomes) == 1 and FAILED not in outcomes:
+        return found[0]
+    return Result(FAILED, "\n".join(f"rank {rank}: {each.outcome}: {each.detail}" for rank, each in enumerate(found)))
+
+
+def shrunk(pool: RankPool, case: Case, result: Result, mutant: str = "") -> tuple[Case, Result]:
+    """Return the smallest case that fails still, and how."""
+    for smaller in case.smaller():
+        found = outcome(pool, smaller, mutant)
+        if found.outcome == FAILED:
+            return shrunk(pool, smaller, found, mutant)
+    return case, result
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="combinations", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30, help="how long cases are drawn (default: 30)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of cases (default: 0)")
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4), help="size of the mesh (default: 2)")
+    parser.add_argument("--case", action="append", default=[], help="run this case alone, as a failure printed it")
+    parser.add_argument("--mutant", default="", help="plant a defect of combinations/mutants.py")
+    parser.add_argument("--verbose", action="store_true", help="print what is refused too")
+    return parser.parse_args(arguments)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Pairs of options, models, rows and calls: a fixed sample of what ``nox -s combinations`` draws."""
+
+from __future__ import annotations
+
+from itertools import islice
+from random import Random
+
+import pytest
+
+from combinations.cases import Case, atoms, pairs, step_options
+from combinations.run import outcome
+from combinations.scenario import FAILED, RIGHT
+from fsdp_runtime import steps as all_steps
+from harness.ranks import RankPool
+
+#: Cases that have to be right: calls in other orders than the guides', with options of several steps.
+RIGHT_CASES = [
+    Case(
+        "mixture",
+        (("dp_shard", 2), ("ep", 2)),
+        (("loop", "accumulation"), ("event", "save@after the step")),
+    ),
+    Case(
+        "sliding window",
+        (("dp_shard", 2),),
+        (("event", "stream@before clipping"), ("change", "LoRA")),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", RIGHT_CASES, ids=Case.to_json)
+def test_a_case_equals_one_process(two_ranks: RankPool, case: Case) -> None:
+    result = outcome(two_ranks, case)
+    assert result.outcome == RIGHT, result.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_drawn_cases_are_right_or_refused(request: pytest.FixtureRequest, ranks: int) -> None:
+    pool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
+    found = [(case, outcome(pool, case)) for case in islice(pairs(Random(1), ranks), 60)]
+    assert not [f"{case.to_json()}: {result.detail}" for case, result in found if result.outcome == FAILED]
+
+
+def test_every_step_shows_its_options() -> None:
+    """A step without examples is in no pair."""
+    shown = {type(step).__name__ for step in step_options().values()}
+    assert shown >= {*all_steps.__all__} - {"Step", "ExpertParallel"}
+
+
+def test_a_case_is_repeated_from_its_line() -> None:
+    for case in islice(pairs(Random(2), 4), 50):
+        assert Case.from_json(case.to_json()) == case
+        assert set(case.names("step")) <= {name for kind, name in atoms() if kind == "step"}
