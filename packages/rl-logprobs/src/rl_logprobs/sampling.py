@@ -63,7 +63,7 @@ def sample_tokens(
     vocab, shape, values = located.vocab, located.values.shape[:-1], located.values
     per_token = torch.zeros(shape, dtype=torch.int64, device=values.device)
     flat_temperature = check_temperature(temperature, per_token)
-    min_logit = None if sampling is None else min_kept_logit(values, vocab, flat_temperature, sampling)
+    min_logit = min_kept_logit(values, vocab, flat_temperature, sampling)
     inv_temperature = TemperatureScale.of(flat_temperature, statistics_dtype(values.dtype)).inv_temperature
     keys = token_keys(_seed_from(seed), _token_positions(located.tokens, values.device))
     # Row 0: each token's largest logit plus noise; row 1: its vocabulary id.
