@@ -191,5 +191,5 @@ def token_statistics(
 
 def shaped_like(targets: torch.Tensor, flat: SoftmaxStatistics) -> TokenStatistics:
     """Return flat statistics in the shape of their targets."""
-    shaped = {name: value.view(targets.shape) for name, value in flat._asdict().items() if value is not None}
-    return TokenStatistics(**shaped)
+    shaped = (None if value is None else value.view(targets.shape) for value in flat)
+    return TokenStatistics(*shaped)  # type: ignore[arg-type]  # the first two are always there

@@ -142,12 +142,7 @@ class _BuildAlongPaths:
     current: ContextVar[PathMask | None]
 
     def __call__(self, *, q_length: int, kv_length: int, **options: Any) -> Any:
-        """Build a mask.
-
-        Raises:
-            ModelError: a mask is bidirectional.
-            LayoutError: a mask has another length than the trees.
-        """
+        """Build a mask."""
         trees = self.current.get()
         # A vision tower's masks are bidirectional, over its own patches.
         bidirectional = "allow_is_bidirectional_skip" in options

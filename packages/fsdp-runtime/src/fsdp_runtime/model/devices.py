@@ -13,9 +13,6 @@ def require_device(device: torch.device | str) -> torch.device:
 
     Args:
         device: a device, or its name, such as ``"cuda:1"``.
-
-    Raises:
-        OptionError: there is no such kind of device, or this machine has none.
     """
     try:
         found = torch.device(device)

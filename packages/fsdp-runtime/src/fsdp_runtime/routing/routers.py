@@ -81,9 +81,6 @@ def find_routers(model: nn.Module) -> Routers:
 
     Returns:
         The routers.
-
-    Raises:
-        ModelError: the model has no mixture, or the selection of one cannot be identified.
     """
     routers = routers_of(inspect_model(model))
     if not routers.by_path:
@@ -95,11 +92,7 @@ def find_routers(model: nn.Module) -> Routers:
 
 
 def routers_of(structure: ModelStructure) -> Routers:
-    """Return the routers of a model, perhaps none.
-
-    Raises:
-        ModelError: the selection of a mixture cannot be identified.
-    """
+    """Return the routers of a model, perhaps none."""
     tree = structure.tree
     routers, tables = {}, []
     for mixture in _mixtures(tree):

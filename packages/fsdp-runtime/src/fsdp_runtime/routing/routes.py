@@ -161,9 +161,6 @@ def checked_routes(routers: Routers, routes: Routes | Mapping[str, Tensor] | Ten
     Args:
         routers: the model's routers.
         routes: by path, or ``[layers, tokens, k]`` with one layer for each router, each mixture or each block.
-
-    Raises:
-        RoutesError: the routes do not fit the routers.
     """
     layers = _by_path(routers, routes)
     trusted = isinstance(routes, Routes) and routes.is_recorded

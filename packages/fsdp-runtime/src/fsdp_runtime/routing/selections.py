@@ -51,11 +51,7 @@ class Selection(TorchFunctionMode):
         raise NotImplementedError
 
     def selected(self) -> Tensor:
-        """Return the experts of every token, ``[tokens, k]`` int64.
-
-        Raises:
-            ModelError: the router's code ran and selected nothing.
-        """
+        """Return the experts of every token, ``[tokens, k]`` int64."""
         if self.found is None:
             raise ModelError(
                 f"{self.router.path} ({type(self.router.module).__name__}) ran without a selection among its "

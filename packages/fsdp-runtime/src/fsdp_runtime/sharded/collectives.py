@@ -115,9 +115,6 @@ def require_equal_on_all(name: str, values: dict[int, Any]) -> None:
     Args:
         name: the option's name.
         values: from :class:`RankStep`.
-
-    Raises:
-        OptionError: two ranks have different values; the same error on every rank.
     """
     first, expected = next(iter(values.items()))
     for rank, value in values.items():

@@ -14,9 +14,6 @@ def require_path(name: str, path: str | os.PathLike[str]) -> Path:
     Args:
         name: the argument's name, for the error.
         path: the path.
-
-    Raises:
-        OptionError: it is empty, not a path, or contains a null byte.
     """
     if not isinstance(path, str | os.PathLike):
         raise OptionError(f"{name}={path!r}: give a path, as a string or a pathlib.Path")

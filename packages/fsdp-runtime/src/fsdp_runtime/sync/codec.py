@@ -62,9 +62,6 @@ def apply_changes(records: Tensor, offset: int, target: Tensor) -> int:
         records: ``[bytes]``, uint8.
         offset: where the record begins.
         target: the old values, contiguous; changed in place.
-
-    Raises:
-        WeightSyncError: the record does not fit the target.
     """
     flat = _bits(target)
     form, start, position_bytes, count, end = _parsed(records, offset, flat.itemsize)

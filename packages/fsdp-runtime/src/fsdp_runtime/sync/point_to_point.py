@@ -34,9 +34,6 @@ def exchange(
         group: the process group.
         timeout: for all of them together.
         tag: the kind of the messages.
-
-    Raises:
-        WeightSyncError: a rank did not send or take its tensor in time.
     """
     lost = unfinished_exchange(outgoing, incoming, rank, group, timeout, tag)
     for peer, error in lost.items():

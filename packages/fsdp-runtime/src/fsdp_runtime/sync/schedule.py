@@ -92,9 +92,6 @@ def split_transfers(plan: TransferPlan, bucket_bytes: int) -> list[BlockTransfer
     Args:
         plan: the plan.
         bucket_bytes: the most bytes of a part, at least :data:`ALIGNMENT`.
-
-    Raises:
-        OptionError: a bucket is smaller than an element.
     """
     if bucket_bytes < ALIGNMENT:
         raise OptionError(f"bucket_bytes={bucket_bytes}: give {ALIGNMENT} or more, the bytes of the widest element")

@@ -105,11 +105,7 @@ class AssumedExchange(AllToAllExchange):
 
 
 def assumed_exchange(routing: Routing) -> type[AssumedExchange]:
-    """Return an exchange with assumed routes, which remembers what it was called with.
-
-    Raises:
-        EstimateError: the routing is unknown.
-    """
+    """Return an exchange with assumed routes, which remembers what it was called with."""
     if routing not in get_args(Routing):
         raise EstimateError(f"routing={routing!r}: write one of {', '.join(get_args(Routing))}")
     members: dict[str, Any] = {"routing": routing, "seen": {}}
