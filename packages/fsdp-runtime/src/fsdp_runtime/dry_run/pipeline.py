@@ -93,7 +93,7 @@ def run(
         )
         trace = _trace(TracedModel(model, parallelism.structure), parallelism, mesh, step, exact=exact, report=report)
         summary = trace.summary
-        traffic = summarize_traffic(summary.calls, summary.nbytes, summary.bytes_sent, mesh, bandwidths)
+        traffic = summarize_traffic(summary.traffic, mesh, bandwidths)
     report("done", _STEPS, _STEPS)
     settings = _settings(model, spec, rank, step, trace)
     memory = _memory(summary, offload=step.offload)

@@ -63,12 +63,7 @@ def is_freed(tensor: Tensor) -> bool:
 
 
 def require_memory(tensors: Mapping[str, Tensor], kind: str) -> None:
-    """Check that tensors may be read: reading freed memory ends the process.
-
-    Args:
-        tensors: by name.
-        kind: the word for them in the error.
-    """
+    """Check that tensors, of a ``kind`` in words, may be read: reading freed memory ends the process."""
     freed = [name for name, tensor in tensors.items() if is_freed(tensor)]
     if freed:
         raise ModelError(

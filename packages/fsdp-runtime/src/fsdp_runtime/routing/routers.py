@@ -74,14 +74,7 @@ class Routers:
 
 
 def find_routers(model: nn.Module) -> Routers:
-    """Find the routers of every mixture of a model.
-
-    Args:
-        model: the model, on any device, parallelized or not.
-
-    Returns:
-        The routers.
-    """
+    """Find the routers of every mixture of a model, on any device, parallelized or not."""
     routers = routers_of(inspect_model(model))
     if not routers.by_path:
         raise ModelError(

@@ -86,7 +86,7 @@ def _record(width: int, gaps: Tensor, values: Tensor) -> Tensor:
 
 
 def _longest(width: int) -> int:
-    return 256**width - 1
+    return (1 << 8 * width) - 1
 
 
 def _pack_gaps(gaps: Tensor, width: int) -> Tensor:
