@@ -15,7 +15,7 @@ from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeErr
 from rl_logprobs.logprobs import TokenStatistics, shaped_like
 from rl_logprobs.softmax.fused_linear import LMHead, linear_softmax_statistics
 from rl_logprobs.softmax.log2_scale import check_temperature
-from rl_logprobs.softmax.vocab_parallel import SoftmaxOptions
+from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_shard import (
     TokenSlice,
     VocabColumns,

@@ -12,7 +12,8 @@ from rl_logprobs.errors import OptionError
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
 from rl_logprobs.softmax.backends import Backend, kernels
 from rl_logprobs.softmax.log2_scale import check_temperature
-from rl_logprobs.softmax.vocab_parallel import SoftmaxOptions, SoftmaxStatistics, softmax_statistics
+from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
+from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics, softmax_statistics
 from rl_logprobs.softmax.vocab_shard import VocabShard, locate_logits
 from rl_logprobs.support.entries import kept_targets
 from rl_logprobs.support.kept_logits import kept_logits
@@ -183,9 +184,9 @@ def token_statistics(
         min_logit=min_kept_logit(located.values, located.vocab, flat_temperature, sampling),
         inplace_backward=inplace_backward,
         inplace_forward=inplace_forward and located.values.requires_grad and torch.is_grad_enabled(),
-        kernels=backend_kernels,
     )
-    flat = softmax_statistics(located.values, rank_targets.reshape(-1), ignored.reshape(-1), located.vocab, options)
+    flat_targets, flat_ignored = rank_targets.reshape(-1), ignored.reshape(-1)
+    flat = softmax_statistics(located.values, flat_targets, flat_ignored, located.vocab, options, backend_kernels)
     return shaped_like(rank_targets, flat)
 
 

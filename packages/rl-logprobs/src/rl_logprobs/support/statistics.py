@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional
 
 from rl_logprobs.dtypes import wide_dtype
-from rl_logprobs.softmax.vocab_parallel import SoftmaxOptions, SoftmaxStatistics
+from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
+from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics
 from rl_logprobs.support.entries import KeptEntries, KeptTargets
 
 
