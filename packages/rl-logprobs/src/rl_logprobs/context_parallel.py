@@ -90,7 +90,7 @@ def gather_sequence(
 
     Args:
         local: this rank's tokens, such as log-probabilities ``[batch, seq / ranks]``.
-        permutation: ``[seq]`` int64, the same on all ranks; see ``headtail_permutation``.
+        permutation: ``[seq]`` int64, the same on all ranks.
         group: the context-parallel group.
         dim: the sequence dim.
 
@@ -98,10 +98,7 @@ def gather_sequence(
         The tensor with all ``seq`` tokens in sequence order.
 
     Raises:
-        ShapeError: the permutation does not have one entry per token, its length is not a multiple of the ranks, or
-            the tensor has no such dim.
-        DtypeError: the permutation does not hold integers.
-        OptionError: the devices differ, or the group is None.
+        LogprobsError: as ``sequence_shard``.
 
     Example:
         >>> import torch, torch.distributed as dist

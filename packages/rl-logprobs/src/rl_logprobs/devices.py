@@ -47,9 +47,6 @@ def require_same_device(**tensors: torch.Tensor | None) -> None:
 
     Args:
         **tensors: the tensors by their names in messages; None is left out.
-
-    Raises:
-        OptionError: one is on another device.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first, expected = next((name, tensor.device) for name, tensor in given.items())

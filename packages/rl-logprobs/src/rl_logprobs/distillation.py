@@ -58,8 +58,7 @@ def topk_logprobs(
     vocabulary is sharded.  One collective.
 
     Args:
-        logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
-            one axis of its mesh; or, with ``shard``, a local shard.
+        logits: ``[..., tokens, vocab]``, plain, a DTensor or a local shard, as ``token_statistics`` takes them.
         k: number of tokens, from 1 to the size of the vocabulary.
         shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
@@ -70,9 +69,7 @@ def topk_logprobs(
 
     Raises:
         OptionError: an option is outside its range, or ``shard`` has a group for a DTensor.
-        ShapeError: the logits have no tokens, or the widths contradict each other.
-        PlacementError: the logits are a partial sum, or the vocabulary is sharded over two mesh axes.
-        DtypeError: the logits are not floating point.
+        LogprobsError: as ``token_statistics``, of the logits.
 
     Example:
         >>> import torch
@@ -149,8 +146,7 @@ def logprobs_at(
     ``.log_softmax(-1)`` of either renormalises it among those tokens.
 
     Args:
-        logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
-            one axis of its mesh; or, with ``shard``, a local shard.
+        logits: ``[..., tokens, vocab]``, plain, a DTensor or a local shard, as ``token_statistics`` takes them.
         ids: integers ``[..., k]`` with the leading dims of the logits: the full batch, or this rank's part where a
             DTensor shards the tokens.  Plain or DTensor, on the device of the logits.  An id may occur twice.
         shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
@@ -163,11 +159,8 @@ def logprobs_at(
 
     Raises:
         ShapeError: the shapes or widths contradict each other.
-        PlacementError: the logits are a partial sum, their vocabulary is sharded over two mesh axes, or ``ids`` is a
-            DTensor placed differently from the logits' tokens.
-        DtypeError: the logits are not floating point, or the ids are not integers.
-        OptionError: an option is outside its range, or ``shard`` has a group for a DTensor.
         TargetError: an id is outside the vocabulary.
+        LogprobsError: as ``token_statistics``, of the logits and of the ids as targets.
 
     Example:
         >>> import torch
@@ -210,8 +203,7 @@ def kept_logprobs(
     support of ``topk_logprobs``.
 
     Args:
-        logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
-            one axis of its mesh; or, with ``shard``, a local shard.
+        logits: ``[..., tokens, vocab]``, plain, a DTensor or a local shard, as ``token_statistics`` takes them.
         support: one row per token of this rank's logits; empty rows have no entries.
         shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
@@ -222,10 +214,8 @@ def kept_logprobs(
 
     Raises:
         ShapeError: the support has another number of rows than this rank has tokens, or widths contradict each other.
-        PlacementError: the logits are a partial sum, or their vocabulary is sharded over two mesh axes.
-        DtypeError: the logits are not floating point.
-        OptionError: an option is outside its range, or ``shard`` has a group for a DTensor.
         SupportError: a kept id is outside the vocabulary.
+        LogprobsError: as ``token_statistics``, of the logits.
 
     Example:
         >>> import torch

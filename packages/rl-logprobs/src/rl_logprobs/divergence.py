@@ -123,8 +123,7 @@ def token_kl(
     contribute nothing; a token with probability 0 under the reference alone makes the divergence infinite.
 
     Args:
-        logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
-            one axis of its mesh; or, with ``shard``, a local shard.
+        logits: ``[..., tokens, vocab]``, plain, a DTensor or a local shard, as ``token_statistics`` takes them.
         reference_logits: the reference's logits of the same shape and placement, any floating dtype.
         shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeErr
 from rl_logprobs.logprobs import TokenStatistics, shaped_like
 from rl_logprobs.softmax.fused_linear import LMHead, linear_softmax_statistics
 from rl_logprobs.softmax.log2_scale import check_temperature
-from rl_logprobs.softmax.vocab_parallel import SoftmaxOptions
+from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_shard import (
     TokenSlice,
     VocabColumns,
@@ -23,67 +24,46 @@ from rl_logprobs.softmax.vocab_shard import (
     columns_of_plain,
     token_slice,
 )
-from rl_logprobs.support.entries import kept_entries, target_positions
+from rl_logprobs.support.entries import kept_targets
 from rl_logprobs.support.kept_linear import kept_linear_logits
 from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.support.statistics import kept_statistics
 from rl_logprobs.targets import ignored_targets, local_targets
 
 
+class LinearTokenOptions(TypedDict, total=False):
+    """The keywords of ``linear_token_logprobs``, which ``linear_token_statistics`` describes."""
+
+    bias: torch.Tensor | None
+    logit_scale: float
+    softcap: float | None
+    temperature: float | torch.Tensor
+    shard: VocabShard | None
+    shift: bool
+    ignore_index: int
+    support: Support | None
+
+
 def linear_token_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    temperature: float | torch.Tensor = 1.0,
-    shard: VocabShard | None = None,
-    shift: bool = False,
-    ignore_index: int = -100,
-    support: Support | None = None,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, **options: Unpack[LinearTokenOptions]
 ) -> torch.Tensor:
     """Return the log-probability of each target under the LM head's softmax, without a ``[tokens, vocab / tp]`` tensor.
 
-    Logits are ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, computed tile by tile in
-    float32 both forward and backward (the method of "Cut Your Losses", arXiv:2411.09009), so that bfloat16
-    inputs lose nothing to bfloat16 logits.  One collective forward; backward one more, for the hidden gradient.
-    A head that needs no gradient costs one more product forward and none backward.
+    One collective forward; backward one more, for the hidden gradient.  A head that needs no gradient costs one more
+    product forward and none backward.
 
     Args:
-        hidden: ``[batch, seq, features]`` or ``[tokens, features]``, floating point.  A plain tensor that is the same
-            on every rank of the vocabulary's axis, or a DTensor that is replicated or (sequence parallelism) sharded
-            on the tokens there; a sharded one is gathered, and its gradient reduce-scattered.
-        weight: ``[vocab, features]``, floating point: a plain tensor; a DTensor whose rows are sharded over one axis
-            of its mesh; or, with ``shard``, a local shard.  Its other axes must be replicated: use an FSDP head while
-            it is unsharded.
-        targets: integers of hidden's leading shape: the full batch, or the tokens that this rank has after the gather.
-            Plain or DTensor.
-        bias: ``[vocab]``, with the placements of the weight's rows.
-        logit_scale: factor on the products (Cohere, Granite).
-        softcap: positive bound of the logits (Gemma 2).
-        temperature: positive number, or positive tensor that broadcasts to this rank's targets.
-        shard: which ids the rows of a local weight are, or how many ids are no padding; see ``VocabShard``.
-        shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
-            position gets 0.
-        ignore_index: target of tokens that are not scored: value 0 and gradient 0, whatever their hidden states.
-        support: normalise over the ids that the sampler kept, one row per target; for the full batch, or for the tokens
-            that this rank has after the gather.  Small sets read the kept rows of the head and no others, large ones
-            compute all logits of a few tokens at a time, whichever costs less; only kept rows have a gradient.
+        hidden: ``[batch, seq, features]`` or ``[tokens, features]``, as ``linear_token_statistics`` takes them.
+        weight: ``[vocab, features]``: plain, a DTensor, or a local shard.
+        targets: integers of hidden's leading shape.
+        **options: ``bias``, ``logit_scale``, ``softcap``, ``temperature``, ``shard``, ``shift``, ``ignore_index`` and
+            ``support`` of ``linear_token_statistics``.
 
     Returns:
         Float32 (float64 for float64 inputs) of hidden's leading shape, after the gather of sharded tokens.
 
     Raises:
-        ShapeError: the shapes or widths contradict each other.
-        PlacementError: hidden is sharded on the features, the weight on something else than its rows, or bias or
-            targets are placed differently from weight or hidden.
-        DtypeError: hidden, weight or bias is not floating point, or the targets are not integers.
-        OptionError: an option is outside its range, or options contradict each other.
-        TargetError: a target is outside the vocabulary or its kept set.
-        SupportError: the kept set of a scored token is empty, or contains an id outside the vocabulary.  All errors are
-            raised before any collective starts.
+        LogprobsError: as ``linear_token_statistics``, before any collective starts.
 
     Example:
         >>> import torch
@@ -93,19 +73,7 @@ def linear_token_logprobs(
         >>> linear_token_logprobs(hidden, head.weight.detach(), torch.tensor([1]))
         tensor([-0.4076])
     """
-    return linear_token_statistics(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=temperature,
-        shard=shard,
-        shift=shift,
-        ignore_index=ignore_index,
-        support=support,
-    ).logprobs
+    return linear_token_statistics(hidden, weight, targets, **options).logprobs
 
 
 def linear_token_statistics(
@@ -127,14 +95,16 @@ def linear_token_statistics(
     """Return the log-probability, log-sum-exp and other statistics of each token under the LM head's softmax.
 
     Logits are ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, computed tile by tile in
-    float32 both forward and backward ("Cut Your Losses", arXiv:2411.09009).
+    float32 both forward and backward (the method of "Cut Your Losses", arXiv:2411.09009), so that bfloat16
+    inputs lose nothing to bfloat16 logits.
 
     Args:
         hidden: ``[batch, seq, features]`` or ``[tokens, features]``, floating point.  A plain tensor that is the same
             on every rank of the vocabulary's axis, or a DTensor that is replicated or (sequence parallelism) sharded
             on the tokens there; a sharded one is gathered, and its gradient reduce-scattered.
         weight: ``[vocab, features]``, floating point: a plain tensor; a DTensor whose rows are sharded over one axis
-            of its mesh; or, with ``shard``, a local shard.  Its other axes must be replicated.
+            of its mesh; or, with ``shard``, a local shard.  Its other axes must be replicated: use an FSDP head while
+            it is unsharded.
         targets: integers of hidden's leading shape: the full batch, or the tokens that this rank has after the gather.
             Plain or DTensor.
         entropy: also compute the entropy.
@@ -147,8 +117,10 @@ def linear_token_statistics(
         shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
             position gets 0.
         ignore_index: target of tokens that are not scored: values 0 and gradient 0, whatever their hidden states.
-        support: normalise over the ids that the sampler kept, one row per target; all statistics are those of the kept
-            ids.  See ``linear_token_logprobs``.
+        support: normalise over the ids that the sampler kept, one row per target; for the full batch, or for the tokens
+            that this rank has after the gather.  All statistics are those of the kept ids.  Small sets read the kept
+            rows of the head and no others, large ones compute all logits of a few tokens at a time, whichever costs
+            less; only kept rows have a gradient.
 
     Returns:
         The statistics.  All are differentiable except ``argmax``; ``target_rank`` is None.
@@ -180,12 +152,9 @@ def linear_token_statistics(
     rank_targets = local_targets(targets, tokens, shift=shift, ignore_index=ignore_index)
     ignored = ignored_targets(rank_targets, vocab_size=vocab.vocab_size, ignore_index=ignore_index)
     flat_temperature = check_temperature(temperature, rank_targets)
-    flat_targets, flat_ignored = rank_targets.reshape(-1), ignored.reshape(-1)
     kept = None
     if support is not None:
-        entries = kept_entries(support, tokens, ignored, vocab.vocab_size, shift=shift)
-        error = support.missing_target == "error"
-        kept = entries, target_positions(entries, flat_targets, flat_ignored, error=error)
+        kept = kept_targets(support, tokens, rank_targets, ignored, vocab.vocab_size, shift=shift)
     rows, reduce_hidden_grad = _gather_tokens(hidden, vocab.group)
     operands = (
         rows.reshape(-1, rows.shape[-1]),
@@ -193,15 +162,11 @@ def linear_token_statistics(
         bias.to_local() if isinstance(bias, DTensor) else bias,
     )
     head = LMHead(shard=vocab, logit_scale=logit_scale, softcap=softcap, reduce_hidden_grad=reduce_hidden_grad)
+    options = SoftmaxOptions(flat_temperature, entropy, argmax)
     if kept is not None:
-        entries, positions = kept
-        logits = kept_linear_logits(*operands, entries, head)
-        found = kept_statistics(
-            logits, entries, positions, flat_ignored, flat_temperature, entropy=entropy, argmax=argmax
-        )
+        found = kept_statistics(kept_linear_logits(*operands, kept.entries, head), kept, options)
     else:
-        options = SoftmaxOptions(temperature=flat_temperature, entropy=entropy, argmax=argmax)
-        found = linear_softmax_statistics(*operands, flat_targets, flat_ignored, head, options)
+        found = linear_softmax_statistics(*operands, rank_targets.reshape(-1), ignored.reshape(-1), head, options)
     return shaped_like(rank_targets, found)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -11,9 +12,10 @@ from rl_logprobs.errors import OptionError
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
 from rl_logprobs.softmax.backends import Backend, kernels
 from rl_logprobs.softmax.log2_scale import check_temperature
-from rl_logprobs.softmax.vocab_parallel import SoftmaxOptions, SoftmaxStatistics, softmax_statistics
+from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
+from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics, softmax_statistics
 from rl_logprobs.softmax.vocab_shard import VocabShard, locate_logits
-from rl_logprobs.support.entries import kept_entries, target_positions
+from rl_logprobs.support.entries import kept_targets
 from rl_logprobs.support.kept_logits import kept_logits
 from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.support.statistics import kept_statistics
@@ -48,61 +50,39 @@ class TokenStatistics:
     target_rank: torch.Tensor | None = None
 
 
-def token_logprobs(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    shard: VocabShard | None = None,
-    shift: bool = False,
-    temperature: float | torch.Tensor = 1.0,
-    ignore_index: int = -100,
-    sampling: SamplingFilter | None = None,
-    support: Support | None = None,
-    inplace_backward: bool = False,
-    inplace_forward: bool = False,
-    backend: Backend | None = None,
-) -> torch.Tensor:
+class TokenOptions(TypedDict, total=False):
+    """The keywords of ``token_logprobs``, which ``token_statistics`` describes."""
+
+    shard: VocabShard | None
+    shift: bool
+    temperature: float | torch.Tensor
+    ignore_index: int
+    sampling: SamplingFilter | None
+    support: Support | None
+    inplace_backward: bool
+    inplace_forward: bool
+    backend: Backend | None
+
+
+def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, **options: Unpack[TokenOptions]) -> torch.Tensor:
     """Return the log-probability of each target under ``softmax(logits / temperature)``.
 
     One pass over the local logits and one collective forward, none backward; each rank's gradient is that of
     its own columns.  The logits keep their dtype, and no float32 copy of them is made.
 
     Args:
-        logits: ``[batch, seq, vocab]`` or packed ``[tokens, vocab]`` (any leading dims), float16, bfloat16,
-            float32 or float64.  A plain tensor; a DTensor whose vocabulary is sharded over one axis of its
-            mesh (any vocabulary size; tokens may be sharded over other axes); or, with ``shard``, a local
-            shard.
-        targets: integers of the logits' leading shape: the full batch, or this rank's part where a DTensor
-            shards the tokens.  Plain or DTensor, on the device of the logits.
-        shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
-        shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
-            position gets 0.
-        temperature: positive number, or positive tensor that broadcasts to this rank's targets.
-        ignore_index: target of tokens that are not scored: value 0 and gradient 0, whatever their logits.
-        sampling: score under the filtered and renormalised distribution of a sampler with these settings.
-            A target that the filter removes has ``-inf`` and no gradient.  Needs a few more collectives.
-        support: normalise over the ids that the sampler kept, one row per target; for a full batch, or for this rank's
-            tokens.  Gradients go to kept columns only.  Not together with ``sampling``.
-        inplace_backward: write the gradient over the logits' memory instead of a second tensor of their size.
-            The logits are lost in the backward pass.
-        inplace_forward: if the logits need a gradient, overwrite them in the forward pass by what the backward pass
-            would otherwise compute again.  Faster, but gradients of half-precision logits are rounded twice.
-        backend: ``"triton"`` for Triton kernels on a GPU, ``"torch"`` for torch's own operations; by default the
-            value of the environment variable ``RL_LOGPROBS_BACKEND``, or torch.
+        logits: ``[batch, seq, vocab]`` or packed ``[tokens, vocab]``, as ``token_statistics`` takes them: plain, a
+            DTensor that is sharded on the vocabulary, or a local shard.
+        targets: integers of the logits' leading shape.
+        **options: ``shard``, ``shift``, ``temperature``, ``ignore_index``, ``sampling``, ``support``,
+            ``inplace_backward``, ``inplace_forward`` and ``backend`` of ``token_statistics``.
 
     Returns:
         This rank's tokens as a plain tensor of the logits' leading shape, float32 (float64 for float64 logits), the
         same on every rank that holds those tokens.
 
     Raises:
-        ShapeError: the shapes or widths contradict each other.
-        PlacementError: the logits are a partial sum, their vocabulary is sharded over two mesh axes, or the targets are
-            a DTensor placed differently from the logits' tokens.
-        DtypeError: the logits are not floating point, or the targets are not integers.
-        OptionError: an option is outside its range, or options contradict each other.
-        TargetError: a target is outside the vocabulary or its kept set.
-        SupportError: the kept set of a scored token is empty, or contains an id outside the vocabulary.  All errors are
-            raised before any collective starts.
+        LogprobsError: as ``token_statistics``, before any collective starts.
 
     Example:
         >>> import torch
@@ -113,19 +93,7 @@ def token_logprobs(
 
         With DTensor logits, sharded on the vocabulary, the call is the same on every rank.
     """
-    return token_statistics(
-        logits,
-        targets,
-        shard=shard,
-        shift=shift,
-        temperature=temperature,
-        ignore_index=ignore_index,
-        sampling=sampling,
-        support=support,
-        inplace_backward=inplace_backward,
-        inplace_forward=inplace_forward,
-        backend=backend,
-    ).logprobs
+    return token_statistics(logits, targets, **options).logprobs
 
 
 def token_statistics(
@@ -150,7 +118,7 @@ def token_statistics(
     Args:
         logits: ``[batch, seq, vocab]`` or packed ``[tokens, vocab]`` (any leading dims), float16, bfloat16,
             float32 or float64.  A plain tensor; a DTensor whose vocabulary is sharded over one axis of its
-            mesh (tokens may be sharded over other axes); or, with ``shard``, a local shard.
+            mesh (any size; tokens may be sharded over other axes); or, with ``shard``, a local shard.
         targets: integers of the logits' leading shape: the full batch, or this rank's part where a DTensor
             shards the tokens.  Plain or DTensor, on the device of the logits.
         entropy: also compute the entropy; needs a second workspace and some arithmetic, no communication.
@@ -163,13 +131,15 @@ def token_statistics(
         temperature: positive number, or positive tensor that broadcasts to this rank's targets.
         ignore_index: target of tokens that are not scored: values 0 and gradient 0, whatever their logits.
         sampling: score under the filtered and renormalised distribution of a sampler with these settings, entropy
-            included.  A target that the filter removes has ``-inf`` and no gradient.
-        support: normalise over the ids that the sampler kept, one row per target; all statistics are those of the kept
-            ids, and ``target_rank`` counts kept ids only.  Reads the kept logits alone, with torch's own operations on
-            every backend.  Not together with ``sampling``.
+            included.  A target that the filter removes has ``-inf`` and no gradient.  Needs a few more collectives.
+        support: normalise over the ids that the sampler kept, one row per target, for a full batch or for this rank's
+            tokens; all statistics are those of the kept ids, and gradients go to kept columns only.  Reads the kept
+            logits alone, with torch's own operations on every backend.  Not together with ``sampling``.
         inplace_backward: write the gradient over the logits' memory instead of a second tensor of their size.
+            The logits are lost in the backward pass.
         inplace_forward: if the logits need a gradient, overwrite them in the forward pass by what the backward pass
-            would otherwise compute again.  Not together with ``entropy``, whose gradient needs the logits.
+            would otherwise compute again.  Faster, but gradients of half-precision logits are rounded twice.  Not
+            together with ``entropy``, whose gradient needs the logits.
         backend: ``"triton"`` for Triton kernels on a GPU, ``"torch"`` for torch's own operations; by default the
             value of the environment variable ``RL_LOGPROBS_BACKEND``, or torch.
 
@@ -203,45 +173,24 @@ def token_statistics(
     ignored = ignored_targets(rank_targets, vocab_size=located.vocab.vocab_size, ignore_index=ignore_index)
     flat_temperature = check_temperature(temperature, rank_targets)
     backend_kernels = kernels(backend, located.values.device)
+    options = SoftmaxOptions(flat_temperature, entropy, argmax, target_rank)
     if support is not None:
-        entries = kept_entries(support, located.tokens, ignored, located.vocab.vocab_size, shift=shift)
-        flat_ignored, inplace = ignored.reshape(-1), inplace_backward or inplace_forward
-        error = support.missing_target == "error"
-        positions = target_positions(entries, rank_targets.reshape(-1), flat_ignored, error=error)
-        flat = kept_statistics(
-            kept_logits(located.values, entries, located.vocab, inplace_backward=inplace),
-            entries,
-            positions,
-            flat_ignored,
-            flat_temperature,
-            entropy=entropy,
-            argmax=argmax,
-            target_rank=target_rank,
-        )
-        return shaped_like(rank_targets, flat)
-    min_logit = None
-    if sampling is not None:
-        min_logit = min_kept_logit(located.values, located.vocab, flat_temperature, sampling)
-    options = SoftmaxOptions(
-        temperature=flat_temperature,
-        entropy=entropy,
-        argmax=argmax,
-        target_rank=target_rank,
-        min_logit=min_logit,
+        kept = kept_targets(support, located.tokens, rank_targets, ignored, located.vocab.vocab_size, shift=shift)
+        inplace = inplace_backward or inplace_forward
+        values = kept_logits(located.values, kept.entries, located.vocab, inplace_backward=inplace)
+        return shaped_like(rank_targets, kept_statistics(values, kept, options))
+    options = replace(
+        options,
+        min_logit=min_kept_logit(located.values, located.vocab, flat_temperature, sampling),
         inplace_backward=inplace_backward,
         inplace_forward=inplace_forward and located.values.requires_grad and torch.is_grad_enabled(),
-        kernels=backend_kernels,
     )
-    flat = softmax_statistics(located.values, rank_targets.reshape(-1), ignored.reshape(-1), located.vocab, options)
+    flat_targets, flat_ignored = rank_targets.reshape(-1), ignored.reshape(-1)
+    flat = softmax_statistics(located.values, flat_targets, flat_ignored, located.vocab, options, backend_kernels)
     return shaped_like(rank_targets, flat)
 
 
 def shaped_like(targets: torch.Tensor, flat: SoftmaxStatistics) -> TokenStatistics:
     """Return flat statistics in the shape of their targets."""
-    return TokenStatistics(
-        logprobs=flat.logprobs.view(targets.shape),
-        logsumexp=flat.logsumexp.view(targets.shape),
-        entropy=None if flat.entropy is None else flat.entropy.view(targets.shape),
-        argmax=None if flat.argmax is None else flat.argmax.view(targets.shape),
-        target_rank=None if flat.target_rank is None else flat.target_rank.view(targets.shape),
-    )
+    shaped = (None if value is None else value.view(targets.shape) for value in flat)
+    return TokenStatistics(*shaped)  # type: ignore[arg-type]  # the first two are always there

@@ -32,8 +32,7 @@ def sample_tokens(
     position in the batch and the vocabulary id, so that it does not depend on how the logits are sharded.
 
     Args:
-        logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
-            one axis of its mesh; or, with ``shard``, a local shard.
+        logits: ``[..., tokens, vocab]``, plain, a DTensor or a local shard, as ``token_statistics`` takes them.
         seed: a number, the same on all ranks and a new one for each call; or a CPU generator in the same state on all
             ranks, from which a seed is drawn.  Positions in plain logits start at 0, so data-parallel ranks need
             different seeds; a DTensor gives its tokens' positions in the full batch.
@@ -48,9 +47,7 @@ def sample_tokens(
 
     Raises:
         OptionError: an option is outside its range, or ``shard`` has a group for a DTensor.
-        ShapeError: the logits have no tokens, or the widths contradict each other.
-        PlacementError: the logits are a partial sum, or the vocabulary is sharded over two mesh axes.
-        DtypeError: the logits are not floating point.
+        LogprobsError: as ``token_statistics``, of the logits.
 
     Example:
         >>> import torch
@@ -63,7 +60,7 @@ def sample_tokens(
     vocab, shape, values = located.vocab, located.values.shape[:-1], located.values
     per_token = torch.zeros(shape, dtype=torch.int64, device=values.device)
     flat_temperature = check_temperature(temperature, per_token)
-    min_logit = None if sampling is None else min_kept_logit(values, vocab, flat_temperature, sampling)
+    min_logit = min_kept_logit(values, vocab, flat_temperature, sampling)
     inv_temperature = TemperatureScale.of(flat_temperature, statistics_dtype(values.dtype)).inv_temperature
     keys = token_keys(_seed_from(seed), _token_positions(located.tokens, values.device))
     # Row 0: each token's largest logit plus noise; row 1: its vocabulary id.

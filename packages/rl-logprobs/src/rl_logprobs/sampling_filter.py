@@ -68,7 +68,7 @@ class SamplingFilter:
 
 @torch.no_grad()
 def min_kept_logit(
-    logits: torch.Tensor, shard: VocabColumns, temperature: float | torch.Tensor, sampling: SamplingFilter
+    logits: torch.Tensor, shard: VocabColumns, temperature: float | torch.Tensor, sampling: SamplingFilter | None
 ) -> torch.Tensor | None:
     """Return the least logit that the filter keeps, ``[tokens]`` in the statistics dtype; None if it keeps all.
 
@@ -79,9 +79,9 @@ def min_kept_logit(
         logits: ``[..., columns]``, this rank's columns.
         shard: the position of the columns; the ranks of its group call together.
         temperature: positive number, or one number per token (flat).
-        sampling: the filter.
+        sampling: the filter; None keeps all.
     """
-    if sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0:
+    if sampling is None or (sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0):
         return None
     scale = TemperatureScale.of(temperature, statistics_dtype(logits.dtype))
     search = ThresholdSearch(logits[..., : shard.width], shard.group, scale)

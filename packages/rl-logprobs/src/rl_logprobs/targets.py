@@ -66,11 +66,7 @@ def next_token_targets(
 
 
 def require_ids(tensor: torch.Tensor, name: str) -> None:
-    """Check that a tensor holds integers that can be vocabulary ids.
-
-    Raises:
-        DtypeError: it does not; ``name`` is its name in the message.
-    """
+    """Check that a tensor holds integers that can be vocabulary ids."""
     if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
         raise DtypeError(f"{name} must be integer vocabulary ids, got {tensor.dtype}")
 
@@ -81,12 +77,7 @@ def _check_ignore_index(ignore_index: int) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int) -> None:
-    """Check that packed sequences cover ``tokens`` tokens in order.
-
-    Raises:
-        ShapeError: ``cu_seqlens`` does not ascend from 0 to ``tokens``.
-        DtypeError: ``cu_seqlens`` is not int32 or int64.
-    """
+    """Check that packed sequences cover ``tokens`` tokens in order."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise DtypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
@@ -95,11 +86,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int) -> None:
 
 
 def require_ascending(offsets: torch.Tensor, name: str, last: int, counted: str) -> None:
-    """Check that offsets ascend from 0 to ``last``; on an accelerator without waiting for it.
-
-    Raises:
-        ShapeError: they do not; ``name`` is theirs in the message, and ``counted`` what there are ``last`` of.
-    """
+    """Check that offsets ascend from 0 to ``last``; on an accelerator without waiting for it."""
     valid = (offsets[0] == 0) & (offsets[-1] == last) & (offsets.diff() >= 0).all()
     if offsets.device.type != "cpu":
         assert_on_device(valid, f"{name} must ascend from 0 to {last}")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.backends import kernels
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
-from rl_logprobs.softmax.partial_softmax import LogitGradient, TargetColumns, merge_all
+from rl_logprobs.softmax.partial_softmax import LogitGradient, SoftmaxOptions, TargetColumns, merge_all
 
 reduce_logits, write_gradient = kernels(None, torch.device("cpu"))
 
@@ -21,13 +21,14 @@ LOGITS = st.lists(EXTREMES | st.floats(-50, 50, width=16), min_size=1, max_size=
 DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
 
 
-def parts_of(logits, target, splits, scale, **options):
+def parts_of(logits, target, splits, scale, greater_than=None):
     """The sums of each range of columns between the splits, and where the target lies in it."""
     bounds = sorted({0, logits.shape[-1], *(split % (logits.shape[-1] + 1) for split in splits)})
     for start, stop in pairwise(bounds):
         places = TargetColumns.locate(target, torch.zeros(1, dtype=torch.bool), start, stop - start)
         columns = logits[:, start:stop]
-        yield columns, places, reduce_logits(columns, places, scale, start, weighted_sum=True, argmax=True, **options)
+        options = SoftmaxOptions(entropy=True, argmax=True)
+        yield columns, places, reduce_logits(columns, places, scale, start, options, greater_than)
 
 
 @settings(max_examples=150)
@@ -66,7 +67,7 @@ def test_gradients_of_any_split_are_columns_of_the_full_gradient(row, splits, ov
             total.max_logit, -coefficient / total.sum_exp2, None, coefficient, torch.tensor([False])
         )
         if overwrite:
-            kept = reduce_logits(columns, places, scale, 0, overwrite=True)
+            kept = reduce_logits(columns, places, scale, 0, SoftmaxOptions(inplace_forward=True))
             torch.testing.assert_close(kept.sum_exp2, columns.sum(-1), rtol=1e-15, atol=0)
             gradient = gradient.for_weights(rescale_exponent(sums.max_logit, total.max_logit, scale))
         write_gradient(columns, places, gradient, scale, columns)

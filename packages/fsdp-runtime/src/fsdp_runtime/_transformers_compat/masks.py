@@ -112,10 +112,6 @@ def build_masks_along_paths(current: ContextVar[PathMask | None], implementation
 
     The registered functions are replaced by ones that call them, once a process; without trees nothing changes.  The
     model's implementation of attention keeps its name, which some models compare with the names that they know.
-
-    Args:
-        current: the trees of the batch that runs.
-        implementations: names of implementations of attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -131,23 +127,13 @@ def build_masks_along_paths(current: ContextVar[PathMask | None], implementation
 
 @dataclass(frozen=True)
 class _BuildAlongPaths:
-    """A function of ``AttentionMaskInterface`` over another one.
-
-    Args:
-        build: the other one.
-        current: the trees of the batch that runs.
-    """
+    """A function of ``AttentionMaskInterface`` over another one, for the trees of the batch that runs."""
 
     build: Callable[..., Any]
     current: ContextVar[PathMask | None]
 
     def __call__(self, *, q_length: int, kv_length: int, **options: Any) -> Any:
-        """Build a mask.
-
-        Raises:
-            ModelError: a mask is bidirectional.
-            LayoutError: a mask has another length than the trees.
-        """
+        """Build a mask."""
         trees = self.current.get()
         # A vision tower's masks are bidirectional, over its own patches.
         bidirectional = "allow_is_bidirectional_skip" in options

@@ -19,11 +19,7 @@ def installed_release() -> str:
 
 
 def require_known_release() -> None:
-    """Refuse a transformers that renames, fuses or initialises otherwise than this package knows of.
-
-    Raises:
-        BackendError: it is older.
-    """
+    """Refuse a transformers that renames, fuses or initialises otherwise than this package knows of."""
     release = installed_release()
     if tuple(map(int, re.findall(r"\d+", release)[:2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))

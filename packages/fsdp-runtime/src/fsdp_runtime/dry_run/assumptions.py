@@ -17,7 +17,7 @@ _STATE_PER_PARAMETER = {"adamw": 2, "adamw_fused": 2, "sgd": 1, "none": 0}
 
 
 def untrained_assumptions(
-    model: nn.Module, untrained: Mapping[str, tuple[int, int]], step: StepConfig
+    model: nn.Module, untrained: Mapping[str, tuple[int, ...]], step: StepConfig
 ) -> list[Assumption]:
     """Return what the numbers lack for each part of the model that the step does not reach.
 

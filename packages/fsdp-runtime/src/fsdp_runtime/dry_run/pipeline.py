@@ -81,7 +81,7 @@ def run(
         parallelism = resolve_parallelism(model, mesh, **_options(step, exchange))
         trace = _trace(TracedModel(model, parallelism.structure), parallelism, mesh, step, exact=exact, report=report)
         summary = trace.summary
-        traffic = summarize_traffic(summary.calls, summary.nbytes, summary.bytes_sent, mesh, bandwidths)
+        traffic = summarize_traffic(summary.traffic, mesh, bandwidths)
     report("done", _STEPS, _STEPS)
     settings = _settings(model, spec, rank, step, trace, parallelism.setup)
     memory = _memory(summary, offload=settings.offload)

@@ -21,8 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_runtime._torch_compat import tree_leaves
 from fsdp_runtime.errors import ModelError, OffloadError, OptionError
 from fsdp_runtime.memory.unshard import is_held
-from fsdp_runtime.model.devices import require_device
-from fsdp_runtime.model.materialize import compute_device
+from fsdp_runtime.model.materialize import compute_device, require_device
 from fsdp_runtime.model.state import is_freed, state_entries
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.wrap import hook_forward

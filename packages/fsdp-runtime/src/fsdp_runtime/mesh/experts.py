@@ -24,11 +24,7 @@ _VIEW = "_fsdp_runtime_expert_mesh"
 
 
 def require_expert_size(ep: int, sizes: dict[str, int]) -> None:
-    """Check that ``ep`` divides the ranks of ``dp_shard x cp x tp``.
-
-    Raises:
-        MeshError: it does not; the message has the sizes that do.
-    """
+    """Check that ``ep`` divides the ranks of ``dp_shard x cp x tp``."""
     ranks = math.prod(sizes[axis] for axis in DIVIDED)
     if ranks % ep:
         legal = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
@@ -52,9 +48,6 @@ def adopt_expert_mesh(mesh: DeviceMesh, view: DeviceMesh, names: dict[str, str])
         mesh: the adopted mesh, with axes named as in ``MeshSpec``.
         view: a mesh with some of the axes of :data:`EXPERT_AXES`, under other names.
         names: the view's name of each axis.
-
-    Raises:
-        MeshError: an axis has no or another name, or the ranks are others.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,11 +74,7 @@ def adopt_expert_mesh(mesh: DeviceMesh, view: DeviceMesh, names: dict[str, str])
 
 
 def expert_view(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the second view of a mesh, or of the mesh that it was sliced from; ``None`` where it has none.
-
-    Raises:
-        MeshError: the mesh is a slice with other ranks than its view.
-    """
+    """Return the second view of a mesh, or of the mesh that it was sliced from; ``None`` where it has none."""
     from fsdp_runtime._torch_compat import root_mesh
 
     view: DeviceMesh | None = getattr(mesh, _VIEW, None) or getattr(root_mesh(mesh), _VIEW, None)

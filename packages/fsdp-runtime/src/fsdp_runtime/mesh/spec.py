@@ -136,11 +136,7 @@ class MeshSpec:
 
 
 def require_device_type(device_type: object) -> None:
-    """Check that this machine has devices of a type.
-
-    Raises:
-        MeshError: it has none, or the running process group has no backend for them.
-    """
+    """Check that this machine has devices of a type."""
     usable = {"cpu", "meta", default_device_type()}
     if not isinstance(device_type, str) or device_type not in usable:
         raise MeshError(f"device_type={device_type!r}: this machine has {' and '.join(sorted(usable - {'meta'}))}")
@@ -319,11 +315,7 @@ def _axis(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 
 def require_mesh(mesh: object) -> None:
-    """Check that a value is a device mesh.
-
-    Raises:
-        MeshError: it is something else.
-    """
+    """Check that a value is a device mesh."""
     if not hasattr(mesh, "mesh_dim_names"):
         raise MeshError(
             f"mesh is of type {type(mesh).__name__}, not a DeviceMesh: build one with MeshSpec(...).build()"
@@ -338,11 +330,7 @@ def axis_size(mesh: DeviceMesh, axis: str) -> int:
 
 
 def require_axes(mesh: DeviceMesh) -> None:
-    """Check the axis names of a mesh.
-
-    Raises:
-        MeshError: an axis has another name than those of :class:`MeshSpec`, or none; or ``mesh`` is not a mesh.
-    """
+    """Check the axis names of a mesh."""
     require_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     known = AXES

@@ -66,9 +66,6 @@ def compute_meta_buffers(model: nn.Module) -> None:
 
     A ``PreTrainedModel`` initializes its modules itself; other modules use their ``reset_parameters()``.  Each buffer
     is computed twice, over two different fill values: equal results show that the module writes the buffer.
-
-    Raises:
-        MetaBufferError: no module computes some of the buffers; nothing has changed then.
     """
     found = list(_buffer_owners(model))
     if not found:

@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import offloads_to_cpu, persistent_buffers
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.mesh.spec import default_device_type
 from fsdp_runtime.model.buffers import compute_meta_buffers
-from fsdp_runtime.model.devices import require_device
 from fsdp_runtime.model.state import StateEntry, state_entries
 
 
@@ -68,6 +69,18 @@ def materialize_entries(
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(target))
+
+
+def require_device(device: torch.device | str) -> torch.device:
+    """Return a device that a user named, such as ``"cuda:1"``."""
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise OptionError(f"device={device!r} is not the name of a device, such as 'cpu' or 'cuda:1'") from error
+    usable = {"cpu", default_device_type()}
+    if found.type not in usable:
+        raise OptionError(f"device={str(device)!r}: this machine has {' and '.join(sorted(usable))}")
+    return found
 
 
 def compute_device(entries: Sequence[StateEntry]) -> torch.device:

@@ -63,15 +63,7 @@ def is_freed(tensor: Tensor) -> bool:
 
 
 def require_memory(tensors: Mapping[str, Tensor], kind: str) -> None:
-    """Check that tensors may be read: reading freed memory ends the process.
-
-    Args:
-        tensors: by name.
-        kind: the word for them in the error.
-
-    Raises:
-        ModelError: some are offloaded.
-    """
+    """Check that tensors, of a ``kind`` in words, may be read: reading freed memory ends the process."""
     freed = [name for name, tensor in tensors.items() if is_freed(tensor)]
     if freed:
         raise ModelError(
@@ -97,11 +89,7 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def require_unquantized(entries: Sequence[StateEntry]) -> None:
-    """Check that weights are plain floating-point tensors, not a quantization library's tensor subclass.
-
-    Raises:
-        ConversionError: some weights have a tensor class of their own.
-    """
+    """Check that weights are plain floating-point tensors, not a quantization library's tensor subclass."""
     quantized = [entry for entry in entries if _local_class(entry.tensor) not in (Tensor, nn.Parameter, nn.Buffer)]
     if quantized:
         raise ConversionError(

@@ -150,11 +150,7 @@ def _routers_of(model: nn.Module) -> Routers:
 
 
 class _Tokens:
-    """The tokens of this rank among those of the full sequences; all of them without context parallelism.
-
-    Args:
-        model: the model.
-    """
+    """The tokens of this rank among those of the full sequences; all of them without context parallelism."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = next((module for module in model.modules() if under_context_parallelism(module)), None)

@@ -74,17 +74,7 @@ class Routers:
 
 
 def find_routers(model: nn.Module) -> Routers:
-    """Find the routers of every mixture of a model.
-
-    Args:
-        model: the model, on any device, parallelized or not.
-
-    Returns:
-        The routers.
-
-    Raises:
-        ModelError: the model has no mixture, or the selection of one cannot be identified.
-    """
+    """Find the routers of every mixture of a model, on any device, parallelized or not."""
     routers = routers_of(inspect_model(model))
     if not routers.by_path:
         raise ModelError(
@@ -95,11 +85,7 @@ def find_routers(model: nn.Module) -> Routers:
 
 
 def routers_of(structure: ModelStructure) -> Routers:
-    """Return the routers of a model, perhaps none.
-
-    Raises:
-        ModelError: the selection of a mixture cannot be identified.
-    """
+    """Return the routers of a model, perhaps none."""
     tree = structure.tree
     routers, tables = {}, []
     for mixture in _mixtures(tree):

@@ -36,10 +36,8 @@ class Selection(TorchFunctionMode):
         self, router: Router, wanted: Tensor | None, *, has_holes: bool = False, trusted: bool = False
     ) -> None:
         super().__init__()
-        self.trusted = trusted
-        self.router = router
-        self.wanted = wanted
-        self.has_holes = has_holes
+        self.router, self.wanted = router, wanted
+        self.has_holes, self.trusted = has_holes, trusted
         self.found: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,11 +49,7 @@ class Selection(TorchFunctionMode):
         raise NotImplementedError
 
     def selected(self) -> Tensor:
-        """Return the experts of every token, ``[tokens, k]`` int64.
-
-        Raises:
-            ModelError: the router's code ran and selected nothing.
-        """
+        """Return the experts of every token, ``[tokens, k]`` int64."""
         if self.found is None:
             raise ModelError(
                 f"{self.router.path} ({type(self.router.module).__name__}) ran without a selection among its "
@@ -179,7 +173,7 @@ class SparseMixerSelection(Selection):
             result = func(*args, **kwargs)
         own = result.indices.reshape(-1, 1)
         column = None if self.wanted is None else self.wanted[:, slot : slot + 1]
-        chosen = _Column(self.router, column, has_holes=self.has_holes).replaced(own)
+        chosen = Selection(self.router, column, has_holes=self.has_holes).replaced(own)
         if step == 1 or not training:
             self.experts.append(chosen)
             if len(self.experts) == (self.router.top_k or len(self.experts)):
@@ -194,10 +188,6 @@ class SparseMixerSelection(Selection):
         noise = cast(float, self.router.module.router_jitter_noise)
         distance = (largest - wanted) / torch.maximum(wanted.abs(), largest)
         return torch.where(distance > 2 * noise, wanted, largest)
-
-
-class _Column(Selection):
-    """One expert of every token."""
 
 
 SELECTIONS: dict[str, type[Selection]] = {

@@ -42,20 +42,15 @@ class Session:
         has_holes: bool = False,
         trusted: bool = False,
     ) -> None:
-        self.routers = routers
-        self.wanted = wanted
-        self.has_holes = has_holes
-        self.trusted = trusted
+        self.routers, self.wanted = routers, wanted
+        self.has_holes, self.trusted = has_holes, trusted
         self.recorded: dict[str, Tensor] = {}
         self.by_module = {router.module: router for router in routers.by_path.values()}
 
     def select(self, router: Router, kept: dict[str, Tensor] | None, forward: Callable[[], Any]) -> Any:
         """Run a router's forward; record or replay its selection.
 
-        Args:
-            router: the router.
-            kept: the experts that the first run of a recomputed part selected, to be filled in by it.
-            forward: the router's forward.
+        ``kept`` are the experts that the first run of a recomputed part selected, to be filled in by it.
         """
         again = None if kept is None else kept.get(router.path)
         wanted = again if again is not None or self.wanted is None else self.wanted(router)
@@ -122,27 +117,16 @@ class CarriedRoutes:
 
 
 class _Bound:
-    """A forward with the sessions under which it ran first.
+    """A module's forward with the sessions under which it ran first.
 
-    Args:
-        module: the module whose forward is recomputed.
-        forward: that forward.
-        active: the sessions.
-        watches: no one else watches their routers in the first run.
+    With ``watches`` no one else watches their routers in the first run.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        active: tuple[_Activation, ...],
-        *,
-        watches: bool = False,
+        self, module: nn.Module, forward: Callable[..., Any], active: tuple[_Activation, ...], *, watches: bool = False
     ) -> None:
-        self.module = module
-        self.forward = forward
+        self.module, self.forward, self.watches = module, forward, watches
         self.active = tuple(replace(each, kept={}) for each in active)
-        self.watches = watches
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = partial(self.forward, *args, **kwargs)
@@ -184,11 +168,7 @@ def _watching(*sessions: Session) -> Iterator[None]:
 
 
 class _Watched:
-    """The forward of a router inside a session.
-
-    Args:
-        module: the router.
-    """
+    """The forward of a router inside a session."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -110,15 +110,7 @@ def raise_on_all(ranks: ModelRanks) -> Iterator[RankStep]:
 
 
 def require_equal_on_all(name: str, values: dict[int, Any]) -> None:
-    """Check that every rank was given the same value of an option.
-
-    Args:
-        name: the option's name.
-        values: from :class:`RankStep`.
-
-    Raises:
-        OptionError: two ranks have different values; the same error on every rank.
-    """
+    """Check that every rank was given the same value of an option; ``values`` are those of a :class:`RankStep`."""
     first, expected = next(iter(values.items()))
     for rank, value in values.items():
         if value != expected:
@@ -136,13 +128,7 @@ _REDUCED = 2**24
 def all_reduce_over(groups: Sequence[ProcessGroup], tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     """Reduce a tensor of one dim over several groups, one after another, on the device that their backend has.
 
-    Args:
-        groups: process groups that together connect all ranks, as :attr:`ModelRanks.groups`.
-        tensor: on any device; it may be changed.
-        op: how, for example ``dist.ReduceOp.SUM``.
-
-    Returns:
-        The result on the tensor's device.
+    The tensor may be on any device, where the result is too, and may be changed.
     """
     if not tensor.numel():
         return tensor

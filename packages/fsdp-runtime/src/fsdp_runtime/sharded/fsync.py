@@ -10,15 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def naming_write_errors(path: Path, nbytes: int) -> Iterator[None]:
-    """Say which file an ``OSError`` of writing is about and how large it was to become.
-
-    Args:
-        path: the file that is written.
-        nbytes: bytes of the complete file.
-
-    Raises:
-        OSError: with the errno of the original.
-    """
+    """Say which file an ``OSError`` of writing is about, with its errno, and how large the file was to become."""
     try:
         yield
     except OSError as error:
@@ -49,11 +41,9 @@ def write_and_fsync(path: Path, content: bytes) -> None:
 
 
 def move_into_place(source: Path, target: Path) -> None:
-    """Rename a complete file or directory to ``target`` on the same file system, atomically and durably.
+    """Rename a complete file or directory on the same file system, atomically and durably.
 
-    Args:
-        source: written next to the target under a temporary name.
-        target: a file is replaced; a directory must not exist.
+    A target that is a file is replaced; one that is a directory must not exist.
     """
     fsync_path(source)
     source.replace(target)

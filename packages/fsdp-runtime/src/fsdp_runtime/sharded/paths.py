@@ -9,15 +9,7 @@ from fsdp_runtime.errors import OptionError
 
 
 def require_path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Return a path that a user gave.
-
-    Args:
-        name: the argument's name, for the error.
-        path: the path.
-
-    Raises:
-        OptionError: it is empty, not a path, or contains a null byte.
-    """
+    """Return a path that a user gave as the argument ``name``."""
     if not isinstance(path, str | os.PathLike):
         raise OptionError(f"{name}={path!r}: give a path, as a string or a pathlib.Path")
     if not os.fspath(path).strip():

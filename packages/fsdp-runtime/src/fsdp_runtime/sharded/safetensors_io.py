@@ -120,11 +120,7 @@ class SafetensorsReader:
         self._exit_stack = ExitStack()
 
     def headers(self, file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the shape and the dtype (in safetensors' notation, ``"BF16"``) of every tensor of a file.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+        """Return the shape and the dtype (in safetensors' notation, ``"BF16"``) of every tensor of a file."""
         try:
             opened = self._open(file)
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
@@ -133,11 +129,7 @@ class SafetensorsReader:
             raise CheckpointError(f"{_describe(file)} is truncated or corrupt ({error}): {self._advice}") from error
 
     def read(self, file: Path, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
-        """Return slices of a tensor, all of it without ``slices``, on the CPU in the stored dtype.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+        """Return slices of a tensor, all of it without ``slices``, on the CPU in the stored dtype."""
         try:
             tensor: Tensor = self._open(file).get_slice(name)[slices or ...]
         except (SafetensorError, OSError) as error:

@@ -24,11 +24,7 @@ def shard_steps(placements: Sequence[Placement], mesh_shape: Sequence[int]) -> l
 
 
 def mesh_layout_of(placement: Placement) -> MeshLayout:
-    """Return a placement as tp_plans writes it.
-
-    Raises:
-        WeightsError: it is neither a shard nor a replica.
-    """
+    """Return a placement as tp_plans writes it."""
     if is_strided(placement):
         return StridedShard(placement.dim)  # type: ignore[attr-defined]
     if placement.is_shard():
@@ -56,11 +52,7 @@ def local_slices(
 
 
 def dtensor_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Return the slices of the full tensor that this rank's local tensor holds.
-
-    Raises:
-        WeightsError: this rank is outside the tensor's mesh, or its local tensor has another shape.
-    """
+    """Return the slices of the full tensor that this rank's local tensor holds."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:

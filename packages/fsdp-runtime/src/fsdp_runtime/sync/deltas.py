@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.sync.codec import HEADER_BYTES, apply_changes, encode_changes, end_of_record
 from fsdp_runtime.sync.local_sides import Sides
-from fsdp_runtime.sync.point_to_point import CHANGES, SIZES, exchange
-from fsdp_runtime.sync.tensor_views import torch_dtype
-from tp_plans.transfer import BlockTransfer, Box, TransferPlan, box_shape
+from fsdp_runtime.sync.point_to_point import CHANGES, SIZES, PointToPoint
+from tp_plans.transfer import BlockTransfer, Box, TransferPlan
 
 #: The record of each box of a tensor.
 Records = Mapping[tuple[str, Box], Tensor]
@@ -30,17 +27,10 @@ class ArrivedChanges(NamedTuple):
 
 
 class Changes:
-    """One rank's part in updates by differences.
+    """One rank's part in updates by differences."""
 
-    Args:
-        plan: the plan of the updates.
-        sides: this rank's tensors.
-        group: the process group.
-        timeout: of each exchange.
-    """
-
-    def __init__(self, plan: TransferPlan, sides: Sides, group: ProcessGroup | None, timeout: timedelta) -> None:
-        self._plan, self._sides, self._group, self._timeout = plan, sides, group, timeout
+    def __init__(self, plan: TransferPlan, sides: Sides, peers: PointToPoint) -> None:
+        self._plan, self._sides, self._peers = plan, sides, peers
         self._sent: dict[tuple[str, Box], Tensor] = {}
 
     def own(self) -> list[BlockTransfer]:
@@ -54,7 +44,7 @@ class Changes:
         for each in self.own():
             key = (each.tensor, each.box)
             if key not in records:
-                values = self._empty(each)
+                values = self._sides.empty(each)
                 self._sides.read(each, values)
                 records[key] = encode_changes(self._sent.get(key), values)
         return records
@@ -66,18 +56,13 @@ class Changes:
             if key in records and key in self._sent:
                 apply_changes(records[key], 0, self._sent[key])
             else:
-                self._sent[key] = self._empty(each)
+                self._sent[key] = self._sides.empty(each)
                 self._sides.read(each, self._sent[key])
 
     def exchange(self, records: Records, transfers: Sequence[BlockTransfer]) -> ArrivedChanges:
         """Send this rank's records and pass on those of others, one step of all chains at a time.
 
-        Args:
-            records: what this rank has encoded.
-            transfers: of which boxes, from where to where; equal on every rank.
-
-        Raises:
-            WeightSyncError: a rank did not take part in time, or sent something else.
+        Every rank passes the same transfers.
         """
         rank, sent, received = self._sides.rank, 0, 0
         known, arrived = dict(records), dict[tuple[str, Box], Tensor]()
@@ -102,7 +87,7 @@ class Changes:
         for each in self._plan.transfers:
             key = (each.tensor, each.box)
             if each.destination == self._sides.rank and key in records and not each.is_local:
-                values = self._empty(each)
+                values = self._sides.empty(each)
                 self._sides.read_back(each, values)
                 apply_changes(records[key], 0, values)
                 self._sides.write(each, values)
@@ -111,17 +96,17 @@ class Changes:
         self, messages: Mapping[int, Tensor], incoming: Mapping[int, Sequence[BlockTransfer]]
     ) -> dict[int, Tensor]:
         """Send a message to each of some ranks, and return that of each of some, whose length it says first."""
-        rank, device = self._sides.rank, self._sides.device
+        device = self._sides.device
         sizes = {peer: torch.tensor([len(message)], device=device) for peer, message in messages.items()}
         announced = {peer: torch.zeros(1, dtype=torch.int64, device=device) for peer in incoming}
-        exchange(sizes, announced, rank, self._group, self._timeout, SIZES)
+        self._peers.exchange(sizes, announced, SIZES)
         runs = {}
         for peer, size in announced.items():
             most = sum(each.nbytes + HEADER_BYTES for each in incoming[peer])
             if not 0 <= int(size) <= most:
                 raise WeightSyncError(f"rank {peer} announced {int(size)} bytes for blocks of {most}")
             runs[peer] = torch.empty(int(size), dtype=torch.uint8, device=device)
-        exchange(messages, runs, rank, self._group, self._timeout, CHANGES)
+        self._peers.exchange(messages, runs, CHANGES)
         return runs
 
     def _records_of(self, run: Tensor, transfers: Sequence[BlockTransfer]) -> Iterator[tuple[tuple[str, Box], Tensor]]:
@@ -130,10 +115,6 @@ class Changes:
             end = end_of_record(run, offset, self._plan.destination.tensors[each.tensor].itemsize)
             yield (each.tensor, each.box), run[offset:end]
             offset = end
-
-    def _empty(self, each: BlockTransfer) -> Tensor:
-        dtype = torch_dtype(self._plan.destination, each.tensor)
-        return torch.empty(box_shape(each.box), dtype=dtype, device=self._sides.device)
 
 
 def _steps(transfers: Sequence[BlockTransfer]) -> list[list[BlockTransfer]]:

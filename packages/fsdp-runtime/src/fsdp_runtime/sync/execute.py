@@ -14,7 +14,7 @@ from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, rank_in
 from fsdp_runtime.sync.handshake import Handshake
 from fsdp_runtime.sync.local_sides import Sides
 from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
-from fsdp_runtime.sync.point_to_point import SHARED_BUCKETS
+from fsdp_runtime.sync.point_to_point import SHARED_BUCKETS, PointToPoint
 from fsdp_runtime.sync.rank_rounds import RankRounds
 from fsdp_runtime.sync.schedule import schedule_rounds, split_transfers
 from fsdp_runtime.sync.shared_buckets import SharedBuckets
@@ -76,14 +76,14 @@ def execute_transfer(
     for each in split_transfers(plan, bucket_bytes):
         if each.is_local and each.source == rank:
             sides.copy(each)
-    rounds = schedule_rounds(plan, bucket_bytes)
+    rounds, peers = schedule_rounds(plan, bucket_bytes), PointToPoint(rank, group, timeout)
     where = torch.device(device) if device is not None else sides.device
     with ExitStack() as stack:
         shared = None
         if shared_memory and rounds:
-            handshake = Handshake(plan.ranks or (rank,), rank, group, where, timeout, SHARED_BUCKETS)
+            handshake = Handshake(plan.ranks or (rank,), peers, where, SHARED_BUCKETS)
             shared = stack.enter_context(SharedBuckets(rounds, rank, handshake))
-        rank_rounds = RankRounds(rounds, sides, group, timeout, where, shared)
+        rank_rounds = RankRounds(rounds, sides, peers, where, shared)
         for number, messages in enumerate(rounds):
             rank_rounds.run(messages)
             if on_round is not None:

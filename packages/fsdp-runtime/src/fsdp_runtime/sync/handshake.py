@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.sync.point_to_point import HANDSHAKE, exchange, unfinished_exchange
+from fsdp_runtime.sync.point_to_point import HANDSHAKE, PointToPoint
 
 
 class Handshake:
@@ -19,25 +18,14 @@ class Handshake:
 
     Args:
         ranks: the plan's ranks, in order.
-        rank: this rank.
-        group: the process group.
-        device: where its backend takes tensors from.
-        timeout: how long the first rank waits for the others; they wait twice as long for its answer.
-        tag: the kind of its messages, apart from those of another handshake of the group.
+        peers: exchanges of this rank; the others wait twice as long for the first rank's answer as it waits for them.
+        device: where the group's backend takes tensors from.
+        tag: the kind of the messages, apart from those of another handshake of the group.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        rank: int,
-        group: ProcessGroup | None,
-        device: torch.device,
-        timeout: timedelta,
-        tag: int = HANDSHAKE,
-    ) -> None:
-        self._tag = tag
+    def __init__(self, ranks: Sequence[int], peers: PointToPoint, device: torch.device, tag: int = HANDSHAKE) -> None:
         self._first, self._others = ranks[0], list(ranks[1:])
-        self._rank, self._group, self._device, self._timeout = rank, group, device, timeout
+        self._peers, self._device, self._tag = peers, device, tag
 
     def gather(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Return the numbers of every rank, on every rank.
@@ -51,34 +39,34 @@ class Handshake:
         """
         own, tag = torch.tensor(numbers, device=self._device), self._tag + len(numbers)
         ranks = [self._first, *self._others]
-        if self._rank == self._first:
+        if self._peers.rank == self._first:
             table = self._collected(own, tag)
         else:
             table = own.new_zeros(len(ranks), len(own))
             try:
-                exchange({self._first: own}, {}, self._rank, self._group, self._timeout, tag)
-                exchange({}, {self._first: table}, self._rank, self._group, 2 * self._timeout, tag)
+                self._peers.exchange({self._first: own}, {}, tag)
+                replace(self._peers, timeout=2 * self._peers.timeout).exchange({}, {self._first: table}, tag)
             except WeightSyncError as error:
                 raise WeightSyncError(
-                    f"rank {self._rank} had no answer from rank {self._first}, which asks all ranks about an update, "
-                    f"within {3 * self._timeout.total_seconds():g} s: that rank or another died, stalls, or did not "
-                    "call update; the message of that rank says which. Form a new process group and build WeightSync "
-                    "anew"
+                    f"rank {self._peers.rank} had no answer from rank {self._first}, which asks all ranks about an "
+                    f"update, within {3 * self._peers.timeout.total_seconds():g} s: that rank or another died, stalls, "
+                    "or did not call update; the message of that rank says which. Form a new process group and build "
+                    "WeightSync anew"
                 ) from error
         return dict(zip(ranks, table.tolist(), strict=True))
 
     def _collected(self, own: Tensor, tag: int) -> Tensor:
         """The numbers of every rank, on the first rank, sent to all others."""
         incoming = {rank: torch.zeros_like(own) for rank in self._others}
-        missing = unfinished_exchange({}, incoming, self._rank, self._group, self._timeout, tag)
+        missing = self._peers.unfinished({}, incoming, tag)
         if missing:
             raise WeightSyncError(
                 f"ranks {', '.join(map(str, sorted(missing)))} did not take part in an update of weights within "
-                f"{self._timeout.total_seconds():g} s: they died, stall, or did not call update. Form a new process "
-                "group and build WeightSync anew"
+                f"{self._peers.timeout.total_seconds():g} s: they died, stall, or did not call update. Form a new "
+                "process group and build WeightSync anew"
             )
         table = torch.stack([own, *incoming.values()])
-        exchange(dict.fromkeys(self._others, table), {}, self._rank, self._group, self._timeout, tag)
+        self._peers.exchange(dict.fromkeys(self._others, table), {}, tag)
         return table
 
     @contextmanager
@@ -97,11 +85,7 @@ class Handshake:
         self._agree(succeeded=True)
 
     def _agree(self, *, succeeded: bool) -> None:
-        """Return if a step succeeded on every rank.
-
-        Raises:
-            WeightSyncError: a rank failed, or did not answer in time.
-        """
+        """Return if a step succeeded on every rank."""
         if not all(row[0] for row in self.gather([int(succeeded)]).values()):
             raise WeightSyncError(
                 "an update was not applied on any rank, since one could not take or did not receive all of it; the "

@@ -40,11 +40,14 @@ class Sides:
                     if each.is_relay and each.source == self.rank:
                         _require_exact(each.tensor, view.dtype, sent, self.rank)
 
+    def empty(self, each: BlockTransfer) -> Tensor:
+        """A tensor of a box's shape, in the dtype in which it is sent."""
+        dtype = torch_dtype(self.plan.destination, each.tensor)
+        return torch.empty(box_shape(each.box), dtype=dtype, device=self.device)
+
     def copy(self, each: BlockTransfer) -> None:
         """Copy a box that stays on this rank, in the dtype in which it would be sent."""
-        values = torch.empty(
-            box_shape(each.box), dtype=torch_dtype(self.plan.destination, each.tensor), device=self.device
-        )
+        values = self.empty(each)
         self.read(each, values)
         self.write(each, values)
 

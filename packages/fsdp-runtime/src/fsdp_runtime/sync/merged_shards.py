@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from fsdp_runtime.weights.adapters import LoraFactors, merge_lora
 from fsdp_runtime.weights.export import ExportGroup
 
 
-@dataclass(frozen=True)
-class _Adapted:
+class _Adapted(NamedTuple):
     """A weight, its adapters, and where its merged shard is kept."""
 
     weight: Tensor
@@ -28,11 +27,8 @@ class MergedShards:
     """The merged shards of the weights that have active adapters.
 
     The factors are gathered, a weight's at a time; weights are not.  The bits are those that ``stream_weights`` merges
-    from full weights, as the products of the factors are added one by one.
-
-    Args:
-        groups: the export of the model.
-        dtype: the dtype in which weights are sent; ``None`` keeps each one's.
+    from full weights, as the products of the factors are added one by one.  They have the dtype in which weights are
+    sent, or each its own.
     """
 
     def __init__(self, groups: Sequence[ExportGroup], dtype: torch.dtype | None) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fsdp_runtime.sync.local_sides import Sides, message_values
-from fsdp_runtime.sync.point_to_point import ROUND, TAKEN, exchange
+from fsdp_runtime.sync.point_to_point import ROUND, TAKEN, PointToPoint
 from fsdp_runtime.sync.schedule import Message, Round, aligned
 from fsdp_runtime.sync.shared_buckets import SharedBuckets
 
@@ -21,8 +19,7 @@ class RankRounds:
     Args:
         rounds: all of the plan; they say how large the buffer has to be.
         sides: this rank's tensors.
-        group: the process group.
-        timeout: of a round.
+        peers: the exchanges of rounds.
         device: where the group takes tensors from.
         shared: memory for messages that stay on this host; ``None`` to send all of them over the group.
     """
@@ -31,22 +28,16 @@ class RankRounds:
         self,
         rounds: Sequence[Round],
         sides: Sides,
-        group: ProcessGroup | None,
-        timeout: timedelta,
+        peers: PointToPoint,
         device: torch.device,
         shared: SharedBuckets | None,
     ) -> None:
-        self._sides, self._group, self._timeout, self._shared = sides, group, timeout, shared
-        self._device = device
+        self._sides, self._peers, self._shared, self._device = sides, peers, shared, device
         sizes = (sum(aligned(each.nbytes) for each in self._over_group(messages)) for messages in rounds)
         self._buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
 
     def run(self, messages: Round) -> None:
-        """Do a round.
-
-        Raises:
-            WeightSyncError: a rank did not send or take its message in time.
-        """
+        """Do a round; a rank that does not send or take its message in time is an error."""
         rank, shared = self._sides.rank, self._shared
         runs: list[tuple[Message, Tensor, Tensor]] = []  # messages, their bytes, and what the group carries
         offset = 0
@@ -63,7 +54,7 @@ class RankRounds:
                     self._sides.read(each, values)
         outgoing = {message.destination: carried for message, _, carried in runs if message.source == rank}
         incoming = {message.source: carried for message, _, carried in runs if message.destination == rank}
-        exchange(outgoing, incoming, rank, self._group, self._timeout, ROUND)
+        self._peers.exchange(outgoing, incoming, ROUND)
         for message, run, _ in runs:
             if message.destination == rank:
                 for each, values in message_values(self._sides.plan, message, run):
@@ -71,7 +62,7 @@ class RankRounds:
         # A bucket is written again only when what it held has been taken.
         taken = {each.source: self._signal() for each in local if each.destination == rank}
         freed = {each.destination: self._signal() for each in local if each.source == rank}
-        exchange(taken, freed, rank, self._group, self._timeout, TAKEN)
+        self._peers.exchange(taken, freed, TAKEN)
 
     def _signal(self) -> Tensor:
         """What the group carries for a message in shared memory."""

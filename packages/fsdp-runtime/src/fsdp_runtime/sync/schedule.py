@@ -42,14 +42,7 @@ def schedule_rounds(plan: TransferPlan, bucket_bytes: int) -> list[Round]:
 
     In a round a rank has at most ``bucket_bytes`` of messages, sent and received together, and one message for another
     rank.  A transfer goes into the first round in which both of its ranks have room, what a rank passes on into a later
-    one than that in which it arrives.
-
-    Args:
-        plan: the plan; transfers that stay on their rank are left out.
-        bucket_bytes: see :func:`split_transfers`.
-
-    Raises:
-        OptionError: a bucket is smaller than an element.
+    one than that in which it arrives.  Transfers that stay on their rank are left out.
     """
     limit = bucket_bytes // ALIGNMENT * ALIGNMENT
     used: list[dict[int, int]] = []
@@ -87,15 +80,7 @@ def schedule_rounds(plan: TransferPlan, bucket_bytes: int) -> list[Round]:
 
 
 def split_transfers(plan: TransferPlan, bucket_bytes: int) -> list[BlockTransfer]:
-    """Return a plan's transfers, those larger than a bucket in parts.
-
-    Args:
-        plan: the plan.
-        bucket_bytes: the most bytes of a part, at least :data:`ALIGNMENT`.
-
-    Raises:
-        OptionError: a bucket is smaller than an element.
-    """
+    """Return a plan's transfers, those larger than a bucket, of :data:`ALIGNMENT` bytes or more, in parts."""
     if bucket_bytes < ALIGNMENT:
         raise OptionError(f"bucket_bytes={bucket_bytes}: give {ALIGNMENT} or more, the bytes of the widest element")
     limit = bucket_bytes // ALIGNMENT * ALIGNMENT

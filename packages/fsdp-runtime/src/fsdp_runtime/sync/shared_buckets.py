@@ -69,12 +69,7 @@ class SharedBuckets:
         return message.source in self._tokens and message.destination in self._tokens
 
     def run(self, messages: Round, message: Message) -> Tensor:
-        """The bytes of a message, in the bucket of its sender.
-
-        Args:
-            messages: all of its round.
-            message: one that :meth:`shares` names.
-        """
+        """The bytes of a message that :meth:`shares` names, among all of its round, in the bucket of its sender."""
         offset = 0
         for each in messages:
             if each is message:

@@ -12,17 +12,7 @@ from tp_plans.transfer import Box, StoredBlock, TransferLayout
 
 
 def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, part: Box) -> Tensor:
-    """Return a view of the part of a block, in the dims of the checkpoint tensor.
-
-    Args:
-        local: the rank's local tensors.
-        tensor: the checkpoint tensor, for errors.
-        block: where it lies in them.
-        part: a part of the block, in the checkpoint tensor.
-
-    Raises:
-        WeightSyncError: the local tensor is missing, or too small for the block.
-    """
+    """Return a view of a part of a block of a checkpoint tensor, in that tensor's dims, in the rank's local tensors."""
     view = local.get(block.local)
     reach = tuple(stop for _, stop in block.local_box(block.box))
     if view is None or view.ndim != len(reach) or any(a < b for a, b in zip(view.shape, reach, strict=True)):
@@ -47,11 +37,7 @@ def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, par
 def box_views(
     layout: TransferLayout, rank: int, local: Mapping[str, Tensor], tensor: str, box: Box
 ) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the parts of a box that a rank stores, each with its view in the rank's local tensors.
-
-    Raises:
-        WeightSyncError: a local tensor is missing, or too small for its block.
-    """
+    """Yield the parts of a box that a rank stores, each with its view in the rank's local tensors."""
     for part, block in layout.within(rank, tensor, box):
         yield part, block_view(local, tensor, block, part)
 

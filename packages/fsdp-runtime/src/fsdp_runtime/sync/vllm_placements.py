@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,20 +25,11 @@ class MeshPlacement:
     @property
     def world_size(self) -> int:
         """Ranks of the mesh."""
-        product = 1
-        for size in self.mesh_shape:
-            product *= size
-        return product
+        return math.prod(self.mesh_shape)
 
 
 def mesh_placement(layout: TransferLayout, tensor: str, world_size: int) -> MeshPlacement | None:
-    """Return the placement of a tensor of which every rank has one part; ``None`` if no mesh of two axes says it.
-
-    Args:
-        layout: which rank stores which block.
-        tensor: the tensor's name.
-        world_size: the trainer's ranks.
-    """
+    """Return the placement of a tensor of which every rank has one part; ``None`` if no mesh of two axes says it."""
     blocks = {block.rank: block.box for block in layout.blocks(tensor)}
     if world_size < 2 or len(layout.blocks(tensor)) != world_size or sorted(blocks) != list(range(world_size)):
         return None

@@ -19,6 +19,7 @@ from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, rank_in
 from fsdp_runtime.sync.handshake import Handshake
 from fsdp_runtime.sync.local_sides import Sides
 from fsdp_runtime.sync.model_layout import ModelShards
+from fsdp_runtime.sync.point_to_point import PointToPoint
 from fsdp_runtime.sync.schedule import split_transfers
 from fsdp_runtime.sync.tensor_views import box_views
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
@@ -122,10 +123,11 @@ class WeightSync:
         tensors = source.storage if isinstance(source, ModelShards) else source or {}
         self._sides = Sides(plan, self._rank, tensors, destination or {})
         self._sides.require_tensors()
-        self._handshake = Handshake(plan.ranks or (self._rank,), self._rank, group, self._sides.device, timeout)
+        peers = PointToPoint(self._rank, group, timeout)
+        self._handshake = Handshake(plan.ranks or (self._rank,), peers, self._sides.device)
         self._fingerprint = plan.fingerprint()
         self._chain, self._version, self._is_broken = 0, NO_VERSION, False
-        self._changes = Changes(plan, self._sides, group, timeout)
+        self._changes = Changes(plan, self._sides, peers)
 
     @property
     def version(self) -> int:
@@ -226,12 +228,7 @@ class WeightSync:
             shared_memory=self._shared_memory,
         )
 
-    def _apply(
-        self,
-        full: TransferPlan,
-        arrived: Mapping[str, Tensor],
-        differences: ArrivedChanges,
-    ) -> None:
+    def _apply(self, full: TransferPlan, arrived: Mapping[str, Tensor], differences: ArrivedChanges) -> None:
         """Write what has arrived, and what this rank keeps from itself, to the destination."""
         for each in split_transfers(self._plan, self._bucket_bytes):
             if each.is_local and each.source == self._rank:
@@ -245,11 +242,7 @@ class WeightSync:
         self._changes.apply(differences.records)
 
     def _states(self, version: int, records: Mapping[tuple[str, Box], Tensor], chain: int) -> dict[int, _State]:
-        """What every rank says of itself.
-
-        Raises:
-            WeightSyncError: a rank did not take part in time, or ranks have different plans.
-        """
+        """What every rank says of itself, after a check that all have the same plan."""
         nbytes = sum(len(records[each.tensor, each.box]) for each in self._changes.own()) if records else 0
         is_source = any(each.source == self._rank and not each.is_relay for each in self._plan.transfers)
         proposal = secrets.randbits(62) + 1

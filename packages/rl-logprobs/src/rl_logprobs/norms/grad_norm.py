@@ -78,17 +78,14 @@ def grad_norms(
         parameter_groups: name to parameters: a tensor or an iterable of tensors, DTensors and plain tensors mixed.
             A parameter may be in several groups.  Every rank must pass the same parameters.
         norm_type: order of the norm, positive, ``math.inf`` included.
-        groups: process groups whose ranks hold different parameters, such as pipeline stages; the norms then cover
-            the parameters of all their ranks.
+        groups: as for ``grad_norm``.
 
     Returns:
         For each name a plain 0-d tensor, float32 (float64 if any gradient is float64), on the device of the first
         parameter.  The host does not wait for it.
 
     Raises:
-        OptionError: ``norm_type`` is not positive.
-        DtypeError: a gradient is sparse or not floating point.
-        PlacementError: a gradient is a partial reduction other than a sum or an average.
+        LogprobsError: as ``grad_norm``.
 
     Example:
         >>> import torch
@@ -117,24 +114,18 @@ def clip_grad_norm_(
     The norm is that of ``grad_norm``: the same number on every rank, each parameter counted once.
 
     Args:
-        parameters: a tensor or an iterable of tensors, DTensors and plain tensors mixed; those without a
-            gradient count as zero.  Every rank must pass the same parameters, also those without a gradient.
+        parameters: as for ``grad_norm``.
         max_norm: the largest norm after clipping, not negative.
         norm_type: order of the norm, positive, ``math.inf`` included.
-        groups: process groups whose ranks hold different parameters, such as pipeline stages; the norm then covers
-            the parameters of all their ranks.
+        groups: as for ``grad_norm``.
         error_if_nonfinite: wait for the norm and raise if it is not finite.
 
     Returns:
-        The norm before clipping: a plain 0-d tensor, float32 (float64 if a gradient is float64), on the device of the
-        first parameter.  The host does not wait for it.
+        The norm before clipping, as ``grad_norm`` returns it.
 
     Raises:
-        OptionError: ``max_norm`` is negative or NaN, or ``norm_type`` is not positive.
-        DtypeError: a gradient is sparse or not floating point.
-        PlacementError: a gradient is a partial reduction other than a sum or an average.
-        NonFiniteNormError: the norm is not finite and ``error_if_nonfinite`` is set.  After any error the gradients
-            are unchanged.
+        OptionError: ``max_norm`` is negative or NaN.
+        LogprobsError: as ``grad_norm``.  After any error the gradients are unchanged.
 
     Example:
         >>> import torch

@@ -31,12 +31,7 @@ class LocalGradients:
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> LocalGradients:
-    """Return this rank's parts of the gradients that are not None, sharing their memory.  Call it without autograd.
-
-    Raises:
-        DtypeError: a gradient is sparse or not floating point.
-        PlacementError: the memory of a gradient was freed, as by offloading it.
-    """
+    """Return this rank's parts of the gradients that are not None, sharing their memory.  Call it without autograd."""
     parts: dict[int, torch.Tensor] = {}
     by_placement: dict[MeshPlacements | None, list[int]] = {}
     for index, parameter in enumerate(parameters):

@@ -124,10 +124,7 @@ def rejection_mask(
         bool of the same shape, true at scored tokens whose statistic is within the bounds.
 
     Raises:
-        ShapeError: the shapes differ, or a segment is out of range.
-        DtypeError: the log-probabilities are not floating point, or segments are not integers.
-        OptionError: an option is unknown, the bounds are not positive and ascending, only one of ``segments`` and
-            ``num_segments`` is given, or the devices differ.
+        LogprobsError: as ``importance_weights``.
 
     Example:
         >>> import torch

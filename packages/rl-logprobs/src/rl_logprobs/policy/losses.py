@@ -109,9 +109,9 @@ def gspo_loss(
 
     Args:
         logprobs: log-probabilities under the policy ``[..., tokens]``, differentiable.
-        old_logprobs: those under the policy that the ratio refers to, of the same shape.
-        advantages: a tensor that broadcasts to that shape.
-        mask: of the same shape, nonzero at scored tokens; others have value 0 and gradient 0, whatever their inputs.
+        old_logprobs: as for ``ppo_loss``.
+        advantages: as for ``ppo_loss``.
+        mask: as for ``ppo_loss``.
         clip_low: the ratio's range starts at ``1 - clip_low``.
         clip_high: the ratio's range ends at ``1 + clip_high``.
         segments: the sequence of each token, where rows are packed; by default each row is a sequence.

@@ -14,11 +14,7 @@ from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 
 
 def check_count(name: str, count: int) -> None:
-    """Check a number of segments.
-
-    Raises:
-        OptionError: it is not from 1 to 2**31 - 1; ``name`` is the argument's in the message.
-    """
+    """Check a number of segments."""
     if not 1 <= count < 1 << 31:
         raise OptionError(f"{name} must be from 1 to 2**31 - 1, got {count}")
 

@@ -35,9 +35,6 @@ def kernels(backend: Backend | None, device: torch.device) -> Kernels:
     Args:
         backend: the backend; None for the value of the environment variable ``RL_LOGPROBS_BACKEND``, or torch.
         device: the device of the logits.
-
-    Raises:
-        OptionError: the backend is unknown, or it is Triton and not installed or not able to run on the device.
     """
     chosen = backend if backend is not None else os.environ.get(VARIABLE) or "torch"
     if chosen not in get_args(Backend):

@@ -20,16 +20,10 @@ from rl_logprobs._torch_compat import add_product_, apply_function, wide_product
 from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
-from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns, merge_all
+from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, SoftmaxOptions, TargetColumns, merge_all
 from rl_logprobs.softmax.row_blocks import tile_indices
 from rl_logprobs.softmax.torch_kernels import exp2_weights_, reduce_logits, write_gradient
-from rl_logprobs.softmax.vocab_parallel import (
-    SoftmaxOptions,
-    SoftmaxStatistics,
-    SoftmaxTotals,
-    combine_ranks,
-    logit_gradient,
-)
+from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics, SoftmaxTotals, combine_ranks, logit_gradient
 from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 #: Tokens and vocabulary ids of one tile: 4 MiB of float32 on a CPU; 128 MiB on an accelerator, enough to keep its
@@ -70,7 +64,7 @@ def linear_softmax_statistics(
         targets: ``[tokens]`` vocabulary ids.
         ignored: ``[tokens]`` bool; those tokens get 0 and have no gradient, whatever their hidden state.
         head: the vocabulary shard, logit scale and softcap.
-        options: the statistics to compute; ``inplace_*``, ``target_rank`` and ``min_logit`` have no effect here.
+        options: the statistics to compute, ``entropy`` and ``argmax`` alone.
     """
     found = apply_function(_LinearSoftmax, hidden, weight, bias, targets, ignored, head, options)
     return SoftmaxStatistics(*found)
@@ -162,8 +156,7 @@ def _reduce_tiles(
         TargetColumns.locate(targets, tiles.ignored, 0, 0),
         scale,
         shard.start,
-        weighted_sum=options.entropy,
-        argmax=options.argmax,
+        options,
     )
     running = empty.stack().to(wide_dtype(targets.device))
     for cols, weight in tiles.vocab_tiles():
@@ -171,14 +164,7 @@ def _reduce_tiles(
         columns = TargetColumns.locate(targets, tiles.ignored, start, weight.shape[0])
         for span, rows in tiles.token_tiles():
             logits, tile_scale = tiles.logits(rows, cols, weight), scale.slice_tokens(span)
-            found = reduce_logits(
-                logits,
-                columns.slice_tokens(span),
-                tile_scale,
-                start,
-                weighted_sum=options.entropy,
-                argmax=options.argmax,
-            )
+            found = reduce_logits(logits, columns.slice_tokens(span), tile_scale, start, options)
             before = empty.unstack(running[:, span])
             after = merge_all([before, found.to(running.dtype)], tile_scale)
             if expected_rows is not None:

@@ -56,10 +56,6 @@ def check_temperature(temperature: float | torch.Tensor, like: torch.Tensor) -> 
     Args:
         temperature: number, or tensor that broadcasts to ``like``.
         like: tensor with one element per token, on the device of the logits.
-
-    Raises:
-        OptionError: the temperature is not positive and finite (for tensors on an accelerator, checked there).
-        ShapeError: a tensor does not broadcast to ``like``.
     """
     if not isinstance(temperature, torch.Tensor):
         if not (temperature > 0 and math.isfinite(temperature)):

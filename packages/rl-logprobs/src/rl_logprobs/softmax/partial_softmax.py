@@ -1,4 +1,4 @@
-"""The contribution of some vocabulary columns to a softmax, and the combination of contributions.
+"""The contribution of some vocabulary columns to a softmax, the combination of contributions, and what to compute.
 
 Sums are relative to the largest logit of the columns that they cover, and rescaled when they are combined ("online
 softmax": Milakov and Gimelshein, arXiv:1805.02867).  They are combined in float64, which costs little at a few numbers
@@ -11,12 +11,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from rl_logprobs.dtypes import wide_dtype
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
+
+
+@dataclass(frozen=True)
+class SoftmaxOptions:
+    """The statistics to compute besides log-probabilities and log-sum-exp, and the way to compute them.
+
+    Attributes:
+        temperature: a number, or one number per token (flat).
+        entropy: compute the entropy.
+        argmax: compute the most probable id.
+        target_rank: count the logits greater than the target's.
+        min_logit: ``[tokens]``; lower logits have probability 0.
+        inplace_backward: write the gradient over the logits.
+        inplace_forward: overwrite the logits by their weights in the forward pass; not together with ``entropy``.
+    """
+
+    temperature: float | torch.Tensor = 1.0
+    entropy: bool = False
+    argmax: bool = False
+    target_rank: bool = False
+    min_logit: torch.Tensor | None = None
+    inplace_backward: bool = False
+    inplace_forward: bool = False
+
+
+#: Log-probabilities and log-sum-exp alone.
+NO_OPTIONS = SoftmaxOptions()
 
 
 class TargetColumns(NamedTuple):

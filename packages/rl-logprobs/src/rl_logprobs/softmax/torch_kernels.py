@@ -12,7 +12,7 @@ import torch
 from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.log2_scale import MIN_EXPONENT, TemperatureScale, log2_weights
-from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns
+from rl_logprobs.softmax.partial_softmax import NO_OPTIONS, LogitGradient, PartialSoftmax, SoftmaxOptions, TargetColumns
 from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 
 #: The fraction of a workspace that each of two buffers takes: the extra memory of entropies stays within 2 % of large
@@ -25,12 +25,8 @@ def reduce_logits(
     targets: TargetColumns,
     scale: TemperatureScale,
     start: int,
-    *,
-    weighted_sum: bool = False,
-    argmax: bool = False,
+    options: SoftmaxOptions = NO_OPTIONS,
     greater_than: torch.Tensor | None = None,
-    min_logit: torch.Tensor | None = None,
-    overwrite: bool = False,
 ) -> PartialSoftmax:
     """Reduce local logits to their contribution to the softmax, reading them once.
 
@@ -39,25 +35,24 @@ def reduce_logits(
         targets: the targets' positions among these columns.
         scale: the temperature.
         start: the first vocabulary id.
-        weighted_sum: also compute ``PartialSoftmax.weighted_sum``.
-        argmax: also compute ``PartialSoftmax.argmax``.
+        options: ``entropy``, ``argmax``, ``min_logit``, and ``inplace_forward``, which replaces the logits by their
+            weights relative to ``max_logit``.
         greater_than: ``[tokens]``; count the logits greater than these.
-        min_logit: ``[tokens]``; lower logits are treated as ``-inf``.
-        overwrite: replace the logits by their weights relative to ``max_logit``; not together with ``weighted_sum``.
     """
+    min_logit, overwrite = options.min_logit, options.inplace_forward
     dtype, tokens, width = statistics_dtype(logits.dtype), targets.column.shape[0], logits.shape[-1]
     target_logit = target_logits(logits, targets)
     max_logit, sum_exp2, weighted = logits.new_zeros(3, tokens, dtype=dtype).unbind(0)
     columns, num_greater = targets.column.new_zeros(2, tokens).unbind(0)
     if width == 0:
         max_logit.fill_(-math.inf)
-    rows = min(tokens, rows_per_workspace(width, logits.device, fraction=TWO_BUFFERS_FORWARD if weighted_sum else 1))
+    rows = min(tokens, rows_per_workspace(width, logits.device, fraction=TWO_BUFFERS_FORWARD if options.entropy else 1))
     buffer = None if overwrite and logits.dtype is dtype else logits.new_empty(rows, width, dtype=dtype)
-    weights = logits.new_empty(rows, width, dtype=dtype) if weighted_sum else None
+    weights = logits.new_empty(rows, width, dtype=dtype) if options.entropy else None
     for span, (block,) in row_blocks(rows, logits) if width else ():
         exponents = block if buffer is None else buffer[: len(block)]
         values = block if block.dtype is dtype else exponents.copy_(block)
-        if argmax:
+        if options.argmax:
             torch.max(values, -1, out=(max_logit[span], columns[span]))
         else:
             torch.amax(values, -1, out=max_logit[span])
@@ -76,8 +71,8 @@ def reduce_logits(
         max_logit=max_logit,
         sum_exp2=sum_exp2,
         target_logit=mask_targets_below(target_logit, targets, min_logit),
-        weighted_sum=weighted if weighted_sum else None,
-        argmax=columns + start if argmax else None,
+        weighted_sum=weighted if options.entropy else None,
+        argmax=columns + start if options.argmax else None,
         num_greater=None if greater_than is None else num_greater,
     )
 

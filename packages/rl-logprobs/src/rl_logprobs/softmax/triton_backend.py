@@ -15,7 +15,7 @@ import triton.language as tl
 
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.log2_scale import TemperatureScale
-from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns
+from rl_logprobs.softmax.partial_softmax import NO_OPTIONS, LogitGradient, PartialSoftmax, SoftmaxOptions, TargetColumns
 from rl_logprobs.softmax.row_blocks import row_blocks
 from rl_logprobs.softmax.torch_kernels import mask_targets_below, target_logits
 from rl_logprobs.softmax.triton_kernels import gradient_kernel, reduce_kernel
@@ -32,21 +32,18 @@ def reduce_logits(
     targets: TargetColumns,
     scale: TemperatureScale,
     start: int,
-    *,
-    weighted_sum: bool = False,
-    argmax: bool = False,
+    options: SoftmaxOptions = NO_OPTIONS,
     greater_than: torch.Tensor | None = None,
-    min_logit: torch.Tensor | None = None,
-    overwrite: bool = False,
 ) -> PartialSoftmax:
     """Reduce local logits as ``torch_kernels.reduce_logits`` does, with the same arguments."""
+    min_logit = options.min_logit
     dtype, tokens, width = statistics_dtype(logits.dtype), targets.column.shape[0], logits.shape[-1]
     target_logit = target_logits(logits, targets)
     max_logit = logits.new_full((tokens,), -math.inf, dtype=dtype)
     sum_exp2, weighted = logits.new_zeros(2, tokens, dtype=dtype).unbind(0)
     columns, num_greater = targets.column.new_zeros(2, tokens).unbind(0)
     factor = _per_token(scale.log2_factor, sum_exp2)
-    target = _kernel_output(logits) if overwrite else logits
+    target = _kernel_output(logits) if options.inplace_forward else logits
     for span, (block,) in row_blocks(tokens, target) if width else ():
         reduce_kernel[(len(block),)](
             block,
@@ -60,9 +57,9 @@ def reduce_logits(
             num_greater[span],
             width,
             *block.stride(),
-            WEIGHTED_SUM=weighted_sum,
-            ARGMAX=argmax,
-            OVERWRITE=overwrite,
+            WEIGHTED_SUM=options.entropy,
+            ARGMAX=options.argmax,
+            OVERWRITE=options.inplace_forward,
             **_constants(dtype, width),
         )
     if target is not logits:
@@ -71,8 +68,8 @@ def reduce_logits(
         max_logit=max_logit,
         sum_exp2=sum_exp2,
         target_logit=mask_targets_below(target_logit, targets, min_logit),
-        weighted_sum=weighted if weighted_sum else None,
-        argmax=columns + start if argmax else None,
+        weighted_sum=weighted if options.entropy else None,
+        argmax=columns + start if options.argmax else None,
         num_greater=None if greater_than is None else num_greater,
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,34 +19,9 @@ from rl_logprobs._torch_compat import all_gather_single, apply_function
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.backends import TORCH, Kernels
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
-from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns, merge
+from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, SoftmaxOptions, TargetColumns, merge
 from rl_logprobs.softmax.torch_kernels import target_logits
 from rl_logprobs.softmax.vocab_shard import VocabColumns
-
-
-@dataclass(frozen=True)
-class SoftmaxOptions:
-    """The statistics to compute besides log-probabilities and log-sum-exp, and the way to compute them.
-
-    Attributes:
-        temperature: a number, or one number per token (flat).
-        entropy: compute the entropy.
-        argmax: compute the most probable id.
-        target_rank: count the logits greater than the target's.
-        min_logit: ``[tokens]``; lower logits have probability 0.
-        inplace_backward: write the gradient over the logits.
-        inplace_forward: overwrite the logits by their weights in the forward pass; not together with ``entropy``.
-        kernels: the arithmetic on local columns.
-    """
-
-    temperature: float | torch.Tensor = 1.0
-    entropy: bool = False
-    argmax: bool = False
-    target_rank: bool = False
-    min_logit: torch.Tensor | None = None
-    inplace_backward: bool = False
-    inplace_forward: bool = False
-    kernels: Kernels = TORCH
 
 
 class SoftmaxStatistics(NamedTuple):
@@ -82,6 +56,7 @@ def softmax_statistics(
     ignored: torch.Tensor,
     shard: VocabColumns,
     options: SoftmaxOptions,
+    kernels: Kernels = TORCH,
 ) -> SoftmaxStatistics:
     """Return statistics of the softmax over the full vocabulary, from this rank's columns.
 
@@ -91,8 +66,9 @@ def softmax_statistics(
         ignored: ``[tokens]`` bool; those tokens get 0 and have no gradient, whatever their logits.
         shard: the position of the columns; the ranks of its group call together.
         options: the statistics to compute.
+        kernels: the arithmetic on local columns.
     """
-    return SoftmaxStatistics(*apply_function(_VocabParallelSoftmax, logits, targets, ignored, shard, options))
+    return SoftmaxStatistics(*apply_function(_VocabParallelSoftmax, logits, targets, ignored, shard, options, kernels))
 
 
 def all_gather(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -170,6 +146,7 @@ class _VocabParallelSoftmax(torch.autograd.Function):
         ignored: torch.Tensor,
         shard: VocabColumns,
         options: SoftmaxOptions,
+        kernels: Kernels,
     ) -> SoftmaxStatistics:
         scale = TemperatureScale.of(options.temperature, statistics_dtype(logits.dtype))
         columns = TargetColumns.locate(targets, ignored, shard.start, shard.width)
@@ -177,17 +154,7 @@ class _VocabParallelSoftmax(torch.autograd.Function):
         greater_than = None
         if options.target_rank:  # one rank holds the target's logit, and the others need it before they can count
             greater_than = all_gather(target_logits(local_logits, columns)[None], shard.group).sum(0)[0]
-        local = options.kernels.reduce_logits(
-            local_logits,
-            columns,
-            scale,
-            shard.start,
-            weighted_sum=options.entropy,
-            argmax=options.argmax,
-            greater_than=greater_than,
-            min_logit=options.min_logit,
-            overwrite=overwrite,
-        )
+        local = kernels.reduce_logits(local_logits, columns, scale, shard.start, options, greater_than)
         statistics, totals = combine_ranks(local, ignored, scale, shard.group)
         rescale = None
         if overwrite:  # the weights that replace the logits are relative to the local maximum
@@ -195,8 +162,8 @@ class _VocabParallelSoftmax(torch.autograd.Function):
         # Autograd refuses to return a saved input that is a view made by another function and has been overwritten.
         saved_logits = logits.detach() if overwrite else logits
         ctx.save_for_backward(saved_logits, ignored, options.min_logit, rescale, *columns, *totals)
-        ctx.scale, ctx.width, ctx.inplace = scale, shard.width, options.inplace_backward or overwrite
-        ctx.kernels = options.kernels
+        ctx.scale, ctx.width, ctx.kernels = scale, shard.width, kernels
+        ctx.inplace = options.inplace_backward or overwrite
         ctx.set_materialize_grads(False)
         integers = (statistics.argmax, statistics.target_rank)
         ctx.mark_non_differentiable(*(value for value in integers if value is not None))
@@ -204,7 +171,7 @@ class _VocabParallelSoftmax(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         logits, ignored, min_logit, rescale, column, owned, *totals = ctx.saved_tensors
         out = logits if ctx.inplace else logits.new_empty(logits.shape)
         out[..., ctx.width :].zero_()
@@ -216,4 +183,4 @@ class _VocabParallelSoftmax(torch.autograd.Function):
             ctx.scale,
             out[..., : ctx.width],
         )
-        return out, None, None, None, None
+        return out, None, None, None, None, None

@@ -128,11 +128,7 @@ def locate_logits(logits: torch.Tensor, shard: VocabShard | None) -> LocalLogits
 
 
 def vocab_mesh_dim(tensor: DTensor, dim: int) -> int | None:
-    """Return the mesh dim over which ``dim`` of ``tensor`` is sharded in contiguous chunks, or None.
-
-    Raises:
-        PlacementError: the tensor is a partial sum, or ``dim`` has a strided shard or is sharded over two mesh axes.
-    """
+    """Return the mesh dim over which ``dim`` of ``tensor`` is sharded in contiguous chunks, or None."""
     found: list[int] = []
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Partial):
@@ -199,11 +195,7 @@ def _locate_dtensor(logits: DTensor, shard: VocabShard | None) -> LocalLogits:
 
 
 def columns_of_plain(columns: int, shard: VocabShard | None) -> VocabColumns:
-    """Return the vocabulary ids of a plain tensor's ``columns``; with a group, of this rank's local shard.
-
-    Raises:
-        ShapeError: the numbers contradict each other.
-    """
+    """Return the vocabulary ids of a plain tensor's ``columns``; with a group, of this rank's local shard."""
     if shard is None:
         return VocabColumns(0, columns, columns, None)
     if shard.group is None or dist.get_world_size(shard.group) == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -110,18 +111,45 @@ def _check(entries: KeptEntries, ignored: torch.Tensor, vocab_size: int) -> None
         )
 
 
-def target_positions(
-    entries: KeptEntries, targets: torch.Tensor, ignored: torch.Tensor, *, error: bool
-) -> torch.Tensor:
-    """Return the entry of each target; the number of entries for ignored and missing targets.
+class KeptTargets(NamedTuple):
+    """Targets with the kept entries of their tokens.
+
+    Attributes:
+        entries: the kept entries of this rank's tokens.
+        positions: ``[tokens]``, the entry of each target; the number of entries for ignored and missing targets.
+        ignored: ``[tokens]`` bool, true at tokens that are not scored.
+    """
+
+    entries: KeptEntries
+    positions: torch.Tensor
+    ignored: torch.Tensor
+
+
+def kept_targets(
+    support: Support,
+    tokens: TokenSlice,
+    targets: torch.Tensor,
+    ignored: torch.Tensor,
+    vocab_size: int,
+    *,
+    shift: bool = False,
+) -> KeptTargets:
+    """Return this rank's targets with their entries; the arguments are those of ``kept_entries``.
 
     Raises:
-        TargetError: with ``error``, a scored target is outside its kept set.  On an accelerator the check runs there.
+        TargetError: a scored target is outside its kept set, and the support allows none.  On an accelerator the check
+            runs there.
     """
-    positions = entries.positions(targets)
+    entries = kept_entries(support, tokens, ignored, vocab_size, shift=shift)
+    flat_targets, flat_ignored = targets.reshape(-1), ignored.reshape(-1)
+    positions = entries.positions(flat_targets)
+    if support.missing_target == "error":
+        _check_kept(entries, positions, flat_targets, flat_ignored)
+    return KeptTargets(entries, positions, flat_ignored)
+
+
+def _check_kept(entries: KeptEntries, positions: torch.Tensor, targets: torch.Tensor, ignored: torch.Tensor) -> None:
     missing = (positions == entries.ids.shape[0]) & ~ignored
-    if not error:
-        return positions
     if missing.device.type != "cpu":
         assert_on_device(~missing.any(), "a target is outside its kept set")
     elif missing.any():
@@ -133,4 +161,3 @@ def target_positions(
             f"target {targets[first].item()} of token {first}, whose set of {len(kept)} is {shown}.  Rows follow the "
             f"targets (shifted with shift=True); missing_target='-inf' gives such targets -inf"
         )
-    return positions

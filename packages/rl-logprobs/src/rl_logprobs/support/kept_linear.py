@@ -8,6 +8,7 @@ logit than single dot products, so that large kept sets are cheaper by token.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -59,6 +60,17 @@ def kept_linear_logits(
     return logits
 
 
+@dataclass(frozen=True)
+class _Operands:
+    """Hidden states, this rank's rows of the head, and the entries' columns there (0 where not ``owned``)."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    entries: KeptEntries
+    columns: torch.Tensor
+    owned: torch.Tensor
+
+
 class _KeptProducts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -73,8 +85,8 @@ class _KeptProducts(torch.autograd.Function):
         columns, owned = own_columns(entries, head.shard)
         values = torch.zeros(columns.shape, dtype=product_dtype(hidden, weight), device=hidden.device)
         if head.shard.width:
-            products = _products_by_entry if way == "entry" else _products_by_token
-            products(hidden, weight, entries, columns, owned, values)
+            write = _products_by_entry if way == "entry" else _products_by_token
+            write(_Operands(hidden, weight, entries, columns, owned), values)
             if bias is not None:
                 values += bias[columns].to(values.dtype)
             values = values.where(owned, 0)
@@ -89,24 +101,20 @@ class _KeptProducts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, columns, owned = ctx.saved_tensors
         d_values = gradients[0].where(owned, 0)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        d_hidden = torch.zeros_like(hidden, dtype=d_values.dtype) if needs_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=d_values.dtype) if needs_weight else None
-        d_bias = None
+        d_hidden, d_weight, d_bias = (
+            torch.zeros_like(tensor, dtype=d_values.dtype) if needed else None
+            for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
+        )
         if ctx.head.shard.width:
             write = _gradients_by_entry if ctx.way == "entry" else _gradients_by_token
-            write(hidden, weight, ctx.entries, columns, owned, d_values, d_hidden, d_weight)
-        if needs_bias:
-            d_bias = torch.zeros_like(bias, dtype=d_values.dtype)
-            if ctx.head.shard.width:
+            write(_Operands(hidden, weight, ctx.entries, columns, owned), d_values, d_hidden, d_weight)
+            if d_bias is not None:
                 d_bias.index_add_(0, columns, d_values)
-            d_bias = d_bias.to(bias.dtype)
         if d_hidden is not None and ctx.head.shard.group is not None and ctx.head.reduce_hidden_grad:
             dist.all_reduce(d_hidden, group=ctx.head.shard.group)
+        found = zip((d_hidden, d_weight, d_bias), (hidden, weight, bias), strict=True)
         return (
-            None if d_hidden is None else d_hidden.to(hidden.dtype),
-            None if d_weight is None else d_weight.to(weight.dtype),
-            d_bias,
+            *(None if gradient is None else gradient.to(tensor.dtype) for gradient, tensor in found),
             None,
             None,
             None,
@@ -127,36 +135,22 @@ def _entry_spans(features: int, owned: torch.Tensor) -> Iterator[torch.Tensor | 
             yield slice(start, start + size)
 
 
-def _products_by_entry(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    entries: KeptEntries,
-    columns: torch.Tensor,
-    owned: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    for span in _entry_spans(hidden.shape[1], owned):
-        states = hidden.index_select(0, entries.rows[span]).to(values.dtype)
-        head_rows = weight.index_select(0, columns[span]).to(values.dtype)
+def _products_by_entry(of: _Operands, values: torch.Tensor) -> None:
+    for span in _entry_spans(of.hidden.shape[1], of.owned):
+        states = of.hidden.index_select(0, of.entries.rows[span]).to(values.dtype)
+        head_rows = of.weight.index_select(0, of.columns[span]).to(values.dtype)
         values[span] = states.mul_(head_rows).sum(-1)
 
 
 def _gradients_by_entry(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    entries: KeptEntries,
-    columns: torch.Tensor,
-    owned: torch.Tensor,
-    d_values: torch.Tensor,
-    d_hidden: torch.Tensor | None,
-    d_weight: torch.Tensor | None,
+    of: _Operands, d_values: torch.Tensor, d_hidden: torch.Tensor | None, d_weight: torch.Tensor | None
 ) -> None:
-    for span in _entry_spans(hidden.shape[1], owned):
-        rows, cols, coef = entries.rows[span], columns[span], d_values[span, None]
+    for span in _entry_spans(of.hidden.shape[1], of.owned):
+        rows, cols, coef = of.entries.rows[span], of.columns[span], d_values[span, None]
         if d_hidden is not None:
-            d_hidden.index_add_(0, rows, weight.index_select(0, cols).to(coef.dtype).mul_(coef))
+            d_hidden.index_add_(0, rows, of.weight.index_select(0, cols).to(coef.dtype).mul_(coef))
         if d_weight is not None:
-            states = hidden.index_select(0, rows).to(coef.dtype)
+            states = of.hidden.index_select(0, rows).to(coef.dtype)
             d_weight.index_add_(0, cols, states.mul_(coef).masked_fill_(coef == 0, 0))
 
 
@@ -176,40 +170,26 @@ def _token_spans(weight: torch.Tensor, entries: KeptEntries) -> Iterator[tuple[s
         yield slice(start, min(tokens, start + size)), slice(starts[index], starts[index + 1])
 
 
-def _products_by_token(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    entries: KeptEntries,
-    columns: torch.Tensor,
-    owned: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    dtype = operand_dtype(hidden, weight)
-    head = weight.to(dtype)
-    for tokens, span in _token_spans(weight, entries):
-        logits = wide_product(hidden[tokens].to(dtype), head.t(), values.dtype)
-        values[span] = logits[entries.rows[span] - tokens.start, columns[span]]
+def _products_by_token(of: _Operands, values: torch.Tensor) -> None:
+    dtype = operand_dtype(of.hidden, of.weight)
+    head = of.weight.to(dtype)
+    for tokens, span in _token_spans(of.weight, of.entries):
+        logits = wide_product(of.hidden[tokens].to(dtype), head.t(), values.dtype)
+        values[span] = logits[of.entries.rows[span] - tokens.start, of.columns[span]]
 
 
 def _gradients_by_token(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    entries: KeptEntries,
-    columns: torch.Tensor,
-    owned: torch.Tensor,
-    d_values: torch.Tensor,
-    d_hidden: torch.Tensor | None,
-    d_weight: torch.Tensor | None,
+    of: _Operands, d_values: torch.Tensor, d_hidden: torch.Tensor | None, d_weight: torch.Tensor | None
 ) -> None:
-    dtype = operand_dtype(hidden, weight)
-    head = weight.to(dtype)
-    for tokens, span in _token_spans(weight, entries):
-        tile = d_values.new_zeros(tokens.stop - tokens.start, weight.shape[0])
-        index = (entries.rows[span] - tokens.start, columns[span])
+    dtype = operand_dtype(of.hidden, of.weight)
+    head = of.weight.to(dtype)
+    for tokens, span in _token_spans(of.weight, of.entries):
+        tile = d_values.new_zeros(tokens.stop - tokens.start, head.shape[0])
+        index = (of.entries.rows[span] - tokens.start, of.columns[span])
         tile.index_put_(index, d_values[span], accumulate=True)
         operand = tile.to(dtype)
         if d_hidden is not None:
             add_product_(d_hidden[tokens], operand, head)
         if d_weight is not None:
             uncounted = (tile == 0).all(-1, keepdim=True)
-            add_product_(d_weight, operand.t(), hidden[tokens].to(dtype).masked_fill(uncounted, 0))
+            add_product_(d_weight, operand.t(), of.hidden[tokens].to(dtype).masked_fill(uncounted, 0))

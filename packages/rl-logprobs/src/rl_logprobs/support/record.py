@@ -27,8 +27,7 @@ def sampling_support(
     For generators of one's own; vLLM and SGLang return kept sets themselves.  The host waits for the number of ids.
 
     Args:
-        logits: ``[..., tokens, vocab]``, floating point.  A plain tensor; a DTensor whose vocabulary is sharded over
-            one axis of its mesh; or, with ``shard``, a local shard.
+        logits: ``[..., tokens, vocab]``, plain, a DTensor or a local shard, as ``token_statistics`` takes them.
         sampling: the sampler's filter.
         shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
@@ -40,9 +39,7 @@ def sampling_support(
     Raises:
         OptionError: the temperature is not positive, ``shard`` has a group for a DTensor, or the logits
             are on the meta device.
-        ShapeError: the logits have no tokens, or the widths contradict each other.
-        PlacementError: the logits are a partial sum, or the vocabulary is sharded over two mesh axes.
-        DtypeError: the logits are not floating point.
+        LogprobsError: as ``token_statistics``, of the logits.
 
     Example:
         >>> import torch

@@ -13,8 +13,9 @@ import torch
 from torch.nn import functional
 
 from rl_logprobs.dtypes import wide_dtype
+from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics
-from rl_logprobs.support.entries import KeptEntries
+from rl_logprobs.support.entries import KeptEntries, KeptTargets
 
 
 class KeptSoftmax(NamedTuple):
@@ -53,30 +54,16 @@ def kept_softmax(
     return KeptSoftmax(exponents, weights, possible, largest, log_sum)
 
 
-def kept_statistics(
-    logits: torch.Tensor,
-    entries: KeptEntries,
-    positions: torch.Tensor,
-    ignored: torch.Tensor,
-    temperature: float | torch.Tensor,
-    *,
-    entropy: bool = False,
-    argmax: bool = False,
-    target_rank: bool = False,
-) -> SoftmaxStatistics:
+def kept_statistics(logits: torch.Tensor, targets: KeptTargets, options: SoftmaxOptions) -> SoftmaxStatistics:
     """Return statistics of the softmax over kept sets, ``[tokens]`` in the dtype of the logits.
 
     Args:
         logits: ``[entries]`` in the statistics dtype, differentiable.
-        entries: their tokens and ids.
-        positions: ``[tokens]``, the entry of each target, or the number of entries for a target that is not kept.
-        ignored: ``[tokens]`` bool; those tokens get 0 and have no gradient.
-        temperature: a number, or one number per token.
-        entropy: compute the entropy.
-        argmax: compute the most probable kept id, the lowest of several.
-        target_rank: count the kept logits greater than the target's.
+        targets: the targets and their kept entries.
+        options: the statistics to compute; ``argmax`` and ``target_rank`` are those among the kept ids.
     """
-    found = kept_softmax(logits, entries, ignored, temperature)
+    entries, positions, ignored = targets
+    found = kept_softmax(logits, entries, ignored, options.temperature)
 
     def finished(value: torch.Tensor) -> torch.Tensor:
         return value.masked_fill(ignored, 0).to(logits.dtype)
@@ -86,10 +73,10 @@ def kept_statistics(
     return SoftmaxStatistics(
         logprobs=finished((at_target - found.log_sum).masked_fill(impossible, -math.inf)),
         logsumexp=finished(found.largest + found.log_sum),
-        entropy=finished(_entropy(found, entries)) if entropy else None,
-        argmax=_most_probable(found, entries).masked_fill(ignored, 0) if argmax else None,
+        entropy=finished(_entropy(found, entries)) if options.entropy else None,
+        argmax=_most_probable(found, entries).masked_fill(ignored, 0) if options.argmax else None,
         target_rank=_greater(found, entries, at_target.where(~impossible, -math.inf)).masked_fill(ignored, 0)
-        if target_rank
+        if options.target_rank
         else None,
     )
 

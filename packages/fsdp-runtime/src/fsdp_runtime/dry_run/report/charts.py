@@ -55,9 +55,6 @@ def chart_picture(found: Estimate | Sweep, kind: str) -> bytes:
     Args:
         found: an estimate, or a sweep (its best candidates are drawn).
         kind: ``"png"`` or ``"svg"``.
-
-    Raises:
-        BackendError: matplotlib is not installed.
     """
     try:
         from matplotlib import rc_context

@@ -7,7 +7,6 @@ between them the function is linear in its index, hence largest at one of the en
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TypeVar
 
@@ -39,8 +38,10 @@ def scale_up(
         larger = other.by_category()
         return MemoryBreakdown(**{name: number(value, larger[name]) for name, value in one.by_category().items()})
 
-    def counter(one: Counter[Key], other: Counter[Key]) -> Counter[Key]:
-        return Counter({key: number(one[key], other[key]) for key in (*one, *(k for k in other if k not in one))})
+    def counts(one: Mapping[Key, tuple[int, ...]], other: Mapping[Key, tuple[int, ...]]) -> dict[Key, tuple[int, ...]]:
+        none = (0, 0, 0)
+        keys = dict.fromkeys((*one, *other))
+        return {key: tuple(map(number, one.get(key, none), other.get(key, none))) for key in keys}
 
     added = repeated.blocks - large.blocks
     regions: dict[StepRegion, PeakSample] = {}
@@ -51,27 +52,15 @@ def scale_up(
         if region not in regions or nbytes.total > regions[region].nbytes.total:
             regions[region] = PeakSample(nbytes, event._replace(module=shift_block(event.module, added * from_back)))
 
-    def sizes(one: Mapping[str, tuple[int, int]], other: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-        none = (0, 0)
-        return {
-            pattern: (
-                number(one.get(pattern, none)[0], other.get(pattern, none)[0]),
-                number(one.get(pattern, none)[1], other.get(pattern, none)[1]),
-            )
-            for pattern in dict.fromkeys((*one, *other))
-        }
-
     return Summary(
         blocks=number(small.blocks, large.blocks),
         regions=regions,
         before=breakdown(small.before, large.before),
         ends={phase: breakdown(small.ends[phase], large.ends[phase]) for phase in small.ends},
-        calls=counter(small.calls, large.calls),
-        nbytes=counter(small.nbytes, large.nbytes),
-        bytes_sent=counter(small.bytes_sent, large.bytes_sent),
+        traffic=counts(small.traffic, large.traffic),
         flops=number(small.flops, large.flops),
-        replicated=sizes(small.replicated, large.replicated),
-        untrained=sizes(small.untrained, large.untrained),
+        replicated=counts(small.replicated, large.replicated),
+        untrained=counts(small.untrained, large.untrained),
         assumptions=tuple(dict.fromkeys((*small.assumptions, *large.assumptions))),
     )
 

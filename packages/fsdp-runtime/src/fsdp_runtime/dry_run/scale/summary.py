@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,9 +47,7 @@ class Summary:
         regions: peak of each region.
         before: live bytes before the step.
         ends: live bytes at the end of each phase.
-        calls: number of collectives.
-        nbytes: bytes of this rank's inputs of the collectives.
-        bytes_sent: bytes that this rank sends at least in the collectives.
+        traffic: number of collectives, bytes of this rank's inputs, and bytes that it sends at least.
         flops: floating-point operations.
         replicated: number and bytes of parameters that are replicated over all axes, by name pattern.
         assumptions: ``(operator, module, assumption)`` for results that depend on data, block indices as ``*``.
@@ -60,13 +58,11 @@ class Summary:
     regions: dict[StepRegion, PeakSample]
     before: MemoryBreakdown
     ends: dict[Phase, MemoryBreakdown]
-    calls: Counter[CallKey]
-    nbytes: Counter[CallKey]
-    bytes_sent: Counter[CallKey]
+    traffic: Mapping[CallKey, tuple[int, ...]]
     flops: int
-    replicated: dict[str, tuple[int, int]] = field(default_factory=dict)
+    replicated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     assumptions: tuple[tuple[str, str, str], ...] = ()
-    untrained: dict[str, tuple[int, int]] = field(default_factory=dict)
+    untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def params_without_grad(self) -> frozenset[str]:
@@ -84,22 +80,18 @@ def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int])
     """
     categories = [_category(info, recording.events, blocks, vocabulary) for info in recording.storages]
     regions, before, ends = _replay(recording, categories, _regions(recording.events, blocks))
-    calls: Counter[CallKey] = Counter()
-    nbytes: Counter[CallKey] = Counter()
-    bytes_sent: Counter[CallKey] = Counter()
+    traffic: dict[CallKey, tuple[int, ...]] = {}
     for phase, call in recording.collectives:
-        calls[phase, call.kind, call.ranks] += 1
-        nbytes[phase, call.kind, call.ranks] += call.nbytes
-        bytes_sent[phase, call.kind, call.ranks] += call.bytes_sent
+        key = (phase, call.kind, call.ranks)
+        count, nbytes, sent = traffic.get(key, (0, 0, 0))
+        traffic[key] = (count + 1, nbytes + call.nbytes, sent + call.bytes_sent)
     assumptions = ((operator, wildcard(module), text) for operator, module, text in recording.assumptions)
     return Summary(
         blocks=len(blocks),
         regions=regions,
         before=before,
         ends=ends,
-        calls=calls,
-        nbytes=nbytes,
-        bytes_sent=bytes_sent,
+        traffic=traffic,
         flops=recording.flops,
         assumptions=tuple(dict.fromkeys(assumptions)),
     )

@@ -105,11 +105,7 @@ class AssumedExchange(AllToAllExchange):
 
 
 def assumed_exchange(routing: Routing) -> type[AssumedExchange]:
-    """Return an exchange with assumed routes, which remembers what it was called with.
-
-    Raises:
-        EstimateError: the routing is unknown.
-    """
+    """Return an exchange with assumed routes, which remembers what it was called with."""
     if routing not in get_args(Routing):
         raise EstimateError(f"routing={routing!r}: write one of {', '.join(get_args(Routing))}")
     members: dict[str, Any] = {"routing": routing, "seen": {}}
@@ -117,16 +113,9 @@ def assumed_exchange(routing: Routing) -> type[AssumedExchange]:
 
 
 def routing_assumptions(exchange: type[AssumedExchange], module: str) -> list[Assumption]:
-    """Return the assumed routes in words, with the numbers of the other routing.
-
-    Args:
-        exchange: from :func:`assumed_exchange`, after the step.
-        module: path of the modules with experts.
-    """
-    return [
-        Assumption(operator="", module=module, assumption=_in_words(routes, exchange.routing))
-        for routes in exchange.seen
-    ]
+    """Return the assumed routes of modules with experts in words, after the step, with those of the other routing."""
+    texts = [_in_words(routes, exchange.routing) for routes in exchange.seen]
+    return [Assumption(operator="", module=module, assumption=text) for text in texts]
 
 
 def _in_words(routes: AssumedRoutes, routing: Routing) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,25 +82,20 @@ def _kept(values: Tensor, parts: list[int], ranks: tuple[int, ...]) -> int | Non
 
 
 def summarize_traffic(
-    collectives: Counter[tuple[Phase, str, tuple[int, ...]]],
-    nbytes: Mapping[tuple[Phase, str, tuple[int, ...]], int],
-    bytes_sent: Mapping[tuple[Phase, str, tuple[int, ...]], int],
+    totals: Mapping[tuple[Phase, str, tuple[int, ...]], tuple[int, ...]],
     mesh: DeviceMesh,
     bandwidths: Mapping[str, float],
 ) -> tuple[Traffic, ...]:
     """Return counts and bytes by axis, phase and kind, in that order.
 
     Args:
-        collectives: number of calls by phase, kind and ranks.
-        nbytes: bytes of this rank's inputs, with the same keys.
-        bytes_sent: bytes that this rank sends at least, with the same keys.
+        totals: by phase, kind and ranks: the number of calls, bytes of this rank's inputs, and bytes that it sends.
         mesh: the mesh whose axes connect the ranks.
         bandwidths: bytes per second by axis; under ``""`` for all others.
     """
     axes = axis_names(mesh)
     found = []
-    for key, count in collectives.items():
-        phase, kind, ranks = key
+    for (phase, kind, ranks), (count, nbytes, sent) in totals.items():
         axis = axes.get(ranks, "ranks " + ",".join(map(str, ranks[:4])) + (",…" if len(ranks) > 4 else ""))
         speed = bandwidths.get(axis, bandwidths.get(""))
         found.append(
@@ -111,9 +105,9 @@ def summarize_traffic(
                 phase=phase,
                 kind=kind,
                 count=count,
-                nbytes=nbytes[key],
-                bytes_sent=bytes_sent[key],
-                seconds=None if speed is None else bytes_sent[key] / speed,
+                nbytes=nbytes,
+                bytes_sent=sent,
+                seconds=None if speed is None else sent / speed,
             )
         )
     order = list(dict.fromkeys(axes.values()))

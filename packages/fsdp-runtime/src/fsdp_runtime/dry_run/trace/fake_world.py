@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,14 +18,8 @@ from fsdp_runtime.mesh.spec import MeshSpec
 
 @contextmanager
 def fake_world(spec: MeshSpec, *, rank: int) -> Iterator[DeviceMesh]:
-    """Make this process one rank of a mesh in which every collective returns at once; undone on exit.
-
-    Raises:
-        EstimateError: ``torch.distributed`` is initialized already, or the mesh has no such rank.
-    """
-    world_size = 1
-    for size in spec.sizes.values():
-        world_size *= size
+    """Make this process one rank of a mesh in which every collective returns at once; undone on exit."""
+    world_size = math.prod(spec.sizes.values())
     if not 0 <= rank < world_size:
         raise EstimateError(f"rank {rank} of a mesh of {world_size} ranks: give one from 0 to {world_size - 1}")
     if dist.is_initialized():

@@ -8,10 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fsdp_runtime._torch_compat import autograd_position, running_backward_of
 
@@ -24,9 +21,6 @@ class ModuleTracker:
 
     ``torch.utils.module_tracker`` uses gradient hooks instead, which change the graph and extend lifetimes, so that
     memory would be counted wrongly.
-
-    Args:
-        model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:

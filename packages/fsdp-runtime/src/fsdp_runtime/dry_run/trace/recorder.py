@@ -35,12 +35,7 @@ from fsdp_runtime.errors import EstimateError
 
 
 class UntraceableError(EstimateError):
-    """An operator's result depends on data, and no result is assumed for it.
-
-    Args:
-        operator: the operator.
-        module: path of the running module.
-    """
+    """An operator's result depends on data, and no result is assumed for it."""
 
     def __init__(self, operator: str, module: str) -> None:
         super().__init__(

@@ -128,14 +128,9 @@ class Quantization:
         return {"fp8_block": (BLOCK, BLOCK), "mxfp8": (1, MX_GROUP), "nvfp4": (1, NV_GROUP)}.get(self.format, (1, 1))
 
     def cell_amax(self, weight: Tensor, start: tuple[int, int]) -> Tensor:
-        """Return the largest magnitude of each cell that a box of a weight touches, over the box's elements.
+        """Return the largest magnitude of each cell that a box of a weight touches; see ``kernels``.
 
-        Args:
-            weight: the box's values, rounded to bfloat16 first.
-            start: the box's first row and column.
-
-        Returns:
-            ``[cells, cells]`` in float32; a single number where a scale is for the full weight only.
+        A single number where a scale is for the full weight only.
         """
         weight = weight.to(torch.bfloat16)
         if self.cell == (1, 1):
@@ -145,11 +140,7 @@ class Quantization:
     def quantize_box(self, weight: Tensor, start: tuple[int, int], cells: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
         """Return the parts of a box of a weight, rounded to bfloat16 first: those of the full weight, cut.
 
-        Args:
-            weight: the box's values, ``[rows, columns]``.
-            start: the box's first row and column.
-            cells: the largest magnitude of each cell that the box touches, over all of the cell.
-            amax: the largest magnitude of the full weight, 0-d float32; only where :attr:`needs_amax`.
+        The arguments are those of ``kernels``; ``amax`` counts only where :attr:`needs_amax`.
         """
         weight = weight.to(torch.bfloat16)
         match self.format:

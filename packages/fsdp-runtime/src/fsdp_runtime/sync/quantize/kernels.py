@@ -3,6 +3,10 @@
 The formulas: per tensor and per block, ``amax / 448`` (DeepSeek-V3, arXiv:2412.19437, section 3.3); MXFP8, the OCP
 Microscaling Formats (MX) Specification 1.0, section 6.3; NVFP4, "Pretraining Large Language Models with NVFP4"
 (arXiv:2509.25149), section 2.  A block of zeros has scale 1, where torchao's division by zero gives NaN.
+
+Each function takes a box of a matrix: ``weight`` its values ``[rows, columns]``, ``start`` its first row and column.
+``cells`` are the largest magnitudes of the cells (what has one scale) that the box touches, over all of each cell, and
+``amax`` is that of the full matrix, 0-d; both float32.
 """
 
 from __future__ import annotations
@@ -21,16 +25,7 @@ _LEAST_GROUP_SCALE = 2.0**-6
 
 
 def cell_amax(weight: Tensor, start: tuple[int, int], cell: tuple[int, int]) -> Tensor:
-    """Return the largest magnitude of each cell of a matrix, over the elements of a box of it.
-
-    Args:
-        weight: the box's values, ``[rows, columns]``.
-        start: the box's first row and column.
-        cell: rows and columns that share a scale.
-
-    Returns:
-        One float32 number per cell that the box touches, ``[cells, cells]``.
-    """
+    """Return the largest magnitude of each cell of ``cell`` rows and columns, over the box's elements alone."""
     by_column = _amax_of_runs(weight.abs(), start[1], cell[1])
     return _amax_of_runs(by_column.T, start[0], cell[0]).T.float()
 
@@ -45,30 +40,13 @@ def _amax_of_runs(values: Tensor, start: int, length: int) -> Tensor:
 
 
 def fp8(weight: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize with one scale.
-
-    Args:
-        weight: ``[rows, columns]``, any part of the matrix.
-        amax: largest magnitude of the full matrix, 0-d float32.
-
-    Returns:
-        The values in e4m3, and the scale, 0-d float32.
-    """
+    """Quantize with one scale; return the values in e4m3, and the scale, 0-d float32."""
     scale = _nonzero(amax / FP8_MAX)
     return _to_fp8(weight.float() / scale), scale
 
 
 def fp8_blocks(weight: Tensor, cells: Tensor, start: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Quantize with a scale per 128 x 128 block.
-
-    Args:
-        weight: a box of the matrix, ``[rows, columns]``.
-        cells: largest magnitudes of the blocks that the box touches, float32.
-        start: the box's first row and column.
-
-    Returns:
-        The values in e4m3, and the scales of the blocks in float32.
-    """
+    """Quantize with a scale per 128 x 128 block; return the values in e4m3, and the blocks' scales in float32."""
     scales = _nonzero(cells / FP8_MAX)
     return _to_fp8(weight.float() / _per_element(scales, start, (BLOCK, BLOCK), weight)), scales
 
@@ -76,13 +54,7 @@ def fp8_blocks(weight: Tensor, cells: Tensor, start: tuple[int, int]) -> tuple[T
 def mxfp8(weight: Tensor, cells: Tensor, start: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Quantize with a power of two per group of 32 elements of a row, rounded down.
 
-    Args:
-        weight: a box of the matrix, ``[rows, columns]``.
-        cells: largest magnitudes of the groups that the box touches, float32.
-        start: the box's first row and column.
-
-    Returns:
-        The values in e4m3, and the groups' exponents, biased by 127, in uint8.
+    Returns the values in e4m3, and the groups' exponents, biased by 127, in uint8.
     """
     exponents = ((cells.contiguous().view(torch.int32) >> 23) & 255) - 127 - 8  # 448 = 1.75 * 2**8
     biased = exponents.clamp(-127, 128) + 127
@@ -92,17 +64,10 @@ def mxfp8(weight: Tensor, cells: Tensor, start: tuple[int, int]) -> tuple[Tensor
 
 
 def nvfp4(weight: Tensor, cells: Tensor, start: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize with an e4m3 scale per group of 16 elements of a row, and one float32 scale over all.
+    """Quantize a box of even columns with an e4m3 scale per group of 16 elements of a row, and one scale over all.
 
-    Args:
-        weight: a box of the matrix, ``[rows, columns]``, columns even.
-        cells: largest magnitudes of the groups that the box touches, float32.
-        start: the box's first row and column.
-        amax: largest magnitude of the full matrix, 0-d float32.
-
-    Returns:
-        Two values in a byte ``[rows, columns / 2]`` in uint8, the first in the low half; the groups' scales in e4m3;
-        the scale over all, 0-d float32.
+    Returns two values in a byte ``[rows, columns / 2]`` in uint8, the first in the low half; the groups' scales in
+    e4m3; the scale over all, 0-d float32.
     """
     total = _nonzero(amax / (FP8_MAX * FP4_MAX))
     scales = (cells / FP4_MAX / total).clamp(_LEAST_GROUP_SCALE, FP8_MAX).to(FP8)
