@@ -1,18 +1,21 @@
 """A user's own module around models of transformers: a policy with a value head, an actor and a critic, a reward model.
 
 Each inner model has its own plan, under the path where it sits.  What stands around them stays replicated, and reads
-full hidden states, so that its gradient is full on every rank.
+full hidden states, so that its gradient is full on every rank.  A head that is tied to an
+inner embedding has its layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from tp_plans.errors import UnknownArchitectureError
 from tp_plans.infer.full_output import with_full_output
-from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, join
+from tp_plans.layouts import Replicate
+from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, join, parent
 from tp_plans.plan import Plan
-from tp_plans.styles import Style
+from tp_plans.planned_tree import PlannedTree
+from tp_plans.styles import ColwiseParallel, Style, VocabParallelEmbedding
 
 
 def inner_models(tree: ModelTree) -> tuple[str, ...]:
@@ -56,9 +59,18 @@ def plan_around(plans: Mapping[str, Plan], tree: ModelTree) -> Plan:
         if plan.sequence_parallel and has_heads:
             plan = with_full_output(plan, ModelTree.of(tree.modules[path]))
         rules |= plan.with_prefix(path)
+    rules |= {path: ColwiseParallel(output_layouts=Replicate()) for path in _tied_heads(rules, tree)}
     sequence_parallel = any(plan.sequence_parallel for plan in plans.values())
     names = ", ".join(dict.fromkeys(plan.name for plan in plans.values()))
     return Plan(rules, name=f"{type(tree.model).__name__} around {names}", sequence_parallel=sequence_parallel)
+
+
+def _tied_heads(rules: Mapping[str, Style], tree: ModelTree) -> Iterator[str]:
+    """Return the linear layers without a rule that share the weight of an embedding whose entries are sharded."""
+    planned = PlannedTree(tree, Plan(rules))
+    for owners in ([parent(path) for path in group] for group in tree.tied):
+        if any(isinstance(planned.style(owner), VocabParallelEmbedding) for owner in owners):
+            yield from (owner for owner in owners if planned.style(owner) is None and tree.is_plain_linear(owner))
 
 
 def _is_language_model(path: str, tree: ModelTree) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_plans.errors import PlanError, UnknownArchitectureError, type_name
+from tp_plans.infer.full_output import is_read_in_full, with_full_output
 from tp_plans.model_tree import ModelTree
 from tp_plans.models import ARCHITECTURES, Architecture
 from tp_plans.plan import Plan
@@ -93,7 +94,7 @@ def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool =
 
     Raises:
         UnknownArchitectureError: none of the target's names is known; the message lists those tried and the
-            nearest known ones.  Or it is for a task of whose head nothing is known.
+            nearest known ones.  Or it is for a task of whose head nothing is known, or has its blocks elsewhere.
         CapabilityError: the architecture has no sequence-parallel form, or cannot be split over ``tp`` ranks.
 
     Example:
@@ -109,25 +110,32 @@ def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool =
     plan = entry.plan(sequence_parallel=sequence_parallel, tp=tp)
     if isinstance(target, ModelTree) or (hasattr(target, "named_modules") and not isinstance(target, type)):
         tree = ModelTree.of(target)
-        _require_same_place(entry, tree)
+        if not _in_same_place(entry, tree):
+            raise UnknownArchitectureError(
+                f"{type(tree.model).__name__} keeps its blocks at {tree.decoder}, and the plan of {entry.class_name} "
+                f"is for {_blocks(entry)}: give plan_for({entry.class_name!r}) with other names, or "
+                "tp_plans.from_hugging_face(model)."
+            )
         plan = entry.for_model(plan, tree)
+        if sequence_parallel and tree.lm_head is not None and is_read_in_full(tree):
+            plan = with_full_output(plan, tree)
     if names.task is not None and not entry.class_name.endswith(names.task[1]):
         plan = _for_task(plan, entry, *names.task)
     return plan if rowwise else rowwise_free(plan)
 
 
-def _require_same_place(entry: Architecture, tree: ModelTree) -> None:
-    """Refuse a model that keeps its blocks elsewhere than the architecture: the trunk alone, or under another name.
+def known_by_class(tree: ModelTree) -> bool:
+    """Return whether a plan is known for a model's class, or one that it is derived from, and its blocks are there."""
+    entries = [_BY_NAME[name] for name in _names(tree.model).classes if name in _BY_NAME]
+    return bool(entries) and _in_same_place(entries[0], tree)
 
-    Raises:
-        UnknownArchitectureError: it does.
-    """
-    blocks = f"{entry.decoder.root}.{entry.decoder.blocks}"
-    if tree.decoder_blocks and not any(tree.match([blocks])[0]):
-        raise UnknownArchitectureError(
-            f"{type(tree.model).__name__} keeps its blocks at {tree.decoder}, and the plan of {entry.class_name} is "
-            f"for {blocks}: give plan_for({entry.class_name!r}) with other names, or tp_plans.from_hugging_face(model)."
-        )
+
+def _in_same_place(entry: Architecture, tree: ModelTree) -> bool:
+    return not tree.decoder_blocks or any(tree.match([_blocks(entry)])[0])
+
+
+def _blocks(entry: Architecture) -> str:
+    return f"{entry.decoder.root}.{entry.decoder.blocks}"
 
 
 def _of_same_model(names: _Names) -> Architecture | None:

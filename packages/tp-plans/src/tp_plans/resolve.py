@@ -23,7 +23,7 @@ from tp_plans.infer.towers import split_towers
 from tp_plans.inner_models import inner_models, plan_around
 from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
-from tp_plans.registry import plan_for
+from tp_plans.registry import known_by_class, plan_for
 from tp_plans.verification.run import inferred_plan
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def resolve_plan(
 
 def _automatic(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None, towers_tp: int | None) -> Plan:
     tree = ModelTree.of(model) if hasattr(model, "named_modules") and not isinstance(model, type) else None
-    if tree is not None and (inner := inner_models(tree)):
+    if tree is not None and not known_by_class(tree) and (inner := inner_models(tree)):
         plans = {
             path: _automatic(tree.modules[path], sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
             for path in inner
