@@ -26,7 +26,7 @@ from rl_logprobs.drift.explain import explain_drift
 from rl_logprobs.drift.report import DriftReport
 from rl_logprobs.errors import LogprobsError
 from rl_logprobs.linear_logprobs import linear_token_logprobs, linear_token_statistics
-from rl_logprobs.logprobs import TokenStatistics, token_logprobs, token_statistics
+from rl_logprobs.logprobs import token_logprobs, token_statistics
 from rl_logprobs.norms.grad_norm import clip_grad_norm_, clip_grads_with_norm_, grad_norm, grad_norms
 from rl_logprobs.norms.skip_step import should_skip_step
 from rl_logprobs.policy.advantages import group_advantages
@@ -36,6 +36,7 @@ from rl_logprobs.policy.losses import cispo_loss, gspo_loss, ppo_loss
 from rl_logprobs.policy.metrics import ratio_metrics
 from rl_logprobs.sampling import sample_tokens
 from rl_logprobs.sampling_filter import SamplingFilter
+from rl_logprobs.scoring import TokenStatistics
 from rl_logprobs.softmax.vocab_shard import VocabShard
 from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.support.record import sampling_support

@@ -22,7 +22,7 @@ from rl_logprobs.support.entries import kept_entries
 from rl_logprobs.support.kept_logits import kept_logits
 from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.support.statistics import kept_logprobs_of, kept_softmax
-from rl_logprobs.targets import ignored_targets, local_targets
+from rl_logprobs.targets import scored_targets
 
 
 class TopTokens(NamedTuple):
@@ -175,8 +175,7 @@ def logprobs_at(
     require_same_device(logits=located.values, ids=ids)
     k = ids.shape[-1]
     entries = TokenSlice((*tokens.full, k), (*tokens.shape, k), (*tokens.offset, 0))
-    local_ids = local_targets(ids, entries, shift=False, ignore_index=ignore_index)
-    ignored = ignored_targets(local_ids, vocab_size=located.vocab.vocab_size, ignore_index=ignore_index)
+    local_ids, ignored, _ = scored_targets(ids, entries, located.vocab.vocab_size, ignore_index=ignore_index)
     flat_temperature = check_temperature(temperature, local_ids[..., 0])
     flat: torch.Tensor = apply_function(
         _LogprobsAt,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 import torch
@@ -12,10 +13,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
-from rl_logprobs.logprobs import TokenStatistics, shaped_like
+from rl_logprobs.scoring import TokenStatistics, score
 from rl_logprobs.softmax.fused_linear import LMHead, linear_softmax_statistics
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
+from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics
 from rl_logprobs.softmax.vocab_shard import (
     TokenSlice,
     VocabColumns,
@@ -24,11 +26,10 @@ from rl_logprobs.softmax.vocab_shard import (
     columns_of_plain,
     token_slice,
 )
-from rl_logprobs.support.entries import kept_targets
+from rl_logprobs.support.entries import KeptEntries
 from rl_logprobs.support.kept_linear import kept_linear_logits
 from rl_logprobs.support.kept_sets import Support
-from rl_logprobs.support.statistics import kept_statistics
-from rl_logprobs.targets import ignored_targets, local_targets
+from rl_logprobs.targets import Targets, scored_targets
 
 
 class LinearTokenOptions(TypedDict, total=False):
@@ -149,25 +150,38 @@ def linear_token_statistics(
     _check_logit_options(logit_scale, softcap)
     vocab = _locate_weight(weight, shard)
     tokens = _tokens_after_gather(hidden, vocab.group)
-    rank_targets = local_targets(targets, tokens, shift=shift, ignore_index=ignore_index)
-    ignored = ignored_targets(rank_targets, vocab_size=vocab.vocab_size, ignore_index=ignore_index)
-    flat_temperature = check_temperature(temperature, rank_targets)
-    kept = None
-    if support is not None:
-        kept = kept_targets(support, tokens, rank_targets, ignored, vocab.vocab_size, shift=shift)
-    rows, reduce_hidden_grad = _gather_tokens(hidden, vocab.group)
-    operands = (
-        rows.reshape(-1, rows.shape[-1]),
-        weight.to_local() if isinstance(weight, DTensor) else weight,
-        bias.to_local() if isinstance(bias, DTensor) else bias,
-    )
-    head = LMHead(shard=vocab, logit_scale=logit_scale, softcap=softcap, reduce_hidden_grad=reduce_hidden_grad)
-    options = SoftmaxOptions(flat_temperature, entropy, argmax)
-    if kept is not None:
-        found = kept_statistics(kept_linear_logits(*operands, kept.entries, head), kept, options)
-    else:
-        found = linear_softmax_statistics(*operands, rank_targets.reshape(-1), ignored.reshape(-1), head, options)
-    return shaped_like(rank_targets, found)
+    scored = scored_targets(targets, tokens, vocab.vocab_size, shift=shift, ignore_index=ignore_index)
+    options = SoftmaxOptions(check_temperature(temperature, scored.ids), entropy, argmax)
+    return score(_LMHeadLogits(hidden, weight, bias, tokens, vocab, logit_scale, softcap), scored, support, options)
+
+
+@dataclass(frozen=True)
+class _LMHeadLogits:
+    """Hidden states and an LM head as a source of statistics."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    tokens: TokenSlice
+    vocab: VocabColumns
+    logit_scale: float
+    softcap: float | None
+
+    def full_statistics(self, targets: Targets, options: SoftmaxOptions) -> SoftmaxStatistics:
+        operands, head = self._gathered()
+        return linear_softmax_statistics(*operands, targets.flat_ids, targets.flat_ignored, head, options)
+
+    def entry_logits(self, entries: KeptEntries) -> torch.Tensor:
+        operands, head = self._gathered()
+        return kept_linear_logits(*operands, entries, head)
+
+    def _gathered(self) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], LMHead]:
+        """Return hidden states of all tokens and this rank's rows of the head, and how its logits are computed."""
+        rows, reduce_hidden_grad = _gather_tokens(self.hidden, self.vocab.group)
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        bias = self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
+        head = LMHead(self.vocab, self.logit_scale, self.softcap, reduce_hidden_grad)
+        return (rows.reshape(-1, rows.shape[-1]), weight, bias), head
 
 
 def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -10,44 +10,16 @@ import torch
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import OptionError
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
-from rl_logprobs.softmax.backends import Backend, kernels
+from rl_logprobs.scoring import TokenStatistics, score
+from rl_logprobs.softmax.backends import Backend, Kernels, kernels
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics, softmax_statistics
-from rl_logprobs.softmax.vocab_shard import VocabShard, locate_logits
-from rl_logprobs.support.entries import kept_targets
+from rl_logprobs.softmax.vocab_shard import LocalLogits, TokenSlice, VocabColumns, VocabShard, locate_logits
+from rl_logprobs.support.entries import KeptEntries
 from rl_logprobs.support.kept_logits import kept_logits
 from rl_logprobs.support.kept_sets import Support
-from rl_logprobs.support.statistics import kept_statistics
-from rl_logprobs.targets import ignored_targets, local_targets
-
-
-@dataclass(frozen=True)
-class TokenStatistics:
-    """Statistics of each token's distribution; float32 (float64 for float64 logits), in nats.
-
-    Every field has the shape of the logits' leading dims and is 0 where the target is ``ignore_index``.
-
-    Attributes:
-        logprobs: log-probability of the target.
-        logsumexp: log of the partition sum; its square is the z-loss of PaLM (arXiv:2204.02311, section 5).
-        entropy: entropy of the distribution, or None if it was not requested.
-        argmax: the most probable vocabulary id (the lowest of several), int64, or None if it was not requested.
-        target_rank: number of tokens with a larger logit than the target (0: none is more probable), int64, or None
-            if it was not requested.
-
-    Example:
-        >>> import torch
-        >>> from rl_logprobs import TokenStatistics, token_statistics
-        >>> isinstance(token_statistics(torch.zeros(2, 9), torch.tensor([0, 1])), TokenStatistics)
-        True
-    """
-
-    logprobs: torch.Tensor
-    logsumexp: torch.Tensor
-    entropy: torch.Tensor | None = None
-    argmax: torch.Tensor | None = None
-    target_rank: torch.Tensor | None = None
+from rl_logprobs.targets import Targets, scored_targets
 
 
 class TokenOptions(TypedDict, total=False):
@@ -168,29 +140,42 @@ def token_statistics(
     if support is not None and sampling is not None:
         raise OptionError("support is what the sampler kept: leave out sampling, which would filter it again")
     located = locate_logits(logits, shard)
-    rank_targets = local_targets(targets, located.tokens, shift=shift, ignore_index=ignore_index)
-    require_same_device(logits=located.values, targets=rank_targets)
-    ignored = ignored_targets(rank_targets, vocab_size=located.vocab.vocab_size, ignore_index=ignore_index)
-    flat_temperature = check_temperature(temperature, rank_targets)
-    backend_kernels = kernels(backend, located.values.device)
-    options = SoftmaxOptions(flat_temperature, entropy, argmax, target_rank)
-    if support is not None:
-        kept = kept_targets(support, located.tokens, rank_targets, ignored, located.vocab.vocab_size, shift=shift)
-        inplace = inplace_backward or inplace_forward
-        values = kept_logits(located.values, kept.entries, located.vocab, inplace_backward=inplace)
-        return shaped_like(rank_targets, kept_statistics(values, kept, options))
-    options = replace(
-        options,
-        min_logit=min_kept_logit(located.values, located.vocab, flat_temperature, sampling),
-        inplace_backward=inplace_backward,
+    scored = scored_targets(targets, located.tokens, located.vocab.vocab_size, shift=shift, ignore_index=ignore_index)
+    require_same_device(logits=located.values, targets=scored.ids)
+    options = SoftmaxOptions(
+        check_temperature(temperature, scored.ids),
+        entropy,
+        argmax,
+        target_rank,
+        inplace_backward=inplace_backward or (support is not None and inplace_forward),
         inplace_forward=inplace_forward and located.values.requires_grad and torch.is_grad_enabled(),
     )
-    flat_targets, flat_ignored = rank_targets.reshape(-1), ignored.reshape(-1)
-    flat = softmax_statistics(located.values, flat_targets, flat_ignored, located.vocab, options, backend_kernels)
-    return shaped_like(rank_targets, flat)
+    source = _Logits(located, sampling, kernels(backend, located.values.device), options.inplace_backward)
+    return score(source, scored, support, options)
 
 
-def shaped_like(targets: torch.Tensor, flat: SoftmaxStatistics) -> TokenStatistics:
-    """Return flat statistics in the shape of their targets."""
-    shaped = (None if value is None else value.view(targets.shape) for value in flat)
-    return TokenStatistics(*shaped)  # type: ignore[arg-type]  # the first two are always there
+@dataclass(frozen=True)
+class _Logits:
+    """Logits as a source of statistics, under a sampler's filter."""
+
+    located: LocalLogits
+    sampling: SamplingFilter | None
+    kernels: Kernels
+    inplace_backward: bool
+
+    @property
+    def vocab(self) -> VocabColumns:
+        return self.located.vocab
+
+    @property
+    def tokens(self) -> TokenSlice:
+        return self.located.tokens
+
+    def full_statistics(self, targets: Targets, options: SoftmaxOptions) -> SoftmaxStatistics:
+        values, vocab = self.located.values, self.located.vocab
+        min_logit = min_kept_logit(values, vocab, options.temperature, self.sampling)
+        options = replace(options, min_logit=min_logit)
+        return softmax_statistics(values, targets.flat_ids, targets.flat_ignored, vocab, options, self.kernels)
+
+    def entry_logits(self, entries: KeptEntries) -> torch.Tensor:
+        return kept_logits(self.located.values, entries, self.located.vocab, inplace_backward=self.inplace_backward)

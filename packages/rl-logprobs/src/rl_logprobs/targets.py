@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -142,7 +144,47 @@ def local_targets(
     return tokens.local(targets) if is_full else targets
 
 
-def ignored_targets(targets: torch.Tensor, *, vocab_size: int, ignore_index: int) -> torch.Tensor:
+class Targets(NamedTuple):
+    """The targets of a rank's tokens.
+
+    Attributes:
+        ids: int64, of the shape of its tokens.
+        ignored: bool of that shape, true at tokens that are not scored.
+        shifted: the ids were shifted by one position.
+    """
+
+    ids: torch.Tensor
+    ignored: torch.Tensor
+    shifted: bool = False
+
+    @property
+    def flat_ids(self) -> torch.Tensor:
+        """The ids, ``[tokens]``."""
+        return self.ids.reshape(-1)
+
+    @property
+    def flat_ignored(self) -> torch.Tensor:
+        """Whether each token is not scored, ``[tokens]``."""
+        return self.ignored.reshape(-1)
+
+
+def scored_targets(
+    targets: torch.Tensor, tokens: TokenSlice, vocab_size: int, *, shift: bool = False, ignore_index: int = -100
+) -> Targets:
+    """Return the targets of the tokens that this rank holds, checked against the vocabulary.
+
+    Args:
+        targets: as ``local_targets`` takes them.
+        tokens: the position of this rank's logits in the batch.
+        vocab_size: number of tokens in the vocabulary.
+        shift: shift ``targets`` by one position first.
+        ignore_index: target of positions that are not scored.
+    """
+    ids = local_targets(targets, tokens, shift=shift, ignore_index=ignore_index)
+    return Targets(ids, _ignored_targets(ids, vocab_size=vocab_size, ignore_index=ignore_index), shift)
+
+
+def _ignored_targets(targets: torch.Tensor, *, vocab_size: int, ignore_index: int) -> torch.Tensor:
     """Return a bool tensor of the targets' shape, true at ``ignore_index``, and check the other targets.
 
     Raises:

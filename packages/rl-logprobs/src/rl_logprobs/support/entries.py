@@ -12,6 +12,7 @@ from rl_logprobs._torch_compat import assert_on_device
 from rl_logprobs.errors import OptionError, ShapeError, SupportError, TargetError
 from rl_logprobs.softmax.vocab_shard import TokenSlice
 from rl_logprobs.support.kept_sets import Support
+from rl_logprobs.targets import Targets
 
 
 @dataclass(frozen=True)
@@ -128,20 +129,17 @@ class KeptTargets(NamedTuple):
 def kept_targets(
     support: Support,
     tokens: TokenSlice,
-    targets: torch.Tensor,
-    ignored: torch.Tensor,
+    targets: Targets,
     vocab_size: int,
-    *,
-    shift: bool = False,
 ) -> KeptTargets:
-    """Return this rank's targets with their entries; the arguments are those of ``kept_entries``.
+    """Return this rank's targets with their entries; the other arguments are those of ``kept_entries``.
 
     Raises:
         TargetError: a scored target is outside its kept set, and the support allows none.  On an accelerator the check
             runs there.
     """
-    entries = kept_entries(support, tokens, ignored, vocab_size, shift=shift)
-    flat_targets, flat_ignored = targets.reshape(-1), ignored.reshape(-1)
+    entries = kept_entries(support, tokens, targets.ignored, vocab_size, shift=targets.shifted)
+    flat_targets, flat_ignored = targets.flat_ids, targets.flat_ignored
     positions = entries.positions(flat_targets)
     if support.missing_target == "error":
         _check_kept(entries, positions, flat_targets, flat_ignored)
