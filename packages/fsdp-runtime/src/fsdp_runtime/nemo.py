@@ -81,14 +81,9 @@ def fsdp2_strategy_parallelize(
     fsdp_mesh = join_axes(replicas, shards) if replicas is not None and replicas.size() > 1 else shards
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None  # NeMo RL passes a class too
     tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
-    steps = (
-        _SeedPlan(tp_shard_plan, sequence_parallel),
-        ActivationCheckpointing("mlp" if activation_checkpointing else "none"),
-        FSDP2(FSDPOptions(mp_policy=mp_policy, offload_policy=offload)),
-    )
-    parallelism = resolve_steps(model, _meshes(tp_mesh, fsdp_mesh), steps, allow_dtensors=True)
-    parallelism.apply(model)
-    return model
+    options = FSDPOptions(mp_policy=mp_policy, offload_policy=offload)
+    plan = _SeedPlan(tp_shard_plan, sequence_parallel)
+    return _applied(model, _meshes(tp_mesh, fsdp_mesh), plan, options, recompute=activation_checkpointing)
 
 
 def _parallelize_model(
@@ -119,13 +114,16 @@ def _parallelize_model(
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     offload = CPUOffloadPolicy() if cpu_offload else None
-    steps = (
-        _SeedPlan(custom_parallel_plan, sequence_parallel),
-        ActivationCheckpointing("mlp" if activation_checkpointing else "none"),
-        FSDP2(FSDPOptions(mp_policy=policy, offload_policy=offload)),
-    )
-    parallelism = resolve_steps(model, _meshes(tp_mesh, dp_mesh), steps, allow_dtensors=True)
-    parallelism.apply(model)
+    options = FSDPOptions(mp_policy=policy, offload_policy=offload)
+    plan = _SeedPlan(custom_parallel_plan, sequence_parallel)
+    return _applied(model, _meshes(tp_mesh, dp_mesh), plan, options, recompute=activation_checkpointing)
+
+
+def _applied(
+    model: nn.Module, meshes: Meshes, plan: TensorParallel, options: FSDPOptions, *, recompute: bool
+) -> nn.Module:
+    steps = (plan, ActivationCheckpointing("mlp" if recompute else "none"), FSDP2(options))
+    resolve_steps(model, meshes, steps, allow_dtensors=True).apply(model)
     return model
 
 
