@@ -9,7 +9,7 @@ from fsdp_runtime._torch_compat.attention import (
     flash_attention_backward,
     has_flash_attention,
 )
-from fsdp_runtime._torch_compat.autograd import autograd_position, check_saved_tensors, running_backward_of
+from fsdp_runtime._torch_compat.autograd import autograd_position, check_saved_tensors, in_backward, running_backward_of
 from fsdp_runtime._torch_compat.collectives import (
     MICRO_PIPELINE,
     all_gather_flat,
@@ -34,10 +34,16 @@ from fsdp_runtime._torch_compat.fake_tensors import (
     fake_tensors,
 )
 from fsdp_runtime._torch_compat.fsdp2 import (
+    copied_versions,
+    drop_unreduced_gradients,
     gathered_bytes,
+    gathered_copies,
+    in_forward,
     initialize_root,
     offloads_to_cpu,
+    parameter_owners,
     reduce_gradients,
+    reset_after_error,
     sharded_parameters,
     unreduced_gradients,
 )
@@ -61,7 +67,9 @@ __all__ = [
     "children",
     "clear_dtensor_caches",
     "clone_default_store",
+    "copied_versions",
     "data_dependent_errors",
+    "drop_unreduced_gradients",
     "enable_symmetric_memory",
     "fake_store",
     "fake_tensors",
@@ -70,9 +78,12 @@ __all__ = [
     "flatten_axes",
     "forward_pre_hooks",
     "gathered_bytes",
+    "gathered_copies",
     "group_of",
     "has_flash_attention",
     "has_forward",
+    "in_backward",
+    "in_forward",
     "initialize_root",
     "is_compiled",
     "is_strided",
@@ -81,9 +92,11 @@ __all__ = [
     "observe_storage_resizes",
     "offloads_to_cpu",
     "own_parameters",
+    "parameter_owners",
     "persistent_buffers",
     "reduce_gradients",
     "reduce_scatter_flat",
+    "reset_after_error",
     "root_mesh",
     "running_backward_of",
     "separate_group",
