@@ -21,6 +21,9 @@ class RuntimeState:
         is_fsdp_root: ``FSDP2`` made the module the root of its FSDP modules.
         checkpoint_contexts: the ``context_fn`` of ``torch.utils.checkpoint`` for selective checkpointing, or ``None``.
         carried: state of a forward that its recomputation takes from it.
+        fsdp_module: the FSDP module that gathers the module's own parameters.
+        versions: of an FSDP module, those of the shards that the root's last forward left copies of; ``None`` for fresh
+            copies, which ``unsharded`` has gathered.
         unsharded: set inside :func:`fsdp_runtime.unsharded`: ``True`` for a module that is kept gathered, ``False`` for
             one that ``max_bytes`` excludes; ``None`` outside.
         no_sync: the module is inside :func:`fsdp_runtime.no_sync`.
@@ -34,6 +37,8 @@ class RuntimeState:
     is_fsdp_root: bool = False
     checkpoint_contexts: Callable[[], Any] | None = None
     carried: tuple[Any, ...] = ()
+    fsdp_module: Any = None
+    versions: tuple[int, ...] | None = ()
     unsharded: bool | None = None
     no_sync: bool = False
     offloaded: Any = None

@@ -49,3 +49,8 @@ def running_backward_of() -> int | None:
     """The number of the backward node that runs now; ``None`` outside backward (private in torch 2.10 to 2.15)."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+def in_backward() -> bool:
+    """Return True while a backward runs in this thread, its hooks and callbacks included (private in 2.10 to 2.15)."""
+    return int(torch._C._current_graph_task_id()) != -1

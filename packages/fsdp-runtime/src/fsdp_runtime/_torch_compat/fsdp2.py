@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_runtime._torch_compat.meshes import local_tensor
+
 
 def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
     """FSDP2's sharded parameters by owning module and name; tied ones under every owner.
@@ -32,9 +34,14 @@ def initialize_root(root: FSDPModule) -> None:
 
     Until then gradients of the root's own parameters are not reduced, since a backward does not know the root.
     ``unshard()`` initializes one module's parameters only; torch 2.10 to 2.15 have no public function for all
-    (introduced so in pytorch/pytorch#117881).
+    (introduced so in pytorch/pytorch#117881).  A module below that ran before took itself for the root, which torch
+    refuses.
     """
     state: Any = root._get_fsdp_state()
+    if state._is_root is None:
+        for module in root.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule):
+                module._get_fsdp_state()._is_root = None
     state._lazy_init()
 
 
@@ -57,6 +64,78 @@ def reduce_gradients(root: FSDPModule) -> None:
     """
     state: Any = root._get_fsdp_state()
     state._root_post_backward_final_callback()
+
+
+def parameter_owners(unit: FSDPModule) -> set[nn.Module]:
+    """The modules whose parameters an FSDP module gathers, without those of FSDP modules below it."""
+    infos = [parameter._module_info for group in _parameter_groups(unit) for parameter in group.fsdp_params]
+    return {module for info in infos for module in (info.module, *info.shared_modules)}
+
+
+def gathered_copies(unit: FSDPModule, *, now: bool = True) -> dict[nn.Parameter, nn.Parameter]:
+    """The gathered parameters of an FSDP module with their shards.
+
+    Args:
+        unit: the FSDP module.
+        now: only those that its modules hold at present; ``False`` for all, once there were any.
+    """
+    return {
+        parameter._unsharded_param: parameter.sharded_param
+        for group in _parameter_groups(unit)
+        if group.is_unsharded or not now
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    }
+
+
+def copied_versions(unit: FSDPModule) -> tuple[int, ...]:
+    """The versions of the shards that an FSDP module holds gathered copies of (private in torch 2.10 to 2.15).
+
+    Operators on a DTensor raise the version of the DTensor, those on its local tensor that of the local tensor.
+    """
+    return tuple(shard._version + local_tensor(shard)._version for shard in gathered_copies(unit).values())
+
+
+def in_forward(unit: FSDPModule) -> bool:
+    """Return True while the root of an FSDP module runs its forward (private in torch 2.10 to 2.15)."""
+    state: Any = unit._get_fsdp_state()
+    return any(root._training_state.name == "FORWARD" for root in state._state_ctx.all_states[:1])
+
+
+def reset_after_error(root: FSDPModule) -> None:
+    """Set FSDP2's state back if the last forward or backward raised; what it had gathered is freed.
+
+    Gradients that a backward left unreduced are dropped, those of ``no_sync`` with them; a forward changes none, where
+    ``reset_iter_state`` (torch 2.13 and later) would drop them too.
+    """
+    state: Any = root._get_fsdp_state()
+    passes = {each._training_state.name for each in state._state_ctx.all_states} - {"IDLE"}
+    if not passes:
+        return
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    for each in state._state_ctx.all_states:
+        each._training_state = type(each._training_state).IDLE
+        for group in _groups_of(each):
+            group._training_state = type(group._training_state).IDLE
+            group.wait_for_unshard()  # of a module that was to be gathered early
+            group.reshard()
+            if passes != {"FORWARD"}:
+                _drop_unreduced(group)
+
+
+def drop_unreduced_gradients(unit: FSDPModule) -> None:
+    """Drop gradients of an FSDP module that were accumulated without a reduction (private in torch 2.10 to 2.15)."""
+    for group in _parameter_groups(unit):
+        _drop_unreduced(group)
+
+
+def _drop_unreduced(group: Any) -> None:
+    group._partial_reduce_output = None
+    for parameter in group.fsdp_params:
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
 
 
 def offloads_to_cpu(model: nn.Module) -> bool:
@@ -86,6 +165,9 @@ def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
-    state: Any = unit._get_fsdp_state()
+    return _groups_of(unit._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)  # several a unit in newer versions
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]

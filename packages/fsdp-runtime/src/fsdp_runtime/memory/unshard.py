@@ -74,12 +74,13 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
     try:
         for unit in units:
             runtime_state(unit.module).unsharded = unit in held
+            unit.module.reshard()  # a forward may have left it gathered
+            runtime_state(unit.module).versions = None
             if unit in held:
                 unit.module.set_reshard_after_forward(False, recurse=False)
                 with torch.inference_mode(False):  # FSDP2 keeps the tensors that it allocates
                     unit.module.unshard()
             else:
-                unit.module.reshard()  # a forward may have left it gathered
                 unit.module.set_reshard_after_forward(True, recurse=False)
         with check_saved_tensors(_freed) if units and torch.is_grad_enabled() else nullcontext():
             yield model

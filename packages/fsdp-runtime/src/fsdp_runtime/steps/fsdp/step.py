@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_runtime._torch_compat import has_forward
 from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.memory.gathered_copies import keep_readers_on_shards
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
@@ -138,6 +139,7 @@ def _apply(model: nn.Module, setup: Setup, options: FSDPOptions, dtypes: FSDPDty
     for parameter in reduced:
         reduce_gradients(parameter, mesh, options.gradient_divide_factor or mesh.size())
     gather_outside_inference_mode(model)
+    keep_readers_on_shards(model)
     runtime_state(model).is_fsdp_root = True
     _require_root_forward(model, structure, replicated)
     apply_absent_media(model, structure, mesh)

@@ -1,0 +1,163 @@
+"""Copies of parameters that FSDP2 leaves gathered after a forward, for the backward that most often follows.
+
+torch keeps those of the root and of the last block.  Where another call comes first, readers of the modules would get
+the copies: an optimizer that was built from them would train nothing, a norm would leave out their gradients, and a
+forward after an optimizer's step would compute with the old values.  So:
+
+- after a forward without gradients nothing stays gathered;
+- ``named_parameters``, ``parameters`` and ``zero_grad`` of every module give or clear the shards, which changes no
+  communication, even on one rank alone;
+- the step of an optimizer frees the copies of what it has changed, and a step of one that holds copies raises;
+- a forward gathers again what was written since, and starts afresh after a pass that raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp_runtime._torch_compat import (
+    copied_versions,
+    drop_unreduced_gradients,
+    gathered_copies,
+    in_backward,
+    in_forward,
+    initialize_root,
+    parameter_owners,
+    reset_after_error,
+)
+from fsdp_runtime.errors import ModelError
+from fsdp_runtime.memory.unshard import is_held
+from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
+from fsdp_runtime.wrap import hook_forward
+
+#: The roots of this process's models.
+_roots: WeakSet[nn.Module] = WeakSet()
+
+
+def keep_readers_on_shards(root: nn.Module) -> None:
+    """Keep whatever reads the parameters of an FSDP2 model on its shards, between any two calls.
+
+    Args:
+        root: the root FSDP module; those below it were made before.
+    """
+    units = _units(root)
+    for unit in units:
+        for module in parameter_owners(unit):
+            runtime_state(module).fsdp_module = unit
+    for module in root.modules():
+        if next(module.parameters(), None) is not None:
+            module.__dict__["named_parameters"] = _NamedParameters(module)
+            module.__dict__["zero_grad"] = _ZeroGrad(module)
+
+    def refresh(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        if not in_backward():
+            _refresh(root, units)
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if in_backward():
+            return
+        reset_after_error(root)  # type: ignore[arg-type]  # the forward raised
+        for unit in units:
+            if not torch.is_grad_enabled() and not is_held(unit):
+                unit.reshard()
+            runtime_state(unit).versions = copied_versions(unit)
+
+    hook_forward(root, "gathers again what was written since the last forward", before=refresh, first=True)
+    hook_forward(root, "frees what a forward without gradients gathered", after=leave, always=True)
+    _roots.add(root)
+    _watch_optimizers()
+
+
+def _units(root: nn.Module) -> list[Any]:
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def _refresh(root: Any, units: list[Any]) -> None:
+    initialize_root(root)
+    reset_after_error(root)
+    for unit in units:
+        if runtime_state(unit).versions not in (None, copied_versions(unit)):
+            unit.reshard()
+        for copy, shard in gathered_copies(unit).items():
+            copy.requires_grad_(shard.requires_grad)
+
+
+@dataclass(frozen=True, eq=False)
+class _NamedParameters:
+    """``named_parameters`` of one module, which ``parameters`` calls: shards in the place of copies.
+
+    In a forward, a backward or ``unsharded`` it gives what the module computes with.
+    """
+
+    module: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        shards: dict[nn.Parameter, nn.Parameter] = {}
+        for unit in () if in_backward() else _gathered_by(self.module):
+            if not is_held(unit) and not in_forward(unit):
+                shards.update(gathered_copies(unit))
+        for name, parameter in type(self.module).named_parameters(self.module, *args, **kwargs):
+            yield name, shards.get(parameter, parameter)
+
+
+@dataclass(frozen=True, eq=False)
+class _ZeroGrad:
+    """``zero_grad`` of one module: also of gradients that ``no_sync`` has not reduced yet."""
+
+    module: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        type(self.module).zero_grad(self.module, *args, **kwargs)
+        for unit in _units(self.module):
+            drop_unreduced_gradients(unit)
+
+
+def _gathered_by(module: nn.Module) -> set[Any]:
+    states = (part.__dict__.get(RUNTIME_STATE) for part in module.modules())
+    return {state.fsdp_module for state in states if state is not None and state.fsdp_module is not None}
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Check every optimizer at its steps, once per process."""
+    register_optimizer_step_pre_hook(_refuse_copies)
+    register_optimizer_step_post_hook(_free_copies)
+
+
+def _parameters(optimizer: Optimizer) -> set[nn.Parameter]:
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _refuse_copies(optimizer: Optimizer, *_: Any) -> None:
+    held = _parameters(optimizer)
+    for root in _roots:
+        copies = [copy for unit in _units(root) for copy in gathered_copies(unit, now=False) if copy in held]
+        if copies:
+            raise ModelError(
+                f"this {type(optimizer).__name__} holds {len(copies)} gathered copies of FSDP2's parameters (first of "
+                f"shape {tuple(copies[0].shape)}), which modules hold between a forward and its backward, so its step "
+                "would change nothing: build the optimizer from model.parameters()"
+            )
+
+
+def _free_copies(optimizer: Optimizer, *_: Any) -> None:
+    if in_backward():  # a step for each parameter, which FSDP2 has sharded again by then
+        return
+    written = _parameters(optimizer)
+    for root in _roots:
+        units = _units(root)
+        if any(not written.isdisjoint(gathered_copies(unit).values()) for unit in units):
+            reset_after_error(root)  # type: ignore[arg-type]
+            for unit in units:
+                unit.reshard()
+                runtime_state(unit).versions = ()

@@ -1,0 +1,358 @@
+"""A call between two others of a training step changes nothing of what they compute."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+import fsdp_runtime
+import rl_logprobs
+from fsdp_runtime import FSDPOptions, MeshSpec, ModelError, parallelize
+from harness.collectives import RecordCollectives
+from harness.models import tiny_inputs, tiny_model
+from harness.ranks import RankPool
+
+Call = Callable[[Any, Tensor], Any]
+
+
+def _logprobs(model: Any, tokens: Tensor) -> Tensor:
+    return rl_logprobs.token_logprobs(model(tokens, use_cache=False).logits, tokens, shift=True)
+
+
+def _no_grad(model: Any, tokens: Tensor, call: Call = _logprobs) -> None:
+    with torch.no_grad():
+        call(model, tokens)
+
+
+def _inference_mode(model: Any, tokens: Tensor) -> None:
+    with torch.inference_mode():
+        _logprobs(model, tokens)
+
+
+def _with_lm_head(model: Any, tokens: Tensor) -> None:
+    fsdp_runtime.forward_with_lm_head(model, lambda hidden, head: hidden.sum(), tokens, use_cache=False)
+
+
+def _unsharded(model: Any, tokens: Tensor) -> None:
+    with fsdp_runtime.unsharded(model), torch.no_grad():
+        _logprobs(model, tokens)
+        model.model(tokens, use_cache=False)
+
+
+def _offload(model: Any, tokens: Tensor) -> None:
+    _logprobs(model, tokens)
+    fsdp_runtime.offload(model, device="cpu")
+    fsdp_runtime.onload(model)
+
+
+def _routes(model: Any, tokens: Tensor) -> None:
+    with fsdp_runtime.record_routes(model):
+        _logprobs(model, tokens)
+
+
+def _weights_out(model: Any, tokens: Tensor) -> None:
+    _logprobs(model, tokens)
+    for _ in fsdp_runtime.stream_weights(model):
+        pass
+    with tempfile.TemporaryDirectory() as directory:
+        folder = [directory]
+        torch.distributed.broadcast_object_list(folder)
+        fsdp_runtime.save_weights(model, f"{folder[0]}/weights")
+        fsdp_runtime.save_training_state(f"{folder[0]}/state", model, torch.optim.SGD(model.parameters()), step=0)
+        torch.distributed.barrier()
+
+
+def _raises(model: Any, tokens: Tensor) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError
+
+    hook = model.model.norm.register_forward_pre_hook(fail)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), suppress(ValueError):
+            model(tokens, use_cache=False)
+    hook.remove()
+
+
+def _part(model: Any, tokens: Tensor) -> None:
+    """Only the last block, which FSDP2 leaves gathered."""
+    hidden = torch.ones(*tokens.shape, 64, dtype=torch.float64)
+    position = model.model.rotary_emb(hidden, torch.arange(tokens.shape[1])[None])
+    model.model.layers[-1](hidden, position_embeddings=position)
+
+
+def _read(model: Any, tokens: Tensor) -> None:
+    _logprobs(model, tokens)
+    assert all(isinstance(value, DTensor) for value in (*model.parameters(), *model.state_dict().values()))
+    assert all(isinstance(value, DTensor) for value in model.lm_head.parameters())
+
+
+BETWEEN: dict[str, Call] = {
+    "forward without gradients": _no_grad,
+    "inference mode": _inference_mode,
+    "forward whose backward never comes": _logprobs,
+    "generate": lambda m, t: m.generate(t, max_new_tokens=2, do_sample=False, attention_mask=torch.ones_like(t)),
+    "forward_with_lm_head": _with_lm_head,
+    "forward_with_lm_head without gradients": partial(_no_grad, call=_with_lm_head),
+    "unsharded": _unsharded,
+    "offload": _offload,
+    "stream and save": _weights_out,
+    "forward that raises": _raises,
+    "last block": _part,
+    "parameters read": _read,
+    "routes": _routes,
+}
+
+
+def _train(model: Any, call: Callable[[], Any], *, micro_batches: int = 1) -> dict[str, Tensor]:
+    """Two steps, with calls between all others of the first: losses, norms and the weights afterwards."""
+    rows = tiny_inputs(model, batch=2 * micro_batches, length=9)["input_ids"].chunk(micro_batches)
+    found: dict[str, Tensor] = {}
+    call()
+    held = list(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step, between in enumerate((call, lambda: None)):
+        for index, tokens in enumerate(rows):
+            with fsdp_runtime.no_sync(model) if index < len(rows) - 1 else torch.enable_grad():
+                loss = -_logprobs(model, tokens).mean()
+                between()
+                loss.backward()
+                between()
+            found[f"loss {step} {index}"] = loss.detach()
+        found[f"norm {step}"] = rl_logprobs.clip_grad_norm_(model.parameters(), 0.5)
+        parts = [*model.lm_head.parameters(), *model.model.layers[-1].parameters()]
+        found[f"norm of parts {step}"] = rl_logprobs.clip_grad_norm_(parts, 1e9)
+        between()
+        optimizer.step()
+        between()
+        model.zero_grad()
+        with torch.no_grad():
+            for parameter in held:
+                parameter.mul_(0.99)
+    found["last"] = -_logprobs(model, rows[0]).mean().detach()
+    for name, value in fsdp_runtime.stream_weights(model):
+        found[name] = value.clone()
+    return found
+
+
+def _differences(
+    axes: dict[str, int],
+    options: dict[str, Any],
+    calls: list[str],
+    micro_batches: int = 1,
+    architecture: str = "Qwen3ForCausalLM",
+) -> list[str]:
+    plain = tiny_model(architecture)
+    start = copy.deepcopy(plain)
+    wanted = _train(plain, lambda: None, micro_batches=micro_batches)
+    other = tiny_inputs(plain, batch=1, length=6)["input_ids"]
+    mesh = MeshSpec(**axes).build(device_type="cpu")
+    wrong = []
+    for name in calls:
+        model = parallelize(copy.deepcopy(start), mesh, **options)
+        found = _train(model, partial(BETWEEN[name], model, other), micro_batches=micro_batches)
+        wrong += [
+            f"{name}: {key}"
+            for key, value in wanted.items()
+            if not torch.allclose(found[key].double(), value.double(), atol=1e-6, rtol=1e-5)
+        ]
+    return wrong
+
+
+def test_calls_between_those_of_a_step_change_nothing(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_differences, {"dp_shard": 2}, {}, [name for name in BETWEEN if name != "routes"]) == [[], []]
+
+
+SOME = ["forward without gradients", "forward whose backward never comes"]
+KEEP, OFFLOAD = FSDPOptions(reshard_after_forward=False), FSDPOptions(offload_policy=CPUOffloadPolicy())
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "micro_batches"),
+    [
+        ({"dp_shard": 2}, {"fsdp": KEEP}, 1),
+        ({"dp_shard": 2}, {"fsdp": OFFLOAD}, 1),
+        ({"dp_shard": 2}, {"activation_checkpointing": "block"}, 2),
+    ],
+    ids=["kept", "offloaded", "checkpointing"],
+)
+def test_evaluations_change_nothing(
+    two_ranks: RankPool, axes: dict[str, int], options: dict[str, Any], micro_batches: int
+) -> None:
+    assert two_ranks.run(_differences, axes, options, SOME, micro_batches) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("axes", "calls", "micro_batches"),
+    [
+        ({"dp_shard": 2, "tp": 2}, SOME[:1], 1),
+        ({"dp_replicate": 2, "dp_shard": 2}, SOME[:1], 2),
+        ({"dp_shard": 2, "ep": 2, "tp": 2}, ["routes"], 1),
+    ],
+    ids=["tp", "replicas", "experts"],
+)
+def test_evaluations_change_nothing_on_several_axes(
+    four_ranks: RankPool, axes: dict[str, int], calls: list[str], micro_batches: int
+) -> None:
+    architecture = "Qwen3MoeForCausalLM" if "routes" in calls else "Qwen3ForCausalLM"
+    assert four_ranks.run(_differences, axes, {}, calls, micro_batches, architecture) == [[]] * 4
+
+
+def _another_model_runs_between() -> list[str]:
+    plain, policy, other = (tiny_model("Qwen3ForCausalLM", seed=seed) for seed in (0, 0, 1))
+    wanted = _train(plain, lambda: None)
+    mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
+    for model in (policy, other):
+        parallelize(model, mesh)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    tokens = tiny_inputs(other, batch=1, length=6)["input_ids"]
+
+    def between() -> None:
+        _logprobs(other, tokens).mean().backward()
+        _logprobs(other, tokens)
+        optimizer.step()
+
+    found = _train(policy, between)
+    return [name for name, value in wanted.items() if not torch.allclose(found[name], value, atol=1e-6, rtol=1e-5)]
+
+
+def test_two_models_are_trained_side_by_side(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_another_model_runs_between) == [[], []]
+
+
+def _model(**options: Any) -> Any:
+    model = tiny_model("Qwen3ForCausalLM", num_hidden_layers=4)
+    return parallelize(model, MeshSpec(dp_shard=2).build(device_type="cpu"), **options)
+
+
+def _collectives() -> dict[str, dict[str, int]]:
+    model, found = _model(), {}
+    tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
+
+    def step(read: bool) -> None:
+        loss = _logprobs(model, tokens).mean()
+        if read and torch.distributed.get_rank() == 0:  # one rank alone may read
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        loss.backward()
+
+    calls: dict[str, Callable[[], Any]] = {
+        "step": lambda: step(read=False),
+        "evaluation": lambda: _no_grad(model, tokens),
+        "step after it": lambda: step(read=True),
+        "forward alone": lambda: _logprobs(model, tokens),
+        "forward again": lambda: _logprobs(model, tokens),
+    }
+    for name, call in calls.items():
+        with RecordCollectives() as communication:
+            call()
+        found[name] = dict(communication.counts())
+        if name in ("evaluation", "step", "step after it"):
+            held = [part for module in model.modules() for part in vars(module)["_parameters"].values()]
+            assert all(isinstance(parameter, DTensor) for parameter in held if parameter is not None), name
+    return found
+
+
+def test_evaluations_free_what_they_gathered_and_steps_communicate_as_before(two_ranks: RankPool) -> None:
+    # Four blocks and the root; backward gathers again what its forward freed.
+    step = {"all_gather": 5 + 3, "reduce_scatter": 5}
+    assert two_ranks.run(_collectives)[0] == {
+        "step": step,
+        "evaluation": {"all_gather": 5},
+        "step after it": step,
+        "forward alone": {"all_gather": 5},
+        "forward again": {"all_gather": 3},  # the root and the last block are still gathered
+    }
+
+
+def _built_from_attributes() -> str:
+    model = _model()
+    tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
+    loss = _logprobs(model, tokens).mean()
+    optimizer = torch.optim.SGD([model.lm_head.weight], lr=0.1)
+    loss.backward()
+    try:
+        optimizer.step()
+    except ModelError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_optimizer_of_gathered_copies_is_refused_at_its_step(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(_built_from_attributes):
+        assert message.startswith("this SGD holds 1 gathered copies of FSDP2's parameters")
+        assert "build the optimizer from model.parameters()" in message
+
+
+def _after_a_backward_that_raised(reduced: bool) -> list[str]:
+    """Gradients that differ from one process after a failed backward was cleared."""
+    plain, model = tiny_model("Qwen3ForCausalLM", num_hidden_layers=4), _model()
+    tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(_gradient: Tensor) -> None:
+        raise ValueError
+
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+    with suppress(ValueError), nullcontext() if reduced else fsdp_runtime.no_sync(model):
+        _logprobs(model, tokens).mean().backward()
+    hook.remove()
+    optimizer.zero_grad()
+    for each in (plain, model):
+        _logprobs(each, tokens).mean().backward()
+    return [
+        name
+        for (name, found), wanted in zip(model.named_parameters(), plain.parameters(), strict=True)
+        if not torch.allclose(found.grad.full_tensor(), wanted.grad, atol=1e-9)
+    ]
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_backward_that_raised_leaves_nothing_behind(two_ranks: RankPool, reduced: bool) -> None:
+    assert two_ranks.run(_after_a_backward_that_raised, reduced) == [[], []]
+
+
+def _cleared_between_micro_batches() -> list[str]:
+    plain, model = tiny_model("Qwen3ForCausalLM", num_hidden_layers=4), _model()
+    tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
+    for each in (plain, model):
+        with fsdp_runtime.no_sync(each):
+            _logprobs(each, tokens).mean().backward()
+        each.zero_grad()
+        _logprobs(each, tokens).mean().backward()
+    return [
+        name
+        for (name, found), wanted in zip(model.named_parameters(), plain.parameters(), strict=True)
+        if not torch.allclose(found.grad.full_tensor(), wanted.grad, atol=1e-9)
+    ]
+
+
+def test_zero_grad_clears_what_is_not_reduced_yet(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_cleared_between_micro_batches) == [[], []]
+
+
+def _step_inside_unsharded() -> None:
+    model = _model()
+    tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with fsdp_runtime.unsharded(model), torch.no_grad():
+        before = _logprobs(model, tokens)
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = 0.01 * torch.ones_like(parameter)
+        optimizer.step()
+        inside = _logprobs(model, tokens)
+    with torch.no_grad():
+        assert torch.equal(inside, _logprobs(model, tokens))
+    assert not torch.equal(inside, before)
+
+
+def test_a_step_inside_unsharded_is_seen_by_the_next_forward(two_ranks: RankPool) -> None:
+    two_ranks.run(_step_inside_unsharded)
