@@ -20,6 +20,7 @@ class RuntimeState:
         reshard_after_forward: the value that ``FSDP2`` gave the FSDP module; ``None`` where other code wrapped it.
         is_fsdp_root: ``FSDP2`` made the module the root of its FSDP modules.
         checkpoint_contexts: the ``context_fn`` of ``torch.utils.checkpoint`` for selective checkpointing, or ``None``.
+        recomputes_in_python: the module recomputes outside of compiled graphs.
         carried: state of a forward that its recomputation takes from it.
         unsharded: set inside :func:`fsdp_runtime.unsharded`: ``True`` for a module that is kept gathered, ``False`` for
             one that ``max_bytes`` excludes; ``None`` outside.
@@ -33,6 +34,7 @@ class RuntimeState:
     reshard_after_forward: bool | None = None
     is_fsdp_root: bool = False
     checkpoint_contexts: Callable[[], Any] | None = None
+    recomputes_in_python: bool = False
     carried: tuple[Any, ...] = ()
     unsharded: bool | None = None
     no_sync: bool = False
