@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
 from harness.models import tiny_inputs, tiny_model
+from harness.ranks import RankPool
 
 AOT = {"backend": "aot_eager"}
 
@@ -88,3 +89,41 @@ def test_packed_rows_are_recomputed_selectively_where_the_compiler_leaves_them_t
         plain(input_ids=tokens[:, part], use_cache=False).logits.square().sum().backward()
     for (name, wanted), found in zip(plain.named_parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def _gradients_with_dropout(backend: str | None, mode: str) -> list[torch.Tensor]:
+    """Gradients of a model that drops activations and attention weights; backward draws from another state."""
+    torch.compiler.reset()
+    model = tiny_model("LlamaForCausalLM", num_hidden_layers=1, attention_dropout=0.3).train()
+    model.model.layers[0].mlp.down_proj = nn.Sequential(model.model.layers[0].mlp.down_proj, nn.Dropout(0.3))
+    options = {} if backend is None else {"compile": {"backend": backend}}
+    parallelize(model, MeshSpec().build(device_type="cpu"), activation_checkpointing=mode, **options)
+    torch.manual_seed(5)
+    loss = model(**tiny_inputs(model, batch=2, length=7)).logits.square().sum()
+    torch.manual_seed(6)
+    loss.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["mlp", "block", "selective"])
+def test_compiled_recomputations_draw_the_dropout_of_their_forward(backend: str, mode: str) -> None:
+    expected = _gradients_with_dropout(None, "none")
+    torch.testing.assert_close(_gradients_with_dropout(backend, mode), expected)
+
+
+def _packed_rows_over_tp() -> float:
+    """The largest error of logits of documents in compiled blocks."""
+    torch.compiler.reset()
+    plain = tiny_model("LlamaForCausalLM", num_hidden_layers=1)
+    mesh = MeshSpec(tp=2).build(device_type="cpu")
+    model = parallelize(copy.deepcopy(plain), mesh, packed_sequences=True, logits="full", compile={"backend": "eager"})
+    tokens = tiny_inputs(plain, batch=1, length=9)["input_ids"]
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    found = model(input_ids=tokens, position_ids=positions).logits
+    expected = [plain(input_ids=part, use_cache=False).logits for part in tokens.split([4, 5], dim=1)]
+    return (found - torch.cat(expected, dim=1)).abs().max().item()
+
+
+def test_packed_rows_are_compiled_with_layers_over_tp(two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(_packed_rows_over_tp)) < 1e-5

@@ -60,6 +60,14 @@ def _is_pooler(path: str, module: nn.Module) -> bool:
     return path.rpartition(".")[2] == "pooler" or type(module).__name__.endswith("Pooler")
 
 
+def records_router_logits(module: nn.Module) -> bool:
+    """Return True for a transformers model that returns the logits of its routers where it is asked to.
+
+    ``_can_record_outputs`` names what ``capture_outputs`` collects (5.6 to 5.23).
+    """
+    return is_transformers_model(module) and "router_logits" in (getattr(module, "_can_record_outputs", None) or ())
+
+
 def is_stateful(model: Any) -> bool:
     """Return True if the model's class says that it carries a state from token to token, as ``generate`` asks."""
     return bool(getattr(model, "_is_stateful", False))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -190,16 +190,23 @@ class Recomputing(Wrapper):
                 'as XLM does, needs activation_checkpointing="none"'
             )
         state = self.__dict__[RUNTIME_STATE]
+        if not torch.compiler.is_compiling() or state.recomputes_in_python:
+            return _recompute_in_python(forward, state, self, args, kwargs)
         contexts: SelectiveContexts | None = state.checkpoint_contexts
-        compiling = torch.compiler.is_compiling()
-        if not compiling:  # a graph keeps what it has read
-            forward = bound(cast(nn.Module, self), forward, state.carried)
         if contexts is None:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        if compiling:  # the compiler replaces in-place operators before it decides what to keep
-            compiled_contexts = partial(contexts_of_compiled, contexts.saved)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
-        return contexts.run(partial(checkpoint, forward, *args, use_reentrant=False, context_fn=contexts, **kwargs))
+        # The compiler replaces in-place operators before it decides what to keep.
+        compiled_contexts = partial(contexts_of_compiled, contexts.saved)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
+
+
+@partial(torch.compiler.disable, recursive=False)  # type: ignore[untyped-decorator]  # what the module calls is compiled
+def _recompute_in_python(forward: Any, state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    forward = bound(module, forward, state.carried)  # a graph keeps what it has read
+    contexts: SelectiveContexts | None = state.checkpoint_contexts
+    if contexts is None:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return contexts.run(partial(checkpoint, forward, *args, use_reentrant=False, context_fn=contexts, **kwargs))
 
 
 def _mlps(structure: ModelStructure) -> tuple[str, ...]:

@@ -13,9 +13,11 @@ from torch import nn
 
 from fsdp_runtime._transformers_compat.models import disable_cache
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.async_tp import async_compile_options, enable_async_tp
+from fsdp_runtime.steps.checkpointing import recomputes
 from fsdp_runtime.steps.tensor.step import TensorParallel
 
 logger = logging.getLogger(__name__)
@@ -93,9 +95,22 @@ class Compile(Step):
         if self.async_tensor_parallel and setup.meshes.tp is not None:
             enable_async_tp(setup.meshes.tp)
         for path in setup.structure.blocks:
-            model.get_submodule(path).compile(**found)
+            block = model.get_submodule(path)
+            if not _recomputes_in_graph(found.get("backend", "inductor")):
+                for module in filter(recomputes, block.modules()):
+                    runtime_state(module).recomputes_in_python = True
+            block.compile(**found)
         disable_cache(model)
         logger.info("torch.compile: %d blocks", len(setup.structure.blocks))
+
+
+def _recomputes_in_graph(backend: Any) -> bool:
+    """Return True for a backend whose graphs draw the same random numbers when they recompute.
+
+    A recomputation inside of a graph keeps no random state, since Inductor and AOTAutograd are to do it (torch 2.10 to
+    2.13, ``TagActivationCheckpoint``).  Other backends, such as ``"eager"``, would recompute with other dropout.
+    """
+    return isinstance(backend, str) and (backend == "inductor" or backend.startswith("aot_"))
 
 
 def _with_limit(options: Mapping[str, Any]) -> Mapping[str, Any]:

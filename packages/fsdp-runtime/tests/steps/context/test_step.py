@@ -135,30 +135,6 @@ def _alone() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ({"labels": torch.zeros(2, 6, dtype=torch.long)}, "labels are shifted inside the model, across shards"),
-        ({"use_cache": True}, "a key/value cache would hold the keys of this rank only: pass use_cache=False"),
-        (
-            {"pixel_values": torch.zeros(2, 3)},
-            r"pixel_values \(2, 3\) cannot be sharded along the tokens: compute th",
-        ),
-        ({"attention_mask": torch.ones(2, 5)}, r"attention_mask \(2, 5\): give \[batch, 6\], this rank's tokens"),
-        ({"input_ids": None}, "neither input_ids nor inputs_embeds"),
-    ],
-)
-def test_inputs_that_cannot_be_cut_are_refused_with_the_fix(inputs: dict[str, Any], message: str) -> None:
-    model = _alone()
-    with pytest.raises(LayoutError, match=message):
-        model(**{**tiny_inputs(model, batch=2, length=6), **inputs})
-
-
-def test_inputs_by_position_are_refused() -> None:
-    with pytest.raises(LayoutError, match="takes its inputs by name"):
-        _alone()(torch.zeros(1, 4, dtype=torch.long))
-
-
 def test_another_model_of_the_same_config_keeps_its_attention() -> None:
     model = tiny_model("LlamaForCausalLM")
     twin = type(model)(model.config)

@@ -16,6 +16,8 @@ from fsdp_runtime.mesh.spec import axis_size
 
 #: ``"headtail"``, torchtitan's default, or ``None``.
 LoadBalancer = Literal["headtail"] | None
+#: Attribute of the tensors that ``SequenceLayout.shard`` returns, not of those computed from them.
+_CUT_BY = "_cut_by_load_balancer"
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,10 @@ class SequenceLayout:
             )
         if full.shape[dim] != self.length:
             raise LayoutError(f"{full.shape[dim]} entries on dim {dim} of {tuple(full.shape)}, not {self.length}")
-        return full.index_select(dim, self.positions.to(full.device))
+        found = full.index_select(dim, self.positions.to(full.device))
+        if self.ranks > 1:
+            setattr(found, _CUT_BY, str(self.load_balancer))
+        return found
 
     def shard_batch(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return this rank's part of a model's inputs, with position ids if they are missing.
@@ -171,6 +176,11 @@ def sequence_layout(mesh: DeviceMesh, length: int, *, load_balancer: LoadBalance
     """
     ranks = axis_size(mesh, "cp")
     return SequenceLayout(length, ranks, mesh.get_local_rank("cp") if ranks > 1 else 0, load_balancer)
+
+
+def load_balancer_of(part: Tensor) -> str | None:
+    """Return the name of the load balancer that cut a tensor, ``None`` where that is not known."""
+    return getattr(part, _CUT_BY, None)
 
 
 def require_load_balancer(load_balancer: object) -> None:

@@ -12,24 +12,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import use_attention
 from fsdp_runtime._transformers_compat.models import (
     is_encoder_decoder,
-    original_class,
     picks_one_token,
     pooler,
+    records_router_logits,
     rope_types,
 )
-from fsdp_runtime.errors import LayoutError, ModelError, OptionError
+from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.context.attention import ContextAttention
-from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.full_sequence import (
     Gathered,
     eager_function,
@@ -37,20 +35,18 @@ from fsdp_runtime.steps.context.full_sequence import (
     gathered_mixers,
     replaced_attention,
 )
+from fsdp_runtime.steps.context.inputs import Inputs
 from fsdp_runtime.steps.context.methods import Method, check_attention, check_heads, require_context_parallel
 from fsdp_runtime.steps.context.sharding import LoadBalancer, require_load_balancer
 from fsdp_runtime.steps.context.verify import verify_context_parallelism
-from fsdp_runtime.steps.documents.documents import find_documents
 from fsdp_runtime.steps.documents.positions import DerivedPositions
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
 from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.documents.step import keeps_documents_apart
-from fsdp_runtime.wrap import hook_model
+from fsdp_runtime.wrap import hook_forward, hook_model
 
 logger = logging.getLogger(__name__)
 
-#: Inputs that are sharded like the tokens, or are not tensors of tokens.
-_TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 #: Rotary embeddings whose frequencies depend on the longest position that a rank sees.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -127,8 +123,8 @@ class ContextParallel(Step):
     """Make a model take its tokens sharded over ``cp``.
 
     Its forward then takes this rank's part of every input (see ``SequenceLayout.shard_batch``) and returns the outputs
-    of this rank's tokens.  Missing position ids are filled in.  ``attention_mask`` may also be the mask of the full
-    sequence, which saves an all-gather.
+    of this rank's tokens, but router logits of full rows, so that an auxiliary loss is theirs.  Missing position ids
+    are filled in.  ``attention_mask`` may also be the mask of the full sequence, which saves an all-gather.
 
     Args:
         method: how attention spans the ranks: ``"allgather"`` (keys and values are gathered), ``"ulysses"`` (heads are
@@ -208,7 +204,10 @@ def replace_attention(
 ) -> None:
     """Replace a model's attention except in some modules, and complete its inputs in a hook."""
     use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask, keep=keep)
-    hook_model(model, "completes a rank's part of rows", _Inputs(attention, shared_prefixes, derived, cuts_padding))
+    inputs = Inputs(attention, shared_prefixes, derived, cuts_padding)
+    hook_model(model, "completes a rank's part of rows", inputs)
+    for module in filter(records_router_logits, model.modules()):
+        hook_forward(module, "gathers router logits", after=inputs.gather_router_logits)
 
 
 def gather_mixers(model: Any, step: ContextParallel, setup: Setup) -> None:
@@ -257,95 +256,5 @@ def under_context_parallelism(model: nn.Module) -> bool:
     return any(_hooks(model))
 
 
-def _hooks(model: nn.Module) -> Iterator[_Inputs]:
-    return (hook for hook in forward_pre_hooks(model) if isinstance(hook, _Inputs))
-
-
-class _Inputs:
-    """A forward pre-hook that completes the inputs of a rank and refuses inputs that cannot be sharded."""
-
-    def __init__(
-        self,
-        attention: ContextAttention,
-        shared_prefixes: bool,
-        derived: DerivedPositions | None,
-        cuts_padding: bool,
-    ) -> None:
-        self.attention, self.shared_prefixes = attention, shared_prefixes
-        self.derived, self.cuts_padding = derived, cuts_padding
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            raise LayoutError("a model under context parallelism takes its inputs by name, such as input_ids=...")
-        kwargs = dict(kwargs)
-        subtree_end = kwargs.pop("subtree_end", None) if self.shared_prefixes else None
-        _refuse_unshardable(kwargs)
-        tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-        if tokens is None:
-            raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs one for the length")
-        attention = self.attention
-        layout = attention.layout(tokens.shape[1])
-        mask = kwargs.get("attention_mask")
-        positions: Any = kwargs.get("position_ids")
-        if subtree_end is not None and (positions is None or mask is not None):
-            raise LayoutError("rows with shared prefixes need position_ids, and take no attention_mask")
-        documents = None
-        if mask is None:
-            if positions is not None and subtree_end is None:
-                full = gather_tokens(positions, layout, attention.group, dim=-1)
-                found = find_documents(full, None, None, (tokens.shape[0], layout.length))
-                documents = found if found is not None and found.packed else None
-            # Of the full length: transformers takes the number of keys from the mask.
-            mask = tokens.new_ones((tokens.shape[0], layout.length), dtype=torch.bool)
-        elif attention.packed_sequences and positions is not None:
-            raise LayoutError(
-                "attention_mask beside position_ids under packed_sequences=True and cp: leave the mask out, and let "
-                "padding be a document of its own"
-            )
-        elif mask.dim() != 2 or mask.shape[1] not in (tokens.shape[1], layout.length):
-            raise LayoutError(
-                f"attention_mask {tuple(mask.shape)}: give [batch, {tokens.shape[1]}], this rank's tokens, or "
-                f"[batch, {layout.length}], the full sequence"
-            )
-        elif mask.shape[1] != layout.length:
-            mask = gather_tokens(mask, layout, attention.group, dim=-1)
-        attention.begin(padding=None if kwargs.get("attention_mask") is None else mask, documents=documents)
-        attention.subtree_end = None
-        if subtree_end is not None and positions is not None:
-            attention.subtree_end = gather_tokens(subtree_end, layout, attention.group, dim=-1)
-            full = gather_tokens(positions, layout, attention.group, dim=-1)
-            attention.positions = full[0] if full.dim() == 3 else full
-        if documents is not None and attention.unmasked:
-            raise LayoutError(
-                f"position_ids restart within a row, and {attention.unmasked}, which attends to later tokens, is not "
-                "kept to a document by its attention mask: give one document a row"
-            )
-        places = layout.positions.to(tokens.device)
-        if self.derived is not None and subtree_end is None and self.derived.differ(positions, places, mask):
-            raise LayoutError(
-                f"{self.derived.path} of {original_class(module).__name__} derives positions from the token ids or the "
-                "padding of the full row: compute position_ids of the full row, and give them to "
-                "SequenceLayout.shard_batch"
-            )
-        if positions is None:
-            positions = places.expand(tokens.shape[0], -1)
-        if self.cuts_padding and attention.padding is not None:  # the last ones are then those of this rank
-            own_last = layout.permutation.roll(-(layout.rank + 1) * tokens.shape[1])
-            mask = mask.index_select(1, own_last.to(mask.device))
-        return args, {**kwargs, "attention_mask": mask, "position_ids": positions, "use_cache": False}
-
-
-def _refuse_unshardable(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("labels") is not None:
-        raise LayoutError(
-            "labels are shifted inside the model, across shards: shift them in the full sequence, shard them with "
-            "SequenceLayout.shard, and compute the loss from the logits (as rl_logprobs does)"
-        )
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-        raise LayoutError("a key/value cache would hold the keys of this rank only: pass use_cache=False")
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and name not in _TOKEN_INPUTS and bool(value.numel()):
-            raise LayoutError(
-                f"{name} {tuple(value.shape)} cannot be sharded along the tokens: compute the embeddings of the full "
-                "sequence first, and pass this rank's part as inputs_embeds"
-            )
+def _hooks(model: nn.Module) -> Iterator[Inputs]:
+    return (hook for hook in forward_pre_hooks(model) if isinstance(hook, Inputs))

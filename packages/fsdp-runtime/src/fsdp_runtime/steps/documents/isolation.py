@@ -223,12 +223,14 @@ def _true_allows(mask: Tensor) -> bool:
 
 
 @cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
 def uses_interface(cls: type) -> bool:
     """Return True for attention through ``transformers.AttentionInterface``, in whose masks true allows."""
     return "ALL_ATTENTION_FUNCTIONS" in referenced_names(cls)
 
 
 @cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
 def _mask_place(cls: type) -> tuple[str, int]:
     """Return the name and the place of the mask among the arguments of a class's own forward, not of one mixed in."""
     if MASK in (names := _argument_names(cls)):
@@ -237,6 +239,7 @@ def _mask_place(cls: type) -> tuple[str, int]:
 
 
 @cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
 def _argument_names(cls: type) -> tuple[str, ...]:
     """Return the names of the arguments of a class's own forward; those of mixed-in ones are ``*args, **kwargs``."""
     variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

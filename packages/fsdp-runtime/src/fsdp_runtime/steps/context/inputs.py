@@ -1,0 +1,251 @@
+"""Inputs of a forward under context parallelism: a rank's part is completed, and what has no part is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_runtime._transformers_compat.models import is_cache, original_class
+from fsdp_runtime.errors import LayoutError
+from fsdp_runtime.steps.context.attention import ContextAttention
+from fsdp_runtime.steps.context.exchange import gather_tokens
+from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout, load_balancer_of
+from fsdp_runtime.steps.documents.documents import Documents, find_documents
+from fsdp_runtime.steps.documents.positions import DerivedPositions
+
+#: Inputs that a rank gives for its own tokens.
+_OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+#: Further ones, where a table of this name embeds them token by token; elsewhere they make masks of full rows.
+_EMBEDDED = {"token_type_ids": "token_type_embeddings", "task_type_ids": "task_type_embeddings"}
+
+_CACHE = "a key/value cache would hold the keys of this rank only: pass use_cache=False"
+_POSITIONS = (
+    "logits_to_keep counts positions of the full row, of which a rank holds a part: leave it out or pass 0, and take "
+    "the positions from the logits of the ranks that hold them (SequenceLayout.positions)"
+)
+#: What is no tensor of tokens and asks for something of full rows.
+_OF_FULL_ROWS = {
+    "labels": "labels are shifted inside the model, across shards: shift them in the full sequence, shard them with "
+    "SequenceLayout.shard, and compute the loss from the logits (as rl_logprobs does)",
+    **dict.fromkeys(("past_key_values", "use_cache", "cache_params", "cache", "state", "mems", "use_mems"), _CACHE),
+    **dict.fromkeys(("logits_to_keep", "num_logits_to_keep"), _POSITIONS),
+    "output_attentions": "attention over cp returns no weights: pass output_attentions=False",
+}
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of one forward.
+
+    Args:
+        batch: how many.
+        layout: the tokens of each rank.
+    """
+
+    batch: int
+    layout: SequenceLayout
+
+
+class Inputs:
+    """A forward pre-hook that completes the inputs of a rank and refuses inputs that cannot be sharded."""
+
+    def __init__(
+        self,
+        attention: ContextAttention,
+        shared_prefixes: bool,
+        derived: DerivedPositions | None,
+        cuts_padding: bool,
+    ) -> None:
+        self.attention, self.shared_prefixes = attention, shared_prefixes
+        self.derived, self.cuts_padding = derived, cuts_padding
+        self.rows: _Rows | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a rank's inputs with the mask of the full rows and position ids."""
+        if args:
+            raise LayoutError("a model under context parallelism takes its inputs by name, such as input_ids=...")
+        kwargs = dict(kwargs)
+        subtree_end = kwargs.pop("subtree_end", None) if self.shared_prefixes else None
+        _refuse_unshardable(module, kwargs)
+        tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+        if tokens is None:
+            raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs one for the length")
+        given, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if self.cuts_padding and given is not None and _is_asked(module, kwargs, "output_router_logits"):
+            raise LayoutError("output_router_logits beside an attention_mask: leave the mask out, or use cp=1")
+        self._require_parts(tokens, given, positions, subtree_end)
+        layout = self.attention.layout(tokens.shape[1])
+        self.rows = _Rows(tokens.shape[0], layout)
+        full = None if positions is None else gather_tokens(positions, layout, self.attention.group, dim=-1)
+        if full is not None:
+            _require_order(full, layout)
+        mask = self._full_mask(given, tokens, layout)
+        packable = given is None and subtree_end is None
+        documents = _documents(full, self.rows) if packable and full is not None else None
+        self._begin(mask if given is not None else None, documents, full, subtree_end)
+        places = layout.positions.to(tokens.device)
+        if self.derived is not None and subtree_end is None and self.derived.differ(positions, places, mask):
+            raise LayoutError(
+                f"{self.derived.path} of {original_class(module).__name__} derives positions from the token ids or the "
+                "padding of the full row: compute position_ids of the full row, and give them to "
+                "SequenceLayout.shard_batch"
+            )
+        if positions is None:
+            positions = places.expand(tokens.shape[0], -1)
+        if self.cuts_padding and given is not None:  # the last ones are then those of this rank
+            own_last = layout.permutation.roll(-(layout.rank + 1) * tokens.shape[1])
+            mask = mask.index_select(1, own_last.to(mask.device))
+        return args, {**kwargs, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+
+    def _full_mask(self, given: Tensor | None, tokens: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return the mask of the full length, from which transformers takes the number of keys."""
+        if given is None:
+            return tokens.new_ones((tokens.shape[0], layout.length), dtype=torch.bool)
+        return given if given.shape[1] == layout.length else gather_tokens(given, layout, self.attention.group, dim=-1)
+
+    def _begin(
+        self, padding: Tensor | None, documents: Documents | None, positions: Tensor | None, subtree_end: Tensor | None
+    ) -> None:
+        """Set what all layers of this forward share."""
+        attention = self.attention
+        if documents is not None and attention.unmasked:
+            raise LayoutError(
+                f"position_ids restart within a row, and {attention.unmasked}, which attends to later tokens, is not "
+                "kept to a document by its attention mask: give one document a row"
+            )
+        attention.begin(padding=padding, documents=documents)
+        attention.subtree_end = None
+        if subtree_end is not None and positions is not None and self.rows is not None:
+            attention.subtree_end = gather_tokens(subtree_end, self.rows.layout, attention.group, dim=-1)
+            attention.positions = positions[0] if positions.dim() == 3 else positions
+
+    def gather_router_logits(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        """Put the router logits of full rows into a model's output; their gradients are those of a rank's own tokens.
+
+        An auxiliary loss is a product of two means over all tokens, so that it is no sum over ranks.  Every rank has
+        the loss of the full rows, and the sum of gradients over ``cp`` counts it once.
+        """
+        found = output.get("router_logits") if isinstance(output, MutableMapping) else None
+        if type(found) is tuple and self.rows is not None:
+            output["router_logits"] = tuple(self._of_full_rows(each, self.rows) for each in found)
+        return output
+
+    def _of_full_rows(self, local: Tensor, rows: _Rows) -> Tensor:
+        layout, share = rows.layout, rows.layout.length // rows.layout.ranks
+        if local.shape[0] == rows.batch * layout.length:  # of a model inside, which has gathered them
+            return local
+        if local.dim() != 2 or local.shape[0] != rows.batch * share:
+            raise LayoutError(
+                f"router logits {tuple(local.shape)} are not [{rows.batch * share}, experts] for {rows.batch} rows of "
+                f"{share} tokens: pass output_router_logits=False, or use cp=1"
+            )
+        own = torch.unflatten(local, 0, (rows.batch, share))
+        full = gather_tokens(own.detach(), layout, self.attention.group, dim=1)
+        return full.index_copy(1, layout.positions.to(own.device), own).flatten(0, 1)
+
+    def _require_parts(self, tokens: Tensor, mask: Any, positions: Any, subtree_end: Any) -> None:
+        """Check the shapes of a rank's inputs, and the load balancer that cut them; no communication."""
+        attention, (batch, length) = self.attention, tokens.shape[:2]
+        full = length * attention.layout(length).ranks
+        if subtree_end is not None and (positions is None or mask is not None):
+            raise LayoutError("rows with shared prefixes need position_ids, and take no attention_mask")
+        if mask is not None and attention.packed_sequences and positions is not None:
+            raise LayoutError(
+                "attention_mask beside position_ids under packed_sequences=True and cp: leave the mask out, and let "
+                "padding be a document of its own"
+            )
+        if mask is not None and (mask.dim() != 2 or mask.shape[1] not in (length, full)):
+            raise LayoutError(
+                f"attention_mask {tuple(mask.shape)}: give [batch, {length}], this rank's tokens, or [batch, {full}], "
+                "the full sequence"
+            )
+        if positions is not None and (positions.dim() not in (2, 3) or positions.shape[-1] != length):
+            raise LayoutError(
+                f"position_ids {tuple(positions.shape)} for rows {[batch, length]}: give one entry for each of this "
+                "rank's tokens"
+            )
+        for tensor in (tokens, positions):
+            if isinstance(tensor, Tensor) and load_balancer_of(tensor) not in (None, str(attention.load_balancer)):
+                raise LayoutError(_other_order(attention.layout(length)))
+
+
+def _refuse_unshardable(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    for name, reason in _OF_FULL_ROWS.items():
+        if _is_asked(module, kwargs, name):
+            raise LayoutError(reason)
+    for name, value in kwargs.items():
+        if name in _OF_TOKENS or (name in _EMBEDDED and _embeds(module, _EMBEDDED[name])):
+            continue
+        for leaf in _leaves(value):
+            if is_cache(leaf):
+                raise LayoutError(f"{name}: {_CACHE}")
+            if isinstance(leaf, Tensor) and leaf.dim() > 0 and bool(leaf.numel()):
+                raise LayoutError(
+                    f"{name} {tuple(leaf.shape)} cannot be sharded along the tokens: compute the embeddings of the "
+                    "full sequence first, and pass this rank's part as inputs_embeds"
+                )
+
+
+def _is_asked(module: nn.Module, kwargs: Mapping[str, Any], name: str) -> bool:
+    """Return True if a call asks for something by a keyword or, as to outputs, by the model's config."""
+    value = kwargs.get(name)
+    if value is None and name.startswith("output_"):
+        value = getattr(getattr(module, "config", None), name, None)
+    return value is not None if isinstance(value, Tensor) or is_cache(value) else bool(value)
+
+
+def _embeds(module: nn.Module, table: str) -> bool:
+    return any(path.rpartition(".")[2] == table for path, _ in module.named_modules())
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the values in nested containers."""
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else None
+    if inside is None:
+        yield value
+        return
+    for each in inside:
+        yield from _leaves(each)
+
+
+def _documents(positions: Tensor, rows: _Rows) -> Documents | None:
+    found = find_documents(positions, None, None, (rows.batch, rows.layout.length))
+    return found if found is not None and found.packed else None
+
+
+def _require_order(positions: Tensor, layout: SequenceLayout) -> None:
+    """Check that positions go on from chunk to chunk rather in a layout's order than in that of another load balancer.
+
+    Waits for the device.
+
+    Args:
+        positions: ``[..., seq]``, gathered in the layout's order.
+        layout: that of the model.
+
+    Raises:
+        LayoutError: more of them go on in another order.
+    """
+    chunks = 2 * layout.ranks
+    others: LoadBalancer = None if layout.load_balancer else "headtail"
+    if layout.ranks == 1 or layout.length % chunks:
+        return
+    own = replace(layout, length=chunks)
+    other = replace(own, load_balancer=others)
+    given = torch.unflatten(positions, -1, (chunks, -1))
+    ends = torch.stack([given[..., 0], given[..., -1] + 1])
+    in_other = ends.index_select(-1, own.permutation[other.permutation.argsort()].to(ends.device))
+    continued = [(first[..., 1:] == after[..., :-1]).sum() for first, after in (ends, in_other)]
+    if bool(continued[1] > continued[0]):
+        raise LayoutError(_other_order(layout))
+
+
+def _other_order(layout: SequenceLayout) -> str:
+    return (
+        f"the batch was cut by another load balancer than the model's {layout.load_balancer!r}: cut it with "
+        f"sequence_layout(mesh, {layout.length}, load_balancer={layout.load_balancer!r}), or give parallelize the "
+        "other one"
+    )
