@@ -115,7 +115,7 @@ def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, l
             weight = f"{unwrapped(layer.path)}.{layer.parameter}"
         elif layer.matrix is not None:
             weight = layer.matrix.replace(".base_layer.", ".")
-        if not layer.plain or weight in tied:
+        if layer.odd or layer.biased or weight in tied:
             raise OptionError(
                 f"the adapters of {layer.path} cannot be merged for export: they are merged already, not plain LoRA "
                 "on a linear layer or on stacked experts, or on a tied weight; unmerge them, or leave the layer out of "

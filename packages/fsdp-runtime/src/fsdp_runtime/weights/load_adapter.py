@@ -133,7 +133,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
 
 def _require_plain_adapters(model: nn.Module) -> None:
     """Check that the adapters are plain LoRA on linear layers or stacked experts, and not merged."""
-    if odd := next((layer.path for layer in lora_layers(base_model(model)) if not layer.plain), None):
+    if odd := next((layer.path for layer in lora_layers(base_model(model)) if layer.odd), None):
         raise OptionError(
             f"{odd} has adapters that are merged, or not plain LoRA on a linear layer or on stacked experts: unmerge "
             "them"
