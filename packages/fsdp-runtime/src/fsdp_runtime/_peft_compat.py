@@ -6,11 +6,10 @@ peft is imported only where the model is one of its own, so this package does no
 from __future__ import annotations
 
 import copy
-import re
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
@@ -48,9 +47,11 @@ class LoraLayer:
     matrix: str | None = None
 
 
-def unwrapped(path: str) -> str:
-    """Return the path of a layer without that of the wrappers around it: experts have one for each adapted weight."""
-    return re.sub(r"(\.base_layer)+$", "", path)
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the base model's module inside of peft's wrappers around it."""
+    while (found := _wrapped(module)) is not None:
+        module = next(iter(found[1].values()))
+    return module
 
 
 def stored_factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
@@ -72,7 +73,7 @@ class LinearInForce:
     """The linear layer that runs where peft may have wrapped one, and what its adapters in force add to it.
 
     Args:
-        layer: has the weight ``[out, in]`` and the bias.
+        layer: has the weight ``[out, in]``, and the bias, if any.
         factors: of each adapter in force, in order.
         not_linear: why the output is no linear map of the input with these, ``""`` if it is.
     """
@@ -107,15 +108,13 @@ def linear_in_force(module: Any) -> LinearInForce:
     if peft is None or (found := _wrapped(module)) is None:
         return LinearInForce(module)
     kind, instead = found
-    disabled = module.disable_adapters or not module.active_adapters
+    disabled = is_disabled(module)
     if isinstance(module, peft.utils.TrainableTokensWrapper) and not disabled:
-        return LinearInForce(SimpleNamespace(weight=module.weight, bias=None))
+        return LinearInForce(module)  # whose weight is the base model's with its tokens in it
     if kind == "copies":
-        of_base, *copies = instead
-        active = [name for name in copies if not disabled and name.endswith(f".{module.active_adapters[0]}")]
-        return linear_in_force(instead[active[0] if active else of_base])
+        return linear_in_force(instead[_name_in_force(module, instead)])
     if kind == "other":
-        reason = f"{type(module).__name__} of peft adapts it"
+        reason = f"peft's {kind_of(module)} adapts it"
         return replace(linear_in_force(next(iter(instead.values()))), not_linear="" if disabled else reason)
     if module.merged and disabled:
         return LinearInForce(module.base_layer, not_linear="its adapters are merged and disabled: unmerge them")
@@ -140,7 +139,7 @@ def _not_linear(wrapper: Any, names: list[str]) -> str:
     for name in names:
         variant = wrapper.lora_variant.get(name)
         if variant is not None and type(variant).__name__ != "DoraLinearVariant":
-            return f"{type(variant).__name__} of peft adapts it"
+            return f"peft's {type(variant).__name__} adapts it"
         dropout = wrapper.lora_dropout[name]
         if wrapper.training and getattr(dropout, "p", 0.0) > 0:
             return f"its adapter has dropout ({dropout.p}): set lora_dropout=0 for it"
@@ -194,7 +193,7 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
                 parameter if stacked else None,
                 base if stacked else None,
                 layer.num_experts if stacked else 1,
-                None if stacked or parameter is None else f"{unwrapped(path)}.base_layer.{parameter}",
+                None if stacked or parameter is None else f"{path}{_depth(layer) * '.base_layer'}.{parameter}",
             )
 
 
@@ -222,6 +221,26 @@ def _wrapped(module: Any) -> tuple[WrapperKind, dict[str, nn.Module]] | None:
     return None
 
 
+def _name_in_force(wrapper: Any, instead: Mapping[str, nn.Module]) -> str:
+    """Return the name of what a wrapper with copies runs: a copy of an adapter, or the base model's module."""
+    of_base, *copies = instead
+    if wrapper.disable_adapters or not wrapper.active_adapters or getattr(wrapper, "merged", False):
+        return of_base
+    return next((name for name in copies if name.endswith(f".{wrapper.active_adapters[0]}")), of_base)
+
+
+def kind_of(wrapper: nn.Module) -> str:
+    """Return the name of a wrapper's class, as ``"ia3.Linear"``: each kind of adapter has a ``Linear``."""
+    cls = type(wrapper)
+    prefix, _, rest = cls.__module__.partition("peft.tuners.")
+    return cls.__name__ if prefix or not rest else f"{rest.partition('.')[0]}.{cls.__name__}"
+
+
+def is_disabled(wrapper: Any) -> bool:
+    """Return True if none of a wrapper's adapters is in force."""
+    return bool(wrapper.disable_adapters) or not wrapper.active_adapters
+
+
 def _copies(wrapper: Any, base: str, name: str) -> dict[str, nn.Module]:
     copies = getattr(wrapper, name).items()
     return {base: getattr(wrapper, base), **{f"{name}.{adapter}": copy for adapter, copy in copies}}
@@ -236,12 +255,16 @@ class Place:
         parts: the parts of its path in the adapted model: a name that peft added, or ``None`` for the next of ``base``.
         module: the module.
         wrapper: what it does if it is a wrapper, else ``None``.
+        is_copy: it is in a copy that an adapter trains in full.
+        in_force: it runs now: a copy of an enabled, active adapter, or the base model's own module where there is none.
     """
 
     base: str
     parts: tuple[str | None, ...]
     module: nn.Module
     wrapper: WrapperKind | None
+    is_copy: bool = False
+    in_force: bool = True
 
     @property
     def path(self) -> str:
@@ -252,6 +275,12 @@ class Place:
         """Return a pattern of the path in the base model as one of the path in the adapted model."""
         names = iter(pattern.split("."))
         return ".".join(next(names) if part is None else part for part in self.parts)
+
+
+def _depth(wrapper: Any) -> int:
+    """Return the number of low-rank wrappers around a module, this one included: one for each adapted parameter."""
+    inner = getattr(wrapper, "base_layer", None)
+    return 0 if _wrapped(wrapper) is None else 1 + _depth(inner)
 
 
 def _odd(layer: Any, base: Any, parameter: str | None) -> str:
@@ -266,28 +295,35 @@ def _odd(layer: Any, base: Any, parameter: str | None) -> str:
 
 
 def places(model: nn.Module) -> Iterator[Place]:
-    """Iterate over the modules of an adapted model's base model and peft's wrappers, each module once.
+    """Iterate over the modules of an adapted model's base model and peft's wrappers, at all of their paths.
 
     Args:
         model: the model inside the ``PeftModel``.
     """
-    seen: set[nn.Module] = set()
 
-    def walk(module: nn.Module, base: str, parts: tuple[str | None, ...]) -> Iterator[Place]:
-        if module in seen:
-            return
-        seen.add(module)
-        if (found := _wrapped(module)) is None:
-            yield Place(base, parts, module, None)
-            for name, child in module.named_children():
-                yield from walk(child, f"{base}.{name}" if base else name, (*parts, None))
+    def walk(place: Place) -> Iterator[Place]:
+        if (found := _wrapped(place.module)) is None:
+            yield place
+            for name, child in place.module._modules.items():
+                if child is not None:
+                    base = f"{place.base}.{name}" if place.base else name
+                    yield from walk(replace(place, base=base, parts=(*place.parts, None), module=child))
             return
         kind, instead = found
-        yield Place(base, parts, module, kind)
-        for name, each in instead.items():
-            yield from walk(each, base, (*parts, *name.split(".")))
+        yield replace(place, wrapper=kind)
+        running = next(iter(instead)) if kind != "copies" else _name_in_force(place.module, instead)
+        for index, (name, each) in enumerate(instead.items()):
+            yield from walk(
+                replace(
+                    place,
+                    parts=(*place.parts, *name.split(".")),
+                    module=each,
+                    is_copy=place.is_copy or index > 0,
+                    in_force=place.in_force and name == running,
+                )
+            )
 
-    yield from walk(model, "", ())
+    yield from walk(Place("", (), model, None))
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
@@ -299,8 +335,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
     copies: dict[nn.Module, nn.Module] = {}
 
     def bare(module: nn.Module) -> nn.Module:
-        while (found := _wrapped(module)) is not None:
-            module = next(iter(found[1].values()))
+        module = unwrapped(module)
         if module not in copies:
             copies[module] = same = copy.copy(module)
             same._modules = {name: child and bare(child) for name, child in module._modules.items()}
@@ -309,28 +344,43 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return bare(model)
 
 
-def saved_modules(model: nn.Module) -> dict[str, str]:
-    """Return the adapter in force of each module that an adapter trains in full (``modules_to_save``), by path.
-
-    Such a wrapper keeps the module of the base model as ``original_module``, and a copy of each adapter.
-    """
-    peft = sys.modules.get("peft")
-    if peft is None:
-        return {}
-    found: dict[str, Any] = dict(model.named_modules())
-    wrapper = peft.utils.ModulesToSaveWrapper
-    return {path: module.active_adapter for path, module in found.items() if isinstance(module, wrapper)}
-
-
 def adapter_settings(model: Any, adapter: str) -> dict[str, Any]:
     """Return the fields of an adapter's config."""
     settings: dict[str, Any] = model.peft_config[adapter].to_dict()
     return settings
 
 
-def adapter_config(model: Any, adapter: str) -> Any:
-    """Return the config that peft saves with an adapter's weights."""
-    config = model.peft_config[adapter]
+def adapter_file(
+    model: Any, adapter: str, tensors: Mapping[str, Tensor], *, embeddings: bool | Literal["auto"]
+) -> dict[str, Tensor]:
+    """Return what peft saves of an adapter, by the names in its file.
+
+    Args:
+        model: the ``PeftModel``.
+        adapter: the adapter's name.
+        tensors: the model's state dict.
+        embeddings: save the layers of the embedding and the head; ``"auto"`` where they are adapted, or of another size
+            than those of the base model's checkpoint, whose config peft looks up.
+    """
+    from peft.utils import get_peft_model_state_dict
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")
+        found: dict[str, Tensor] = get_peft_model_state_dict(
+            model, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=embeddings
+        )
+    return found
+
+
+def save_adapter_config(model: Any, adapter: str, directory: str) -> None:
+    """Write the config of an adapter as ``PeftModel.save_pretrained`` does."""
+    config = copy.copy(model.peft_config[adapter])
+    base = model.base_model if config.is_prompt_learning else model.get_base_model()
     if config.base_model_name_or_path is None:
-        config.base_model_name_or_path = model.get_base_model().__dict__.get("name_or_path")
-    return config
+        config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+    config.inference_mode = True
+    mapping = None
+    if config.task_type is None:
+        base_class = model._get_base_model_class(is_prompt_tuning=config.is_prompt_learning)
+        mapping = {"base_model_class": base_class.__name__, "parent_library": base_class.__module__}
+    config.save_pretrained(directory, auto_mapping_dict=mapping)

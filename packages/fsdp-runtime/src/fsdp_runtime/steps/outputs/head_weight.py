@@ -34,7 +34,7 @@ def head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     """
     found = linear_in_force(head)
     weight: Tensor = found.layer.weight
-    bias: Tensor | None = found.layer.bias
+    bias: Tensor | None = getattr(found.layer, "bias", None)
     for factors in found.factors:
         weight = _adapted(weight, found.layer.weight, factors).to(found.layer.weight.dtype)
         if factors.bias is not None:

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fsdp_runtime._peft_compat import unwrapped
 from fsdp_runtime._torch_compat import children
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import inspect_model
@@ -207,7 +208,7 @@ class _Run:
 def _head_path(model: nn.Module) -> str:
     if model not in _paths:
         path = inspect_model(model).lm_head
-        head = None if path is None else model.get_submodule(path)
+        head = None if path is None else unwrapped(model.get_submodule(path))
         if path is None or getattr(getattr(head, "weight", None), "ndim", 0) != 2 or not hasattr(head, "bias"):
             raise ModelError(
                 f"{type(model).__name__} has no linear language-model head: compute the loss from its outputs"

@@ -14,11 +14,12 @@ from fsdp_runtime._peft_compat import (
     BASE,
     LoraLayer,
     Place,
-    adapter_config,
     base_model,
     is_peft_model,
+    kind_of,
     lora_layers,
     places,
+    save_adapter_config,
     without_adapters,
 )
 from fsdp_runtime._torch_compat import own_parameters
@@ -121,7 +122,8 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
 def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter: str = "default") -> None:
     """Save one adapter of a ``PeftModel`` in peft's format, for ``PeftModel.from_pretrained``.
 
-    The modules of its ``modules_to_save``, as a value head, are saved with it.
+    The file has all that peft's ``save_pretrained`` writes: trained biases, modules of ``modules_to_save``, trainable
+    tokens, and embedding and head where they are adapted or resized.
 
     Collective: call it on every rank of the model.  One rename replaces an older file.
 
@@ -149,10 +151,12 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(entries)
     target = require_path("directory", directory)
-    with raise_on_all(ranks):
-        tensors = saved_tensors(model, entries, adapter)
-        if ranks.is_first:
+    with raise_on_all(ranks) as step:
+        tensors = saved_tensors(model, entries, adapter, embeddings=True)
+        if ranks.is_first:  # which alone looks up the base model's config
+            step.value = list(saved_tensors(model, entries, adapter, embeddings="auto"))
             target.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensors[name] for name in step.values[ranks.global_first]}
     full = dict(zip(tensors, full_tensors(list(tensors.values())), strict=True))
     with raise_on_all(ranks):
         if ranks.is_first:
@@ -168,7 +172,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
             except OSError:
                 fresh.unlink(missing_ok=True)  # part of a file would keep a full disk full
                 raise
-            adapter_config(model, adapter).save_pretrained(target)
+            save_adapter_config(model, adapter, str(target))
             move_into_place(fresh, target / _FILE)
 
 
@@ -203,8 +207,11 @@ class _AdaptedModel:
     @classmethod
     def of(cls, model: nn.Module, plan: Plan) -> _AdaptedModel:
         by_base: dict[str, list[Place]] = {}
+        seen: set[nn.Module] = set()
         for place in places(model):
-            by_base.setdefault(place.base, []).append(place)
+            if place.module not in seen:
+                seen.add(place.module)
+                by_base.setdefault(place.base, []).append(place)
         return cls(plan, by_base, {layer.path: layer for layer in lora_layers(model)})
 
     def rules_of(self, path: str, pattern: str, style: Style) -> dict[str, Style]:
@@ -316,6 +323,6 @@ def _refuse_other(place: Place) -> None:
     """Refuse a wrapper of peft that computes with the weight or the activations of a module that has a rule."""
     if place.wrapper == "other":
         raise OptionError(
-            f"{place.path} is adapted by {type(place.module).__name__} of peft, which reads full weights and "
+            f"{place.path} is adapted by peft's {kind_of(place.module)}, which reads full weights and "
             "activations, and the plan shards them over tp: take LoRA, modules_to_save or LN tuning, or use tp=1"
         )
