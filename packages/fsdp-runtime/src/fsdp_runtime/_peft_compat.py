@@ -6,11 +6,11 @@ peft is imported only where the model is one of its own, so this package does no
 from __future__ import annotations
 
 import copy
-import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
@@ -27,7 +27,8 @@ class LoraLayer:
         module: peft's wrapper, with the layer as ``base_layer`` and the factors in ``lora_A`` and ``lora_B``.
         scaling: the factor of every adapter that is in force, by its name.
         transposed: the layer's weight is ``[in, out]``.
-        plain: it is an ordinary linear layer, a matrix, or stacked experts, with ordinary adapters, not merged.
+        odd: what it or its adapters are other than plain, unmerged LoRA on a linear layer, a matrix or stacked experts.
+        biased: the product has a bias (``lora_bias``).
         parameter: the name of the stacked parameter of ``experts`` that it adapts; ``None`` for a layer's weight.
         experts: the module that owns that parameter, below any other wrapper.
         number: of the experts that the factors stack.
@@ -38,16 +39,19 @@ class LoraLayer:
     module: nn.Module
     scaling: dict[str, float]
     transposed: bool
-    plain: bool
+    odd: str
+    biased: bool
     parameter: str | None = None
     experts: nn.Module | None = None
     number: int = 1
     matrix: str | None = None
 
 
-def unwrapped(path: str) -> str:
-    """Return the path of a layer without that of the wrappers around it: experts have one for each adapted weight."""
-    return re.sub(r"(\.base_layer)+$", "", path)
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the base model's module inside of peft's wrappers around it."""
+    while (found := _wrapped(module)) is not None:
+        module = next(iter(found[1].values()))
+    return module
 
 
 def stored_factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
@@ -62,6 +66,84 @@ def active_factors(wrapper: Any) -> Iterator[tuple[Tensor, Tensor, float]]:
     for name in wrapper.active_adapters:
         if name in wrapper.lora_A:
             yield *stored_factors(wrapper, name), float(wrapper.scaling[name])
+
+
+@dataclass(frozen=True, eq=False)
+class LinearInForce:
+    """The linear layer that runs where peft may have wrapped one, and what its adapters in force add to it.
+
+    Args:
+        layer: has the weight ``[out, in]``, and the bias, if any.
+        factors: of each adapter in force, in order.
+        not_linear: why the output is no linear map of the input with these, ``""`` if it is.
+    """
+
+    layer: Any
+    factors: tuple[HeadFactors, ...] = ()
+    not_linear: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadFactors:
+    """An adapter of a linear layer.
+
+    Args:
+        a: ``[rank, in]``.
+        b: ``[out, rank]``.
+        bias: ``[out]``, or ``None``.
+        scaling: the factor of the product.
+        magnitude: the norms ``[out]`` that DoRA gives the rows, or ``None``.
+    """
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    scaling: float
+    magnitude: Tensor | None
+
+
+def linear_in_force(module: Any) -> LinearInForce:
+    """Return the linear layer that runs when a module is called, with its adapters."""
+    peft = sys.modules.get("peft")
+    if peft is None or (found := _wrapped(module)) is None:
+        return LinearInForce(module)
+    kind, instead = found
+    disabled = is_disabled(module)
+    if isinstance(module, peft.utils.TrainableTokensWrapper) and not disabled:
+        return LinearInForce(module)  # whose weight is the base model's with its tokens in it
+    if kind == "copies":
+        return linear_in_force(instead[_name_in_force(module, instead)])
+    if kind == "other":
+        reason = f"peft's {kind_of(module)} adapts it"
+        return replace(linear_in_force(next(iter(instead.values()))), not_linear="" if disabled else reason)
+    if module.merged and disabled:
+        return LinearInForce(module.base_layer, not_linear="its adapters are merged and disabled: unmerge them")
+    if module.merged or disabled:
+        return LinearInForce(module.base_layer)
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    return LinearInForce(
+        module.base_layer, tuple(_head_factors(module, name) for name in names), _not_linear(module, names)
+    )
+
+
+def _head_factors(wrapper: Any, name: str) -> HeadFactors:
+    b = wrapper.lora_B[name]
+    magnitude = wrapper.lora_magnitude_vector[name].weight if name in wrapper.lora_magnitude_vector else None
+    return HeadFactors(wrapper.lora_A[name].weight, b.weight, b.bias, float(wrapper.scaling[name]), magnitude)
+
+
+def _not_linear(wrapper: Any, names: list[str]) -> str:
+    """Return why a layer with low-rank adapters cannot be written as one weight, ``""`` if it can."""
+    if not isinstance(wrapper.base_layer, nn.Linear) or getattr(wrapper, "parameter_name", None) is not None:
+        return f"peft adapts a {type(wrapper.base_layer).__name__} here"
+    for name in names:
+        variant = wrapper.lora_variant.get(name)
+        if variant is not None and type(variant).__name__ != "DoraLinearVariant":
+            return f"peft's {type(variant).__name__} adapts it"
+        dropout = wrapper.lora_dropout[name]
+        if wrapper.training and getattr(dropout, "p", 0.0) > 0:
+            return f"its adapter has dropout ({dropout.p}): set lora_dropout=0 for it"
+    return ""
 
 
 def is_out_first(wrapper: Any) -> bool:
@@ -99,7 +181,6 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
         if isinstance(module, peft.tuners.lora.LoraLayer):
             layer: Any = module
             active = [name for name in layer.active_adapters if name in layer.lora_A]
-            plain = not (layer.merged or layer.lora_variant or layer.lora_embedding_A or any(layer.lora_bias.values()))
             base, parameter = layer.get_base_layer(), getattr(layer, "parameter_name", None)
             stacked = parameter is not None and getattr(base, parameter).ndim == 3
             yield LoraLayer(
@@ -107,45 +188,160 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
                 module,
                 {} if layer.disable_adapters else {name: float(layer.scaling[name]) for name in active},
                 not is_out_first(layer) if stacked else bool(getattr(layer, "fan_in_fan_out", False)),
-                plain and (parameter is not None or isinstance(base, nn.Linear)),
+                _odd(layer, base, parameter),
+                any(layer.lora_bias.values()),
                 parameter if stacked else None,
                 base if stacked else None,
                 layer.num_experts if stacked else 1,
-                None if stacked or parameter is None else f"{unwrapped(path)}.base_layer.{parameter}",
+                None if stacked or parameter is None else f"{path}{_depth(layer) * '.base_layer'}.{parameter}",
             )
 
 
+#: What a wrapper of peft does: adds low-rank products, runs a copy that an adapter trains in full, or anything else.
+WrapperKind = Literal["lora", "copies", "other"]
+
+
+def _wrapped(module: Any) -> tuple[WrapperKind, dict[str, nn.Module]] | None:
+    """Return the kind of a wrapper of peft, and what it runs in a module's place by its names in the wrapper.
+
+    The base model's module comes first, then copies.  ``None`` for a module that is no wrapper.
+    """
+    if (peft := sys.modules.get("peft")) is None:
+        return None
+    tuners, utils = peft.tuners, peft.utils
+    if isinstance(module, utils.ModulesToSaveWrapper):
+        return "copies", _copies(module, "original_module", "modules_to_save")
+    if isinstance(module, tuners.ln_tuning.layer.LNTuningLayer):
+        return "copies", _copies(module, "base_layer", "ln_tuning_layers")
+    if isinstance(module, utils.TrainableTokensWrapper):
+        return "other", {"token_adapter": module.token_adapter}
+    if isinstance(module, tuners.tuners_utils.BaseTunerLayer) and isinstance(module, nn.Module):
+        kind: WrapperKind = "lora" if isinstance(module, tuners.lora.LoraLayer) else "other"
+        return kind, {"base_layer": cast(nn.Module, module.base_layer)}
+    return None
+
+
+def _name_in_force(wrapper: Any, instead: Mapping[str, nn.Module]) -> str:
+    """Return the name of what a wrapper with copies runs: a copy of an adapter, or the base model's module."""
+    of_base, *copies = instead
+    if wrapper.disable_adapters or not wrapper.active_adapters or getattr(wrapper, "merged", False):
+        return of_base
+    return next((name for name in copies if name.endswith(f".{wrapper.active_adapters[0]}")), of_base)
+
+
+def kind_of(wrapper: nn.Module) -> str:
+    """Return the name of a wrapper's class, as ``"ia3.Linear"``: each kind of adapter has a ``Linear``."""
+    cls = type(wrapper)
+    prefix, _, rest = cls.__module__.partition("peft.tuners.")
+    return cls.__name__ if prefix or not rest else f"{rest.partition('.')[0]}.{cls.__name__}"
+
+
+def is_disabled(wrapper: Any) -> bool:
+    """Return True if none of a wrapper's adapters is in force."""
+    return bool(wrapper.disable_adapters) or not wrapper.active_adapters
+
+
+def _copies(wrapper: Any, base: str, name: str) -> dict[str, nn.Module]:
+    copies = getattr(wrapper, name).items()
+    return {base: getattr(wrapper, base), **{f"{name}.{adapter}": copy for adapter, copy in copies}}
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a module of the base model is in the adapted model, or one of peft's wrappers around it.
+
+    Args:
+        base: the module's path in the base model.
+        parts: the parts of its path in the adapted model: a name that peft added, or ``None`` for the next of ``base``.
+        module: the module.
+        wrapper: what it does if it is a wrapper, else ``None``.
+        is_copy: it is in a copy that an adapter trains in full.
+        in_force: it runs now: a copy of an enabled, active adapter, or the base model's own module where there is none.
+    """
+
+    base: str
+    parts: tuple[str | None, ...]
+    module: nn.Module
+    wrapper: WrapperKind | None
+    is_copy: bool = False
+    in_force: bool = True
+
+    @property
+    def path(self) -> str:
+        """The path in the adapted model."""
+        return self.moved(self.base)
+
+    def moved(self, pattern: str) -> str:
+        """Return a pattern of the path in the base model as one of the path in the adapted model."""
+        names = iter(pattern.split("."))
+        return ".".join(next(names) if part is None else part for part in self.parts)
+
+
+def _depth(wrapper: Any) -> int:
+    """Return the number of low-rank wrappers around a module, this one included: one for each adapted parameter."""
+    inner = getattr(wrapper, "base_layer", None)
+    return 0 if _wrapped(wrapper) is None else 1 + _depth(inner)
+
+
+def _odd(layer: Any, base: Any, parameter: str | None) -> str:
+    """Return in words what a layer or its adapters are other than plain, unmerged LoRA; empty for those."""
+    if layer.merged:
+        return "merged"
+    if layer.lora_variant:
+        return ", ".join(type(each).__name__ for each in layer.lora_variant.values())
+    if parameter is None and not isinstance(base, nn.Linear):
+        return f"on {type(base).__name__}"
+    return ""
+
+
+def places(model: nn.Module) -> Iterator[Place]:
+    """Iterate over the modules of an adapted model's base model and peft's wrappers, at all of their paths.
+
+    Args:
+        model: the model inside the ``PeftModel``.
+    """
+
+    def walk(place: Place) -> Iterator[Place]:
+        if (found := _wrapped(place.module)) is None:
+            yield place
+            for name, child in place.module._modules.items():
+                if child is not None:
+                    base = f"{place.base}.{name}" if place.base else name
+                    yield from walk(replace(place, base=base, parts=(*place.parts, None), module=child))
+            return
+        kind, instead = found
+        yield replace(place, wrapper=kind)
+        running = next(iter(instead)) if kind != "copies" else _name_in_force(place.module, instead)
+        for index, (name, each) in enumerate(instead.items()):
+            yield from walk(
+                replace(
+                    place,
+                    parts=(*place.parts, *name.split(".")),
+                    module=each,
+                    is_copy=place.is_copy or index > 0,
+                    in_force=place.in_force and name == running,
+                )
+            )
+
+    yield from walk(Place("", (), model, None))
+
+
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Return a copy of an adapted model's modules in which the layers have no adapters; it shares all tensors.
+    """Return a copy of an adapted model's modules without peft's wrappers; it shares the base model's tensors.
 
     Args:
         model: the model inside the ``PeftModel``, before it is sharded.
     """
-    wrappers = {layer.module for layer in lora_layers(model)}
     copies: dict[nn.Module, nn.Module] = {}
 
     def bare(module: nn.Module) -> nn.Module:
-        while module in wrappers:
-            module = module.base_layer  # type: ignore[assignment]
+        module = unwrapped(module)
         if module not in copies:
-            copies[module] = found = copy.copy(module)
-            found._modules = {name: child and bare(child) for name, child in module._modules.items()}
+            copies[module] = same = copy.copy(module)
+            same._modules = {name: child and bare(child) for name, child in module._modules.items()}
         return copies[module]
 
     return bare(model)
-
-
-def saved_modules(model: nn.Module) -> dict[str, str]:
-    """Return the adapter in force of each module that an adapter trains in full (``modules_to_save``), by path.
-
-    Such a wrapper keeps the module of the base model as ``original_module``, and a copy of each adapter.
-    """
-    peft = sys.modules.get("peft")
-    if peft is None:
-        return {}
-    found: dict[str, Any] = dict(model.named_modules())
-    wrapper = peft.utils.ModulesToSaveWrapper
-    return {path: module.active_adapter for path, module in found.items() if isinstance(module, wrapper)}
 
 
 def adapter_settings(model: Any, adapter: str) -> dict[str, Any]:
@@ -154,9 +350,37 @@ def adapter_settings(model: Any, adapter: str) -> dict[str, Any]:
     return settings
 
 
-def adapter_config(model: Any, adapter: str) -> Any:
-    """Return the config that peft saves with an adapter's weights."""
-    config = model.peft_config[adapter]
+def adapter_file(
+    model: Any, adapter: str, tensors: Mapping[str, Tensor], *, embeddings: bool | Literal["auto"]
+) -> dict[str, Tensor]:
+    """Return what peft saves of an adapter, by the names in its file.
+
+    Args:
+        model: the ``PeftModel``.
+        adapter: the adapter's name.
+        tensors: the model's state dict.
+        embeddings: save the layers of the embedding and the head; ``"auto"`` where they are adapted, or of another size
+            than those of the base model's checkpoint, whose config peft looks up.
+    """
+    from peft.utils import get_peft_model_state_dict
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")
+        found: dict[str, Tensor] = get_peft_model_state_dict(
+            model, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=embeddings
+        )
+    return found
+
+
+def save_adapter_config(model: Any, adapter: str, directory: str) -> None:
+    """Write the config of an adapter as ``PeftModel.save_pretrained`` does."""
+    config = copy.copy(model.peft_config[adapter])
+    base = model.base_model if config.is_prompt_learning else model.get_base_model()
     if config.base_model_name_or_path is None:
-        config.base_model_name_or_path = model.get_base_model().__dict__.get("name_or_path")
-    return config
+        config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+    config.inference_mode = True
+    mapping = None
+    if config.task_type is None:
+        base_class = model._get_base_model_class(is_prompt_tuning=config.is_prompt_learning)
+        mapping = {"base_model_class": base_class.__name__, "parent_library": base_class.__module__}
+    config.save_pretrained(directory, auto_mapping_dict=mapping)

@@ -5,7 +5,7 @@ Adapters:            ``adapter_styles``, ``AdapterStyles``
 Exchanges of tokens: ``TokenExchange``, ``AllToAllExchange``, ``DispatchedTokens``, ``exchange_class``
 Runs on few ranks:   ``tiny_model``, ``on_ranks_of``, ``computes``
 Tensors:             ``full_view``, ``attach_zero_grads``, ``plain_full_tensor``, ``shard_ranges``
-Module paths:        ``parent``, ``ancestors``, ``is_at_or_below``
+Module paths:        ``parent``, ``join``, ``ancestors``, ``is_at_or_below``
 Names in models:     ``QUERY``, ``KEY``, ``FUSED_QKV``, ``HEAD_DIM``, ``HEAD_COUNTS``, ``KV_GROUPS``, ``MLA_HEADS``,
                      ``MLA_QUERIES``, ``MLA_ROPE_DIM``, ``MLP_MODULES``, ``EXPERT_COUNTS``
 Bytecode:            ``referenced_names``, ``takes_argument``
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tp_plans.by_path import expert_styles_by_path
 from tp_plans.infer.bytecode import referenced_names, takes_argument
 from tp_plans.lora import AdapterStyles, adapter_styles
-from tp_plans.model_tree import ancestors, is_at_or_below, parent
+from tp_plans.model_tree import ancestors, is_at_or_below, join, parent
 from tp_plans.module_attrs import resolve_style
 from tp_plans.naming import (
     EXPERT_COUNTS,
@@ -91,6 +91,7 @@ __all__ = [
     "expert_styles_by_path",
     "full_view",
     "is_at_or_below",
+    "join",
     "on_ranks_of",
     "parent",
     "plain_full_tensor",

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers, saved_modules, unwrapped
+from fsdp_runtime._peft_compat import (
+    Place,
+    adapter_file,
+    base_model,
+    is_disabled,
+    is_peft_model,
+    kind_of,
+    lora_layers,
+    places,
+)
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.state import StateEntry, state_entries
 from fsdp_runtime.weights.stacked_adapters import by_expert
-
-_BASE_LAYER = "base_layer."
 
 
 @dataclass(frozen=True)
@@ -55,42 +62,20 @@ def base_state_entries(
     if not is_peft_model(model):
         return state_entries(model) if entries is None else list(entries)
     base = base_model(model)
-    prefixes = sorted((f"{layer.path}." for layer in lora_layers(base)), key=len, reverse=True)
-    return list(_without_adapters(state_entries(base), prefixes, saved_modules(base), exported=exported))
+    owners = {place.path: place for place in places(base) if place.wrapper is None}
+    return list(_of_base(state_entries(base), owners, exported=exported))
 
 
-def _without_adapters(
-    entries: Sequence[StateEntry], prefixes: Sequence[str], saved: Mapping[str, str], *, exported: bool
-) -> Iterator[StateEntry]:
+def _of_base(entries: Sequence[StateEntry], owners: Mapping[str, Place], *, exported: bool) -> Iterator[StateEntry]:
     for entry in entries:
-        copied = (_name_of_copy(name, saved, exported=exported, on_meta=entry.tensor.is_meta) for name in entry.names)
-        names = tuple(name for each in copied if each is not None and (name := _base_name(each, prefixes)) is not None)
+        names = []
+        for name in entry.names:
+            owner, _, attribute = name.rpartition(".")
+            place = owners.get(owner)
+            if place is not None and (place.in_force if exported else not place.is_copy or entry.tensor.is_meta):
+                names.append(f"{place.base}.{attribute}" if place.base else attribute)
         if names:
-            yield replace(entry, names=names)
-
-
-def _name_of_copy(name: str, saved: Mapping[str, str], *, exported: bool, on_meta: bool) -> str | None:
-    """Return the base model's name of a tensor in a module of which adapters have copies, ``None`` to leave it out."""
-    for path, adapter in saved.items():
-        if not name.startswith(f"{path}."):
-            continue
-        kind, _, rest = name.removeprefix(f"{path}.").partition(".")
-        if kind == "original_module":
-            return None if exported else f"{path}.{rest}"
-        copy, _, rest = rest.partition(".")
-        return f"{path}.{rest}" if (copy == adapter if exported else on_meta) else None
-    return name
-
-
-def _base_name(name: str, prefixes: Sequence[str]) -> str | None:
-    """Return the name of a tensor without wrappers, ``None`` for what a wrapper adds; inner wrappers come first."""
-    for prefix in prefixes:
-        if name.startswith(prefix):
-            inside = name.removeprefix(prefix)
-            if not inside.startswith(_BASE_LAYER):
-                return None
-            name = prefix + inside.removeprefix(_BASE_LAYER)
-    return name
+            yield replace(entry, names=tuple(names))
 
 
 def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, list[LoraFactors]]:
@@ -108,25 +93,37 @@ def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, l
     base = base_model(model)
     tensors = {name: entry.tensor for entry in state_entries(base) for name in entry.names}
     tied = {name for entry in entries for name in entry.names if len(entry.names) > 1}
+    layers = {layer.path: layer for layer in lora_layers(base)}
     factors: dict[str, list[LoraFactors]] = {}
-    for layer in lora_layers(base):
-        weight = f"{layer.path}.weight"
-        if layer.parameter is not None:
-            weight = f"{unwrapped(layer.path)}.{layer.parameter}"
-        elif layer.matrix is not None:
-            weight = layer.matrix.replace(".base_layer.", ".")
-        if not layer.plain or weight in tied:
+    for place in places(base):
+        if not place.in_force or place.wrapper in (None, "copies"):
+            continue
+        layer = layers.get(place.path)
+        if layer is None:
+            _require_disabled(place)
+            continue
+        name = layer.parameter or (layer.matrix or "weight").rpartition(".")[2]
+        weight = f"{place.base}.{name}"
+        if layer.odd or layer.biased or weight in tied:
             raise OptionError(
                 f"the adapters of {layer.path} cannot be merged for export: they are merged already, not plain LoRA "
                 "on a linear layer or on stacked experts, or on a tied weight; unmerge them, or leave the layer out of "
                 "target_modules"
             )
-        for name, scaling in layer.scaling.items():
-            a, b = (f"{layer.path}.{part}.{name}.weight" for part in ("lora_A", "lora_B"))
+        for adapter, scaling in layer.scaling.items():
+            a, b = (f"{layer.path}.{part}.{adapter}.weight" for part in ("lora_A", "lora_B"))
             experts = None if layer.parameter is None else layer.number
             found = LoraFactors(a, b, tensors[a], tensors[b], scaling, layer.transposed, experts)
             factors.setdefault(weight, []).append(found)
     return factors
+
+
+def _require_disabled(place: Place) -> None:
+    if not is_disabled(place.module):
+        raise OptionError(
+            f"{place.path} is adapted by peft's {kind_of(place.module)}, which is not merged for export: export "
+            "the base model inside model.disable_adapter(), and the adapter with save_adapter"
+        )
 
 
 def merge_lora(
@@ -172,16 +169,28 @@ def require_materialized_adapters(model: nn.Module) -> None:
         )
 
 
-def saved_tensors(model: Any, entries: Sequence[StateEntry], adapter: str) -> dict[str, Tensor]:
-    """Return all that peft saves of an adapter: its factors, and its copies of the modules that it trains in full.
+def saved_tensors(
+    model: Any, entries: Sequence[StateEntry], adapter: str, *, embeddings: bool | Literal["auto"]
+) -> dict[str, Tensor]:
+    """Return all that peft saves of an adapter, by the names in its file.
+
+    Args:
+        model: the ``PeftModel``.
+        entries: ``state_entries(model)``.
+        adapter: the adapter's name.
+        embeddings: as of :func:`fsdp_runtime._peft_compat.adapter_file`.
 
     Raises:
-        OptionError: the model has no such adapter.
+        OptionError: the model has no such adapter, or peft computes what it saves from several tensors.
     """
-    tensors = adapter_tensors(model, entries, adapter)
-    copies = f".modules_to_save.{adapter}."
-    named = ((name, entry.tensor) for entry in entries for name in entry.names[:1] if copies in name)
-    return tensors | {name.replace(copies, "."): tensor for name, tensor in named}
+    _require_adapter(model, adapter)
+    tensors = {name: entry.tensor for entry in entries for name in entry.names}
+    found = adapter_file(model, adapter, tensors, embeddings=embeddings)
+    known = {id(tensor) for tensor in tensors.values()}
+    if odd := next((name for name, tensor in found.items() if id(tensor) not in known), None):
+        kind = type(model.peft_config[adapter]).__name__
+        raise OptionError(f"peft computes {odd} of a {kind} when it saves it: save it from a model of plain tensors")
+    return found
 
 
 def adapter_tensors(model: Any, entries: Sequence[StateEntry], adapter: str) -> dict[str, Tensor]:
@@ -190,11 +199,15 @@ def adapter_tensors(model: Any, entries: Sequence[StateEntry], adapter: str) -> 
     Raises:
         OptionError: the model has no such adapter.
     """
-    if not is_peft_model(model) or adapter not in model.peft_config:
-        raise OptionError(f"{type(model).__name__} has no adapter {adapter!r}: pass the PeftModel and one of its names")
+    _require_adapter(model, adapter)
     tensors = {}
     for entry in entries:
         for part in ("lora_A", "lora_B"):
             if f".{part}.{adapter}." in entry.names[0]:
                 tensors[entry.names[0].replace(f".{part}.{adapter}.", f".{part}.")] = entry.tensor
     return tensors
+
+
+def _require_adapter(model: Any, adapter: str) -> None:
+    if not is_peft_model(model) or adapter not in model.peft_config:
+        raise OptionError(f"{type(model).__name__} has no adapter {adapter!r}: pass the PeftModel and one of its names")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import BASE, adapter_settings, base_model, lora_layers
+from fsdp_runtime._peft_compat import BASE, adapter_settings, base_model, lora_layers, places
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.materialize import compute_device, materialize_parameter
@@ -24,8 +24,31 @@ from fsdp_runtime.weights.adapters import adapter_tensors, saved_tensors
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-#: Settings that change what an adapter computes and that its tensors do not show.
-_SCALING = ("lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out")
+#: Settings of LoRA that change what an adapter computes and that its tensors do not show.
+_SCALING = (
+    "peft_type",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_dora",
+    "fan_in_fan_out",
+    "trainable_token_indices",
+)
+#: Settings of all other kinds that change nothing of it, or that the names of the tensors show.
+_NOT_COMPARED = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "modules_to_save",
+    "peft_version",
+    "revision",
+    "target_modules",
+    "task_type",
+}
 
 
 def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) -> None:
@@ -60,7 +83,11 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
     entries = state_entries(model)
     tensors = adapter_tensors(model, entries, adapter)
     _require_plain_adapters(model)
-    how = adapter_settings(model, adapter)["init_lora_weights"]
+    settings = adapter_settings(model, adapter)
+    if (how := settings.get("init_lora_weights")) is None:
+        raise OptionError(f"{adapter!r} is of type {settings['peft_type']}, not low-rank: call load_adapter")
+    if how is False and any(name.endswith(".bias") for name in tensors):
+        raise OptionError("init_lora_weights=False with lora_bias=True: use True or 'gaussian', or load_adapter")
     if how not in (True, False, "gaussian"):
         raise OptionError(
             f"init_lora_weights={how!r} is computed from the base model's full weights: use True, False or 'gaussian', "
@@ -92,7 +119,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         adapter: the name of the model's adapter that takes the weights.
 
     Raises:
-        OptionError: the model has no such adapter.
+        OptionError: the model has no such adapter, or it is merged.
         CheckpointError: a file is missing, truncated or corrupt.
         MismatchError: tensors are missing, left over or of another shape, or the config scales the adapter otherwise;
             all are listed.
@@ -114,10 +141,12 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     ranks = mesh_or_world_ranks(entries)
     folder = Path(directory)
     with raise_on_all(ranks):
-        _require_plain_adapters(model)
-        tensors = saved_tensors(model, entries, adapter)
+        _require_unmerged_adapters(model)
+        tensors = saved_tensors(model, entries, adapter, embeddings=False)
+        with_embeddings = saved_tensors(model, entries, adapter, embeddings=True)
         saved = _saved_settings(folder)
         checkpoint = HubCheckpoint(folder / _WEIGHTS)
+        tensors |= {name: tensor for name, tensor in with_embeddings.items() if name in checkpoint.tensors}
     with checkpoint:
         with raise_on_all(ranks):
             problems = [*_scaling_problems(saved, adapter_settings(model, adapter)), *_problems(tensors, checkpoint)]
@@ -131,9 +160,15 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
                 fill_local(tensor, [identity_chunk(name, tensor.shape)], checkpoint.read)
 
 
+def _require_unmerged_adapters(model: nn.Module) -> None:
+    merged = (each.path for each in places(base_model(model)) if each.wrapper and getattr(each.module, "merged", False))
+    if path := next(merged, None):
+        raise OptionError(f"{path} has adapters that are merged into its weight: unmerge them first")
+
+
 def _require_plain_adapters(model: nn.Module) -> None:
     """Check that the adapters are plain LoRA on linear layers or stacked experts, and not merged."""
-    if odd := next((layer.path for layer in lora_layers(base_model(model)) if not layer.plain), None):
+    if odd := next((layer.path for layer in lora_layers(base_model(model)) if layer.odd), None):
         raise OptionError(
             f"{odd} has adapters that are merged, or not plain LoRA on a linear layer or on stacked experts: unmerge "
             "them"
@@ -151,7 +186,7 @@ def _initial(name: str, shape: Sequence[int], how: bool | str, seed: int, expert
     """The full initial value of a tensor, float32, as peft's ``LoraLayer.reset_lora_parameters`` draws it."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
-    value = torch.zeros(*shape)
+    value = torch.zeros(*shape)  # as the bias of lora_B stays
     is_a = ".lora_A." in name
     if how == "gaussian":
         return value.normal_(std=experts / shape[0], generator=generator) if is_a else value
@@ -175,11 +210,18 @@ def _saved_settings(folder: Path) -> dict[str, Any]:
 
 
 def _scaling_problems(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    is_lora = own["peft_type"] == "LORA"
+    names = _SCALING if is_lora else [name for name in saved if name not in _NOT_COMPARED and "init" not in name]
     return [
         f"{name}={saved[name]!r} was saved, the model has {own.get(name)!r}"
-        for name in _SCALING
-        if name in saved and (saved[name] or None) != (own.get(name) or None)
+        for name in names
+        if name in saved and _comparable(saved[name]) != _comparable(own.get(name))
     ]
+
+
+def _comparable(setting: Any) -> Any:
+    """Return a setting as JSON has it; absent ones, empty ones and zeros are equal."""
+    return (sorted(setting) if isinstance(setting, set) else setting) or None
 
 
 def _problems(tensors: Mapping[str, Tensor], checkpoint: HubCheckpoint) -> list[str]:

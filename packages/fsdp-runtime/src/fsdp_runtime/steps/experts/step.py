@@ -39,7 +39,7 @@ def check_adapted_experts(model: nn.Module, plan: Plan, tp_plan: Plan | None, *,
         wrapper: Any = layer.module
         if (style := styles.get(id(wrapper.get_base_layer()))) is None:
             continue
-        if layer.experts is None or not layer.plain:
+        if layer.experts is None or layer.odd:
             raise OptionError(
                 f"{layer.path} adapts stacked experts with adapters that are merged, or not plain LoRA on a stacked "
                 "weight [experts, ..., ...]: unmerge them, or leave the parameter out of target_parameters"

@@ -18,9 +18,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fsdp_runtime._peft_compat import unwrapped
 from fsdp_runtime._torch_compat import children
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import inspect_model
+from fsdp_runtime.steps.outputs.head_weight import head_weight, require_linear
 from fsdp_runtime.wrap import hook_forward
 
 #: Inputs of the map that a model applies to its logits: small ones show a factor, large ones a bound.
@@ -46,7 +48,8 @@ class LMHeadParameters:
 
     Args:
         weight: ``[vocab, features]``; over ``tp`` a DTensor sharded on the vocabulary, otherwise a plain tensor.  FSDP2
-            shards are gathered.
+            shards are gathered.  Low-rank adapters of the head are added to it, in its dtype; a copy that an adapter
+            trains in full stands in its place.
         bias: ``[vocab]``, placed as the rows of ``weight``, or ``None``.
         logit_scale: factor that the model applies to the head's output.
         softcap: bound that the model applies to its logits, or ``None``.
@@ -85,8 +88,9 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
 
     Raises:
         ModelError: the model has no linear language-model head, its forward calls the head more than once or not at
-            all, or it does more with the logits than to scale and soft-cap them.
-        OptionError: ``labels`` are given, which need logits.
+            all, it does more with the logits than to scale and soft-cap them, or an adapter of the head is more than
+            a product that adds to its weight, as one with dropout in training.
+        OptionError: ``labels`` are given, which need logits, or ``adapter_names``.
 
     Example:
         >>> import torch
@@ -113,6 +117,9 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
     head = siblings[name]
     if head is None:
         raise ModelError(f"{path} is None in {type(model).__name__}")
+    require_linear(head, path)
+    if kwargs.get("adapter_names") is not None:
+        raise OptionError("adapter_names gives each row a head of its own: compute the loss from the logits")
     stand_in = _StandIn(head, path)
     run = _Run(model, stand_in, function, _maps.get(model))
     hook = hook_forward(model, "computes from the head's inputs", after=run, first=True)
@@ -193,7 +200,7 @@ class _Run:
                 raise _unknown_map(model, path)
             self.known = _maps[model] = measured
         self.entered = True
-        lm_head = LMHeadParameters(head.weight, head.bias, self.known.scale, self.known.softcap)
+        lm_head = LMHeadParameters(*head_weight(head), self.known.scale, self.known.softcap)
         self.result = found = self.function(self.stand_in.hidden, lm_head)
         return _fields(found) if dataclasses.is_dataclass(found) else found
 
@@ -201,7 +208,7 @@ class _Run:
 def _head_path(model: nn.Module) -> str:
     if model not in _paths:
         path = inspect_model(model).lm_head
-        head = None if path is None else model.get_submodule(path)
+        head = None if path is None else unwrapped(model.get_submodule(path))
         if path is None or getattr(getattr(head, "weight", None), "ndim", 0) != 2 or not hasattr(head, "bias"):
             raise ModelError(
                 f"{type(model).__name__} has no linear language-model head: compute the loss from its outputs"

@@ -1,10 +1,10 @@
-"""Low-rank adapters (peft) on a sharded model: their styles, and saving an adapter alone."""
+"""Adapters (peft) on a sharded model: their styles, and saving an adapter alone."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Set
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -13,13 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_runtime._peft_compat import (
     BASE,
     LoraLayer,
-    adapter_config,
+    Place,
     base_model,
     is_peft_model,
+    kind_of,
     lora_layers,
-    unwrapped,
+    places,
+    save_adapter_config,
     without_adapters,
 )
+from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
@@ -38,7 +41,7 @@ from tp_plans import (
     Style,
     resolve_plan,
 )
-from tp_plans.runtime import adapter_styles, resolve_style
+from tp_plans.runtime import adapter_styles, ancestors, is_at_or_below, join, parent, resolve_style
 from tp_plans.styles import GatheredParameters, ParallelAttention
 
 _FILE = "adapter_model.safetensors"
@@ -74,7 +77,7 @@ def resolve_adapted_plan(
     bare = model if base is model else without_adapters(base)
     resolved = resolve_plan(plan, bare, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
     if base is not model:
-        return adapted_plan(resolved, base).with_prefix(BASE)
+        return adapted_plan(resolved, base).with_prefix(_path_of(base, model))
     if plan == "auto" and (layer := next(lora_layers(model), None)) is not None:
         raise OptionError(
             f"{layer.path} of {type(model).__name__} carries adapters, and the model is no PeftModel: give the "
@@ -84,52 +87,43 @@ def resolve_adapted_plan(
 
 
 def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
-    """Add styles for low-rank adapters to a plan.
+    """Return a plan of the base model as one of the adapted model, with rules for low-rank factors.
+
+    The rule of a module holds for each of its copies that an adapter trains in full (``modules_to_save``, LN tuning).
 
     Args:
         plan: the plan of the base model.
         model: the model inside the ``PeftModel``, before it is sharded.
 
     Raises:
-        OptionError: a layer of the plan has adapters other than plain LoRA, or adapted experts are sharded otherwise
-            than by expert.
+        OptionError: a module of the plan has adapters other than these, or adapted experts are sharded otherwise than
+            by expert.
         tp_plans.PlanError: a layer's style does not support adapters.
     """
-    layers = {layer.path: layer for layer in lora_layers(model)}
-    plan = _below_wrappers(plan, model, layers)
-    _check_stacked(plan, layers)
-    paths: dict[str, list[str]] = {}
-    for path, _ in model.named_modules():
-        for pattern in plan.match(path):
-            paths.setdefault(pattern, []).append(path)
+    adapted = _AdaptedModel.of(model, plan)
+    adapted.check_stacked()
+    matched: dict[str, list[str]] = {pattern: [] for pattern in plan}
+    for base, found in adapted.places.items():
+        owned = {join(base, name) for place in found if not place.wrapper for name in own_parameters(place.module)}
+        for path in (base, *sorted(owned)):
+            for pattern in plan.match(path):
+                matched[pattern].append(path)
     rules: dict[str, Style] = {}
     for pattern, style in plan.items():
-        carrying = [path for path in paths.get(pattern, ()) if path in layers]
-        if odd := [path for path in carrying if not layers[path].plain or layers[path].matrix is not None]:
-            raise OptionError(
-                f"{odd[0]} carries adapters that are merged, or not plain LoRA on a linear layer or on stacked experts "
-                "(DoRA, a bias, an embedding): unmerge them, or leave it out of target_modules"
-            )
-        styles = {
-            path: _adapted_experts(style, path, model)
-            if layers[path].experts is not None
-            else _adapted(style, path, plan, model)
-            for path in carrying
-        }
-        if not carrying:
-            rules[pattern] = style
-        elif len(carrying) == len(paths[pattern]) and all(each == styles[carrying[0]] for each in styles.values()):
-            rules |= _below(pattern, styles[carrying[0]])  # one rule for all blocks
+        moved = {path: adapted.rules_of(path, pattern, style) for path in matched[pattern]}
+        if all(each == moved[matched[pattern][0]] for each in moved.values()):  # one rule for all blocks
+            rules |= moved[matched[pattern][0]] if moved else {pattern: style}
         else:
-            for path in paths[pattern]:
-                rules |= _below(path, styles[path]) if path in styles else {path: style}
+            for path in matched[pattern]:
+                rules |= adapted.rules_of(path, path, style)
     return Plan(rules, name=f"{plan.name} with adapters", sequence_parallel=plan.sequence_parallel)
 
 
 def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter: str = "default") -> None:
     """Save one adapter of a ``PeftModel`` in peft's format, for ``PeftModel.from_pretrained``.
 
-    The modules of its ``modules_to_save``, as a value head, are saved with it.
+    The file has all that peft's ``save_pretrained`` writes: trained biases, modules of ``modules_to_save``, trainable
+    tokens, and embedding and head where they are adapted or resized.
 
     Collective: call it on every rank of the model.  One rename replaces an older file.
 
@@ -157,10 +151,12 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(entries)
     target = require_path("directory", directory)
-    with raise_on_all(ranks):
-        tensors = saved_tensors(model, entries, adapter)
-        if ranks.is_first:
+    with raise_on_all(ranks) as step:
+        tensors = saved_tensors(model, entries, adapter, embeddings=True)
+        if ranks.is_first:  # which alone looks up the base model's config
+            step.value = list(saved_tensors(model, entries, adapter, embeddings="auto"))
             target.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensors[name] for name in step.values[ranks.global_first]}
     full = dict(zip(tensors, full_tensors(list(tensors.values())), strict=True))
     with raise_on_all(ranks):
         if ranks.is_first:
@@ -176,8 +172,14 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
             except OSError:
                 fresh.unlink(missing_ok=True)  # part of a file would keep a full disk full
                 raise
-            adapter_config(model, adapter).save_pretrained(target)
+            save_adapter_config(model, adapter, str(target))
             move_into_place(fresh, target / _FILE)
+
+
+def _path_of(base: nn.Module, model: nn.Module) -> str:
+    """Return the path of the model inside a ``PeftModel``, which differs between prompt learning and other kinds."""
+    paths: Iterator[str] = (path for path, module in model.named_modules() if module is base)
+    return next(paths)
 
 
 def _inside_wrapper(plan: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -188,98 +190,139 @@ def _inside_wrapper(plan: Mapping[str, Any]) -> Mapping[str, Any]:
     return Plan(rules, name=plan.name, sequence_parallel=plan.sequence_parallel) if isinstance(plan, Plan) else rules
 
 
-def _adapted(style: Style, path: str, plan: Plan, model: nn.Module) -> dict[str, Style]:
-    """Return the styles of an adapted layer's parts, by their names in the layer."""
-    parent = path.rpartition(".")[0]
-    layer = resolve_style(style, model.get_submodule(parent))
-    above = [above for depth in range(path.count(".") + 1) for above in plan.match(".".join(path.split(".")[:depth]))]
-    sharded_input = plan.sequence_parallel and not any(isinstance(plan[pattern], _GATHERING) for pattern in above)
-    factors = adapter_styles(layer, sequence_dim=1 if sharded_input else None)
-    return {"base_layer": layer, "lora_A.*": factors.a, "lora_B.*": factors.b}
+@dataclass(frozen=True)
+class _AdaptedModel:
+    """A model with adapters, for which a plan of its base model is rewritten.
 
-
-def _below_wrappers(plan: Plan, model: nn.Module, layers: Mapping[str, LoraLayer]) -> Plan:
-    """Return a plan whose rules for parameters of adapted layers have the paths below peft's wrappers.
-
-    A matrix to which peft adds adapters where the layer's code reads it stays replicated: the sum is of plain tensors.
+    Args:
+        plan: the plan of the base model.
+        places: of each module of the base model, by its path there.
+        layers: the layers with low-rank adapters by path in the adapted model.
     """
-    adapted = {path for path, layer in layers.items() if layer.parameter is None}
-    summed = {layer.matrix for layer in layers.values()}
-    placed: dict[str, dict[str, Style]] = {pattern: {} for pattern in plan}
-    moved: set[str] = set()
-    for path, _ in model.named_modules():
-        for pattern in plan.match(path):
-            style = plan[pattern] if path in adapted else _with_moved_names(plan[pattern], path, adapted)
-            moved |= {pattern} if style != plan[pattern] else set()
-            placed[pattern][path] = style
-    for path, _ in model.named_parameters():
-        layer, _, name = path.rpartition(".")
-        original = f"{layer.removesuffix('.base_layer')}.{name}" if layer.endswith(".base_layer") else path
-        for pattern in plan.match(original):
-            moved |= {pattern} if original != path else set()
-            if path not in summed:
-                placed[pattern][path] = plan[pattern]
-            elif not getattr(plan[pattern], "gathered", False):
+
+    plan: Plan
+    places: Mapping[str, Sequence[Place]]
+    layers: Mapping[str, LoraLayer]
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan) -> _AdaptedModel:
+        by_base: dict[str, list[Place]] = {}
+        seen: set[nn.Module] = set()
+        for place in places(model):
+            if place.module not in seen:
+                seen.add(place.module)
+                by_base.setdefault(place.base, []).append(place)
+        return cls(plan, by_base, {layer.path: layer for layer in lora_layers(model)})
+
+    def rules_of(self, path: str, pattern: str, style: Style) -> dict[str, Style]:
+        """Return the rules that stand for that of one module or parameter of the base model.
+
+        Args:
+            path: its path in the base model.
+            pattern: the pattern to write the rules with.
+            style: the rule.
+        """
+        if path not in self.places:
+            return self._rules_of_parameter(path, pattern, style)
+        rules: dict[str, Style] = {}
+        for place in self.places[path]:
+            at = place.moved(pattern)
+            if place.wrapper is None:
+                rules[at] = self._style_at(place, style)
+            elif place.wrapper == "lora":
+                rules |= {join(at, name): factor for name, factor in self._factors(place, style).items()}
+            else:
+                _refuse_other(place)
+        return rules
+
+    def _rules_of_parameter(self, path: str, pattern: str, style: Style) -> dict[str, Style]:
+        """Return the rules of a bare parameter.
+
+        A matrix to which peft adds adapters where the layer's code reads it stays replicated: the sum is of plain
+        tensors.
+        """
+        summed = {layer.matrix for layer in self.layers.values()}
+        base, _, name = path.rpartition(".")
+        above, _, last = pattern.rpartition(".")
+        rules: dict[str, Style] = {}
+        for place in self.places[base]:
+            if place.wrapper is not None:
+                _refuse_other(place)
+            elif join(place.path, name) not in summed:
+                rules[join(place.moved(above), last)] = style
+            elif not getattr(style, "gathered", False):
                 raise OptionError(
-                    f"{original} carries adapters, and each rank computes with its part of it: leave it out of "
+                    f"{path} carries adapters, and each rank computes with its part of it: leave it out of "
                     "target_parameters"
                 )
-    rules: dict[str, Style] = {}
-    for pattern, style in plan.items():
-        rules |= placed[pattern] if pattern in moved else {pattern: style}
-    return Plan(rules, name=plan.name, sequence_parallel=plan.sequence_parallel)
+        return rules
 
+    def _style_at(self, place: Place, style: Style) -> Style:
+        """Return a rule with the names that its parameters have in the adapted model."""
+        if isinstance(style, GatherSequence) and isinstance(style.inner, GatheredParameters):
+            return replace(style, inner=self._style_at(place, style.inner))  # type: ignore[arg-type]
+        if isinstance(style, GatheredParameters):
+            return replace(style, names=tuple(each for name in style.names for each in self._names_below(place, name)))
+        is_below_wrapper = bool(place.parts) and place.parts[-1] is not None
+        return resolve_style(style, self._parent(place)) if is_below_wrapper else style
 
-def _with_moved_names(style: Style, path: str, adapted: Set[str]) -> Style:
-    match style:
-        case GatherSequence(inner=GatheredParameters() as inner):
-            return replace(style, inner=_of_moved(inner, path, adapted))
-        case GatheredParameters():
-            return _of_moved(style, path, adapted)
-    return style
+    def _names_below(self, place: Place, parameter: str) -> Iterator[str]:
+        """Iterate over the names of a parameter below a module: an adapted layer's is below peft's wrapper."""
+        owner, _, name = parameter.rpartition(".")
+        for inner in self.places.get(join(place.base, owner) if owner else place.base, ()):
+            if inner.wrapper is None and is_at_or_below(inner.path, place.path):
+                yield join(inner.path.removeprefix(place.path).removeprefix("."), name)
 
+    def _parent(self, place: Place) -> nn.Module:
+        """Return the module of the base model that has the layer, whose attributes a style may name."""
+        return next(each.module for each in self.places[parent(place.base)] if each.wrapper is None)
 
-def _of_moved(style: GatheredParameters, path: str, adapted: Set[str]) -> GatheredParameters:
-    names = (_moved(f"{path}.{name}", adapted).removeprefix(f"{path}.") for name in style.names)
-    return replace(style, names=tuple(names))
+    def _factors(self, place: Place, style: Style) -> dict[str, Style]:
+        """Return the styles of the two factors of a layer, by their names in peft's wrapper.
 
-
-def _moved(parameter: str, adapted: Set[str]) -> str:
-    """Return the path of a parameter in the adapted model."""
-    layer, _, name = parameter.rpartition(".")
-    return f"{layer}.base_layer.{name}" if layer in adapted else parameter
-
-
-def _check_stacked(plan: Plan, layers: Mapping[str, LoraLayer]) -> None:
-    """Refuse adapters on stacked experts that a plan shards otherwise than by expert, and others around them."""
-    for layer in layers.values():
-        if layer.parameter is None:
-            continue
-        experts = unwrapped(layer.path)
-        styles = [plan[pattern] for pattern in plan.match(experts)]
-        inner = [style.inner if isinstance(style, GatherSequence) else style for style in styles]
-        by_expert = all(isinstance(style, ExpertsParallel | DispatchExperts) for style in inner)
-        if not by_expert or plan.match(f"{experts}.{layer.parameter}"):
+        Raises:
+            OptionError: the layer has adapters other than plain LoRA.
+        """
+        layer = self.layers[place.path]
+        if layer.experts is not None:
+            return {f"{factor}.*": NoParallel(gradient="partial") for factor in ("lora_A", "lora_B")}
+        if layer.odd or layer.matrix is not None:
             raise OptionError(
-                f"{experts}.{layer.parameter} carries adapters and is not sharded by expert: give {experts} a rule "
-                "ExpertsParallel, or leave it out of target_parameters"
+                f"{place.path} carries adapters that are merged, or not plain LoRA on a linear layer or on stacked "
+                f"experts ({layer.odd or 'on a parameter'}): unmerge them, or leave it out of target_modules"
             )
-        if odd := next((path for path in layers if unwrapped(path) == experts and not layers[path].plain), None):
-            raise OptionError(
-                f"{odd} adapts experts with adapters that are merged, or not plain LoRA on a stacked weight: unmerge "
-                "them, or leave the parameter out of target_parameters"
-            )
+        plan, base = self.plan, place.base
+        rules = [plan[pattern] for above in (base, *ancestors(base)) for pattern in plan.match(above)]
+        sharded_input = plan.sequence_parallel and not any(isinstance(rule, _GATHERING) for rule in rules)
+        factors = adapter_styles(resolve_style(style, self._parent(place)), sequence_dim=1 if sharded_input else None)
+        return {"lora_A.*": factors.a, "lora_B.*": factors.b}
+
+    def check_stacked(self) -> None:
+        """Refuse adapters on stacked experts that a plan shards otherwise than by expert, and others around them."""
+        for experts, found in self.places.items():
+            around = [self.layers[place.path] for place in found if place.path in self.layers]
+            for layer in around:
+                if layer.parameter is None:
+                    continue
+                styles = [self.plan[pattern] for pattern in self.plan.match(experts)]
+                inner = [style.inner if isinstance(style, GatherSequence) else style for style in styles]
+                by_expert = all(isinstance(style, ExpertsParallel | DispatchExperts) for style in inner)
+                if not by_expert or self.plan.match(f"{experts}.{layer.parameter}"):
+                    raise OptionError(
+                        f"{experts}.{layer.parameter} carries adapters and is not sharded by expert: give {experts} a "
+                        "rule ExpertsParallel, or leave it out of target_parameters"
+                    )
+                if odd := next((each for each in around if each.odd), None):
+                    raise OptionError(
+                        f"{odd.path} adapts experts with adapters that are merged, or not plain LoRA on a stacked "
+                        f"weight ({odd.odd}): unmerge them, or leave the parameter out of target_parameters"
+                    )
 
 
-def _adapted_experts(style: Style, path: str, model: nn.Module) -> dict[str, Style]:
-    """Return the styles of adapted stacked experts, below all their wrappers, and of the factors, by their names."""
-    rules: dict[str, Style] = {}
-    prefix, layer = "", model.get_submodule(path)
-    while isinstance(inner := getattr(layer, "base_layer", None), nn.Module):
-        rules |= {f"{prefix}{factor}.*": NoParallel(gradient="partial") for factor in ("lora_A", "lora_B")}
-        prefix, layer = f"{prefix}base_layer.", inner
-    return {prefix.removesuffix("."): style} | rules
-
-
-def _below(path: str, styles: Mapping[str, Style]) -> dict[str, Style]:
-    return {f"{path}.{name}": style for name, style in styles.items()}
+def _refuse_other(place: Place) -> None:
+    """Refuse a wrapper of peft that computes with the weight or the activations of a module that has a rule."""
+    if place.wrapper == "other":
+        raise OptionError(
+            f"{place.path} is adapted by peft's {kind_of(place.module)}, which reads full weights and "
+            "activations, and the plan shards them over tp: take LoRA, modules_to_save or LN tuning, or use tp=1"
+        )
