@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from faults.campaign import Campaign, Row
+from faults.writers import campaign as writers_campaign
 
 HEAD = f"{'fault':52} {'others ended after':>18} {'resumed from':>12} {'data lost':>9}  survived"
 
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="a regular expression for the names of faults")
     parser.add_argument("--timeout", type=float, default=10.0, help="of monitor_ranks; the bound is twice that")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="for the ranks that are struck")
+    parser.add_argument("--writers", type=float, default=20.0, help="seconds of eight jobs in one directory, each kind")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as directory:
@@ -31,10 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _say(_line(row))
         except PermissionError as error:
             _say(f"full disk during save: not tried, for mounting a small one needs root ({error})")
+        lossy = writers_campaign(Path(directory), seconds=options.writers, seed=options.seed) if options.writers else []
     survived = sum(not row.problems for row in rows)
     lost = sum(row.lost for row in rows)
     _say(f"{len(rows)} faults tried, {survived} survived, data lost: {f'{lost} steps' if lost else 'none'}")
-    return int(survived < len(rows) or not rows)
+    for problem in lossy:
+        _say(problem)
+    return int(survived < len(rows) or not rows or bool(lossy))
 
 
 def _line(row: Row) -> str:

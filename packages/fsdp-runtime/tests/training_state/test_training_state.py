@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_runtime import FSDPOptions, OptionError, WeightsError, parallelize
 from fsdp_runtime.errors import CheckpointError, MismatchError
+from fsdp_runtime.sharded import work_directory
 from fsdp_runtime.sharded.collectives import ModelRanks
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.training_state import directory as step_directories
@@ -293,7 +294,7 @@ def _arm(moment: str) -> None:
                 kill() if target.is_dir() else None,
             )
         case "old state half gone":
-            step_directories.shutil.rmtree = kill  # type: ignore[attr-defined]
+            work_directory.shutil.rmtree = kill  # type: ignore[assignment]
 
 
 MOMENTS = {

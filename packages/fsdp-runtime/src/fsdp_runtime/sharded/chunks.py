@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,12 +73,6 @@ def identity_chunk(name: str, shape: Sequence[int]) -> Chunk:
 def full_slices(shape: Sequence[int]) -> Slices:
     """Return the slices that select a full tensor of ``shape``."""
     return tuple(slice(0, size) for size in shape)
-
-
-def is_complete(chunks: Iterable[Chunk], shape: Sequence[int]) -> bool:
-    """Return whether chunks that do not overlap fill a tensor of ``shape``."""
-    covered: int = sum(math.prod(side.stop - side.start for side in chunk.target) for chunk in chunks)
-    return covered == math.prod(shape)
 
 
 @torch.no_grad()

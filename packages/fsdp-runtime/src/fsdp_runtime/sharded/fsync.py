@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_ADVICE = {
+    errno.ENOSPC: "Free space on its disk, or save to another directory",
+    errno.EDQUOT: "Free space within the quota, or save to another directory",
+    errno.ENOENT: "Its directory was removed while it was written to: save again",
+    errno.ENAMETOOLONG: "Give a shorter path",
+}
 
 
 @contextmanager
@@ -17,8 +25,8 @@ def naming_write_errors(path: Path, nbytes: int) -> Iterator[None]:
         reason = error.strerror or str(error)
         raise OSError(
             error.errno or 0,
-            f"{reason}: could not write {path}, a file of {nbytes} bytes; what was saved before is unchanged. Free "
-            "space on its disk, or save to another directory",
+            f"{reason}: could not write {path}, a file of {nbytes} bytes; what was saved before is unchanged. "
+            f"{_ADVICE.get(error.errno or 0, 'Save to another directory')}",
         ) from error
 
 

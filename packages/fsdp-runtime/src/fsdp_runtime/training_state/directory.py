@@ -1,21 +1,31 @@
-"""Directories of training states: find the newest state, and commit a new one atomically."""
+"""Directories of training states: find the newest state, and commit a new one atomically, whoever else commits there.
+
+A state takes effect when its complete directory gets its name.  The index has the order; it is written after that, so
+states that it lacks follow it.  Whoever writes the index reads the directory again until both agree, so the last one
+to write lists every state.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
-import shutil
-import uuid
-from collections.abc import Iterator
+import logging
+import os
+from contextlib import suppress
 from pathlib import Path
 
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded.fsync import move_into_place
 from fsdp_runtime.sharded.paths import is_file_name
+from fsdp_runtime.sharded.work_directory import discard, unused_path
 from fsdp_runtime.training_state.manifest import MANIFEST
 
 #: Names of the states, in the order in which they were saved.
 INDEX = "training_states.json"
-_SAVING, _DROPPED = ".saving-", ".dropped-"
+
+logger = logging.getLogger(__name__)
+#: The states that this process may remove, by directory: those that it found there first, and its own.
+_removable: dict[str, set[str]] = {}
 
 
 def newest_state(directory: Path) -> Path:
@@ -25,70 +35,86 @@ def newest_state(directory: Path) -> Path:
         CheckpointError: there is no state.
     """
     if (directory / MANIFEST).is_file():
+        with suppress(CheckpointError):  # an index that is not read here
+            _removable_states(directory.absolute().parent)
         return directory
-    saved = list(_saved_states(directory))
-    if not saved:
+    if not (saved := _saved_states(directory)):
         raise CheckpointError(f"{directory} holds no training state: give the directory that one was saved to")
+    _removable_states(directory)
     return directory / saved[-1]
 
 
-def make_work_directory(directory: Path) -> Path:
-    """Create a directory to write a state into, on the same file system; remove what killed saves left behind."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for prefix in (_SAVING, _DROPPED):
-        for abandoned in directory.glob(f"{prefix}*"):
-            shutil.rmtree(abandoned)
-    work = directory / f"{_SAVING}{uuid.uuid4().hex[:8]}"
-    work.mkdir()
-    return work
-
-
 def commit(work: Path, step: int, keep: int | None) -> Path:
-    """Make a complete state take effect by one rename, then remove older states beyond ``keep``.
-
-    The index lists the new directory before it exists, and entries without a directory are ignored.  The rename is
-    therefore the point at which the new state takes effect.
-    """
+    """Make a complete state take effect by one rename, then remove older states beyond ``keep``."""
     directory = work.parent
-    saved = list(_saved_states(directory))
-    final = _unused_name(directory, step)
-    _write_index(directory, [*saved, final.name])
-    move_into_place(work, final)
-    for old in saved[: max(len(saved) - keep, 0)] if keep is not None else ():
-        dropped = directory / f"{_DROPPED}{old}"
-        (directory / old).rename(dropped)
-        shutil.rmtree(dropped)
+    removable = _removable_states(directory)
+    final = _place(work, step)
+    removable.add(final.name)
+    try:
+        _update_index(directory)
+    except OSError as error:
+        logger.warning("%s is saved; %s could not be written (%s) and is by the next save", final, INDEX, error)
+    if keep is not None:
+        older = [name for name in _saved_states(directory) if name in removable and name != final.name]
+        for name in older[: max(len(older) - keep, 0)]:
+            discard(directory / name)
     return final
 
 
-def _saved_states(directory: Path) -> Iterator[str]:
-    """Yield the names of the states' directories in the order of saving."""
+def _removable_states(directory: Path) -> set[str]:
+    """Return the states that this process may remove: never those that another job saves meanwhile."""
+    path = os.path.realpath(directory)
+    if path not in _removable:
+        _removable[path] = set(_saved_states(directory))
+    return _removable[path]
+
+
+def _saved_states(directory: Path) -> list[str]:
+    """Return the names of the states' directories in the order of saving."""
+    listed = [name for name in _listed(directory) if (directory / name / MANIFEST).is_file()]
+    others = []
+    for manifest in directory.glob(f"[!.]*/{MANIFEST}"):
+        if manifest.parent.name not in listed:
+            try:
+                others.append((manifest.stat().st_mtime_ns, manifest.parent.name))
+            except FileNotFoundError:  # another job removes it
+                continue
+    return [*listed, *(name for _, name in sorted(others))]
+
+
+def _listed(directory: Path) -> list[str]:
     index = directory / INDEX
-    if not index.is_file():
-        return
     try:
         names = list(json.loads(index.read_text(encoding="utf-8"))["states"])
         if outside := [name for name in names if not is_file_name(name)]:
             raise ValueError(f"{outside[0]!r} is not the name of a directory in {directory}")
-        yield from (name for name in names if (directory / name / MANIFEST).is_file())
+    except FileNotFoundError:
+        return []
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{index} is damaged ({error!r}): pass the directory of one state in {directory}"
         ) from error
+    return names
 
 
-def _write_index(directory: Path, names: list[str]) -> None:
-    new = directory / f"{INDEX}.new"
-    new.write_bytes((json.dumps({"states": names}, indent=2) + "\n").encode())
-    move_into_place(new, directory / INDEX)
+def _update_index(directory: Path) -> None:
+    while (names := _saved_states(directory)) != _listed(directory):
+        new = unused_path(directory)
+        new.write_bytes((json.dumps({"states": names}, indent=2) + "\n").encode())
+        move_into_place(new, directory / INDEX)
 
 
-def _unused_name(directory: Path, step: int) -> Path:
-    """Return ``step-00000012``, with a number appended if a run that was rolled back saves a step again."""
-    usual = directory / f"step-{step:08d}"
-    number = 1
-    final = usual
-    while final.exists():
+def _place(work: Path, step: int) -> Path:
+    """Rename to ``step-00000012``, with a number appended if a run that was rolled back or another job saved it."""
+    usual = work.with_name(f"step-{step:08d}")
+    final, number = usual, 1
+    while True:
+        try:
+            if not final.exists():
+                move_into_place(work, final)
+                return final
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another job took the name just now
+                raise
         number += 1
         final = usual.with_name(f"{usual.name}-{number}")
-    return final

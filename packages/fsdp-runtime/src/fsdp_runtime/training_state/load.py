@@ -25,15 +25,18 @@ from fsdp_runtime.training_state.optimizers import (
     parameter_names,
     require_same_class,
     require_same_groups,
+    require_saved_optimizer,
     restore_optimizer,
 )
 from fsdp_runtime.training_state.reader import StateReader
-from fsdp_runtime.training_state.rng_state import set_rng_states
+from fsdp_runtime.training_state.rng_state import require_rng_states, set_rng_states
 from fsdp_runtime.training_state.safe_pickle import read_object
 from fsdp_runtime.training_state.save import SHARED_FILE, Stateful, mesh_sizes, rng_file
 from fsdp_runtime.training_state.snapshot import as_list
 
 logger = logging.getLogger(__name__)
+#: What the file of the values that are not tensors has, by key.
+_SHARED: Mapping[str, Any] = {"optimizers": list, "scheduler": dict | None, "extra": dict}
 
 
 @dataclass(frozen=True)
@@ -104,15 +107,22 @@ def load_training_state(
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(entries)
     optimizers = as_list(optimizer)
+    with raise_on_all(ranks) as newest:
+        root = require_path("directory", directory)
+        newest.value = newest_state(root).relative_to(root)
+    folder = root / newest.values[ranks.global_first]  # one for all: another job may save to the directory just now
     with raise_on_all(ranks):
-        folder = newest_state(require_path("directory", directory))
         manifest = read_manifest(folder)
         reader = StateReader(folder, manifest)
     with reader, leave_inference_mode():
         with raise_on_all(ranks):
-            shared = read_object(folder, SHARED_FILE, manifest.files)
+            shared = read_object(folder, SHARED_FILE, manifest.files, _SHARED)
             same_mesh = (mesh_sizes(entries), ranks.count) == (dict(manifest.mesh), manifest.world_size)
-            own = read_object(folder, rng_file(ranks.index), manifest.files) if same_mesh else None
+            own = read_object(folder, rng_file(ranks.index), manifest.files, {"rng": dict}) if same_mesh else None
+            if own is not None:
+                require_rng_states(folder / rng_file(ranks.index), own["rng"])
+            for index, saved in enumerate(shared["optimizers"]):
+                require_saved_optimizer(folder / SHARED_FILE, index, saved, manifest.tensors)
             _check(entries, optimizers, scheduler, manifest, shared)
             if verify:
                 reader.verify(range(ranks.index, len(manifest.tensors), ranks.count))

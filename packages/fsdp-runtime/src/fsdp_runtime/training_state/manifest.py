@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded.fsync import write_and_fsync
+from fsdp_runtime.sharded.paths import is_file_name
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
 #: Version of the files' layout.
 FORMAT = 2
@@ -84,15 +88,18 @@ def read_manifest(directory: Path) -> Manifest:
     checksum, _, content = text.removesuffix("\n").partition("\n")
     if f"{zlib.crc32(content.encode()):08x}" != checksum:
         raise CheckpointError(f"{path} ({len(text)} characters) is truncated or corrupt: resume from an older state")
-    fields: dict[str, Any] = json.loads(content)
-    if (found := fields.pop("format")) != FORMAT:
+    try:
+        fields = _typed(json.loads(content), dict)
+        if (found := fields.pop("format")) != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {found}, and this version of fsdp-runtime reads format {FORMAT}: resume with the "
+                "version that saved it"
+            )
+        return _manifest(**fields)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} has format {found}, and this version of fsdp-runtime reads format {FORMAT}: resume with the "
-            "version that saved it"
-        )
-    tensors = {name: _tensor(stored) for name, stored in fields.pop("tensors").items()}
-    files = {name: (size, checksum) for name, (size, checksum) in fields.pop("files").items()}
-    return Manifest(tensors=tensors, files=files, **fields)
+            f"{path} is not what save_training_state writes ({error}): resume from an older state"
+        ) from error
 
 
 def checksum(tensor: Tensor) -> int:
@@ -100,9 +107,84 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())) if tensor.nbytes else 0
 
 
-def _tensor(stored: Mapping[str, Any]) -> StoredTensor:
-    chunks = tuple(
-        StoredChunk(chunk["file"], tuple(chunk["start"]), tuple(chunk["shape"]), chunk["checksum"])
-        for chunk in stored["chunks"]
+# The manifest of a file: nothing in it is taken for granted, whatever its checksum.
+
+
+def _manifest(step: Any, world_size: Any, mesh: Any, tensors: Any, files: Any) -> Manifest:
+    return Manifest(
+        step=_number(step),
+        world_size=_number(world_size, 1),
+        mesh={name: _number(size, 1) for name, size in _typed(mesh, dict).items()},
+        tensors={name: _tensor(name, **_typed(stored, dict)) for name, stored in _typed(tensors, dict).items()},
+        files={_file(name): (_number(size), _number(crc)) for name, (size, crc) in _typed(files, dict).items()},
     )
-    return StoredTensor(tuple(stored["shape"]), stored["dtype"], chunks)
+
+
+def _tensor(name: str, shape: Any, dtype: Any, chunks: Any) -> StoredTensor:
+    if not isinstance(getattr(torch, _typed(dtype, str), None), torch.dtype):
+        raise ValueError(f"{name} has the dtype {dtype!r}")
+    parts = tuple(_chunk(**_typed(chunk, dict)) for chunk in _typed(chunks, list))
+    stored = StoredTensor(_numbers(shape), dtype, parts)
+    if not all(_is_inside(chunk, stored.shape) for chunk in stored.chunks):
+        raise ValueError(f"a chunk of {name} is not inside of its shape {stored.shape}")
+    if sum(math.prod(chunk.shape) for chunk in stored.chunks) != math.prod(stored.shape) or _overlap(stored.chunks):
+        raise ValueError(f"its chunks lack a part of {name}, of shape {stored.shape}, or overlap")
+    return stored
+
+
+def _chunk(file: Any, start: Any, shape: Any, checksum: Any) -> StoredChunk:
+    return StoredChunk(_file(file), _numbers(start), _numbers(shape), _number(checksum))
+
+
+def _file(name: Any) -> str:
+    if not is_file_name(name):
+        raise ValueError(f"it names {name!r}, which is not a file in its directory")
+    return str(name)
+
+
+def _is_inside(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
+    return len(chunk.start) == len(chunk.shape) == len(shape) and all(
+        first + size <= full for first, size, full in zip(chunk.start, chunk.shape, shape, strict=True)
+    )
+
+
+def _overlap(chunks: Sequence[StoredChunk]) -> bool:
+    """Return whether two chunks have an element in common; a chunk is compared with those that reach its first index.
+
+    Along the dim on which most chunks begin at different indices these are few, for shards of a mesh.
+    """
+    filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
+    if len(filled) < 2:
+        return False
+    dims = range(len(filled[0].shape))
+    sweep = max(dims, key=lambda dim: len({chunk.start[dim] for chunk in filled}), default=None)
+    if sweep is None:
+        return True  # one element, twice
+    reaching: list[StoredChunk] = []
+    for chunk in sorted(filled, key=lambda chunk: chunk.start[sweep]):
+        reaching = [other for other in reaching if other.start[sweep] + other.shape[sweep] > chunk.start[sweep]]
+        for other in reaching:
+            if all(
+                chunk.start[dim] < other.start[dim] + other.shape[dim]
+                and other.start[dim] < chunk.start[dim] + chunk.shape[dim]
+                for dim in dims
+            ):
+                return True
+        reaching.append(chunk)
+    return False
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(_number(value) for value in _typed(values, list))
+
+
+def _number(value: Any, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 2**63:
+        raise ValueError(f"{value!r:.80} is not a whole number of at least {least}")
+    return value
+
+
+def _typed(value: Any, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r:.80} is not a {kind.__name__}")
+    return value

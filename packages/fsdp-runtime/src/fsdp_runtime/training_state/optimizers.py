@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from fsdp_runtime.errors import MismatchError, OptionError
+from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.state import StateEntry
+from fsdp_runtime.training_state.manifest import StoredTensor
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +116,34 @@ def require_same_groups(index: int, optimizer: Optimizer, names: Mapping[int, st
                 f"group {number} of optimizer {index} has {len(have)} parameters and the saved one {len(want)}; in "
                 f"only one of them: {', '.join(differing[:8])}. Build the optimizer as for the saved run"
             )
+
+
+def require_saved_optimizer(path: Path, index: int, saved: Any, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise :class:`CheckpointError` unless ``saved`` has the form of :func:`optimizer_metadata`.
+
+    Args:
+        path: the file that it was read from.
+        index: which optimizer it is of.
+        saved: what was read.
+        tensors: the tensors of the manifest.
+    """
+    try:
+        if not all(isinstance(each, dict) for each in (*saved["groups"], *saved["values"].values())):
+            raise TypeError("a group or the values of a parameter are no dict")
+        held = {name for group in saved["groups"] for name in group["params"]}
+        if foreign := (saved["values"].keys() | saved["placements"].keys()) - held:
+            raise ValueError(f"{sorted(foreign)[0]} is in no group")
+        for name, placements in saved["placements"].items():
+            for key, placement in placements.items():
+                stored = tensors[f"optimizer/{index}/{name}/{key}"]
+                if placement not in get_args(StatePlacement):
+                    raise ValueError(f"{key} of {name} has the placement {placement!r:.80}")
+                if placement == "parameter" and stored.shape != tensors[f"model/{name}"].shape:
+                    raise ValueError(f"{key} of {name} has the shape {stored.shape}, unlike its parameter")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: optimizer {index} is not what was saved ({error!r}): resume from an older state"
+        ) from error
 
 
 def restore_optimizer(

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
-from fsdp_runtime.sharded.chunks import Chunk, fill_local, is_complete
-from fsdp_runtime.sharded.paths import is_file_name
+from fsdp_runtime.sharded.chunks import Chunk, Slices, fill_local
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
-from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, checksum
+from fsdp_runtime.training_state.manifest import MANIFEST, Manifest, StoredChunk, checksum
 
 
 class StateReader:
     """The files of a training state, each opened at its first use.
 
     Raises:
-        CheckpointError: a file that the manifest lists is missing, or the manifest lacks a part of a tensor.
+        CheckpointError: a file that the manifest lists is missing, outside of the directory, or too small for its
+            tensors.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -28,17 +31,14 @@ class StateReader:
         self._reader = SafetensorsReader("resume from an older state")
         self._chunks = {name: [_chunk(chunk) for chunk in stored.chunks] for name, stored in manifest.tensors.items()}
         needed = {chunk.file for stored in manifest.tensors.values() for chunk in stored.chunks} | set(manifest.files)
-        if outside := sorted(str(name) for name in needed if not is_file_name(name)):
-            raise CheckpointError(
-                f"{directory} names {outside[0]!r}, which is not a file in it: resume from an older state"
-            )
         if missing := sorted(name for name in needed if not (directory / name).is_file()):
             raise CheckpointError(f"{directory} lacks {', '.join(missing)}: resume from an older state")
-        for name, stored in manifest.tensors.items():
-            if not is_complete(self._chunks[name], stored.shape):
-                raise CheckpointError(
-                    f"{directory} lacks a part of {name}, of shape {stored.shape}: resume from an older state"
-                )
+        inside = directory.resolve()
+        if outside := sorted(name for name in (MANIFEST, *needed) if (directory / name).resolve().parent != inside):
+            raise CheckpointError(
+                f"{directory / outside[0]} is a link to a file outside of {directory}: copy the file into it"
+            )
+        _require_room(directory, manifest)
 
     def __enter__(self) -> StateReader:
         return self
@@ -51,8 +51,14 @@ class StateReader:
         fill_local(
             tensor,
             self._chunks[name],
-            lambda file, slices: self._reader.read(self._directory / file, name, slices),
+            lambda file, slices: self._read(self._directory / file, name, slices),
         )
+
+    def _read(self, file: Path, name: str, slices: Slices = ()) -> Tensor:
+        tensor = self._reader.read(file, name, slices)
+        if (found := str(tensor.dtype).removeprefix("torch.")) != (saved := self.manifest.tensors[name].dtype):
+            raise CheckpointError(f"{file}: {name} is {found}, and {saved} was saved: resume from an older state")
+        return tensor
 
     def verify(self, indices: Iterable[int]) -> None:
         """Check the checksums of tensors, given by their index in the manifest.
@@ -64,9 +70,23 @@ class StateReader:
         for name in (names[index] for index in indices):
             for chunk in self.manifest.tensors[name].chunks:
                 file = self._directory / chunk.file
-                tensor = self._reader.read(file, name)
+                tensor = self._read(file, name)
                 if tuple(tensor.shape) != chunk.shape or checksum(tensor.contiguous()) != chunk.checksum:
                     raise CheckpointError(f"{file}: {name} differs from what was saved: resume from an older state")
+
+
+def _require_room(directory: Path, manifest: Manifest) -> None:
+    """Raise unless the files are as large as the tensors of the manifest: as much is going to be allocated."""
+    nbytes: Counter[str] = Counter()
+    for tensor in manifest.tensors.values():
+        for chunk in tensor.chunks:
+            nbytes[chunk.file] += math.prod(chunk.shape) * getattr(torch, tensor.dtype).itemsize
+    for name, needed in nbytes.items():
+        if (found := (directory / name).stat().st_size) < needed:
+            raise CheckpointError(
+                f"{directory / name} has {found} bytes, and its tensors {needed}: it is truncated or corrupt; resume "
+                "from an older state"
+            )
 
 
 def _chunk(stored: StoredChunk) -> Chunk:

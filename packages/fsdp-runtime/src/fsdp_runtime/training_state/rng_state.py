@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from fsdp_runtime.errors import CheckpointError
 
 
 def rng_states() -> dict[str, Any]:
@@ -18,6 +21,19 @@ def rng_states() -> dict[str, Any]:
         name, keys, *others = numpy.random.get_state()
         states["numpy"] = (name, torch.from_numpy(keys.copy()), *others)
     return states
+
+
+def require_rng_states(path: Path, states: dict[str, Any]) -> None:
+    """Raise :class:`CheckpointError` unless generators made for it can take the states of the CPU over."""
+    try:
+        version, internal, gauss = states["python"]
+        random.Random().setstate((version, tuple(internal), gauss))
+        torch.Generator().set_state(states["cpu"])
+        if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+            name, keys, *others = states["numpy"]
+            numpy.random.RandomState().set_state((name, keys.numpy(), *others))
+    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{path} has no states of generators ({error!r}): resume from an older state") from error
 
 
 def set_rng_states(states: dict[str, Any]) -> None:

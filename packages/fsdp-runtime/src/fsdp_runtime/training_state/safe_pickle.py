@@ -43,25 +43,40 @@ def write_object(directory: Path, name: str, content: bytes) -> dict[str, tuple[
     return {name: (len(content), zlib.crc32(content))}
 
 
-def read_object(directory: Path, name: str, files: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+def read_object(
+    directory: Path, name: str, files: Mapping[str, tuple[int, int]], kinds: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the content of a file, checked against its entry in the manifest; tensors are on the CPU.
 
+    Args:
+        directory: of the state.
+        name: of the file.
+        files: of the manifest.
+        kinds: the keys that the content must have, with the types of their values.
+
     Raises:
-        CheckpointError: the file is missing, or has another size or checksum.
+        CheckpointError: the file is missing, has another size or checksum, or is not a dict with these keys.
     """
     path = directory / name
+    if name not in files:
+        raise CheckpointError(f"the manifest in {directory} lacks {name}: resume from an older state")
+    size, checksum = files[name]
     try:
-        content = path.read_bytes()
+        found = path.stat().st_size
+        content = path.read_bytes() if found == size else b""
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error}): resume from an older state") from error
-    size, checksum = files[name]
-    if (len(content), zlib.crc32(content)) != (size, checksum):
+    if found != size or zlib.crc32(content) != checksum:
         raise CheckpointError(
-            f"{path} has {len(content)} bytes, expected {size}, or its content differs from what was saved: resume "
+            f"{path} has {found} bytes, expected {size}, or its content differs from what was saved: resume "
             "from an older state"
         )
     try:
-        loaded: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} would run code when loaded: save_training_state did not write it") from error
+    except Exception as error:  # torch raises whatever a damaged archive leads it to
+        raise CheckpointError(f"{path} cannot be loaded ({error!r:.200}): resume from an older state") from error
+    if not isinstance(loaded, dict) or any(not isinstance(loaded.get(key), kind) for key, kind in kinds.items()):
+        raise CheckpointError(f"{path} lacks one of {', '.join(kinds)}: resume from an older state")
     return loaded

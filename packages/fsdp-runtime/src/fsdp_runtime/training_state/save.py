@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,7 +23,8 @@ from fsdp_runtime.sharded.collectives import (
 )
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
-from fsdp_runtime.training_state.directory import commit, make_work_directory
+from fsdp_runtime.sharded.work_directory import work_directory
+from fsdp_runtime.training_state.directory import commit
 from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor, checksum
 from fsdp_runtime.training_state.optimizers import optimizer_metadata, parameter_names
 from fsdp_runtime.training_state.rng_state import rng_states
@@ -61,7 +60,8 @@ def save_training_state(
     Collective over the ranks of the model's mesh, for a model of plain tensors over the world; all ranks need access
     to the directory.  Every rank writes its own shards, and replicated tensors are written once.  The new state takes
     effect by one rename when all of it is on the disk.  A process killed at any time leaves either the old or the new
-    state complete, and :func:`load_training_state` finds it.
+    state complete, and :func:`load_training_state` finds it.  Other jobs may save to the directory meanwhile, as one
+    that this job replaces and that still lives: no state is lost or mixed, and the newest is the one committed last.
 
     Args:
         directory: the same on every rank; created if it does not exist; every state is a directory in it.
@@ -70,7 +70,8 @@ def save_training_state(
         step: a number for the directory's name and for ``TrainingState.step``, the same on every rank.
         scheduler: a learning-rate scheduler, or any object with ``state_dict`` and ``load_state_dict``.
         extra: the user's own data, equal on every rank: tensors, numbers, strings, lists, tuples and dicts.
-        keep: number of older states to keep in addition to the new one; ``None`` for all.
+        keep: number of older states to keep in addition to the new one; ``None`` for all.  States that another job
+            saved after this one first loaded from or saved to the directory are neither counted nor removed.
 
     Returns:
         The directory of the new state.
@@ -115,19 +116,19 @@ def save_training_state(
         own_rng = serialize({"rng": rng_states()})
     for index, name in enumerate(("directory", "step")):
         require_equal_on_all(name, {rank: values[index] for rank, values in agreed.values.items()})
-    with _work_directory(folder, ranks) as work:
+    with work_directory(folder, ranks) as work:
         with raise_on_all(ranks):
             chunks = _write_shards(work, tensors, ranks)
             files = write_object(work, rng_file(ranks.index), own_rng)
             if ranks.is_first:
                 files |= write_object(work, SHARED_FILE, shared)
         written = all_gather_objects(ranks, (chunks, files))
-        final = None
-        with raise_on_all(ranks):
+        with raise_on_all(ranks) as committed:
             if ranks.is_first:
                 _manifest(step, mesh_sizes(entries), tensors, written.values(), ranks).write(work)
-                final = commit(work, step, keep)
-    return _from_first(ranks, final)
+                committed.value = commit(work, step, keep)
+    final: Path = committed.values[ranks.global_first]
+    return final
 
 
 def rank_file(index: int) -> str:
@@ -147,26 +148,6 @@ def mesh_sizes(entries: Sequence[StateEntry]) -> dict[str, int]:
         return {}
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     return {name: size for name, size in zip(names, mesh.shape, strict=True) if size > 1}
-
-
-@contextmanager
-def _work_directory(directory: Path, ranks: ModelRanks) -> Iterator[Path]:
-    """Yield a directory that all ranks write into; the first rank creates it and removes it if it was not committed."""
-    created = None
-    try:
-        with raise_on_all(ranks):
-            if ranks.is_first:
-                created = make_work_directory(directory)
-        yield _from_first(ranks, created)
-    finally:
-        if created is not None:
-            shutil.rmtree(created, ignore_errors=True)
-
-
-def _from_first(ranks: ModelRanks, path: Path | None) -> Path:
-    """Broadcast the first rank's path."""
-    found: Path = all_gather_objects(ranks, path)[ranks.global_first]
-    return found
 
 
 @torch.no_grad()

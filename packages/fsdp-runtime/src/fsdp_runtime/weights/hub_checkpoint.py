@@ -12,7 +12,7 @@ from types import TracebackType
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
-from fsdp_runtime.sharded.paths import is_file_name, require_path
+from fsdp_runtime.sharded.paths import file_version, is_file_name, require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
 
 SINGLE_FILE = "model.safetensors"
@@ -45,7 +45,7 @@ class HubCheckpoint:
         self.bytes_read = 0
         self._reader = SafetensorsReader("download or save it again")
         try:
-            self.tensors: Mapping[str, HubTensor] = self._headers(_resolve(path))
+            self.tensors: Mapping[str, HubTensor] = self._read_headers(path)
         except BaseException:
             self._reader.close()
             raise
@@ -65,6 +65,18 @@ class HubCheckpoint:
         tensor = self._reader.read(self.tensors[name].file, name, slices)
         self.bytes_read += tensor.nbytes
         return tensor
+
+    def _read_headers(self, path: str | os.PathLike[str]) -> dict[str, HubTensor]:
+        """Return every header, all of one checkpoint: from here on its files are open, and may be replaced."""
+        while True:
+            location = _resolve(path)
+            version = file_version(location)
+            try:
+                return self._headers(location)
+            except CheckpointError:
+                if version is not None and file_version(location) == version:
+                    raise
+                self._reader.close()  # another process has saved a checkpoint meanwhile
 
     def _headers(self, location: Path) -> dict[str, HubTensor]:
         if location.name != INDEX_FILE:
@@ -93,7 +105,7 @@ def _resolve(path: str | os.PathLike[str]) -> Path:
         return location
     if not location.is_dir():
         location = _from_hub(os.fspath(path))
-    for name in (SINGLE_FILE, INDEX_FILE):
+    for name in (SINGLE_FILE, INDEX_FILE) * 5:  # a save may replace the one by the other meanwhile
         if (location / name).is_file():
             return location / name
     raise CheckpointError(f"{location} holds neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors are read")

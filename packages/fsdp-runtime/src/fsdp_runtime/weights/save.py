@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,13 +23,13 @@ from fsdp_runtime.sharded.collectives import ModelRanks, mesh_or_world_ranks, ra
 from fsdp_runtime.sharded.fsync import fsync_path, move_into_place, write_and_fsync
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.sharded.work_directory import others_at_work, work_directory
 from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
 from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, WeightExport, split_by_bytes
 
-_WORK_PREFIX = ".saving-"
 _SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -50,7 +48,8 @@ def save_weights(
     Collective: over the ranks of the model's mesh; for a model of plain tensors over the world.  The first rank writes;
     no rank holds more than one bucket of full tensors.  Files are written to a temporary directory and then renamed.
     One last rename makes the new weights take effect, so a process killed at any time leaves either the old or the new
-    weights complete; the config is renamed just before.
+    weights complete; the config is renamed just before.  Of jobs that save to one directory at the same time, the last
+    rename is in effect.
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
@@ -97,10 +96,10 @@ def save_weights(
             config_dtype = dtype or torch.bfloat16
         shards = list(split_by_bytes(items, max_shard_bytes))
     require_equal_on_all("directory", step.values)
-    with _work_directory(target, ranks) as work:
+    with work_directory(target, ranks) as work:
         _write_shards(shards, export.stream(), work, ranks)
         with raise_on_all(ranks):
-            if work is not None:
+            if ranks.is_first:
                 if is_transformers_model(base_model(model)):
                     save_config(base_model(model), work, config_dtype)
                     if quantize is not None:
@@ -108,33 +107,17 @@ def save_weights(
                 _commit(work, target, shards)
 
 
-@contextmanager
-def _work_directory(target: Path, ranks: ModelRanks) -> Iterator[Path | None]:
-    """Yield a temporary directory in the target on the first rank, ``None`` on the others."""
-    work = target / f"{_WORK_PREFIX}{uuid.uuid4().hex[:8]}" if ranks.is_first else None
-    try:
-        with raise_on_all(ranks):
-            if work is not None:
-                for abandoned in target.glob(f"{_WORK_PREFIX}*"):
-                    shutil.rmtree(abandoned)
-                work.mkdir(parents=True)
-        yield work
-    finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
-
-
 @torch.no_grad()
 def _write_shards(
-    shards: list[list[ExportedTensor]], stream: Iterator[tuple[str, Tensor]], work: Path | None, ranks: ModelRanks
+    shards: list[list[ExportedTensor]], stream: Iterator[tuple[str, Tensor]], work: Path, ranks: ModelRanks
 ) -> None:
     """Gather on every rank and write on the first; a write error reaches all ranks at the end of the file."""
     for number, items in enumerate(shards, start=1):
-        path = work / _shard_name(number, len(shards)) if work is not None else None
         with raise_on_all(ranks):
             tensors = islice(stream, len(items))
             try:
-                if path is not None:
+                if ranks.is_first:
+                    path = work / _shard_name(number, len(shards))
                     headers = [TensorHeader(item.name, item.shape, item.dtype, item.nbytes) for item in items]
                     with SafetensorsWriter(path, headers) as file:
                         for name, tensor in tensors:
@@ -146,36 +129,66 @@ def _write_shards(
 
 
 def _commit(work: Path, target: Path, shards: list[list[ExportedTensor]]) -> None:
-    """Move the files of a complete checkpoint into the directory; the file that readers look for first comes last."""
-    decisive = SINGLE_FILE if len(shards) == 1 else INDEX_FILE
-    placed = {SINGLE_FILE}
-    if decisive == INDEX_FILE:
-        weight_map, placed = _place_shards(work, target, shards)
+    """Move the files of a complete checkpoint into the directory; the file that readers look for first comes last.
+
+    Of several jobs that save to the directory, the last one to move that file is in effect.  An index stays where one
+    is: if it could be removed for one file, and that file for an index, two jobs could leave neither.
+    """
+    indexed = len(shards) > 1 or (target / INDEX_FILE).exists()
+    decisive = INDEX_FILE if indexed else SINGLE_FILE
+    if indexed:
+        weight_map = _place_shards(work, target, shards)
         _write_index(work / INDEX_FILE, weight_map, sum(item.nbytes for items in shards for item in items))
+    else:
+        (work / _shard_name(1, 1)).rename(work / SINGLE_FILE)
     for file in work.iterdir():
         if file.name != decisive:
             move_into_place(file, target / file.name)
     move_into_place(work / decisive, target / decisive)
-    if decisive == INDEX_FILE:
+    if indexed:
         (target / SINGLE_FILE).unlink(missing_ok=True)  # readers prefer it to an index
     fsync_path(target)
-    for file in target.iterdir():
-        if file.name not in placed and _SHARD_FILE.fullmatch(file.name):
-            file.unlink()
-    if decisive == SINGLE_FILE:
-        (target / INDEX_FILE).unlink(missing_ok=True)
+    _remove_old_shards(work, target)
 
 
-def _place_shards(work: Path, target: Path, shards: list[list[ExportedTensor]]) -> tuple[dict[str, str], set[str]]:
-    """Move shards next to the current ones under unused names; return the weight map and the names."""
+def _remove_old_shards(work: Path, target: Path) -> None:
+    """Remove the shards that the index lacks, unless another job is at work, whose index may not be in place yet."""
+    shards = [file for file in target.iterdir() if _SHARD_FILE.fullmatch(file.name)]
+    if not shards or others_at_work(work):
+        return
+    try:
+        used = set(json.loads((target / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
+    except FileNotFoundError:
+        used = set()
+    for file in shards:
+        if file.name not in used:
+            file.unlink(missing_ok=True)
+
+
+def _place_shards(work: Path, target: Path, shards: list[list[ExportedTensor]]) -> dict[str, str]:
+    """Move shards next to the current ones under names that no file had before; return the weight map.
+
+    The usual names are for the first checkpoint of a directory: another job could remove files of names used again.
+    """
     usual = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
-    stem = f"model-{uuid.uuid4().hex[:8]}" if any((target / name).exists() for name in usual) else "model"
+    stem = "model" if _claims_usual_names(target, usual[0]) else f"model-{uuid.uuid4().hex[:8]}"
     weight_map = {}
     for name, items in zip(usual, shards, strict=True):
         final = name.replace("model", stem, 1)
         (work / name).replace(target / final)
         weight_map.update({item.name: final for item in items})
-    return weight_map, set(weight_map.values())
+    return weight_map
+
+
+def _claims_usual_names(target: Path, first: str) -> bool:
+    """Return whether the directory has no checkpoint or part of one, and no other job creates its first file now."""
+    if any(file.name in (SINGLE_FILE, INDEX_FILE) or _SHARD_FILE.fullmatch(file.name) for file in target.iterdir()):
+        return False
+    try:
+        (target / first).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _add_to_config(path: Path, quantization: dict[str, Any]) -> None:
@@ -189,4 +202,4 @@ def _write_index(path: Path, weight_map: dict[str, str], total_bytes: int) -> No
 
 
 def _shard_name(number: int, count: int) -> str:
-    return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+    return f"model-{number:05d}-of-{count:05d}.safetensors"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime import ContextAttention, LayoutError, MeshSpec, parallelize, sequence_layout
+from fsdp_runtime.steps import ContextParallel
 from fsdp_runtime.steps.context.inputs import _require_order
 from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout
 from fsdp_runtime.steps.context.step import replace_attention
@@ -117,7 +118,7 @@ def test_documents_that_are_chunks_have_no_order() -> None:
 def _other_load_balancer(balancer: LoadBalancer, given: str) -> str:
     """What a rank says to a batch that the other load balancer cut."""
     mesh = MeshSpec(cp=2).build(device_type="cpu")
-    model = parallelize(tiny_model("LlamaForCausalLM"), mesh, cp_load_balancer=balancer)
+    model = parallelize(tiny_model("LlamaForCausalLM"), mesh, context_parallel=ContextParallel(load_balancer=balancer))
     layout = sequence_layout(mesh, LENGTH, load_balancer=None if balancer else "headtail")
     batch = tiny_inputs(model, batch=2, length=LENGTH)
     if given == "mask":

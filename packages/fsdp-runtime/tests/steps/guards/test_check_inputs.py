@@ -1,4 +1,4 @@
-"""``check_inputs=True``: different inputs on the ranks of one tp group are an error on all of them."""
+"""The step ``CheckInputs``: different inputs on the ranks of one tp group are an error on all of them."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from fsdp_runtime.sharded.fsync import move_into_place
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.sharded.work_directory import work_directory
 from fsdp_runtime.weights.adapters import saved_tensors
 from tp_plans import (
     DispatchExperts,
@@ -155,25 +156,18 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         tensors = saved_tensors(model, entries, adapter, embeddings=True)
         if ranks.is_first:  # which alone looks up the base model's config
             step.value = list(saved_tensors(model, entries, adapter, embeddings="auto"))
-            target.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensors[name] for name in step.values[ranks.global_first]}
     full = dict(zip(tensors, full_tensors(list(tensors.values())), strict=True))
-    with raise_on_all(ranks):
+    headers = [TensorHeader(name, tuple(tensor.shape), tensor.dtype, tensor.nbytes) for name, tensor in full.items()]
+    with work_directory(target, ranks) as work, raise_on_all(ranks):
         if ranks.is_first:
-            fresh = target / f".{_FILE}.new"
-            fresh.unlink(missing_ok=True)
-            headers = [
-                TensorHeader(name, tuple(tensor.shape), tensor.dtype, tensor.nbytes) for name, tensor in full.items()
-            ]
-            try:
-                with SafetensorsWriter(fresh, headers) as file:
-                    for name, tensor in full.items():
-                        file.write(name, tensor)
-            except OSError:
-                fresh.unlink(missing_ok=True)  # part of a file would keep a full disk full
-                raise
-            save_adapter_config(model, adapter, str(target))
-            move_into_place(fresh, target / _FILE)
+            with SafetensorsWriter(work / _FILE, headers) as file:
+                for name, tensor in full.items():
+                    file.write(name, tensor)
+            save_adapter_config(model, adapter, str(work))
+            for name in sorted(path.name for path in work.iterdir() if path.name != _FILE):
+                move_into_place(work / name, target / name)
+            move_into_place(work / _FILE, target / _FILE)
 
 
 def _path_of(base: nn.Module, model: nn.Module) -> str:
