@@ -221,10 +221,11 @@ def _block_rules(path: str, planned: PlannedTree) -> dict[str, Style] | None:
             rules[child] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
         elif (inside := _rules_apart(child, planned)) is not None:
             rules |= inside
-        elif (row := _only_rowwise(child, planned)) is not None:
+        elif (only := _only_rowwise(child, planned)) is not None:
+            row, style = only
             prepared = own if isinstance(own, (ParallelAttention, PrepareModuleInput)) else PrepareModuleInput()
             rules[child] = replace(prepared, layout=Replicate())
-            rules[row] = replace(_rowwise(row, planned), output_layouts=_STREAM, use_local_output=False)
+            rules[row] = replace(style, output_layouts=_STREAM, use_local_output=False)
         elif not tree.children_with_parameters(child) or isinstance(own, ExpertsParallel) or tree.is_numbered(child):
             return None  # the block's own code feeds it
         elif _has_streams(child, tree):
@@ -245,18 +246,20 @@ def _rules_apart(path: str, planned: PlannedTree) -> dict[str, Style] | None:
         return None
     if own is not None:
         return {path: replace(own, layout=Replicate())} if all(map(planned.outputs_local_shard, owners)) else None
-    rows = [each for each in owners if isinstance(planned.style(each), RowwiseParallel)]
-    if len(rows) == 1 and _rowwise(rows[0], planned).input_layouts == Shard(-1) and not planned.split_children(path):
+    rows = _rowwise(owners, planned)
+    if [style.input_layouts for style in rows.values()] == [Shard(-1)] and not planned.split_children(path):
         if not all(tree.is_norm(each) for each in owners if each not in rows):
             return None
         norms = {each: SequenceParallel(sequence_dim=SEQUENCE_DIM) for each in owners if each not in rows}
-        scattered = replace(_rowwise(rows[0], planned), output_layouts=_STREAM, use_local_output=False)
-        return {rows[0]: scattered, **norms}
+        scattered = {
+            each: replace(style, output_layouts=_STREAM, use_local_output=False) for each, style in rows.items()
+        }
+        return {**scattered, **norms}
     parts = [_rules_apart(each, planned) for each in owners] if not rows else [None]
     return None if None in parts else {place: style for each in parts for place, style in (each or {}).items()}
 
 
-def _only_rowwise(path: str, planned: PlannedTree) -> str | None:
+def _only_rowwise(path: str, planned: PlannedTree) -> tuple[str, RowwiseParallel] | None:
     """Return the row-wise layer whose output is the sub-layer's, where the others read their input in any layout."""
     own, tree = planned.style(path), planned.tree
     if not (own is None or isinstance(own, (PrepareModuleInput, ParallelAttention))):
@@ -264,20 +267,18 @@ def _only_rowwise(path: str, planned: PlannedTree) -> str | None:
     if any(planned.style(join(path, name)) is None for name in tree.own_parameters(path)):
         return None
     names = tree.children_with_parameters(path)
-    rows = [name for name in names if isinstance(planned.style(join(path, name)), RowwiseParallel)]
+    rows = _rowwise([join(path, name) for name in sorted(names)], planned)
     known = all(planned.style(join(path, name)) is not None or name in MLA_NORMS for name in names)
     if len(rows) != 1 or not known or not planned.split_children(path):
         return None
-    row = join(path, rows[0])
-    style = _rowwise(row, planned)
-    return row if style.output_layouts == Replicate() and style.input_layouts == Shard(-1) else None
+    ((row, style),) = rows.items()
+    return (row, style) if style.output_layouts == Replicate() and style.input_layouts == Shard(-1) else None
 
 
-def _rowwise(path: str, planned: PlannedTree) -> RowwiseParallel:
-    style = planned.style(path)
-    if not isinstance(style, RowwiseParallel):
-        raise PlanError(f"{path} is {style}, not RowwiseParallel")
-    return style
+def _rowwise(paths: list[str], planned: PlannedTree) -> dict[str, RowwiseParallel]:
+    """Return those of some layers that are row-wise."""
+    styles = {path: planned.style(path) for path in paths}
+    return {path: style for path, style in styles.items() if isinstance(style, RowwiseParallel)}
 
 
 def _gather_rule(path: str, planned: PlannedTree) -> GatherSequence:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import use_attention
@@ -23,7 +24,7 @@ from fsdp_runtime._transformers_compat.models import (
     records_router_logits,
     rope_types,
 )
-from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.errors import ModelError
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
@@ -170,7 +171,7 @@ class ContextParallel(Step):
     def prepare(self, model: nn.Module, setup: Setup, found: None) -> None:
         """Make the token mixers that are no plain attention run on full sequences."""
         if setup.meshes.cp is not None:
-            gather_mixers(model, self, setup)
+            gather_mixers(model, self, setup, setup.meshes.cp)
 
     def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
         """Replace the attention, and complete the inputs of every forward."""
@@ -210,11 +211,9 @@ def replace_attention(
         hook_forward(module, "gathers router logits", after=inputs.gather_router_logits)
 
 
-def gather_mixers(model: Any, step: ContextParallel, setup: Setup) -> None:
+def gather_mixers(model: Any, step: ContextParallel, setup: Setup, cp_mesh: DeviceMesh) -> None:
     """Make the token mixers that are no plain attention run on full sequences, in place; before layers are sharded."""
-    cp_mesh, facts = setup.meshes.cp, setup.facts
-    if cp_mesh is None:
-        raise OptionError("no cp axis was resolved")
+    facts = setup.facts
     # Without attention that it computes, a way would only build masks that no model code can change.
     replaced = replaced_attention(facts.token_mixers, facts.attention)
     way = step.method if replaced else "allgather"

@@ -86,7 +86,7 @@ def _small(model: Any, length: int, *, ranks: int) -> Any:
         small.set_attn_implementation(implementation)
     positions = getattr(small.config.get_text_config(), "max_position_embeddings", length)
     if positions < length:
-        raise ModelError(f"it has {positions} positions, and rows for {ranks} ranks have {length} tokens")
+        raise ValueError(f"it has {positions} positions, and rows for {ranks} ranks have {length} tokens")
     return small
 
 

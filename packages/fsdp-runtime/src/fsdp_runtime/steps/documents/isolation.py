@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime._transformers_compat.attention import attention_in_force
-from fsdp_runtime.errors import LayoutError, ModelError
+from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.steps.documents.documents import DocumentBatch, Documents
 from fsdp_runtime.steps.documents.token_mixers import MASK, Way, is_bidirectional
 from fsdp_runtime.wrap import Wrapper, wrap
@@ -233,9 +233,7 @@ def uses_interface(cls: type) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
 def _mask_place(cls: type) -> tuple[str, int]:
     """Return the name and the place of the mask among the arguments of a class's own forward, not of one mixed in."""
-    if MASK in (names := _argument_names(cls)):
-        return MASK, names.index(MASK)
-    raise ModelError(f"the forward of {cls.__name__} takes no {MASK}")
+    return MASK, _argument_names(cls).index(MASK)
 
 
 @cache
