@@ -1,0 +1,9 @@
+"""One call that provokes each refusal, by the file that refuses and a piece of its message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+#: By file, as ``fsdp_runtime/keywords.py``; by piece of ``function: message`` that one row of the file has.
+Provocations = Mapping[str, Mapping[str, Callable[[], Any]]]

@@ -1,0 +1,223 @@
+"""What FSDP2, outputs, guards and trainers refuse."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_runtime import FSDPOptions, forward_with_lm_head, parallelize
+from fsdp_runtime.model import inspect_model
+from fsdp_runtime.steps import FSDP2
+from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
+from fsdp_runtime.trainers import training_arguments as trainers
+from harness.models import tiny_model
+from refusals import Provocations
+from refusals.worlds import Own, Tree, ids, parallelized, refuse, world
+
+TP, DP = {"tp": 2}, {"dp_shard": 2}
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def _llama() -> Any:
+    return tiny_model("LlamaForCausalLM")
+
+
+def _mixed_experts() -> None:
+    model: Any = tiny_model("Qwen3MoeForCausalLM", dtype=torch.float32)
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.detach().bfloat16())
+    refuse(model, {"dp_shard": 2, "ep": 2})
+
+
+def _megatron(*, cuda: bool = True, **options: Any) -> None:
+    """Wrap a model by a stand-in for Megatron-FSDP."""
+
+    def fully_shard_model(module: nn.Module, device_mesh: Any = None) -> None: ...
+
+    module = SimpleNamespace(__version__="0.6.1", MixedPrecisionPolicy=dict, fully_shard_model=fully_shard_model)
+    with world() as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "megatron_fsdp", module)
+        patch.setattr(torch.cuda, "is_available", lambda: cuda)
+        _wrap(mesh, **options)
+
+
+def _wrap(mesh: Any, **options: Any) -> None:
+    model = _llama()
+    resolve_megatron_fsdp(model, mesh, inspect_model(model), dp_shard_dim="dp_shard", **options).apply(model)
+
+
+def _without_megatron() -> None:
+    with world() as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "megatron_fsdp", None)
+        _wrap(mesh)
+
+
+def _outside_forward() -> None:
+    with parallelized(_llama(), fsdp=FSDPOptions(mp_policy=MixedPrecisionPolicy())) as model:
+        model.model(ids(1, 4), use_cache=False)
+
+
+def _frozen() -> None:
+    model = _llama()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    refuse(model, DP, fsdp=FSDPOptions(frozen_params="replicate", mp_policy=BF16))
+
+
+def _loss(model: Any, **options: Any) -> Any:
+    return forward_with_lm_head(model, lambda hidden, head: hidden.sum(), ids(1, 4) % 16, **options)
+
+
+def _changed(change: Callable[[Any, Any], Any]) -> None:
+    model = Own(change)
+    head = model.lm_head
+    try:
+        _loss(model)
+    finally:
+        assert model.lm_head is head
+        assert not model._forward_hooks
+
+
+def _headless() -> None:
+    model = Own(lambda model, hidden: hidden if model.lm_head is None else model.lm_head(hidden))
+    _loss(model)
+    model.lm_head = None  # type: ignore[assignment]
+    _loss(model)
+
+
+def _dropout() -> Any:
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], lora_dropout=0.1)
+    found: Any = peft.get_peft_model(_llama(), config)
+    return found
+
+
+def _pickled() -> None:
+    with parallelized(_llama(), TP) as model:
+        torch.save(model, io.BytesIO())
+
+
+def _saved() -> None:
+    with parallelized(_llama(), TP) as model:
+        model.save_pretrained("never-written")
+
+
+def _stale() -> None:
+    model = _llama()
+    optimizer = torch.optim.SGD(model.parameters())
+    with parallelized(model, TP):
+        optimizer.step()
+
+
+#: Arguments of a trainer that ask for nothing.
+NOTHING: dict[str, Any] = {
+    **dict.fromkeys(("fsdp", "deepspeed", "parallelism_config", "fp16", "fp16_full_eval", "bf16_full_eval")),
+    **dict.fromkeys(("torch_compile", "use_liger_kernel", "auto_find_batch_size", "neftune_noise_alpha")),
+    "eval_use_gather_object": False,
+    "accelerator_config": SimpleNamespace(dispatch_batches=None),
+    "n_gpu": 0,
+}
+
+
+def _arguments(**given: Any) -> None:
+    trainers.check_arguments(SimpleNamespace(**{**NOTHING, **given}))
+
+
+def _of_a_trainer(axes: dict[str, int], model: Any = None, *, recompute: bool = False, **options: Any) -> None:
+    with world(**axes) as mesh:
+        if options:
+            parallelize(model, mesh, **options)
+        trainers.check_model(model, mesh, recompute=recompute)
+
+
+def _other_mesh() -> None:
+    with world(dp_shard=2, tp=2) as mesh:
+        model = parallelize(_llama(), mesh)
+        trainers.check_model(model, mesh["dp_shard"], recompute=False)
+
+
+def _over_cp() -> None:
+    with world(cp=2) as mesh:
+        trainers.check_mesh(mesh)
+
+
+#: For each option of the table, arguments that set it.
+SET: dict[str, dict[str, Any]] = {
+    "fsdp cannot": {"fsdp": "full_shard"},
+    "deepspeed cannot": {"deepspeed": "zero.json"},
+    "parallelism_config cannot": {"parallelism_config": 1},
+    "fp16 cannot": {"fp16": True},
+    "bf16_full_eval cannot": {"bf16_full_eval": True},
+    "torch_compile cannot": {"torch_compile": True},
+    "use_liger_kernel cannot": {"use_liger_kernel": True},
+    "auto_find_batch_size cannot": {"auto_find_batch_size": True},
+    "neftune_noise_alpha cannot": {"neftune_noise_alpha": 5.0},
+    "enable_jit_checkpoint cannot": {"enable_jit_checkpoint": True},
+    "eval_use_gather_object cannot": {"eval_use_gather_object": True},
+    "dispatch_batches cannot": {"accelerator_config": SimpleNamespace(dispatch_batches=True)},
+    "DataParallel over several": {"n_gpu": 2},
+    "train_sampling_strategy=": {"train_sampling_strategy": "group_by_length"},
+}
+
+
+CASES: Provocations = {
+    "fsdp_runtime/steps/fsdp/dtypes.py": {"one dtype for the trainable": _mixed_experts},
+    "fsdp_runtime/steps/fsdp/megatron_fsdp.py": {
+        "cannot be imported": _without_megatron,
+        "needs a CUDA device": lambda: _megatron(cuda=False),
+        "no module is of class": lambda: _megatron(unit_modules=["Block"]),
+        "takes no {unknown}": lambda: _megatron(options={"grad_reduce_in_fp32": True}),
+    },
+    "fsdp_runtime/steps/fsdp/options.py": {
+        "frozen_params={frozen_params}": lambda: FSDPOptions(frozen_params="some"),  # type: ignore[arg-type]
+        "give a number of blocks": lambda: FSDPOptions(prefetch_forward=-1),
+        "give a positive number": lambda: FSDPOptions(gradient_divide_factor=-1.0),
+        "without a dtype to compute in": lambda: refuse(
+            Own(), DP, plan=None, fsdp=FSDPOptions(master_dtype=torch.float32)
+        ),
+        "frozen_params='replicate' keeps": _frozen,
+    },
+    "fsdp_runtime/steps/fsdp/step.py": {
+        "not FSDPOptions": lambda: FSDP2(3),  # type: ignore[arg-type]
+        "is called outside of the model's own": _outside_forward,
+    },
+    "fsdp_runtime/steps/outputs/head_weight.py": {"is not one linear map": lambda: _loss(_dropout().train())},
+    "fsdp_runtime/steps/outputs/lm_head.py": {
+        "leave out labels": lambda: _loss(Own(), labels=ids(1, 4)),
+        "is None in": _headless,
+        "adapter_names gives": lambda: _loss(_dropout().eval(), adapter_names=["default"]),
+        "forward_with_lm_head: {class of model} does more": lambda: _changed(
+            lambda model, hidden: model.lm_head(hidden).index_fill(-1, torch.tensor(15), 0.0)
+        ),
+        "is called more than once": lambda: _changed(
+            lambda model, hidden: model.lm_head(hidden) + model.lm_head(hidden)
+        ),
+        "does not call {path}": lambda: _changed(lambda model, hidden: hidden @ model.lm_head.weight.T),
+        "_Run.__call__: {class of model} does more": lambda: _changed(
+            lambda model, hidden: model.lm_head(hidden) + 1.0
+        ),
+        "has no linear language-model head": lambda: _loss(Tree(layers=nn.ModuleList([Tree(a=nn.Linear(2, 2))]))),
+    },
+    "fsdp_runtime/steps/guards/refuse_pickle.py": {"cannot be pickled": _pickled, "would write one rank's": _saved},
+    "fsdp_runtime/steps/guards/stale_optimizers.py": {"parallelize has replaced by shards": _stale},
+    "fsdp_runtime/trainers/training_arguments.py": {
+        **{piece: lambda given=given: _arguments(**given) for piece, given in SET.items()},  # type: ignore[misc]
+        "is not known to be right on shards": lambda: trainers.check_optimizer(SimpleNamespace(optim="adafactor")),
+        "do not shard batches over": _over_cp,
+        "does not load it by name": lambda: _of_a_trainer({}, "Qwen/Qwen3-8B"),
+        "is on the meta device": lambda: _of_a_trainer({}, _llama().to("meta")),
+        "set gradient_checkpointing=False": lambda: _of_a_trainer(
+            {}, _llama(), recompute=True, activation_checkpointing="block"
+        ),
+        "and tp > 1": lambda: _of_a_trainer(TP, _llama()),
+        "and dp > 1": lambda: _of_a_trainer(DP, _llama()),
+        "part of the trainer's mesh": _other_mesh,
+    },
+}

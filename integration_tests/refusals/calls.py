@@ -1,0 +1,115 @@
+"""Calls, models and meshes that are refused before any step is looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_runtime import ContextAttention, FSDPOptions, MeshSpec, adopt_mesh, offload, parallelize, submesh
+from fsdp_runtime.mesh import fsdp_mesh
+from fsdp_runtime.mesh.experts import expert_view
+from fsdp_runtime.steps import FSDP2
+from fsdp_runtime.steps.context.step import replace_attention
+from harness.models import tiny_model
+from refusals import Provocations
+from refusals.worlds import Own, parallelized, refuse, refuse_on, world
+
+POLICY = FSDPOptions(mp_policy=MixedPrecisionPolicy())
+
+
+def _again(axes: dict[str, int] | None = None, **options: Any) -> None:
+    with world(**(axes or {})) as mesh:
+        model = parallelize(tiny_model("LlamaForCausalLM"), mesh, **options)
+        refuse_on(model, mesh)
+
+
+def _offloaded() -> None:
+    with parallelized(tiny_model("LlamaForCausalLM")) as model:
+        offload(model, device="cpu")
+        refuse_on(model, MeshSpec().build(device_type="cpu"))
+
+
+def _over_cp() -> None:
+    with world() as mesh:
+        model = tiny_model("LlamaForCausalLM")
+        replace_attention(model, ContextAttention(mesh.get_group("cp"), "headtail"))
+        refuse_on(model, mesh)
+
+
+def _wrapped() -> None:
+    with world() as mesh:
+        refuse_on(nn.parallel.DistributedDataParallel(tiny_model("LlamaForCausalLM")), mesh)
+
+
+def _sliced(axes: dict[str, int], **options: Any) -> None:
+    with world(**axes) as mesh:
+        refuse_on(Own(), mesh["tp"], plan=None, **options)
+
+
+def _named(*names: str, shape: tuple[int, ...] = (2, 2)) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names or None)
+
+
+def _adopted(*names: str, shape: tuple[int, ...] = (2, 2), view: tuple[str, ...] = ()) -> None:
+    with world(tp=4):
+        mesh = _named(*names, shape=shape)
+        adopt_mesh(mesh, expert_mesh=_named(*view, shape=(4,)) if view else None)
+
+
+def _elsewhere() -> None:
+    with world(tp=2):
+        adopt_mesh(DeviceMesh("cpu", [1], mesh_dim_names=("tp",)))
+
+
+def _part(axis: str, use: Any, **axes: int) -> None:
+    with world(**axes) as mesh:
+        use(mesh[axis])
+
+
+def _misnamed() -> None:
+    with world(tp=2):
+        refuse_on(Own(), _named("x", shape=(2,)))
+
+
+CASES: Provocations = {
+    "fsdp_runtime/keywords.py": {
+        "by {first}= and steps=": lambda: refuse(Own(), plan=None, fsdp=FSDPOptions(), steps=(FSDP2(), FSDP2())),
+    },
+    "fsdp_runtime/parallelism.py": {
+        "not a torch.nn.Module": lambda: refuse(3),
+        "are offloaded": _offloaded,
+        "by FSDP2 already": lambda: _again(fsdp=POLICY),
+        "is wrapped by {wrapper}": _wrapped,
+        "recomputes its activations already": lambda: _again(activation_checkpointing="block"),
+        "under context parallelism already": _over_cp,
+        "is a DTensor over": lambda: _again({"tp": 2}),
+        "experts are sharded over efsdp": lambda: _sliced({"tp": 4, "ep": 2}),
+        "mp_policy and offload_policy": lambda: _sliced({"tp": 2}, fsdp=POLICY),
+    },
+    "fsdp_runtime/model/structure.py": {"has no nn.ModuleList": lambda: refuse(nn.Linear(2, 2), plan=None)},
+    "fsdp_runtime/mesh/spec.py": {
+        "axis ep has size": lambda: MeshSpec(ep=0),
+        "axis {axis} has size": lambda: MeshSpec(tp=0),
+        "are both -1": lambda: MeshSpec(tp=-1, dp_shard=-1),
+        "does not fill the world": lambda: MeshSpec(tp=3).resolve(8),
+        "device_type=": lambda: MeshSpec().build(device_type="abacus"),
+        "matches none of the arguments": lambda: _adopted("data", "tp"),
+        "has no axis names": lambda: _adopted(),
+        "the axes are in the order": lambda: _adopted("tp", "dp_shard"),
+        "is not one of the ranks": _elsewhere,
+        "build it with MeshSpec(..., ep=N)": lambda: _part("tp", lambda mesh: submesh(mesh, "ep"), tp=2),
+        "its axes are": lambda: _part("tp", lambda mesh: submesh(mesh, "cp"), tp=2),
+        "dp_replicate but no dp_shard": lambda: _part("dp_replicate", fsdp_mesh, dp_replicate=2),
+        "not a DeviceMesh": lambda: refuse_on(Own(), 3),
+        "name them out of": _misnamed,
+    },
+    "fsdp_runtime/mesh/experts.py": {
+        "does not divide the {ranks} ranks": lambda: MeshSpec(tp=2, ep=3).resolve(2),
+        "the expert mesh has axes": lambda: _adopted("dp_replicate", "tp", view=("experts",)),
+        "the expert mesh has ranks": lambda: _adopted("dp_replicate", "tp", view=("ep",)),
+        "has experts over": lambda: _part("tp", expert_view, dp_replicate=2, tp=2, ep=2),
+    },
+}

@@ -1,0 +1,249 @@
+"""What context parallelism refuses: models when they are parallelized, and inputs of their forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from fsdp_runtime import ContextAttention, parallelize, sequence_layout
+from fsdp_runtime.setup import ModelFacts
+from fsdp_runtime.steps import ContextParallel
+from fsdp_runtime.steps.context.masks import SequenceMask
+from fsdp_runtime.steps.context.methods import Method
+from fsdp_runtime.steps.context.sharding import SequenceLayout
+from fsdp_runtime.steps.context.step import attention_of, check_context_parallel, replace_attention
+from harness.models import tiny_config, tiny_inputs, tiny_model
+from refusals import Provocations
+from refusals.worlds import Own, headed, ids, parallelized, refuse, row, world
+
+CP = {"cp": 2}
+LAYOUT = SequenceLayout(length=8, ranks=2, rank=0)
+
+
+def _llama() -> Any:
+    return tiny_model("LlamaForCausalLM")
+
+
+def _forward(inputs: Mapping[str, Any], model: nn.Module | None = None, *args: Any, **options: Any) -> None:
+    """Call a model on the first of two ranks of ``cp``."""
+    with parallelized(model or _llama(), CP, **options) as found:
+        found(*args, **inputs)
+
+
+def _given(**changes: Any) -> None:
+    _forward({**tiny_inputs(_llama(), batch=2, length=6), **changes})
+
+
+def _attend(
+    change: Callable[[ContextAttention], None] = lambda attention: None,
+    *,
+    way: Method = "allgather",
+    heads: int = 2,
+    keys: int = 4,
+    **options: Any,
+) -> None:
+    """Call attention as a model of one's own does, on the first of two ranks."""
+    with world(**CP) as mesh:
+        attention = ContextAttention(mesh.get_group("cp"), "headtail", way)
+        change(attention)
+        query, key = torch.ones(1, heads, 4, 8), torch.ones(1, heads, keys, 8)
+        attention.attend(nn.Identity(), query, key, key, options.pop("attention_mask", None), **options)
+
+
+def _eager(attention: ContextAttention) -> None:
+    attention.eager = lambda cls: lambda *args, **kwargs: (args[1], None)
+
+
+def _mixer(*args: Any, **kwargs: Any) -> None:
+    """Call a mixer that runs on full sequences."""
+    with parallelized(_gptj(), CP) as model:
+        model.transformer.h[0].attn(*args, **kwargs)
+
+
+def _own_mask() -> None:
+    model = _gptj()
+    with parallelized(model, CP):
+        model.config._attn_implementation = "eager"  # its masks are then those of the first tokens on every rank
+        model(input_ids=ids(1, 4))
+
+
+def _derived() -> None:
+    _forward(
+        {"input_ids": ids(1, 8), "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]])}, headed("opt", "trunk")
+    )
+
+
+def _alone(model: nn.Module, inputs: Mapping[str, Any], *, unmasked: str = "", cuts_padding: bool = False) -> None:
+    """Call a model on one rank of ``cp``."""
+    with world() as mesh:
+        attention = ContextAttention(mesh.get_group("cp"), "headtail")
+        attention.unmasked = unmasked
+        replace_attention(model, attention, shared_prefixes=True, cuts_padding=cuts_padding)
+        model(**inputs)
+
+
+def _router_logits() -> None:
+    with parallelized(tiny_model("Qwen3MoeForCausalLM"), CP) as model:
+        gate = model.model.layers[0].mlp.gate
+        gate.register_forward_hook(lambda *_: (torch.ones(5, 8), *_[2][1:]))
+        model(input_ids=ids(1, 8), output_router_logits=True)
+
+
+def _cut_otherwise() -> None:
+    with world(**CP) as mesh:
+        model = parallelize(_llama(), mesh)
+        model(**sequence_layout(mesh, 8, load_balancer=None).shard_batch({"input_ids": ids(1, 8)}))
+
+
+def _order() -> None:
+    from fsdp_runtime.steps.context.inputs import _require_order
+
+    rows = torch.arange(8)[None]
+    cut = [SequenceLayout(8, 2, rank, None).shard(rows, dim=-1) for rank in range(2)]
+    _require_order(torch.cat(cut, -1).index_select(-1, LAYOUT.permutation.argsort()), LAYOUT)
+
+
+def _check(model: nn.Module, way: Method = "allgather") -> None:
+    check_context_parallel(ModelFacts.of(model), way)
+
+
+def _facts(**facts: Any) -> Any:
+    """Facts of a model with some that no small model of transformers has."""
+    return SimpleNamespace(**{**{name: getattr(ModelFacts.of(_llama()), name) for name in _NAMES}, **facts})
+
+
+_NAMES = ("inner", "name", "of_transformers", "attends_both_ways", "ignores_position_ids", "needs_full_row")
+_NAMES += ("masks_embeddings", "attention", "token_mixers", "makes_own_masks", "text_config")
+
+
+def _rope() -> Any:
+    model = _llama()
+    model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    return model
+
+
+def _flex() -> Any:
+    model = _llama()
+    model.config._attn_implementation = "flex_attention"
+    return model
+
+
+CASES: Provocations = {
+    "fsdp_runtime/steps/context/attention.py": {
+        "does not come from transformers' mask functions": _own_mask,
+        "attends from": lambda: _attend(keys=6),
+        "changes scores in a way": lambda: _attend(softcap=30.0),
+        "neither eager attention nor dropout": lambda: _attend(way="ring", dropout=0.1),
+        "the rows of one rank only": lambda: _attend(way="ring", attention_mask=torch.ones(1, 1, 4, 4)),
+    },
+    "fsdp_runtime/steps/context/full_sequence.py": {
+        "takes no tensor [batch": lambda: _mixer(None),
+        "makes its masks itself": lambda: _mixer(
+            torch.ones(1, 4, 16), attention_mask=torch.zeros(1, 1, 3, 3), position_ids=ids(1, 4)
+        ),
+    },
+    "fsdp_runtime/steps/context/inputs.py": {
+        "takes its inputs by name": lambda: _forward({}, None, ids(1, 4)),
+        "neither input_ids nor": lambda: _given(input_ids=None),
+        "output_router_logits beside": lambda: _alone(
+            tiny_model("Qwen3MoeForCausalLM"),
+            {"input_ids": ids(1, 4), "attention_mask": torch.ones(1, 4), "output_router_logits": True},
+            cuts_padding=True,
+        ),
+        "derives positions from": _derived,
+        "position_ids restart within": lambda: _alone(
+            _llama(), {"input_ids": ids(1, 4), "position_ids": torch.tensor([[0, 1, 0, 1]])}, unmasked="layers.0"
+        ),
+        "router logits {shape}": _router_logits,
+        "need position_ids, and take no": lambda: _alone(
+            _llama(), {"input_ids": ids(1, 4), "subtree_end": torch.full((1, 4), 4)}
+        ),
+        "attention_mask beside position_ids": lambda: _forward(
+            {"input_ids": ids(1, 4), "position_ids": ids(1, 4), "attention_mask": torch.ones(1, 4)},
+            packed_sequences=True,
+        ),
+        "attention_mask {shape}": lambda: _given(attention_mask=torch.ones(2, 5)),
+        "position_ids {shape} for rows": lambda: _given(position_ids=torch.ones(2, 5)),
+        "_require_parts: the batch was cut": _cut_otherwise,
+        "_require_order: the batch was cut": _order,
+        "labels are shifted inside": lambda: _given(labels=torch.zeros(2, 6)),
+        "_refuse_unshardable: a key/value cache": lambda: _given(use_cache=True),
+        "logits_to_keep counts positions": lambda: _given(logits_to_keep=3),
+        "returns no weights": lambda: _given(output_attentions=True),
+        "{name}: a key/value cache": lambda: _given(other=_cache()),
+        "cannot be sharded along the tokens": lambda: _given(pixel_values=torch.ones(2, 3)),
+    },
+    "fsdp_runtime/steps/context/masks.py": {
+        "leave logits_to_keep out": lambda: SequenceMask(lambda *_: torch.ones(1), LAYOUT, torch.device("cpu"))[
+            :, :, -1:, :
+        ],
+    },
+    "fsdp_runtime/steps/context/methods.py": {
+        "context_parallel={name}": lambda: refuse(Own(), CP, plan=None, context_parallel="p2p"),
+        "computes softmax(q k) v": lambda: _over_cp(row("granite_swa"), context_parallel="ring"),
+        "keeps no attention weights": lambda: _over_cp(
+            tiny_model("LlamaForCausalLM", attention_dropout=0.1), context_parallel="ring"
+        ),
+        "divides heads over cp": lambda: refuse(_llama(), {"cp": 3}, context_parallel="ulysses"),
+    },
+    "fsdp_runtime/steps/context/sharding.py": {
+        "give an integer": lambda: SequenceLayout(0, 2, 0),
+        "give one below": lambda: SequenceLayout(8, 2, 2),
+        "are not divisible over": lambda: SequenceLayout(6, 2, 0),
+        "which has no dim": lambda: LAYOUT.shard(torch.ones(8)),
+        "entries on dim": lambda: LAYOUT.shard(torch.ones(1, 9)),
+        "pass values per sample": lambda: LAYOUT.shard_batch({"rewards": torch.ones(8)}),
+        "write 'headtail'": lambda: ContextParallel(load_balancer="zigzag"),  # type: ignore[arg-type]
+    },
+    "fsdp_runtime/steps/context/step.py": {
+        "is not a transformers model": lambda: _over_cp(Own(), plan=None),
+        "picks one token": lambda: _over_cp(_reward_model(), plan=None),
+        "has an encoder and a decoder": lambda: _over_cp(_t5(), plan=None),
+        "makes one vector of each row": lambda: _over_cp(headed("bert", "trunk"), plan=None),
+        "looks up {path} by a token's place": lambda: _over_cp(headed("roformer", "masked"), plan=None),
+        "its {reason}; use cp=1": lambda: _over_cp(headed("mobilebert", "masked"), plan=None),
+        "multiplies this rank's embeddings": lambda: _over_cp(headed("deberta", "masked"), plan=None),
+        "computes attention by": lambda: _over_cp(_flex()),
+        "no module in the blocks of": lambda: check_context_parallel(_facts(token_mixers=())),
+        "computes its mask and positions": lambda: _over_cp(_cpm_ant(), plan=None),
+        "has rotary embeddings of type": lambda: _over_cp(_rope()),
+        "is not under context parallelism": lambda: attention_of(_llama()),
+    },
+    "fsdp_runtime/steps/context/ulysses.py": {
+        "do not divide over cp": lambda: _attend(way="ulysses", heads=3),
+    },
+}
+
+
+def _over_cp(model: nn.Module, **options: Any) -> None:
+    refuse(model, CP, **options)
+
+
+def _cache() -> Any:
+    return transformers.DynamicCache()
+
+
+def _gptj() -> Any:
+    """A model whose attention does not use ``transformers.AttentionInterface``."""
+    config = transformers.GPTJConfig(vocab_size=16, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=16)
+    return transformers.GPTJForCausalLM(config).eval()
+
+
+def _reward_model() -> Any:
+    return transformers.Qwen3ForSequenceClassification(tiny_config("Qwen3ForCausalLM"))
+
+
+def _t5() -> Any:
+    sizes = {"vocab_size": 16, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+
+
+def _cpm_ant() -> nn.Module:
+    config = transformers.CpmAntConfig(hidden_size=8, num_attention_heads=2, dim_head=4, dim_ff=8, num_hidden_layers=1)
+    found: nn.Module = transformers.CpmAntForCausalLM(config)
+    return found

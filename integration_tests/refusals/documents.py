@@ -1,0 +1,95 @@
+"""What packed rows and shared prefixes refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_runtime.steps import SharedPrefixes
+from fsdp_runtime.steps.documents.documents import find_documents
+from fsdp_runtime.steps.documents.sequence_functions import RECURRENCES, Call
+from fsdp_runtime.steps.documents.step import check_packing
+from harness.models import tiny_model
+from refusals import Provocations
+from refusals.context import _cpm_ant, _facts
+from refusals.worlds import Own, headed, ids, parallelized, refuse, row
+
+PACKED = torch.tensor([[0, 1, 2, 0, 1, 2]])
+PREFIXES: dict[str, Any] = {"plan": None, "steps": (SharedPrefixes(),)}
+
+
+def _llama() -> Any:
+    return tiny_model("LlamaForCausalLM")
+
+
+def _packed(model: nn.Module | None = None) -> None:
+    refuse(model or _llama(), plan=None, packed_sequences=True)
+
+
+def _packed_forward(**inputs: Any) -> None:
+    with parallelized(_llama(), plan=None, packed_sequences=True) as model:
+        model(input_ids=ids(1, 6), position_ids=PACKED, **inputs)
+
+
+def _shared(model: nn.Module | None = None, axes: dict[str, int] | None = None, **options: Any) -> None:
+    refuse(model or _llama(), axes, **PREFIXES, **options)
+
+
+def _shared_forward(**inputs: Any) -> None:
+    with parallelized(_llama(), **PREFIXES) as model:
+        model(input_ids=ids(1, 6), subtree_end=torch.full((1, 6), 6), **inputs)
+
+
+def _with_state() -> None:
+    def scan(hidden_states: Tensor, initial_states: Any = None) -> None: ...
+
+    Call.of(scan, RECURRENCES["mamba2_chunk_scan"], (), {"initial_states": torch.ones(1)})
+
+
+def _flash() -> Any:
+    model = _llama()
+    model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+def _both_ways() -> Any:
+    model = _llama()
+    model.config.is_causal = False
+    return model
+
+
+def _find(**given: Any) -> None:
+    find_documents(**{"position_ids": None, "seq_idx": None, "cu_seq_lens": None, **given}, shape=(2, 4))
+
+
+CASES: Provocations = {
+    "fsdp_runtime/steps/documents/documents.py": {
+        "cu_seq_lens_q": lambda: _find(cu_seq_lens=torch.zeros(2, 4)),
+        "give one entry a token": lambda: _find(position_ids=torch.zeros(1, 3)),
+    },
+    "fsdp_runtime/steps/documents/isolation.py": {
+        "packed rows need a mask": lambda: _packed_forward(attention_mask=torch.ones(1, 1, 6, 5), use_cache=False),
+    },
+    "fsdp_runtime/steps/documents/sequence_functions.py": {"of a recurrence has no": _with_state},
+    "fsdp_runtime/steps/documents/shared_prefixes.py": {
+        "leave packed_sequences out, and pack single": lambda: _shared(packed_sequences=True),
+        "is not a transformers model": lambda: _shared(Own()),
+        "takes no mask of ancestors": lambda: _shared(_flash()),
+        "passes a state from token": lambda: _shared(row("jamba")),
+        "cannot share prefixes": lambda: _shared(row("doge, mixture")),
+        "on the full sequence of all cp ranks": lambda: _shared(row("deepseek_v32"), {"cp": 2}),
+        "has bidirectional attention": lambda: _shared(_both_ways()),
+        "subtree_end needs position_ids": lambda: _shared_forward(),
+        "take neither attention_mask": lambda: _shared_forward(position_ids=PACKED, use_cache=True),
+    },
+    "fsdp_runtime/steps/documents/step.py": {
+        "is not a transformers model": lambda: _packed(Own()),
+        "computes its mask and positions": lambda: _packed(_cpm_ant()),
+        "no module in the blocks of": lambda: check_packing(_facts(token_mixers=())),
+        "looks up {path} by a token's place": lambda: _packed(headed("roformer", "masked")),
+        "attends to later tokens": lambda: _packed(headed("bert", "masked")),
+        "a key/value cache has no boundaries": lambda: _packed_forward(use_cache=True),
+    },
+}

@@ -1,0 +1,106 @@
+"""What tensor and expert parallelism, checkpointing and compile refuse."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+from torch import nn
+
+from fsdp_runtime import SelectiveCheckpoint
+from fsdp_runtime.steps import Compile, TensorParallel
+from fsdp_runtime.steps.async_tp import async_compile_options
+from harness.models import tiny_model
+from refusals import Provocations
+from refusals.worlds import Own, Tree, ids, parallelized, refuse
+from tp_plans import NoParallel, ParameterStyle, Shard, resolve_plan
+
+TP, EP = {"tp": 2}, {"dp_shard": 2, "ep": 2}
+MOE = "Qwen3MoeForCausalLM"
+CUDA: Any = SimpleNamespace(device_type="cuda", mesh_dim_names=("tp",))
+STACKED = {"target_parameters": ["mlp.experts.gate_up_proj"]}
+
+
+def _adapted(architecture: str = "LlamaForCausalLM", *, merged: bool = False, **settings: Any) -> Any:
+    model = peft.get_peft_model(tiny_model(architecture), peft.LoraConfig(r=2, **settings))
+    if merged:
+        model.merge_adapter()
+    return model
+
+
+def _injected() -> nn.Module:
+    outer = Tree(policy=tiny_model("LlamaForCausalLM"))
+    found: nn.Module = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), outer)
+    return found
+
+
+def _adapted_router() -> None:
+    gate = "model.layers.*.mlp.gate"
+    plan = resolve_plan("auto", tiny_model(MOE)).override({f"{gate}.weight": ParameterStyle(layout=Shard(0))})
+    refuse(_adapted(MOE, target_parameters=["mlp.gate.weight"]), TP, plan=plan)
+
+
+def _experts_by_feature() -> None:
+    plan = resolve_plan("auto", tiny_model(MOE)).override({"model.layers.*.mlp.experts": NoParallel()})
+    refuse(_adapted(MOE, **STACKED), TP, plan=plan)
+
+
+def _with_cache() -> None:
+    with parallelized(tiny_model("LlamaForCausalLM"), activation_checkpointing="block") as model:
+        model(input_ids=ids(1, 4), use_cache=True)
+
+
+def _compiled(**options: Any) -> None:
+    refuse(tiny_model("LlamaForCausalLM"), TP, **options)
+
+
+ASYNC = Compile(async_tensor_parallel=True)
+CASES: Provocations = {
+    "fsdp_runtime/steps/tensor/lora.py": {
+        "the model is no PeftModel": lambda: refuse(_injected(), TP),
+        "each rank computes with its part": _adapted_router,
+        "not plain LoRA on a linear layer": lambda: refuse(_adapted(target_modules=["q_proj"], use_dora=True), TP),
+        "is not sharded by expert": _experts_by_feature,
+        "adapts experts with adapters that are merged": lambda: refuse(_adapted(MOE, merged=True, **STACKED), TP),
+        "is adapted by peft's": lambda: refuse(
+            peft.get_peft_model(
+                tiny_model("LlamaForCausalLM"), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+            ),
+            TP,
+        ),
+    },
+    "fsdp_runtime/steps/tensor/step.py": {
+        "logits={logits}": lambda: refuse(Own(), plan=None, logits="some"),
+        "towers={towers}": lambda: TensorParallel(towers="some"),  # type: ignore[arg-type]
+        "needs a plan, and plan=None": lambda: refuse(Own(), plan=None, sequence_parallel=True),
+    },
+    "fsdp_runtime/steps/async_tp.py": {
+        "it needs a mesh with tp larger": lambda: _compiled(compile=ASYNC),
+        "is a pass of Inductor": lambda: _compiled(
+            compile=Compile({"backend": "aot_eager"}, async_tensor_parallel=True), sequence_parallel=True
+        ),
+        "needs CUDA devices": lambda: _compiled(compile=ASYNC, sequence_parallel=True),
+        "cannot be combined with mode": lambda: async_compile_options(
+            CUDA, {"mode": "max-autotune"}, sequence_parallel=True
+        ),
+    },
+    "fsdp_runtime/steps/experts/step.py": {
+        "that are merged, or not plain LoRA": lambda: refuse(_adapted(MOE, merged=True, **STACKED), EP),
+        "Over tp this needs a rule": lambda: refuse(_adapted(MOE, **STACKED), {"tp": 2, "ep": 2}, plan=None),
+    },
+    "fsdp_runtime/steps/checkpointing.py": {
+        "has no namespace": lambda: _recomputed(SelectiveCheckpoint(save=("mm",))),
+        "has none of these operators": lambda: _recomputed(SelectiveCheckpoint(save=("aten.no_such",))),
+        "activation_checkpointing={mode}": lambda: _recomputed("sometimes"),
+        "was given a key/value cache": _with_cache,
+        "none of which is called": lambda: _recomputed("mlp"),
+    },
+    "fsdp_runtime/steps/compile.py": {
+        "is refused by torch.compile": lambda: refuse(Own(), plan=None, compile={"colour": True}),
+    },
+}
+
+
+def _recomputed(mode: Any) -> None:
+    refuse(Own(), plan=None, activation_checkpointing=mode)

@@ -1,0 +1,313 @@
+"""Plans that are refused: what is no plan, what no plan can be derived for, and all findings of a check."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from harness.models import tiny_model
+from refusals import Provocations
+from refusals.worlds import Own, Tree, refuse
+from tp_plans import (
+    ColwiseParallel,
+    DispatchExperts,
+    ExpertsParallel,
+    NoParallel,
+    ParameterStyle,
+    Plan,
+    PrepareModuleInput,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    check,
+    suggest,
+)
+from tp_plans.infer.full_output import with_full_output
+from tp_plans.infer.sequence_parallel import with_sequence_parallelism
+from tp_plans.model_tree import ModelTree
+from tp_plans.styles import GatheredParameters, MLAKVProjection, ParallelAttention, ScaleInput, VocabParallelEmbedding
+
+SP = {"sequence_parallel": True}
+EXPERTS = {"up": (4, 8, 6), "down": (4, 6, 8)}
+
+
+def _plan(plan: Any, model: nn.Module | None = None, **options: Any) -> None:
+    """Give a plan to ``parallelize`` on two ranks of ``tp``."""
+    refuse(model or Own(), {"tp": 2}, plan=plan, **options)
+
+
+def _dotted(name: str, value: Any = None) -> None:
+    module = ModuleType("user_plans")
+    module.plan = value  # type: ignore[attr-defined]
+    sys.modules["user_plans"] = module
+    try:
+        _plan(f"user_plans.{name}")
+    finally:
+        del sys.modules["user_plans"]
+
+
+def _raising() -> None:
+    raise KeyError("mine")
+
+
+class _Unknown(nn.Module):
+    """No architecture, no embedding."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+
+class Gemma3nTextModel(nn.Module):
+    """By its name, a model whose stream cannot be sharded."""
+
+
+class _Block(nn.Module):
+    """One class of blocks."""
+
+    def __init__(self, *, odd: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8, bias=False)
+        self.mlp = Tree(up=nn.Linear(8, 12), down=nn.Linear(12, 8))
+        if odd:
+            self.scale = nn.Parameter(nn.Linear(1, 1).weight.detach().clone())
+
+
+class _Trunk(nn.Module):
+    """Blocks with an embedding."""
+
+    def __init__(self, blocks: int = 2, *, odd: bool = False) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(_Block(odd=odd) for _ in range(blocks))
+        self.norm = nn.LayerNorm(8)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def forward(self, input_ids: Tensor) -> Any: ...
+
+
+class _Between(_Trunk):
+    """One that takes features between its blocks."""
+
+    def forward(self, input_ids: Tensor, deepstack_visual_embeds: Any = None) -> Any: ...
+
+
+class _Causal(nn.Module):
+    """A trunk and a head."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.model, self.lm_head = trunk, nn.Linear(8, 16, bias=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        found: nn.Module = self.model.embed_tokens  # type: ignore[assignment]
+        return found
+
+
+def _two_decoders() -> None:
+    model = Tree(
+        embed_tokens=nn.Embedding(16, 8),
+        low=Tree(layers=nn.ModuleList([_Block(), _Block()])),
+        high=Tree(layers=nn.ModuleList([_Block(), _Block()])),
+        norm=nn.LayerNorm(8),
+    )
+    with_sequence_parallelism(Plan({}), model)
+
+
+def _unknown_word() -> None:
+    model: Any = tiny_model("Qwen3MoeForCausalLM")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model.config), "base_model_ep_plan", {"layers.*.mlp.experts": "elsewhere"})
+        refuse(model, {"tp": 2, "ep": 2})
+
+
+def _check(rules: Mapping[str, Any], model: nn.Module, *, tp: int = 2, ep: int = 1) -> None:
+    """Check rules as ``parallelize`` does; words are rules too."""
+    check(rules, model, tp=tp, ep=ep).raise_on_error()
+
+
+def _linear(out: int, inner: int = 8) -> nn.Module:
+    return nn.Linear(inner, out)
+
+
+def _attention(*, heads: int = 8, kv_heads: int = 2, **more: Any) -> Tree:
+    """Heads of four features, with fused and separate projections."""
+    config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    attn = Tree(
+        attributes={"head_dim": 4, "config": config, **more.pop("attributes", {})},
+        qkv_proj=_linear((heads + 2 * kv_heads) * 4),
+        k_proj=_linear(kv_heads * 4),
+        o_proj=_linear(8, heads * 4),
+        **more,
+    )
+    return Tree(attn=attn)
+
+
+def _wide_attention(parameters: Any = None, **more: nn.Module) -> tuple[dict[str, Any], Tree]:
+    """Rules, and eight heads of four features with something beside their projections."""
+    projections = {name: _linear(32, 40) for name in ("q", "k", "v")}
+    rules: dict[str, Any] = {f"attn.{name}": ColwiseParallel(multiple_of=4) for name in projections}
+    rules["attn.o"] = RowwiseParallel(multiple_of=4)
+    return rules, Tree(attn=Tree(parameters=parameters, **projections, o=_linear(40, 32), **more))
+
+
+def _few_heads() -> None:
+    rules = {"attn": ParallelAttention(), "attn.keys": ColwiseParallel(multiple_of=4, replicate_kv_heads=True)}
+    told = {"num_key_value_groups": 4, "config": SimpleNamespace()}
+    _check(rules, Tree(attn=Tree(attributes=told, keys=_linear(8))), tp=4)
+
+
+def _tied() -> None:
+    model = Tree(a=Tree(parameters=EXPERTS), b=Tree(parameters=EXPERTS))
+    model.b.up = model.a.up  # type: ignore[union-attr]
+    _check({"a": DispatchExperts()}, model)
+
+
+def _transposed() -> Tree:
+    layer: Any = _linear(8, 24)
+    layer.nx, layer.nf = 8, 24
+    return Tree(c_attn=layer)
+
+
+def _mlp(inner: int = 24) -> Tree:
+    return Tree(mlp=Tree(up=_linear(inner), down=_linear(8, inner)))
+
+
+FUSED = ("config.num_attention_heads", "config.num_key_value_heads", "config.num_key_value_heads")
+CASES: Provocations = {
+    "tp_plans/resolve.py": {
+        "is not a sequence-parallel one": lambda: _plan(Plan({"lm_head": ColwiseParallel()}), **SP),
+        "it has no rules for the blocks": lambda: _plan("auto", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))),
+        "does not serve either": lambda: _plan("auto", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))),
+        "is neither 'auto' nor": lambda: _plan("a plan"),
+        "cannot be imported": lambda: _plan("no_such_module.plan"),
+        "has no {attribute}": lambda: _dotted("other"),
+        "calling it without arguments": lambda: _dotted("plan", _raising),
+        "is of type {class of value}": lambda: _plan(3),
+        "is an empty dict": lambda: _plan({}),
+        "_from_value: {name}: {error}": lambda: _plan({"lm_head": 3}),
+    },
+    "tp_plans/infer/experts.py": {
+        "no module with stacked experts": lambda: refuse(tiny_model("LlamaForCausalLM"), {"tp": 2, "ep": 2}),
+        "unknown word {word}": _unknown_word,
+    },
+    "tp_plans/infer/full_output.py": {
+        "reads all tokens, and no norm": lambda: with_full_output(Plan({}), ModelTree.of(_Trunk())),
+    },
+    "tp_plans/infer/sequence_parallel.py": {
+        "has no sequence-parallel form": lambda: _plan("inferred", Own(more=Gemma3nTextModel()), **SP),
+        "no list of blocks for the token": lambda: with_sequence_parallelism(Plan({}), _Causal(_Trunk(0))),
+        "has blocks of one class in": _two_decoders,
+        "adds vision features between blocks": lambda: _plan("inferred", _Causal(_Between(odd=True)), **SP),
+        "sits where the activations are": lambda: with_sequence_parallelism(
+            Plan({"model.layers.*.mlp": NoParallel()}), _Causal(_Trunk())
+        ),
+    },
+    "tp_plans/infer/suggest.py": {
+        "has no embedding": lambda: _plan("inferred", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))),
+        "has no list of blocks": lambda: suggest(Tree(embed_tokens=nn.Embedding(16, 8))),
+        "is no module of": lambda: suggest(Own(), gathered=["layers.*.norm"]),
+    },
+    "tp_plans/checks/__init__.py": {
+        "tp is {tp}": lambda: _check({}, Own(), tp=0),
+        "ep is {ep}": lambda: _check({}, Own(), ep=0),
+    },
+    "tp_plans/checks/dispatch.py": {
+        "has no stacked experts": lambda: _check({"lm_head": DispatchExperts()}, Own()),
+        "is tied to another module": _tied,
+        "cannot be divided over ep": lambda: refuse(
+            tiny_model("Qwen3MoeForCausalLM", num_experts=7), {"tp": 2, "ep": 2}
+        ),
+    },
+    "tp_plans/checks/divisibility.py": {
+        "leave a rank of tp={tp} empty": lambda: _plan({"lm_head": ColwiseParallel(use_local_output=False)}, _narrow()),
+        "{heads} cannot be split": lambda: refuse(tiny_model("LlamaForCausalLM"), {"tp": 3}),
+        "the sum of its fused sizes": lambda: _check(
+            {"attn.qkv_proj": ColwiseParallel(fused_sizes=(*FUSED, 1))}, _attention()
+        ),
+        "(multiple_of)": lambda: _check(
+            {"up": ColwiseParallel(multiple_of=8, fused_sizes=(1, 1))}, Tree(up=_linear(40))
+        ),
+        "its rotary key takes": lambda: _check({"kv": MLAKVProjection(rope_dim=30)}, Tree(kv=_linear(24))),
+        "no positive integer of that name": lambda: _check({"kv": MLAKVProjection()}, Tree(kv=_linear(24))),
+        "no positive integer; leave it out": lambda: _check(
+            {"attn": ParallelAttention(head_count_attrs=("num_heads",))}, _attention(attributes={"num_heads": 0})
+        ),
+        "would share key/value heads": _few_heads,
+    },
+    "tp_plans/checks/gradients.py": {
+        "one element per head": lambda: _check(*_wide_attention({"sinks": (8,)})),
+        "norm of all {size} features": lambda: _check(*_wide_attention(q_norm=nn.LayerNorm(32, bias=False))),
+        "norm of one head": lambda: _check(*_wide_attention(q_norm=nn.LayerNorm(4, bias=False))),
+    },
+    "tp_plans/checks/interfaces.py": {
+        "but sibling {neighbour} expects all": lambda: _check({"mlp.up": ColwiseParallel()}, _mlp()),
+        "output all features": lambda: _check(
+            {"mlp.up": ColwiseParallel(output_layouts=Replicate()), "mlp.down": RowwiseParallel()}, _mlp()
+        ),
+        "as the full sequence and shard again": lambda: _check(
+            {
+                "norm": SequenceParallel(),
+                "mlp.up": ColwiseParallel(),
+                "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+            },
+            Tree(norm=nn.LayerNorm(8), **dict(_mlp().named_children())),
+        ),
+        "is replicated, but the blocks": lambda: _plan(
+            suggest(Own(norm=nn.LayerNorm(8)), **SP).plan.override({"lm_head": NoParallel()}), Own(norm=nn.LayerNorm(8))
+        ),
+    },
+    "tp_plans/checks/parse.py": {
+        "unknown style word": lambda: _check({"lm_head": "colums"}, Own()),
+        "correct the rule": lambda: _check({"lm_head": 3}, Own()),
+    },
+    "tp_plans/checks/patterns.py": {
+        "the pattern matches no": lambda: _plan({"head": ColwiseParallel()}),
+        "matched by {number of patterns} rules": lambda: _plan(
+            {"lm_head": ColwiseParallel(), "lm_*": ColwiseParallel(use_local_output=False)}
+        ),
+        "its rule begins": lambda: _check(
+            {"layers.*.a": PrepareModuleInput(), "layers.0.a.sinks": ParameterStyle()},
+            Tree(layers=nn.ModuleList([Tree(a=Tree(parameters={"sinks": (8,)}))])),
+        ),
+    },
+    "tp_plans/checks/report.py": {"does not fit the model": lambda: _plan({"head": ColwiseParallel()})},
+    "tp_plans/checks/style_fit.py": {
+        "ScaleInput is for": lambda: _plan({"lm_head": ScaleInput()}),
+        "has no dim {dim} to shard": lambda: _plan({"lm_head.weight": ParameterStyle(layout=Shard(2))}),
+        "splits a matrix": lambda: _check({"layers": ColwiseParallel()}, Own()),
+        "keeps its weight transposed": lambda: _check({"c_attn": ColwiseParallel()}, _transposed()),
+        "{option} {effect}": lambda: _check(
+            {"embed": VocabParallelEmbedding()}, Tree(embed=nn.Embedding(16, 8, max_norm=1.0))
+        ),
+        "to gather; name": lambda: _plan({"lm_head": GatheredParameters(names=("gain",))}),
+        "that a rule of": lambda: _check(
+            {"mlp": GatheredParameters(names=("up.weight",)), "mlp.up": ColwiseParallel()}, _mlp()
+        ),
+        "write rules for the experts' own": lambda: _plan({"layers.0": ExpertsParallel()}),
+        "have the experts as their first": lambda: _check(
+            {"experts": ExpertsParallel()}, Tree(experts=Tree(parameters={**EXPERTS, "odd": (8, 4)}))
+        ),
+    },
+    "tp_plans/checks/tied_weights.py": {
+        "tied weights laid out differently": lambda: refuse(
+            tiny_model("LlamaForCausalLM", tied=True),
+            {"tp": 2},
+            plan={"lm_head": ColwiseParallel(use_local_output=False)},
+        ),
+    },
+}
+
+
+def _narrow() -> Own:
+    model = Own()
+    model.lm_head = nn.Linear(8, 1)
+    return model

@@ -1,0 +1,65 @@
+"""What is refused only where ranks differ, or where they run: each function is called on two ranks, and both raise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.models.bert.modeling_bert import BertEmbeddings
+
+from fsdp_runtime import MeshSpec, parallelize
+from fsdp_runtime.steps import CheckInputs
+from fsdp_runtime.steps.fsdp.missing_media import AbsentMedia
+from harness.models import tiny_model
+from refusals import Provocations
+from refusals.worlds import headed, ids, refuse_on
+
+
+class _Mixed(BertEmbeddings):
+    """Embeddings to which those of the token before are added."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        embedded: Tensor = super().forward(*args, **kwargs)
+        return embedded + embedded.roll(1, dims=1)
+
+
+def _mixing_embeddings() -> None:
+    model = headed("bert", "masked")
+    model.bert.embeddings.__class__ = _Mixed
+    refuse_on(model, MeshSpec(cp=2).build(device_type="cpu"), plan=None)
+
+
+class _Towers(nn.Module):
+    """A model with two towers."""
+
+    def get_image_features(self, pixel_values: Any) -> None: ...
+
+    def get_audio_features(self, input_features: Any) -> None: ...
+
+    def forward(self, input_ids: Any = None, pixel_values: Any = None, input_features: Any = None) -> None: ...
+
+
+def _media(*of_ranks: dict[str, Any]) -> None:
+    """Let the ranks agree on the media of their rows."""
+    model = _Towers()
+    hooks = AbsentMedia(model, {"image": [model], "audio": [model]}, [dist.GroupMember.WORLD], ())
+    hooks.agree(model, (), of_ranks[dist.get_rank()])
+
+
+def _other_inputs() -> None:
+    mesh = MeshSpec(tp=2).build(device_type="cpu")
+    model = parallelize(tiny_model("LlamaForCausalLM"), mesh, steps=(CheckInputs(),))
+    model(ids(1, 4) + dist.get_rank(), use_cache=False)
+
+
+PIXELS, SOUND = {"pixel_values": torch.ones(1, 3)}, {"input_features": torch.ones(1, 3)}
+CASES: Provocations = {
+    "fsdp_runtime/steps/context/verify.py": {"cannot run on a part of a row": _mixing_embeddings},
+    "fsdp_runtime/steps/fsdp/missing_media.py": {
+        "and others have none": lambda: _media(PIXELS, {}),
+        "have different media": lambda: _media({"input_ids": ids(1, 4), **PIXELS}, {"input_ids": ids(1, 4), **SOUND}),
+    },
+    "fsdp_runtime/steps/guards/check_inputs.py": {"were given different inputs": _other_inputs},
+}
