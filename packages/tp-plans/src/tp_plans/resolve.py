@@ -63,7 +63,8 @@ def resolve_plan(
         CustomPlanError: the user's plan cannot be used; the message says what was wrong with it.
         UnknownStyleError: it holds a word that names no style.
         UnknownArchitectureError: ``"auto"`` found no plan that is certain.
-        CapabilityError: sequence parallelism was asked of a model that has no such form.
+        CapabilityError: sequence parallelism was asked of a model that has no such form, or the architecture cannot be
+            split over as many ranks as ``mesh`` has.
         PlanError: ``towers_tp`` is not a positive number.
 
     Example:
@@ -77,7 +78,7 @@ def resolve_plan(
         return _automatic(model, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
     if plan == "inferred":
         return _with_doubts(model, sequence_parallel=sequence_parallel)
-    named = _registered(plan, sequence_parallel=sequence_parallel)
+    named = _registered(plan, sequence_parallel=sequence_parallel, tp=_size(mesh))
     custom = _custom(plan) if named is None else named
     if sequence_parallel and not custom.sequence_parallel:
         raise CustomPlanError(
@@ -97,7 +98,7 @@ def _automatic(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None, 
         return plan_around(plans, tree)
     source = model if tree is None else tree  # which is read once
     try:
-        plan = plan_for(source, sequence_parallel=sequence_parallel)
+        plan = plan_for(source, sequence_parallel=sequence_parallel, tp=_size(mesh))
     except UnknownArchitectureError as unknown:
         try:
             if not ships_plan_of_blocks(source):
@@ -124,14 +125,19 @@ def _with_doubts(model: Any, *, sequence_parallel: bool) -> Plan:
     return suggestion.plan
 
 
-def _registered(plan: object, *, sequence_parallel: bool) -> Plan | None:
+def _registered(plan: object, *, sequence_parallel: bool, tp: int | None) -> Plan | None:
     """The plan of an architecture that is named by a plain word."""
     if not isinstance(plan, str) or not plan.isidentifier():
         return None
     try:
-        return plan_for(plan, sequence_parallel=sequence_parallel)
+        return plan_for(plan, sequence_parallel=sequence_parallel, tp=tp)
     except UnknownArchitectureError:
         return None
+
+
+def _size(mesh: DeviceMesh | None) -> int | None:
+    """Return how many ranks a plan is for, where that is known."""
+    return None if mesh is None else mesh.size()
 
 
 def _custom(plan: object) -> Plan:
