@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from harness.ranks import RankPool
-from refusals import around, calls, context, documents, layers, plans, ranks
+from refusals import architectures, around, calls, context, documents, layers, plans, ranks
 from refusals.outcomes import Raised, outcome
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +27,7 @@ def _cases(*modules: Any) -> dict[tuple[str, str], Any]:
     return {(file, piece): call for file, pieces in every for piece, call in pieces.items()}
 
 
-CASES = _cases(calls, plans, documents, layers, context, around)
+CASES = _cases(calls, architectures, plans, documents, layers, context, around)
 ON_RANKS = _cases(ranks)
 
 
@@ -51,7 +51,8 @@ def _rows() -> list[Any]:
 
 
 def _row(file: str, piece: str) -> Any:
-    found = [row for row in _rows() if row.file == file and piece in f"{row.function}: {row.message}"]
+    of_file = [row for row in _rows() if row.file == file]
+    found = [row for row in of_file if piece in row.message or f"{row.function}: {row.message}".startswith(piece)]
     assert len(found) == 1, f"{len(found)} rows of {file} have {piece!r}"
     return found[0]
 
@@ -90,6 +91,43 @@ def test_refusals_of_ranks_that_differ_are_raised_on_all_of_them(two_ranks: Rank
 def test_every_refusal_is_provoked() -> None:
     provoked = {_row(file, piece) for file, piece in (*CASES, *ON_RANKS)}
     assert [f"{row.file}:{row.lines[0]}: {row.message}" for row in _rows() if row not in provoked] == []
+
+
+SOURCE = """
+from package.errors import ModelError, OptionError
+
+_FIX = "call it later"
+_TABLE = ((1, "first"), (2, "second"))
+
+class Step:
+    def check(self, model):
+        for number, name in _TABLE:
+            if number == model.number:
+                raise OptionError(f"{name} is refused: {_FIX}")
+        what = f"{type(model).__name__} has {len(model.blocks)}"
+        if model.blocks:
+            raise _no_blocks(model)
+        raise ModelError(what + "; " + _FIX)
+
+def _no_blocks(model):
+    return ModelError(f"no {model.kind!r}")
+
+def _internal():
+    raise NotImplementedError("not one of ours")
+"""
+
+
+def test_rows_have_what_the_source_says_of_each_message(tmp_path: Path) -> None:
+    (tmp_path / "source.py").write_text(SOURCE)
+    rows = page.Source(tmp_path / "source.py", "source.py").rows()
+    assert [(row.function, row.error, row.message) for row in rows] == [
+        ("Step.check", "OptionError", "first is refused: call it later"),
+        ("Step.check", "OptionError", "second is refused: call it later"),
+        ("Step.check", "ModelError", "no {kind}"),
+        ("Step.check", "ModelError", "{class of model} has {number of blocks}; call it later"),
+    ]
+    assert rows[3].is_said_by("Llama has 2; call it later")
+    assert not rows[3].is_said_by("Llama has 2")
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -5,5 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-#: By file, as ``fsdp_runtime/keywords.py``; by piece of ``function: message`` that one row of the file has.
+#: By file, as ``fsdp_runtime/keywords.py``; by piece of the message, or beginning of
+#: ``function: message``, that one row of the file has.
 Provocations = Mapping[str, Mapping[str, Callable[[], Any]]]

@@ -169,7 +169,7 @@ CASES: Provocations = {
         ),
         "attention_mask {shape}": lambda: _given(attention_mask=torch.ones(2, 5)),
         "position_ids {shape} for rows": lambda: _given(position_ids=torch.ones(2, 5)),
-        "_require_parts: the batch was cut": _cut_otherwise,
+        "Inputs._require_parts: the batch was cut": _cut_otherwise,
         "_require_order: the batch was cut": _order,
         "labels are shifted inside": lambda: _given(labels=torch.zeros(2, 6)),
         "_refuse_unshardable: a key/value cache": lambda: _given(use_cache=True),

@@ -37,9 +37,9 @@ def _shared(model: nn.Module | None = None, axes: dict[str, int] | None = None, 
     refuse(model or _llama(), axes, **PREFIXES, **options)
 
 
-def _shared_forward(**inputs: Any) -> None:
-    with parallelized(_llama(), **PREFIXES) as model:
-        model(input_ids=ids(1, 6), subtree_end=torch.full((1, 6), 6), **inputs)
+def _shared_forward(model: Any = None, *, length: int = 6, **inputs: Any) -> None:
+    with parallelized(model or _llama(), **PREFIXES) as found:
+        found(input_ids=ids(1, length), subtree_end=torch.full((1, 6), 6), **inputs)
 
 
 def _with_state() -> None:
@@ -83,6 +83,10 @@ CASES: Provocations = {
         "has bidirectional attention": lambda: _shared(_both_ways()),
         "subtree_end needs position_ids": lambda: _shared_forward(),
         "take neither attention_mask": lambda: _shared_forward(position_ids=PACKED, use_cache=True),
+    },
+    "fsdp_runtime/_transformers_compat/masks.py": {
+        "bidirectional attention cannot": lambda: _shared_forward(headed("bert", "masked"), position_ids=PACKED),
+        "only self-attention without a cache": lambda: _shared_forward(length=5, position_ids=PACKED),
     },
     "fsdp_runtime/steps/documents/step.py": {
         "is not a transformers model": lambda: _packed(Own()),
