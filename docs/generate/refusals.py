@@ -52,7 +52,7 @@ _LONGEST = 30
 INTRODUCTION = (
     "Every error that `parallelize` and a parallelized model raise on purpose, {count} in all: what is refused, why, "
     "and what to do instead. `{{name}}` stands for a value of the call. A `LayoutError` is about the inputs of a call; "
-    "`parallelize` raises all others before it has changed a module. "
+    "what `parallelize` raises comes before it has changed a module. "
     "`docs/generate/refusals.py` writes this page from the sources, and a test provokes each row."
 )
 
@@ -285,7 +285,7 @@ def _items(table: ast.Dict) -> Iterator[ast.Tuple]:
 
 
 def _called(node: ast.Call) -> str:
-    return getattr(node.func, "id", None) or getattr(node.func, "attr", "")
+    return str(getattr(node.func, "id", "") or getattr(node.func, "attr", ""))
 
 
 def _is_in(node: ast.AST, outer: ast.AST) -> bool:
@@ -293,7 +293,7 @@ def _is_in(node: ast.AST, outer: ast.AST) -> bool:
 
 
 def _lines(node: ast.AST) -> tuple[int, int]:
-    return node.lineno, node.end_lineno  # type: ignore[attr-defined,no-any-return]
+    return node.lineno, node.end_lineno  # type: ignore[attr-defined]
 
 
 def _label(node: ast.AST) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,13 +12,14 @@ from torch import nn
 from fsdp_runtime import ContextAttention, parallelize, sequence_layout
 from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps import ContextParallel
+from fsdp_runtime.steps.context.inputs import _require_order
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.methods import Method
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import attention_of, check_context_parallel, replace_attention
 from harness.models import tiny_config, tiny_inputs, tiny_model
 from refusals import Provocations
-from refusals.worlds import Own, headed, ids, parallelized, refuse, row, world
+from refusals.worlds import Own, cpm_ant, facts_with, headed, ids, parallelized, refuse, row, with_attention, world
 
 CP = {"cp": 2}
 LAYOUT = SequenceLayout(length=8, ranks=2, rank=0)
@@ -101,8 +101,6 @@ def _cut_otherwise() -> None:
 
 
 def _order() -> None:
-    from fsdp_runtime.steps.context.inputs import _require_order
-
     rows = torch.arange(8)[None]
     cut = [SequenceLayout(8, 2, rank, None).shard(rows, dim=-1) for rank in range(2)]
     _require_order(torch.cat(cut, -1).index_select(-1, LAYOUT.permutation.argsort()), LAYOUT)
@@ -112,24 +110,9 @@ def _check(model: nn.Module, way: Method = "allgather") -> None:
     check_context_parallel(ModelFacts.of(model), way)
 
 
-def _facts(**facts: Any) -> Any:
-    """Facts of a model with some that no small model of transformers has."""
-    return SimpleNamespace(**{**{name: getattr(ModelFacts.of(_llama()), name) for name in _NAMES}, **facts})
-
-
-_NAMES = ("inner", "name", "of_transformers", "attends_both_ways", "ignores_position_ids", "needs_full_row")
-_NAMES += ("masks_embeddings", "attention", "token_mixers", "makes_own_masks", "text_config")
-
-
 def _rope() -> Any:
     model = _llama()
     model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
-    return model
-
-
-def _flex() -> Any:
-    model = _llama()
-    model.config._attn_implementation = "flex_attention"
     return model
 
 
@@ -208,9 +191,9 @@ CASES: Provocations = {
         "looks up {path} by a token's place": lambda: _over_cp(headed("roformer", "masked"), plan=None),
         "its {reason}; use cp=1": lambda: _over_cp(headed("mobilebert", "masked"), plan=None),
         "multiplies this rank's embeddings": lambda: _over_cp(headed("deberta", "masked"), plan=None),
-        "computes attention by": lambda: _over_cp(_flex()),
-        "no module in the blocks of": lambda: check_context_parallel(_facts(token_mixers=())),
-        "computes its mask and positions": lambda: _over_cp(_cpm_ant(), plan=None),
+        "computes attention by": lambda: _over_cp(with_attention("flex_attention")),
+        "no module in the blocks of": lambda: check_context_parallel(facts_with(token_mixers=())),
+        "computes its mask and positions": lambda: _over_cp(cpm_ant(), plan=None),
         "has rotary embeddings of type": lambda: _over_cp(_rope()),
         "is not under context parallelism": lambda: attention_of(_llama()),
     },
@@ -239,11 +222,5 @@ def _reward_model() -> Any:
 
 
 def _t5() -> Any:
-    sizes = {"vocab_size": 16, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    sizes: Any = {"vocab_size": 16, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
-
-
-def _cpm_ant() -> nn.Module:
-    config = transformers.CpmAntConfig(hidden_size=8, num_attention_heads=2, dim_head=4, dim_ff=8, num_hidden_layers=1)
-    found: nn.Module = transformers.CpmAntForCausalLM(config)
-    return found

@@ -13,8 +13,7 @@ from fsdp_runtime.steps.documents.sequence_functions import RECURRENCES, Call
 from fsdp_runtime.steps.documents.step import check_packing
 from harness.models import tiny_model
 from refusals import Provocations
-from refusals.context import _cpm_ant, _facts
-from refusals.worlds import Own, headed, ids, parallelized, refuse, row
+from refusals.worlds import Own, cpm_ant, facts_with, headed, ids, parallelized, refuse, row, with_attention
 
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2]])
 PREFIXES: dict[str, Any] = {"plan": None, "steps": (SharedPrefixes(),)}
@@ -48,12 +47,6 @@ def _with_state() -> None:
     Call.of(scan, RECURRENCES["mamba2_chunk_scan"], (), {"initial_states": torch.ones(1)})
 
 
-def _flash() -> Any:
-    model = _llama()
-    model.config._attn_implementation = "flash_attention_2"
-    return model
-
-
 def _both_ways() -> Any:
     model = _llama()
     model.config.is_causal = False
@@ -76,7 +69,7 @@ CASES: Provocations = {
     "fsdp_runtime/steps/documents/shared_prefixes.py": {
         "leave packed_sequences out, and pack single": lambda: _shared(packed_sequences=True),
         "is not a transformers model": lambda: _shared(Own()),
-        "takes no mask of ancestors": lambda: _shared(_flash()),
+        "takes no mask of ancestors": lambda: _shared(with_attention("flash_attention_2")),
         "passes a state from token": lambda: _shared(row("jamba")),
         "cannot share prefixes": lambda: _shared(row("doge, mixture")),
         "on the full sequence of all cp ranks": lambda: _shared(row("deepseek_v32"), {"cp": 2}),
@@ -90,8 +83,8 @@ CASES: Provocations = {
     },
     "fsdp_runtime/steps/documents/step.py": {
         "is not a transformers model": lambda: _packed(Own()),
-        "computes its mask and positions": lambda: _packed(_cpm_ant()),
-        "no module in the blocks of": lambda: check_packing(_facts(token_mixers=())),
+        "computes its mask and positions": lambda: _packed(cpm_ant()),
+        "no module in the blocks of": lambda: check_packing(facts_with(token_mixers=())),
         "looks up {path} by a token's place": lambda: _packed(headed("roformer", "masked")),
         "attends to later tokens": lambda: _packed(headed("bert", "masked")),
         "a key/value cache has no boundaries": lambda: _packed_forward(use_cache=True),

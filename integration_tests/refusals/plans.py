@@ -33,7 +33,7 @@ from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.model_tree import ModelTree
 from tp_plans.styles import GatheredParameters, MLAKVProjection, ParallelAttention, ScaleInput, VocabParallelEmbedding
 
-SP = {"sequence_parallel": True}
+SP: dict[str, Any] = {"sequence_parallel": True}
 EXPERTS = {"up": (4, 8, 6), "down": (4, 6, 8)}
 
 
@@ -153,7 +153,7 @@ def _attention(*, heads: int = 8, kv_heads: int = 2, **more: Any) -> Tree:
 
 def _wide_attention(parameters: Any = None, **more: nn.Module) -> tuple[dict[str, Any], Tree]:
     """Rules, and eight heads of four features with something beside their projections."""
-    projections = {name: _linear(32, 40) for name in ("q", "k", "v")}
+    projections: dict[str, Any] = {name: _linear(32, 40) for name in ("q", "k", "v")}
     rules: dict[str, Any] = {f"attn.{name}": ColwiseParallel(multiple_of=4) for name in projections}
     rules["attn.o"] = RowwiseParallel(multiple_of=4)
     return rules, Tree(attn=Tree(parameters=parameters, **projections, o=_linear(40, 32), **more))

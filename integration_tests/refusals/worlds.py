@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,6 +16,8 @@ from coverage.heads import head_model, head_rows
 from coverage.table import entries, tiny_model
 from fsdp_runtime import MeshSpec, parallelize
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
+from fsdp_runtime.setup import ModelFacts
+from harness import models
 
 
 @contextmanager
@@ -64,7 +68,7 @@ class Tree(nn.Module):
         *,
         attributes: Mapping[str, Any] | None = None,
         parameters: Mapping[str, tuple[int, ...]] | None = None,
-        **children: nn.Module,
+        **children: Any,
     ) -> None:
         super().__init__()
         for name, value in (attributes or {}).items():
@@ -121,9 +125,26 @@ def headed(model_type: str, head: str) -> Any:
     return head_model(next(each for each in head_rows() if (each.model_type, each.head) == (model_type, head)))
 
 
+def cpm_ant() -> Any:
+    """A model that makes masks from the length of a row."""
+    config = transformers.CpmAntConfig(hidden_size=8, num_attention_heads=2, dim_head=4, dim_ff=8, num_hidden_layers=1)
+    return transformers.CpmAntForCausalLM(config)
+
+
+def with_attention(implementation: str) -> Any:
+    """A model whose attention is computed in another way."""
+    model: Any = models.tiny_model("LlamaForCausalLM")
+    model.config._attn_implementation = implementation
+    return model
+
+
+def facts_with(**facts: Any) -> Any:
+    """Facts of a model, some of which no tiny model of transformers has."""
+    found = ModelFacts.of(models.tiny_model("LlamaForCausalLM"))
+    vars(found).update(facts)  # where they are cached
+    return found
+
+
 def ids(*shape: int) -> Tensor:
     """Token ids that count up from 3."""
-    size = 1
-    for each in shape:
-        size *= each
-    return torch.arange(3, 3 + size).view(shape)
+    return torch.arange(3, 3 + math.prod(shape)).view(shape)
