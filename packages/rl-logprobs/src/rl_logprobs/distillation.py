@@ -31,13 +31,6 @@ class TopTokens(NamedTuple):
     Attributes:
         ids: ``[..., k]`` int64 vocabulary ids.
         logprobs: ``[..., k]`` float32 (float64 for float64 logits) log-probabilities.
-
-    Example:
-        >>> import torch
-        >>> from rl_logprobs import topk_logprobs
-        >>> from rl_logprobs.distillation import TopTokens
-        >>> isinstance(topk_logprobs(torch.zeros(2, 9), k=4), TopTokens)
-        True
     """
 
     ids: torch.Tensor

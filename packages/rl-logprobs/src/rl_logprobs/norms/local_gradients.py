@@ -64,9 +64,6 @@ def complete_partial_sums(gradients: LocalGradients) -> LocalGradients:
 
     Sequence-parallel norms leave partial sums on replicated weights.  Those over the same mesh axes are reduced
     together, in one all-reduce per axis.
-
-    Raises:
-        PlacementError: a partial reduction other than a sum or an average.
     """
     pending: dict[_PendingReduction, list[int]] = {}
     for placement, keys in gradients.by_placement.items():

@@ -38,13 +38,6 @@ class RatioMetrics:
     Attributes:
         sums: ``[quantities]``, see ``SUMS``.
         extremes: ``[2]``, the largest ratio and the negative of the least.
-
-    Example:
-        >>> import torch
-        >>> from rl_logprobs import ratio_metrics
-        >>> from rl_logprobs.policy.metrics import RatioMetrics
-        >>> isinstance(ratio_metrics(torch.zeros(2), torch.zeros(2), torch.ones(2)), RatioMetrics)
-        True
     """
 
     sums: torch.Tensor
