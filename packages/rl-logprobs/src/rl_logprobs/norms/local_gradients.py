@@ -52,10 +52,7 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> LocalGradients:
                 f"host: bring it back before its norm is computed"
             )
         parts[id(parameter)] = part
-        if placement in by_placement:
-            by_placement[placement].append(id(parameter))
-        else:
-            by_placement[placement] = [id(parameter)]
+        by_placement.setdefault(placement, []).append(id(parameter))
     return LocalGradients(parts, by_placement)
 
 
