@@ -12,11 +12,11 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, rank_in
 from fsdp_runtime.sync.handshake import Handshake
-from fsdp_runtime.sync.local_sides import Sides, message_values
 from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
 from fsdp_runtime.sync.point_to_point import ROUND, SHARED_BUCKETS, TAKEN, PointToPoint
 from fsdp_runtime.sync.schedule import Message, Round, aligned, schedule_rounds, split_transfers
 from fsdp_runtime.sync.shared_buckets import SharedBuckets
+from fsdp_runtime.sync.tensor_views import Sides, message_values
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
 from tp_plans.transfer import TransferPlan
 
