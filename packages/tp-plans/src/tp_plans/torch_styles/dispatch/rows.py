@@ -54,7 +54,7 @@ class _SplitRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *(_gather(ctx.mesh, gradient, ctx.size, ctx.dim) for gradient in gradients)
+        return None, None, *(gather(ctx.mesh, gradient, ctx.size, ctx.dim) for gradient in gradients)
 
 
 class _JoinRows(torch.autograd.Function):
@@ -63,7 +63,7 @@ class _JoinRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, part: Tensor, size: int, dim: int) -> Tensor:
         ctx.mesh, ctx.dim, ctx.size = mesh, dim, size
-        return _gather(mesh, part, size, dim)
+        return gather(mesh, part, size, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
@@ -71,7 +71,7 @@ class _JoinRows(torch.autograd.Function):
         return None, gradient.narrow(ctx.dim, own.start, len(own)).contiguous(), None, None
 
 
-def _gather(mesh: DeviceMesh, part: Tensor, size: int, dim: int) -> Tensor:
+def gather(mesh: DeviceMesh, part: Tensor, size: int, dim: int) -> Tensor:
     """Gather parts as ``torch.chunk`` makes them: only the last ones are shorter, so all padding is at the end."""
     ranks = mesh.size()
     each, rows = -(-size // ranks), part.movedim(dim, 0)

@@ -17,9 +17,14 @@ from tp_plans.errors import LayoutError, PlanError
 from tp_plans.naming import EXPERT_COUNTS
 from tp_plans.row_ranges import shard_ranges
 from tp_plans.styles import DispatchExperts, ParameterStyle
-from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, distribute_tied
-from tp_plans.torch_styles.dispatch.every_expert import from_experts, to_experts
-from tp_plans.torch_styles.dispatch.exchange import AllToAllExchange, DispatchedTokens, TokenExchange
+from tp_plans.torch_styles.base import Args, Arguments, ForwardContext, Kwargs, LocalTensorStyle, distribute_tied
+from tp_plans.torch_styles.dispatch.exchange import (
+    AllToAllExchange,
+    DispatchedTokens,
+    TokenExchange,
+    from_experts,
+    to_experts,
+)
 from tp_plans.torch_styles.dispatch.rows import join_rows, split_rows, sum_rows
 from tp_plans.torch_styles.gradients import full_view, summed_gradient
 from tp_plans.torch_styles.placement import plain_full_tensor
@@ -77,9 +82,7 @@ class DispatchExpertsImpl(LocalTensorStyle):
                 module.register_parameter(name, distribute_tied(parameter, mesh, layout, self.src_data_rank))
         super()._distribute(module, mesh)
 
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
         experts = number_of_experts(context.parameters)
         own = shard_ranges(experts, context.mesh.size())[context.mesh.get_local_rank()]
         for name, parameter in context.parameters.items():
