@@ -87,13 +87,7 @@ class LocalHeadCountConfig:
 
 
 class GatherSequenceImpl(LocalTensorStyle):
-    """``GatherSequence``: full plain tensors inside, activations sharded on the sequence outside.
-
-    Args:
-        style: the rule.
-        parameter_rules: as of every style.
-        inner: the style of the module's own rule, which works inside.
-    """
+    """``GatherSequence``: full plain tensors for the style ``inner``, activations sharded on the sequence outside."""
 
     style: GatherSequence
 

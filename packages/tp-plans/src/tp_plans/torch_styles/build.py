@@ -76,9 +76,6 @@ def group_by_parent(rules: Mapping[str, Style]) -> dict[str, tuple[Style | None,
     """Return the rules by module pattern, each with those moved up to it; ``None`` for a module without a rule.
 
     Modules that carry others' rules come first, since such a rule may change numbers that their parents read.
-
-    Raises:
-        PlanError: such a rule stands for the model itself, which has nothing above.
     """
     owned: dict[str, ParentRules] = defaultdict(ParentRules)
     own: dict[str, Style] = {}

@@ -24,11 +24,7 @@ def placement(layout: Layout) -> Placement:
 
 
 def existing_dim(dim: int, tensor: Tensor) -> int:
-    """A dim of a tensor, counted from the first.
-
-    Raises:
-        LayoutError: the tensor has no such dim.
-    """
+    """A dim that a tensor has, counted from the first."""
     if not -tensor.ndim <= dim < tensor.ndim:
         has = f"dims 0 to {tensor.ndim - 1}" if tensor.ndim else "none"
         raise LayoutError(
@@ -39,11 +35,7 @@ def existing_dim(dim: int, tensor: Tensor) -> int:
 
 
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    """``tensor`` itself where it is a DTensor already, else a DTensor that reads it in ``layout``.
-
-    Raises:
-        LayoutError: it is a DTensor on another mesh.
-    """
+    """``tensor`` itself where it is a DTensor already, else a DTensor that reads it in ``layout``."""
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise LayoutError(
@@ -55,14 +47,7 @@ def as_dtensor(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
 
 
 def wrap(local: Tensor, mesh: DeviceMesh, layout: Layout, *, size: int | None = None) -> DTensor:
-    """A DTensor over this rank's part, where ranks may hold parts of different size.
-
-    Args:
-        local: this rank's part.
-        mesh: the one-axis mesh.
-        layout: of ``local``.
-        size: the full size of the sharded dim; needed for a shard, whose parts need not be equal.
-    """
+    """A DTensor over this rank's part; parts may differ, so that a shard needs the full ``size`` of its dim."""
     shape = list(local.shape)
     if isinstance(layout, layouts.Shard) and size is not None:
         shape[layout.dim] = size
@@ -78,11 +63,7 @@ def own_bounds(size: int, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
-    """``tensor`` in ``layout``; the backward redistributes the gradient the other way.
-
-    Raises:
-        LayoutError: it has no such dim.
-    """
+    """``tensor`` in ``layout``; the backward redistributes the gradient the other way."""
     wanted = placement(layout)
     if isinstance(wanted, Shard):
         wanted = Shard(existing_dim(wanted.dim, tensor))

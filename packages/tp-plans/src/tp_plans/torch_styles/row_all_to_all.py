@@ -19,13 +19,7 @@ from tp_plans.row_ranges import intersect, shard_ranges
 
 
 class RowExchange:
-    """The rows that one rank sends and receives.
-
-    Args:
-        size: rows of the full weight.
-        used: the rows that each rank computes with, from ``tp_plans.row_ranges.compute_ranges``.
-        rank: this rank's place on the axis.
-    """
+    """The rows that one rank sends and receives; ``used`` are those that each rank computes with."""
 
     def __init__(self, size: int, used: Sequence[Sequence[range]], rank: int) -> None:
         stored = shard_ranges(size, len(used))

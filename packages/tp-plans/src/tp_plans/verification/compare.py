@@ -23,14 +23,9 @@ from tp_plans.verification.inputs import Inputs, candidate_inputs
 
 @dataclass(frozen=True)
 class Reference:
-    """The results of the model that is not split.
+    """The results of the model that is not split, and the model before it ran: some keep a state of their forward.
 
-    Args:
-        model: the model, as it was before it ran: some keep a state of their last forward.
-        inputs: the arguments of its forward.
-        output: its first output.
-        weights: those of the loss, a weighted sum of the output.
-        gradients: every parameter's gradient; ``None`` where the loss does not reach it.
+    ``weights`` are those of the loss, a weighted sum of the output; a gradient is ``None`` where it does not reach.
     """
 
     model: nn.Module
@@ -50,16 +45,7 @@ class Differences:
 
 
 def first_reference_run(model: nn.Module, given: Inputs | None, *, device: str) -> Reference:
-    """Run a model on the inputs given, or on the first that it runs on.
-
-    Args:
-        model: the model.
-        given: the arguments of its forward; ``None`` for token ids, and images where it takes them.
-        device: the type of the device that it is on.
-
-    Raises:
-        ModelError: it runs on none of them, with the reasons.
-    """
+    """Run a model on the inputs given, or on the first that it runs on."""
     tried = candidate_inputs(model) if given is None else iter([given])
     reasons: dict[str, None] = {}
     for inputs in tried:
@@ -72,11 +58,7 @@ def first_reference_run(model: nn.Module, given: Inputs | None, *, device: str) 
 
 
 def reference_run(model: nn.Module, inputs: Inputs) -> Reference:
-    """Run a model forward and backward.
-
-    Raises:
-        ModelError: it raises, or gives no tensor or numbers that are not finite.
-    """
+    """Run a model forward and backward."""
     pristine = model
     model = copy.deepcopy(pristine)
     try:

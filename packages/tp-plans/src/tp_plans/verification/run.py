@@ -37,13 +37,9 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A model, and what is wanted of its plan.
+    """A model, and what is wanted of its plan: rules for towers too where ``towers_tp`` is a size of the axis.
 
-    Args:
-        tree: the model.
-        sequence_parallel: whether the plan is to be a sequence-parallel one.
-        towers_tp: the size of the axis where it is to have rules for towers too.
-        large: the patterns of the parameters that are worth a gather, alike for a model and its small copy.
+    ``large`` are the patterns of parameters that are worth a gather, alike for a model and its small copy.
     """
 
     tree: ModelTree
@@ -242,11 +238,7 @@ def _must_gather_blocks(
     tp: int,
     mesh: DeviceMesh | None,
 ) -> bool:
-    """Return whether the sequence-parallel form has to gather the sequence for entire blocks to be right.
-
-    Raises:
-        CapabilityError: it is wrong then too, with what differs.
-    """
+    """Return whether the sequence-parallel form has to gather the sequence for entire blocks to be right."""
     from tp_plans.verification.verify import verify_tiny
 
     name = type(tiny.model).__name__

@@ -85,12 +85,7 @@ def _sizes(tp: int) -> dict[str, int]:
 
 
 def shrunk_config(config: Any, *, tp: int) -> Any:
-    """Return a copy of a config at small sizes.
-
-    Args:
-        config: of transformers.
-        tp: the ranks that the model is to be split over; heads and experts become multiples of it.
-    """
+    """Return a copy of a config at small sizes, heads and experts being multiples of ``tp``."""
     fields = config.to_dict()
     return type(config).from_dict(_shrunk(fields, tp))
 

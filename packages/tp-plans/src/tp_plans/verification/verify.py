@@ -34,15 +34,7 @@ def verify(
 def verify_tiny(
     tiny: TinyModel, plan: Plan, *, tp: int, inputs: Mapping[str, Any] | None = None, mesh: DeviceMesh | None = None
 ) -> VerificationReport:
-    """Verify a plan on a model that is small enough to run.
-
-    Args:
-        tiny: the model.
-        plan: the plan.
-        tp: the ranks to split over.
-        inputs: as in :func:`tp_plans.verify_plan`.
-        mesh: as in :func:`tp_plans.verify_plan`.
-    """
+    """Verify a plan on a model that is small enough to run: see :func:`tp_plans.verify_plan`."""
     check(plan, tiny.model, tp=tp).raise_on_error()
     device = "cpu" if mesh is None else mesh.device_type
     tiny.model.to(device)

@@ -165,14 +165,9 @@ class _Dispatch(torch.autograd.Function):
 
 
 def to_experts(exchange: TokenExchange, tokens: Tensor) -> tuple[Tensor, list[int]]:
-    """Send every expert's tokens to its rank, for experts that all get every token.
+    """Send every expert's tokens ``[experts, tokens, hidden]``, of any number of tokens on each rank, to its rank.
 
-    Args:
-        exchange: how tokens travel; it reads the numbers of tokens.
-        tokens: ``[experts, tokens, hidden]``; the number of tokens may differ from rank to rank.
-
-    Returns:
-        ``[own experts, tokens of all ranks, hidden]``, and the number of tokens of each rank.
+    Returns ``[own experts, tokens of all ranks, hidden]``, and the number of tokens of each rank.
     """
     mesh, (experts, number, hidden) = exchange.mesh, tokens.shape
     ranks = mesh.size()

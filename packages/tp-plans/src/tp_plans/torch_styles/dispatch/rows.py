@@ -21,13 +21,7 @@ def sum_rows(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def split_rows(mesh: DeviceMesh, *tensors: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-    """Return this rank's part of tensors that all ranks of an axis have in full; gradients come back in full.
-
-    Args:
-        mesh: the axis.
-        tensors: equal on all ranks and of one size on ``dim``; gradients of floating-point ones are gathered.
-        dim: the dim to divide, as ``torch.chunk`` does.
-    """
+    """Return this rank's part, on ``dim``, of tensors that all ranks have in full; gradients come back in full."""
     own = shard_ranges(tensors[0].shape[dim], mesh.size())[mesh.get_local_rank()]
     exact = [tensor.narrow(dim, own.start, len(own)) for tensor in tensors]
     traced = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]

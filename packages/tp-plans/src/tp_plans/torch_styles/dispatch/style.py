@@ -34,14 +34,8 @@ class DispatchExpertsImpl(LocalTensorStyle):
     """``DispatchExperts``: brings this rank's experts the tokens of all ranks, and every rank its tokens' sums.
 
     The module's own forward runs on pairs of a token and one expert, ``top_k = 1``, so that none of its
-    implementations meets an index that stands for no expert.
-
-    Args:
-        style: the rule.
-        parameter_rules: as of every style.
-        shared_mesh: the axis whose ranks have the same tokens (``tp``), which they divide among themselves; ``None``
-            where every rank has its own.
-        exchange: how tokens travel.
+    implementations meets an index that stands for no expert.  ``shared_mesh`` is the axis whose ranks have the same
+    tokens (``tp``), which they divide among themselves; ``None`` where every rank has its own.
     """
 
     style: DispatchExperts
