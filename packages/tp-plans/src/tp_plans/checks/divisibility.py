@@ -186,7 +186,6 @@ def check_kv_sharing(planned: PlannedTree, tp: int) -> Iterator[Finding]:
 
 
 def _has_fewer_heads(path: str, planned: PlannedTree, tp: int) -> bool:
-    """Return whether a projection has fewer heads than there are ranks."""
     style, weight = planned.style(path), planned.tree.weight(path)
     unit = planned.number(path, style.multiple_of) if isinstance(style, ColwiseParallel) else None
     return weight is not None and unit is not None and int(weight.shape[0]) // unit < tp

@@ -69,7 +69,6 @@ def _reads_features(path: str, features: int, planned: PlannedTree) -> bool:
 
 
 def _missing_shard(giving: list[str], reading: list[str], planned: PlannedTree) -> Iterator[Finding]:
-    """Find row-wise layers without a sharded input."""
     givers = {scope for path in giving for scope in _scopes(path)}
     for path in reading:
         above = parent(path)

@@ -139,7 +139,6 @@ def _row(path: str, style: RowwiseParallel, planned: PlannedTree, tp: int) -> It
 
 
 def _input_layout(path: str, planned: PlannedTree) -> _InputLayout:
-    """Return the layout of a layer's input."""
     stream: Layout = Shard(1) if planned.plan.sequence_parallel else Replicate()
     if not _reads_stream(path, planned):
         return Replicate()
@@ -191,25 +190,22 @@ def _prepare_input(path: str, style: PrepareModuleInput | ParallelAttention, pla
     arrives = Replicate() if isinstance(planned.style(path), GatherSequence) else _input_layout(path, planned)
     if style.layout == Replicate() and arrives != _GATHERED_ABOVE:
         yield from _gather_input(arrives)
-    elif isinstance(style.layout, Shard) and _embeds_before_root(planned):
-        yield "all_gather", "backward", "gradient of the input"
-
-
-def _embeds_before_root(planned: PlannedTree) -> bool:
-    """Return whether embeddings are looked up in full, and sharded at the start of the language model."""
-    return any(isinstance(s, VocabParallelEmbedding) and s.output_layouts == Replicate() for s in planned.plan.values())
+    elif isinstance(style.layout, Shard):
+        # Embeddings may be looked up in full, and sharded at the start of the language model.
+        embeddings = [each for each in planned.plan.values() if isinstance(each, VocabParallelEmbedding)]
+        if any(each.output_layouts == Replicate() for each in embeddings):
+            yield "all_gather", "backward", "gradient of the input"
 
 
 def _row_exchange(
     path: str, style: ColwiseParallel | RowwiseParallel, planned: PlannedTree, tp: int
 ) -> Iterator[_Comm]:
     """Fetching rows of a weight that other ranks store, and returning their gradients."""
-    if not style.fused_sizes and not (isinstance(style, ColwiseParallel) and style.replicate_kv_heads):
+    dim, shared = (0, style.replicate_kv_heads) if isinstance(style, ColwiseParallel) else (1, False)
+    if not style.fused_sizes and not shared:
         return
     above = planned.modules[parent(path)]
     unit, pieces = resolve_int(above, style.multiple_of), [resolve_int(above, piece) for piece in style.fused_sizes]
-    dim = 0 if isinstance(style, ColwiseParallel) else 1
-    shared = isinstance(style, ColwiseParallel) and style.replicate_kv_heads
     for name, parameter in planned.tree.own_parameters(path).items():
         if parameter.ndim > dim:
             size = parameter.shape[dim]

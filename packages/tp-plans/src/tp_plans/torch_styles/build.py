@@ -15,27 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tp_plans import styles
 from tp_plans.errors import PlanError
 from tp_plans.module_attrs import needs_parent, resolve_style
-from tp_plans.styles import (
-    AllReduceOutput,
-    ColwiseEmbedding,
-    ColwiseParallel,
-    DispatchExperts,
-    ExpertsParallel,
-    GatheredParameters,
-    GatherSequence,
-    MLAKVProjection,
-    NoParallel,
-    ParallelAttention,
-    ParameterStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    ScaleInput,
-    SequenceParallel,
-    Style,
-    VocabParallelEmbedding,
-)
+from tp_plans.styles import DispatchExperts, GatherSequence, ParameterStyle, Style
 from tp_plans.torch_styles.activations import GatherSequenceImpl, ParallelAttentionImpl, PrepareModuleInputImpl
 from tp_plans.torch_styles.base import LocalTensorStyle
 from tp_plans.torch_styles.embedding import ColwiseEmbeddingImpl, VocabParallelEmbeddingImpl
@@ -44,19 +27,19 @@ from tp_plans.torch_styles.linear import ColwiseParallelImpl, MLAKVProjectionImp
 from tp_plans.torch_styles.replicated import GatheredParametersImpl, NoParallelImpl, SequenceParallelImpl
 
 _IMPL: dict[type, type[LocalTensorStyle]] = {
-    ColwiseParallel: ColwiseParallelImpl,
-    RowwiseParallel: RowwiseParallelImpl,
-    MLAKVProjection: MLAKVProjectionImpl,
-    VocabParallelEmbedding: VocabParallelEmbeddingImpl,
-    ColwiseEmbedding: ColwiseEmbeddingImpl,
-    ExpertsParallel: ExpertsParallelImpl,
-    ScaleInput: ScaleInputImpl,
-    AllReduceOutput: AllReduceOutputImpl,
-    GatheredParameters: GatheredParametersImpl,
-    SequenceParallel: SequenceParallelImpl,
-    NoParallel: NoParallelImpl,
-    PrepareModuleInput: PrepareModuleInputImpl,
-    ParallelAttention: ParallelAttentionImpl,
+    styles.ColwiseParallel: ColwiseParallelImpl,
+    styles.RowwiseParallel: RowwiseParallelImpl,
+    styles.MLAKVProjection: MLAKVProjectionImpl,
+    styles.VocabParallelEmbedding: VocabParallelEmbeddingImpl,
+    styles.ColwiseEmbedding: ColwiseEmbeddingImpl,
+    styles.ExpertsParallel: ExpertsParallelImpl,
+    styles.ScaleInput: ScaleInputImpl,
+    styles.AllReduceOutput: AllReduceOutputImpl,
+    styles.GatheredParameters: GatheredParametersImpl,
+    styles.SequenceParallel: SequenceParallelImpl,
+    styles.NoParallel: NoParallelImpl,
+    styles.PrepareModuleInput: PrepareModuleInputImpl,
+    styles.ParallelAttention: ParallelAttentionImpl,
 }
 
 

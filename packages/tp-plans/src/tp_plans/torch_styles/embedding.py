@@ -51,7 +51,7 @@ class ColwiseEmbeddingImpl(FirstTensorStyle):
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         features = context.parameters["weight"].shape[1]
-        own = wrap(output, context.mesh, layouts.Shard(output.ndim - 1), size=features)
+        own = wrap(output, context.mesh, output.ndim - 1, size=features)
         full = redistribute(own, self.style.output_layouts)
         return _output(full, use_local_output=self.style.use_local_output)
 

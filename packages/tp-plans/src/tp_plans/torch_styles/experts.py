@@ -85,7 +85,7 @@ class ExpertsParallelImpl(AllReduceOutputImpl):
         if (tokens := context.saved.get("tokens")) is None:
             return super().post_forward(module, output, context)
         layout = self.style.output_layouts
-        gathered = redistribute(wrap(output, context.mesh, layouts.Shard(0), size=tokens), layout)
+        gathered = redistribute(wrap(output, context.mesh, 0, size=tokens), layout)
         return to_output(gathered, use_local_output=layout == layouts.Replicate())
 
 
@@ -99,7 +99,6 @@ class ScaleInputImpl(FirstTensorStyle):
 
 
 def _map_tensors(args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:
-    """The arguments with every tensor changed."""
 
     def changed(value: Any) -> Any:
         return change(value) if isinstance(value, Tensor) else value

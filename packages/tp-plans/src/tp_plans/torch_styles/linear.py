@@ -67,14 +67,14 @@ class ColwiseParallelImpl(_LinearImpl):
         if isinstance(tensor, DTensor) or self.style.input_layouts == layouts.Replicate():
             return as_dtensor(tensor, context.mesh, layouts.Replicate())
         features = context.parameters["weight"].shape[1]
-        return wrap(tensor, context.mesh, layouts.Shard(tensor.ndim - 1), size=features)
+        return wrap(tensor, context.mesh, tensor.ndim - 1, size=features)
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         style = self.style
         if style.use_local_output and style.output_layouts == layouts.Shard(-1):
             return output
         features = context.parameters["weight"].shape[0]
-        sharded = wrap(output, context.mesh, layouts.Shard(output.ndim - 1), size=features)
+        sharded = wrap(output, context.mesh, output.ndim - 1, size=features)
         return to_output(redistribute(sharded, style.output_layouts), use_local_output=style.use_local_output)
 
 
@@ -117,7 +117,7 @@ class MLAKVProjectionImpl(ColwiseParallelImpl):
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         rotary = resolve_int(module, self.style.rope_dim, least=0)
-        own = wrap(output, context.mesh, layouts.Shard(output.ndim - 1), size=context.parameters["weight"].shape[0])
+        own = wrap(output, context.mesh, output.ndim - 1, size=context.parameters["weight"].shape[0])
         full = to_local_writable(redistribute(own, layouts.Replicate()))
         if not rotary:
             return full

@@ -46,13 +46,12 @@ def as_dtensor(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     return DTensor.from_local(tensor, mesh, [placement(layout)], run_check=False)
 
 
-def wrap(local: Tensor, mesh: DeviceMesh, layout: Layout, *, size: int | None = None) -> DTensor:
-    """A DTensor over this rank's part; parts may differ, so that a shard needs the full ``size`` of its dim."""
+def wrap(local: Tensor, mesh: DeviceMesh, dim: int, *, size: int) -> DTensor:
+    """A DTensor of ``size`` on ``dim`` over this rank's part of it, where ranks may hold parts of different size."""
     shape = list(local.shape)
-    if isinstance(layout, layouts.Shard) and size is not None:
-        shape[layout.dim] = size
+    shape[dim] = size
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [placement(layout)], run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def own_bounds(size: int, mesh: DeviceMesh) -> tuple[int, int]:
@@ -89,7 +88,7 @@ class _OwnPart(torch.autograd.Function):
         ctx.dim, ctx.size = dim, size
         start, end = own_bounds(size, mesh)
         own = full.to_local().narrow(dim, start, end - start).clone()
-        return wrap(own, mesh, layouts.Shard(dim), size=size)
+        return wrap(own, mesh, dim, size=size)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
@@ -114,7 +113,7 @@ def _replicated(gradient: DTensor, dim: int, size: int) -> DTensor:
     if gradient.placements == (Replicate(),):
         return gradient
     own = gradient.redistribute(placements=[Shard(dim)]).to_local()
-    return wrap(own, gradient.device_mesh, layouts.Shard(dim), size=size).redistribute(placements=[Replicate()])
+    return wrap(own, gradient.device_mesh, dim, size=size).redistribute(placements=[Replicate()])
 
 
 def plain_full_tensor(value: Any, mesh: DeviceMesh) -> Any:

@@ -55,7 +55,7 @@ class NoParallelImpl(FirstTensorStyle):
                 f"{list(output.shape)}, which has lost that dim: NoParallel is for modules that keep "
                 "it; give it a plain tensor"
             )
-        return wrap(output, context.mesh, layouts.Shard(cut.dim), size=arrived.shape[cut.dim])
+        return wrap(output, context.mesh, cut.dim, size=arrived.shape[cut.dim])
 
     def _require_matching(self, module: nn.Module, tensor: DTensor) -> None:
         """Raise unless the input's layout fits the gradient: replicated for "full", sharded for "partial"."""
@@ -89,7 +89,7 @@ class SequenceParallelImpl(FirstTensorStyle):
         return stream.to_local()
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
-        stream = wrap(output, context.mesh, layouts.Shard(self.style.sequence_dim), size=context.saved["length"])
+        stream = wrap(output, context.mesh, self.style.sequence_dim, size=context.saved["length"])
         full: Tensor = plain_full_tensor(stream, context.mesh) if self.style.full_output else stream
         return full
 

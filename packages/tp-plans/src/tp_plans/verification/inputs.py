@@ -162,7 +162,6 @@ class _Maker:
 
     @property
     def _tiles(self) -> int:
-        """The tiles that an image is cut into."""
         return int(self._of_tower("max_num_tiles") or 1)
 
     def _with_placeholders(self, media: Mapping[str, Tensor], images: int | None) -> Tensor:

@@ -154,7 +154,6 @@ class DispatchExpertsImpl(LocalTensorStyle):
         return rows, expert.unsqueeze(1), weight.unsqueeze(1)
 
     def _every_expert(self, hidden: Tensor, experts: int, context: ForwardContext) -> Tensor:
-        """Send every expert's tokens to its rank."""
         tokens = hidden.view(experts, -1, hidden.shape[-1])
         context.saved.update(shape=hidden.shape, dtype=hidden.dtype, tokens=tokens.shape[1])
         if self.shared_mesh is not None:
