@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tp_plans import layouts
 from tp_plans._torch_compat import own_parameters
-from tp_plans._transformers_compat import mark_expert_parallel
+from tp_plans._transformers_compat import mark_expert_parallel, skips_sentinel_index
 from tp_plans.errors import LayoutError, PlanError
 from tp_plans.layouts import Layout
 from tp_plans.naming import EXPERT_COUNTS
@@ -50,7 +50,8 @@ class ExpertsParallelImpl(LocalTensorStyle):
         index = next((value for value in (*args, *kwargs.values()) if _is_index(value)), None)
         if index is None:
             return first_argument(args, kwargs, lambda tokens: _local_tokens(tokens, own, experts, module, context))
-        if not self.style.skips_sentinel_index and not len(shard_ranges(experts, context.mesh.size())[-1]):
+        skips = self.style.skips_sentinel_index and skips_sentinel_index(module)
+        if not skips and not len(shard_ranges(experts, context.mesh.size())[-1]):
             raise LayoutError(
                 f"{type(module).__name__} runs every route, and {experts} experts over tp={context.mesh.size()} leave "
                 "a rank without any to run: use a smaller tp"
@@ -64,7 +65,7 @@ class ExpertsParallelImpl(LocalTensorStyle):
 
         def routed(value: Tensor) -> Tensor:
             if value is index:
-                return (index - own.start).masked_fill(foreign, len(own) if self.style.skips_sentinel_index else 0)
+                return (index - own.start).masked_fill(foreign, len(own) if skips else 0)
             return value.masked_fill(foreign, 0) if value is not tokens and value.shape == index.shape else value
 
         return _map_tensors(args, kwargs, routed)
