@@ -47,7 +47,9 @@ class Constraint:
     shared: bool = False
 
     def fits(self, tp: int) -> bool:
-        """Return whether every rank of an axis gets its part."""
+        """Return whether every rank of an axis gets its part; of nothing (experts of width 0) all do."""
+        if self.size == 0:
+            return True
         units = self.size // self.unit
         if self.even:
             return units % tp == 0 or (self.shared and tp % units == 0)
@@ -69,7 +71,7 @@ class Constraint:
 def valid_tp_sizes(cuts: Sequence[Constraint]) -> tuple[int, ...]:
     """Return the sizes of the axis, up to :data:`MAX_TP`, that fit all constraints; none without constraints."""
     distinct = {(cut.size, cut.unit, cut.even, cut.shared): cut for cut in cuts}.values()
-    bounds = [cut.size // cut.unit if cut.even else cut.size for cut in distinct if not cut.shared]
+    bounds = [cut.size // cut.unit if cut.even else cut.size for cut in distinct if cut.size and not cut.shared]
     largest = min([MAX_TP, *bounds]) if distinct else 0
     return tuple(tp for tp in range(1, largest + 1) if all(cut.fits(tp) for cut in distinct))
 

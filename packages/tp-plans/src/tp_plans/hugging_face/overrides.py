@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, join
@@ -29,8 +30,10 @@ _ALL_HEADS: dict[str, Style | None] = {
     "o_proj": _WHOLE_ROW,
 }
 
-#: Rules below a module of a class, ``""`` for itself; ``None`` takes one away.
-OVERRIDES: dict[str, dict[str, Style | None]] = {
+_OWN_HEADS_PART = ParameterStyle(layout=Replicate(), gradient="partial")
+
+#: Rules below a module of a class, ``""`` for itself, or functions of the module; ``None`` takes a rule away.
+OVERRIDES: dict[str, Mapping[str, Style | Callable[[Any], Style] | None]] = {
     # Learned scalars of the activation: each rank sees its own columns only (Apertus).
     "XIELUActivation": {"": NoParallel(gradient="partial")},
     # The sparsity threshold is a mean and deviation over all columns.
@@ -45,10 +48,12 @@ OVERRIDES: dict[str, dict[str, Style | None]] = {
         "output_projection.gate_proj": _WHOLE_COLUMN,
         "output_projection.o_proj": _WHOLE_ROW,
     },
-    # The mask is one of every key/value head, computed from the values of all of them.
+    # The mask is one of every key/value head, computed from the values of all of them; ranks cannot share some of them.
     "DogeAttention": {
-        "A": ParameterStyle(),
-        "dt_proj": RowwiseParallel(output_layouts=Shard(-1)),
+        "A": lambda attention: _OWN_HEADS_PART if attention.A.shape[0] == 1 else ParameterStyle(),
+        "dt_proj": lambda attention: (
+            NoParallel(gradient="partial") if attention.A.shape[0] == 1 else RowwiseParallel(output_layouts=Shard(-1))
+        ),
         "q_norm": NoParallel(gradient="partial"),
         "k_norm": NoParallel(gradient="partial"),
     },
@@ -58,6 +63,8 @@ OVERRIDES: dict[str, dict[str, Style | None]] = {
     "Phi4MultimodalAudioAttention": _ALL_HEADS,
     # Indices beyond the routed experts stand for identities, so none is left to stand for another rank's expert.
     "LongcatFlashExperts": {"": None, "identity_expert": None, "gate_up_proj": _STORED, "down_proj": _STORED},
+    # Until 5.16 the plan shards the features inside of experts, for code that works on DTensors.
+    "Llama4TextExperts": {"": ExpertsParallel(), "gate_up_proj": None, "down_proj": None},
     # Replicated for the norm inside it, whose gradient can be summed instead.
     "Inkling2TextModel": {"embed_tokens": VocabParallelEmbedding()},
     # Its eager forward runs every index that a token has.
@@ -88,4 +95,5 @@ def with_overrides(plan: Plan, tree: ModelTree) -> Plan:
 def _changes(tree: ModelTree) -> Iterator[tuple[str, Style | None]]:
     for path, module in tree.modules.items():
         for name, style in OVERRIDES.get(type(module).__name__, {}).items():
-            yield join(path, name) if name else path, style
+            where = join(path, name) if name else path
+            yield where, style(module) if callable(style) else style

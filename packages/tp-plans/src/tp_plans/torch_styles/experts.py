@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tp_plans import layouts
 from tp_plans._torch_compat import own_parameters
-from tp_plans._transformers_compat import mark_expert_parallel
+from tp_plans._transformers_compat import mark_expert_parallel, skips_sentinel_index
 from tp_plans.errors import LayoutError, PlanError
 from tp_plans.naming import EXPERT_COUNTS
 from tp_plans.row_ranges import shard_ranges
@@ -67,7 +67,8 @@ class ExpertsParallelImpl(AllReduceOutputImpl):
         if index is None:
             local = _local_tokens(tokens, own, experts, module, context)
             return _map_tensors(args, kwargs, lambda value: local if value is tokens else value)
-        if not self.style.skips_sentinel_index and not len(shard_ranges(experts, context.mesh.size())[-1]):
+        skips = self.style.skips_sentinel_index and skips_sentinel_index(module)
+        if not skips and not len(shard_ranges(experts, context.mesh.size())[-1]):
             raise LayoutError(
                 f"{type(module).__name__} runs every route, and {experts} experts over tp={context.mesh.size()} leave "
                 "a rank without any to run: use a smaller tp"
@@ -76,7 +77,7 @@ class ExpertsParallelImpl(AllReduceOutputImpl):
 
         def routed(value: Tensor) -> Tensor:
             if value is index:
-                return (index - own.start).masked_fill(foreign, len(own) if self.style.skips_sentinel_index else 0)
+                return (index - own.start).masked_fill(foreign, len(own) if skips else 0)
             return value.masked_fill(foreign, 0) if value is not tokens and value.shape == index.shape else value
 
         return _map_tensors(args, kwargs, routed)
