@@ -54,7 +54,9 @@ from fsdp_runtime._torch_compat.modules import (
     has_forward,
     is_compiled,
     own_parameters,
+    parameter_hooks,
     persistent_buffers,
+    set_parameter_hooks,
 )
 
 __all__ = [
@@ -92,6 +94,7 @@ __all__ = [
     "observe_storage_resizes",
     "offloads_to_cpu",
     "own_parameters",
+    "parameter_hooks",
     "parameter_owners",
     "persistent_buffers",
     "reduce_gradients",
@@ -100,6 +103,7 @@ __all__ = [
     "root_mesh",
     "running_backward_of",
     "separate_group",
+    "set_parameter_hooks",
     "sharded_parameters",
     "storage_key",
     "tree_leaves",
