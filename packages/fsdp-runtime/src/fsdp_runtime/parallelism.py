@@ -29,9 +29,9 @@ from fsdp_runtime.steps.experts.step import ExpertParallel
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
+from fsdp_runtime.steps.guards.methods import guard_methods
 from fsdp_runtime.steps.guards.optimizer_groups import step_meshes_apart
-from fsdp_runtime.steps.guards.refuse_pickle import refuse_pickle
-from fsdp_runtime.steps.guards.stale_optimizers import refuse_stale_optimizers
+from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from tp_plans import Plan
 
@@ -96,13 +96,13 @@ class Parallelism:
         Args:
             model: the model that was resolved.
         """
-        with refuse_stale_optimizers(model):
+        with carry_over_parameters(model):
             for step, found in self.steps:
                 step.prepare(model, self.setup, found)
             for step, found in self.steps:
                 step.apply(model, self.setup, found)
         step_meshes_apart()
-        refuse_pickle(model)
+        guard_methods(model)
 
     def __str__(self) -> str:
         return "\n".join(step.describe() for step, _ in self.steps)
