@@ -14,6 +14,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.experts.adapters import adapt_experts
+from fsdp_runtime.steps.outputs.attention_maps import refuse_attention_maps, return_full_attention_maps
 from fsdp_runtime.steps.outputs.generation import gather_logits_in_generate
 from fsdp_runtime.steps.outputs.hidden_states import return_full_hidden_states
 from fsdp_runtime.steps.outputs.labels import gather_logits_for_labels
@@ -159,6 +160,8 @@ class TensorParallel(Step):
     def apply(self, model: nn.Module, setup: Setup, found: tuple[str, ...]) -> None:
         """Shard the layers; without a plan none is sharded."""
         adapt_experts(model)
+        if setup.meshes.cp is not None and setup.facts.of_transformers and setup.facts.attention == "eager":
+            refuse_attention_maps(model)
         if setup.plan is None or setup.meshes.tp is None:
             return
         plan = setup.plan.on_axis("tp") if isinstance(setup.plan, Plan) else setup.plan
@@ -168,3 +171,4 @@ class TensorParallel(Step):
         heads = [path for path, style in styles.items() if _has_sharded_logits(getattr(style, "style", None))]
         gather_logits_for_labels(model, heads)
         return_full_hidden_states(model)
+        return_full_attention_maps(model)
