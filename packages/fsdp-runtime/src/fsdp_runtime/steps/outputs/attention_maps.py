@@ -20,7 +20,8 @@ from fsdp_runtime._peft_compat import unwrapped
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.wrap import hook_forward
-from tp_plans import ColwiseParallel, GatherSequence, layouts
+from tp_plans import ColwiseParallel, GatherSequence
+from tp_plans import Shard as ShardedFeatures
 from tp_plans.runtime import plain_full_tensor
 from tp_plans.styles import ParallelAttention
 
@@ -97,7 +98,7 @@ def _layers_with_sharded_heads(model: nn.Module) -> Iterator[tuple[nn.Module, De
             continue
         for child in map(unwrapped, module.children()):
             rule = _rule(child)
-            if isinstance(rule, ColwiseParallel) and rule.output_layouts == layouts.Shard(-1):
+            if isinstance(rule, ColwiseParallel) and rule.output_layouts == ShardedFeatures(-1):
                 yield module, cast(Any, child).tp_mesh
                 break
 
