@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fsdp_runtime.agreement import require_same_setup
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
 from fsdp_runtime.mesh.spec import axis_size, fsdp_mesh, require_axes, submesh
@@ -223,12 +224,13 @@ def resolve_steps(
         OptionError: see :func:`resolve_parallelism`.
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
     """
+    given = list(steps)
+    require_same_setup(model, meshes, given)
     if runtime_state(model).offloaded is not None:
         raise ModelError("tensors of the model are offloaded to host memory: call onload(model) before parallelize")
     _require_not_wrapped(model)
     if not allow_dtensors or meshes.tp is not None:
         _require_plain_parameters(model)
-    given = list(steps)
     if not any(isinstance(step, PackedSequences) for step in given):
         given.append(PackedSequences(apart=False))  # warns
     in_order = tuple(sorted(given, key=_place))

@@ -195,7 +195,7 @@ class Recomputing(Wrapper):
         return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
 
 
-@partial(torch.compiler.disable, recursive=False)  # type: ignore[untyped-decorator]  # what the module calls is compiled
+@partial(torch.compiler.disable, recursive=False)  # what the module calls is compiled
 def _recompute_in_python(forward: Any, state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
     forward = bound(module, forward, state.carried)  # a graph keeps what it has read
     contexts: SelectiveContexts | None = state.checkpoint_contexts
