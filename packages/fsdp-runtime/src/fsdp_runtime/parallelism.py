@@ -34,6 +34,7 @@ from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.guards.optimizer_groups import step_meshes_apart
 from fsdp_runtime.steps.guards.refuse_pickle import refuse_pickle
 from fsdp_runtime.steps.guards.stale_optimizers import refuse_stale_optimizers
+from fsdp_runtime.steps.random_states import RandomStates
 from fsdp_runtime.steps.tensor.step import Logits, PlanSource, TensorParallel, Towers
 from tp_plans import Plan
 
@@ -233,6 +234,7 @@ def resolve_steps(
         _require_plain_parameters(model)
     if not any(isinstance(step, PackedSequences) for step in given):
         given.append(PackedSequences(apart=False))  # warns
+    given.append(RandomStates(meshes.tp))
     in_order = tuple(sorted(given, key=_place))
     setup = Setup(facts=ModelFacts.of(model), meshes=meshes, steps=in_order)
     for step in in_order:
