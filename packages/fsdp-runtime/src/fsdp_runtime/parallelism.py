@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fsdp_runtime.agreement import require_same_setup
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options, steps_of
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
@@ -32,6 +33,7 @@ from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.guards.methods import guard_methods
 from fsdp_runtime.steps.guards.optimizer_groups import step_meshes_apart
 from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
+from fsdp_runtime.steps.random_states import RandomStates
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from tp_plans import Plan
 
@@ -160,14 +162,16 @@ def resolve_steps(
         OptionError: see :func:`resolve_parallelism`.
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
     """
+    given = list(steps)
+    require_same_setup(model, meshes, given)
     if runtime_state(model).offloaded is not None:
         raise ModelError("tensors of the model are offloaded to host memory: call onload(model) before parallelize")
     _require_not_wrapped(model)
     if not allow_dtensors or meshes.tp is not None:
         _require_plain_parameters(model)
-    given = list(steps)
     if not any(isinstance(step, PackedSequences) for step in given):
         given.append(PackedSequences(apart=False))  # warns
+    given.append(RandomStates(meshes.tp))
     in_order = tuple(sorted(given, key=_place))
     setup = Setup(facts=ModelFacts.of(model), meshes=meshes, steps=in_order)
     for step in in_order:
