@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -16,7 +17,7 @@ def require_path(name: str, path: str | os.PathLike[str]) -> Path:
         path: the path.
 
     Raises:
-        OptionError: it is empty, not a path, or contains a null byte.
+        OptionError: it is empty, not a path, too long, or contains a null byte.
     """
     if not isinstance(path, str | os.PathLike):
         raise OptionError(f"{name}={path!r}: give a path, as a string or a pathlib.Path")
@@ -24,6 +25,12 @@ def require_path(name: str, path: str | os.PathLike[str]) -> Path:
         raise OptionError(f"{name}={os.fspath(path)!r} is empty: give a directory; '.' is the current one")
     if "\0" in os.fspath(path):
         raise OptionError(f"{name}={os.fspath(path)!r} contains a null byte")
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            told = f"{os.fspath(path)[:40]!r}..., of {len(os.fspath(path))} characters,"
+            raise OptionError(f"{name}={told} is too long for the file system: give a shorter path") from error
     return Path(path)
 
 
