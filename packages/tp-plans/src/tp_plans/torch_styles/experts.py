@@ -99,8 +99,7 @@ class ScaleInputImpl(FirstTensorStyle):
         return tensor / context.mesh.size()
 
 
-def _map_tensors(args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:
-
+def _map_tensors(args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]) -> Arguments:
     def changed(value: Any) -> Any:
         return change(value) if isinstance(value, Tensor) else value
 
