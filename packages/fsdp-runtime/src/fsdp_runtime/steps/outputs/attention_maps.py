@@ -78,7 +78,7 @@ def _begin(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         return
     noted = _Noted(model)
     for layer, mesh in _layers_with_sharded_heads(model):
-        noted.hooks.callback(layer.register_forward_hook(_noting(noted, mesh)).remove)
+        noted.hooks.callback(hook_forward(layer, "notes attention maps", after=_noting(noted, mesh)).remove)
     _noted.set(noted)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
@@ -17,14 +17,9 @@ from fsdp_runtime.wrap import hook_model
 
 
 def refuse_later_adapters(model: Any) -> None:
-    """Let a ``PeftModel`` refuse new adapters; any other model stays as it is."""
+    """Let the forward of a ``PeftModel`` refuse new adapters; any other model stays as it is."""
     if is_peft_model(model):
-        model.__dict__["add_adapter"] = _refuse_to_add
         hook_model(model, "refuses new adapters", _RequireKnown(model, frozenset(model.peft_config)))
-
-
-def _refuse_to_add(adapter_name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise _error(adapter_name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +31,7 @@ class _RequireKnown:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if added := sorted(set(self.model.peft_config) - self.names):
-            raise _error(added[0])
-
-
-def _error(adapter: str) -> OptionError:
-    return OptionError(
-        f"the adapter {adapter!r} was added after parallelize, and is not sharded: add all adapters before, and choose "
-        f"with set_adapter; model.delete_adapter({adapter!r}) removes it"
-    )
+            raise OptionError(
+                f"the adapter {added[0]!r} was added after parallelize, and is not sharded: add all adapters before, "
+                f"and choose with set_adapter; model.delete_adapter({added[0]!r}) removes it"
+            )
