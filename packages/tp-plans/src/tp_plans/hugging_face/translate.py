@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tp_plans.errors import PlanError
-from tp_plans.hugging_face.overrides import with_overrides
+from tp_plans.hugging_face.overrides import with_learned_activations, with_overrides
 from tp_plans.hugging_face.style_names import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name, style_from_name
 from tp_plans.hugging_face.tp_plan import shipped_plan
 from tp_plans.infer.complete import complete_plan
@@ -76,6 +76,7 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
         rules[embedding] = VocabParallelEmbedding()
     root = "" if embedding is None else parent(embedding)
     plan = complete_plan(with_overrides(Plan(rules, name=f"hf:{name}"), tree), tree, root=root)
+    plan = with_learned_activations(plan, tree)
     if not sequence_parallel:
         return plan
     if embedding is None:
