@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tp_plans.layouts import Replicate, Shard
-from tp_plans.model_tree import ModelTree, ancestors, join, parent
+from tp_plans.model_tree import ModelTree, join
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
-from tp_plans.planned_tree import PlannedTree, merge_per_block
+from tp_plans.planned_tree import merge_per_block
 from tp_plans.styles import (
     ColwiseParallel,
     ExpertsParallel,
@@ -29,8 +29,6 @@ _ALL_HEADS: dict[str, Style | None] = {
     "o_proj": RowwiseParallel(input_layouts=Replicate()),
 }
 
-#: The one activation of transformers with parameters, learned scalars, which any config can name (Apertus).
-_ACTIVATION = "XIELUActivation"
 _OWN_HEADS_PART = ParameterStyle(layout=Replicate(), gradient="partial")
 
 #: Rules below a module of a class, ``""`` for itself, or functions of the module; ``None`` takes a rule away.
@@ -85,25 +83,6 @@ OVERRIDES: dict[str, Mapping[str, Style | Callable[[Any], Style] | None]] = {
         "language_model.embed_tokens": None,
     },
 }
-
-
-def with_learned_activations(plan: Plan, tree: ModelTree) -> Plan:
-    """Return a plan with rules for activations that have parameters: each rank sees its own features, or tokens, only.
-
-    Not where the features are gathered before: there its gradient is full on every rank.
-    """
-    planned = PlannedTree(tree, plan)
-    partial = (
-        (path, NoParallel(gradient="partial"))
-        for path, module in tree.modules.items()
-        if type(module).__name__ == _ACTIVATION and planned.style(path) is None and _sees_a_part(path, planned)
-    )
-    return plan.override(merge_per_block(partial, tree))
-
-
-def _sees_a_part(path: str, planned: PlannedTree) -> bool:
-    in_experts = any(isinstance(planned.style(above), ExpertsParallel) for above in ancestors(path))
-    return in_experts or bool(planned.split_children(parent(path)))
 
 
 def with_overrides(plan: Plan, tree: ModelTree) -> Plan:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tp_plans.errors import PlanError
-from tp_plans.hugging_face.overrides import with_learned_activations, with_overrides
+from tp_plans.hugging_face.overrides import with_overrides
 from tp_plans.hugging_face.style_names import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name, style_from_name
 from tp_plans.hugging_face.tp_plan import shipped_plan
 from tp_plans.infer.complete import complete_plan
+from tp_plans.infer.learned_activations import with_learned_activations
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.lora import require_no_adapters
 from tp_plans.model_tree import ModelTree, is_at_or_below, parent
