@@ -18,10 +18,15 @@ RIGHT: list[tuple[str, dict[str, Any], str]] = [
     ("doge", {"num_key_value_heads": 1}, "SP"),  # a mask of the one head that ranks share
     ("mimo_v2_flash", {"v_head_dim": 12, "num_key_value_heads": 2}, "TP"),  # heads of values of another size
     ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "TP"),  # a shared expert without features
+    ("mistral", {"hidden_act": "xielu"}, "SP"),  # learned scalars, of which each rank sees its own columns only
+    ("granitemoeshared", {"hidden_act": "xielu"}, "TP"),  # in an expert, and where features are gathered
     ("deepseek_v3", {"n_shared_experts": 0}, "SP"),
 ]
 #: Those that cannot be split, and are refused with the sizes.
-REFUSED = [("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}, "TP")]
+REFUSED = [
+    ("gpt_neox", {"num_attention_heads": 1}, "TP"),  # raised a raw error
+    ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}, "TP"),
+]
 
 
 def outcomes(cases: list[tuple[str, dict[str, Any], str]]) -> list[Outcome]:

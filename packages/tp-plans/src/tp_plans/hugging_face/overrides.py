@@ -34,8 +34,6 @@ _OWN_HEADS_PART = ParameterStyle(layout=Replicate(), gradient="partial")
 
 #: Rules below a module of a class, ``""`` for itself, or functions of the module; ``None`` takes a rule away.
 OVERRIDES: dict[str, Mapping[str, Style | Callable[[Any], Style] | None]] = {
-    # Learned scalars of the activation: each rank sees its own columns only (Apertus).
-    "XIELUActivation": {"": NoParallel(gradient="partial")},
     # The sparsity threshold is a mean and deviation over all columns.
     "Gemma3nTextMLP": {"gate_proj": _WHOLE_COLUMN, "up_proj": _WHOLE_COLUMN, "down_proj": _WHOLE_ROW},
     # The norms of queries and keys are over the features of all heads.

@@ -13,7 +13,9 @@ from tp_plans.module_attrs import getattr_path
 from tp_plans.naming import (
     ATTENTION_OUTPUTS,
     HEAD_DIM,
+    HEAD_DIMS,
     HEAD_NORMS,
+    INTERLEAVED_QKV,
     KEY,
     KV_HEAD_COUNTS,
     MLA_HEADS,
@@ -58,13 +60,28 @@ def _head_features(path: str, style: ColwiseParallel | RowwiseParallel, planned:
         return features // heads if features % heads == 0 else None  # queries, keys with values, outputs differ in size
     head_dim = getattr(above, HEAD_DIM, None)
     if not is_integer(head_dim, least=1):
-        return None
+        return _interleaved_features(path, style, features, planned)
     size = head_dim
     if leaf(path) in (VALUE, *ATTENTION_OUTPUTS):
         size = _value_features(parent(path), head_dim, planned.tree) or head_dim
     if features is not None and features % size:
         return None
     return HEAD_DIM if size == head_dim else size
+
+
+def _interleaved_features(
+    path: str, style: ColwiseParallel | RowwiseParallel, features: int | None, planned: PlannedTree
+) -> int | None:
+    """Return the features of one head where a fused projection keeps its query, key and value together (GPT-NeoX)."""
+    above = parent(path)
+    size = next(
+        (each for name in HEAD_DIMS if is_integer(each := getattr(planned.modules.get(above), name, None))), None
+    )
+    fused = any(INTERLEAVED_QKV.search(leaf(child)) for child in planned.children.get(above, ()))
+    if size is None or features is None or not fused:
+        return None
+    unit: int = size if isinstance(style, RowwiseParallel) else 3 * size
+    return unit if unit and features % unit == 0 else None
 
 
 def _value_features(attention: str, head_dim: int, tree: ModelTree) -> int | None:
