@@ -17,7 +17,8 @@ TORCH_VERSIONS = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
 #: The releases beside the pinned one that every change is tried on.  2.15.0 is in ``TORCH_VERSIONS`` only: package
 #: mirrors may hold it back, and the test command is to pass there too.
 SUBSET_TORCH_VERSIONS = ["2.10.0", "2.14.1"]
-OLDEST_TRANSFORMERS = ["4.57.6", "5.6.2"]
+#: The oldest that plans take and the oldest that weights take, one before experts and words changed (5.18), the newest.
+TRANSFORMERS_VERSIONS = ["4.57.6", "5.6.2", "5.10.2", "5.23.0"]
 #: Tests that depend on private or changing parts of torch: local modules, meshes, FSDP2, attention over `cp`, weights,
 #: fake ranks of the dry run, process groups, reductions and products over the vocabulary, and full models.
 SUBSET = [
@@ -168,14 +169,15 @@ def torch_subset(session: nox.Session, torch: str) -> None:
 
 
 @nox.session
-@nox.parametrize("transformers", OLDEST_TRANSFORMERS)
-def transformers_oldest(session: nox.Session, transformers: str) -> None:
-    """Run the tests that use transformers on its oldest supported release: one for plans, one for weights."""
+@nox.parametrize("transformers", TRANSFORMERS_VERSIONS)
+def transformers_versions(session: nox.Session, transformers: str) -> None:
+    """Run the tests that use transformers on one of its releases, every axis on the model code of 5.6 and later."""
     install_editable(session, "test")
     session.install(f"transformers=={transformers}")
     files = [f"packages/tp-plans/tests/torch/test_hugging_face_{name}.py" for name in ("models", "registry")]
     files += ["integration_tests/test_parity.py"]
-    if transformers != OLDEST_TRANSFORMERS[0]:
+    if transformers != TRANSFORMERS_VERSIONS[0]:
+        files += ["integration_tests/test_every_axis.py"]
         files = [*SUBSET, *files, *map(str, sorted(Path("packages/fsdp-runtime/tests").glob("weights/test_*.py")))]
     report = f"--junitxml=reports/transformers-{transformers}.xml"
     session.run("pytest", *PARALLEL, report, *files, *session.posargs, env=ONE_THREAD)
@@ -272,6 +274,14 @@ def combinations(session: nox.Session) -> None:
     install_editable(session, "test")
     environment = {"PYTHONPATH": "integration_tests", **ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
     session.run("python", "-m", "combinations.run", *session.posargs, env=environment)
+
+
+@nox.session
+def options(session: nox.Session) -> None:
+    """Change fields of configs, one at a time, and compare two ranks with one process (`-- --minutes 30`)."""
+    install_editable(session, "test")
+    environment = {"PYTHONPATH": "integration_tests", **ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
+    session.run("python", "-m", "options.run", *session.posargs, env=environment)
 
 
 @nox.session

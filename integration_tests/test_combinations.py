@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from combinations.cases import Case, atoms, pairs, step_options
+from combinations.mutants import MUTANTS
 from combinations.run import outcome
 from combinations.scenario import FAILED, RIGHT
 from fsdp_runtime import steps as all_steps
@@ -32,6 +33,23 @@ RIGHT_CASES = [
 def test_a_case_equals_one_process(two_ranks: RankPool, case: Case) -> None:
     result = outcome(two_ranks, case)
     assert result.outcome == RIGHT, result.detail
+
+
+#: Planted defects of the fast runs: of calls between two others, of a step, and of a refusal that came too late.
+_FAST = ("an optimizer gets gathered copies", "hidden states of one rank", "a change before a refusal")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in MUTANTS]
+)
+def test_a_planted_defect_is_found(two_ranks: RankPool, name: str) -> None:
+    case = MUTANTS[name].case
+    assert outcome(two_ranks, case, name).outcome == FAILED
+    assert outcome(two_ranks, case).outcome == RIGHT
+
+
+def test_the_list_of_planted_defects_is_long() -> None:
+    assert len(MUTANTS) >= 20
 
 
 @pytest.mark.slow

@@ -179,3 +179,16 @@ def test_selective_checkpointing_keeps_no_result_of_the_check_of_a_mixer() -> No
     model = tiny_model(entries()["lfm2_moe"])
     found = measure_packing(model, lambda each: parallelize(each, mesh, **options))
     assert found.error <= PACKED_BOUND
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (4, 4)])
+def test_a_row_may_have_as_many_tokens_as_heads_and_features(lengths: tuple[int, int]) -> None:
+    model: Any = tiny_model(entries()["qwen3_next"])
+    tokens = sum(lengths)
+    assert model.config.linear_num_value_heads == model.config.linear_value_head_dim == tokens
+    ids = torch.arange(3, 3 + 2 * tokens).view(2, tokens)
+    parts = [model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, dim=1)]
+    packed = parallelize(model, MeshSpec().build(device_type="cpu"), packed_sequences=True)
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand_as(ids)
+    found = packed(input_ids=ids, position_ids=positions, use_cache=False).logits
+    assert torch.allclose(found, torch.cat(parts, dim=1), rtol=0, atol=1e-12)

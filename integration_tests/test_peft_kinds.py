@@ -315,3 +315,89 @@ def test_a_disabled_adapter_leaves_the_base_model(kind: str) -> None:
     plain: Any = tiny_model((KINDS | REPLICATED)[kind][0], seed=3)
     plain.load_state_dict(streamed)
     assert torch.equal(plain(input_ids=IDS, use_cache=False).logits, wanted)
+
+
+# Several adapters
+
+
+def _two_adapters() -> Any:
+    model: Any = tiny_model("Qwen3ForCausalLM")
+    first = peft.LoraConfig(r=3, target_modules=["q_proj", "o_proj"])
+    model = peft.get_peft_model(model, first, autocast_adapter_dtype=False)
+    second = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], modules_to_save=["norm"], use_rslora=True)
+    model.add_adapter("other", second)
+    model.double().eval()
+    torch.manual_seed(3)
+    jitter(model)
+    return model
+
+
+#: What peft does to a model between two forwards, in this order.
+CHANGES: dict[str, Any] = {
+    "the first": lambda model: None,
+    "the second": lambda model: model.set_adapter("other"),
+    "both": lambda model: model.base_model.set_adapter(["default", "other"]),
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "enabled": lambda model: model.base_model.enable_adapter_layers(),
+    "merged": lambda model: model.merge_adapter(),
+    "unmerged": lambda model: model.unmerge_adapter(),
+    "the first again": lambda model: model.set_adapter("default"),
+}
+
+
+def _changed() -> tuple[dict[str, Any], str, str]:
+    """Return what is off after each change, and the errors of adapters that are added."""
+    reference = _two_adapters()
+    model: Any = parallelize(copy.deepcopy(reference), mesh_for({"tp": 2}), sequence_parallel=True)
+    wrong = {}
+    for name, change in CHANGES.items():
+        errors = {}
+        for each in (reference, model):
+            each.zero_grad()
+            change(each)
+        trains = any(parameter.requires_grad for parameter in reference.parameters())
+        with compute_in_float64(), torch.set_grad_enabled(trains):
+            for hidden in (False, True):
+                wanted, found = (_scores(each, IDS, hidden=hidden) for each in (reference, model))
+                errors["scores"] = largest(found.detach() - wanted.detach())
+                if trains:
+                    wanted.square().sum().backward()
+                    found.square().sum().backward()
+                    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+                    errors |= gradient_errors(expected, model)
+        wrong[name] = {each: error for each, error in errors.items() if not error <= BOUND}
+    with pytest.raises(ModelError) as added:
+        model.add_adapter("third", peft.LoraConfig(target_modules=["q_proj"]))
+    model.peft_config["fourth"] = model.peft_config["default"]
+    with pytest.raises(OptionError) as injected:
+        model(input_ids=IDS)
+    return {name: errors for name, errors in wrong.items() if errors}, str(added.value), str(injected.value)
+
+
+def test_adapters_are_chosen_disabled_and_merged_after_parallelize_and_none_is_added(two_ranks: RankPool) -> None:
+    for wrong, added, injected in two_ranks.run(_changed):
+        assert wrong == {}
+        assert "add adapters before parallelize" in added
+        assert "the adapter 'fourth' was added after parallelize" in injected
+
+
+def _learned_prompts() -> list[str]:
+    found = []
+    for kind, sequence_parallel in ((peft.PrefixTuningConfig, False), (peft.PromptTuningConfig, True)):
+        config = kind(num_virtual_tokens=3, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(tiny_model("Qwen3ForCausalLM"), config)
+        with pytest.raises(OptionError) as error:
+            parallelize(model, mesh_for({"tp": 2}), sequence_parallel=sequence_parallel)
+        found.append(str(error.value))
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny_model("Qwen3ForCausalLM"), config).double().eval()
+    wanted = model(input_ids=IDS, use_cache=False).logits
+    sharded = parallelize(copy.deepcopy(model), mesh_for({"tp": 2}))(input_ids=IDS, use_cache=False).logits
+    return [*found, "right" if torch.allclose(_plain(sharded), wanted, rtol=0, atol=1e-6) else "wrong"]
+
+
+def test_learned_prompts_are_right_or_refused_over_tp(two_ranks: RankPool) -> None:
+    for prefix, prompt, logits in two_ranks.run(_learned_prompts):
+        assert "learns keys and values of all heads (prefix tuning)" in prefix
+        assert "puts learned embeddings in front of those of the tokens" in prompt
+        assert logits == "right"

@@ -40,7 +40,7 @@ def run(case: Case, mutant: str = "") -> Result:
     if mutant:
         from combinations.mutants import MUTANTS
 
-        with MUTANTS[mutant]():
+        with MUTANTS[mutant].planted():
             return run(case)
     torch.manual_seed(0)
     try:

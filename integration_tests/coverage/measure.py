@@ -150,8 +150,15 @@ def compared(reference: nn.Module, candidate: nn.Module, runs: dict[str, Run]) -
 
 @lru_cache(maxsize=1)
 def _reference(name: str, kinds: tuple[str, ...], wide: bool, _: bool, rows: int) -> tuple[nn.Module, dict[str, Run]]:
-    """Run the model in one process, ``rows`` rows at a time as a data-parallel rank: some routers read other rows."""
     model = tiny_model(replace(coverage_entries()[name], wide=wide))
+    return model, run_alone(model, kinds, rows)
+
+
+def run_alone(model: nn.Module, kinds: tuple[str, ...], rows: int = BATCH) -> dict[str, Run]:
+    """Run the model in one process, ``rows`` rows at a time as a data-parallel rank: some routers read other rows.
+
+    Kinds of input for which gradients are not finite are left out.
+    """
     runs = {}
     for kind in kinds:
         inputs = _inputs(kind)
@@ -166,7 +173,7 @@ def _reference(name: str, kinds: tuple[str, ...], wide: bool, _: bool, rows: int
         # In float64 some eager attention gives NaN for a row that is masked whole, which would reach every gradient.
         if all(bool(gradient.isfinite().all()) for gradient in gradients.values() if gradient is not None):
             runs[kind] = Run(inputs, weights, expected.detach(), gradients)
-    return model, runs
+    return runs
 
 
 def _inputs(kind: str) -> dict[str, Tensor]:

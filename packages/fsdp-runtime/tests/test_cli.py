@@ -167,6 +167,16 @@ def test_invalid_commands_are_refused_before_anything_runs(
     assert told in capsys.readouterr().err
 
 
+def test_an_error_of_a_users_function_is_told_in_one_line_and_is_not_a_model_too_large(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _answer(monkeypatch, ValueError("my bug\nand more"))
+    assert cli.main(ONE) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len([line for line in told if "my bug" in line]) == 1
+    assert "fsdp-runtime estimate: ValueError: my bug (" in told[-1]
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["--version"])

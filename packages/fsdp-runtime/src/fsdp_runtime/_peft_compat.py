@@ -172,13 +172,26 @@ def model_of_rows(model: Any) -> Any:
     return base_model(model)
 
 
+def learned_prompts(model: Any) -> str | None:
+    """Return how prompt learning reaches the model inside a ``PeftModel``: as ``"embeddings"`` or ``"keys"``.
+
+    ``None`` without prompt learning.
+    """
+    kinds = [config.peft_type for config in model.peft_config.values() if config.is_prompt_learning]
+    if not kinds:
+        return None
+    types = sys.modules["peft"].PeftType
+    of_embeddings = (types.PROMPT_TUNING, types.MULTITASK_PROMPT_TUNING, types.P_TUNING, types.CPT)
+    return "embeddings" if all(kind in of_embeddings for kind in kinds) else "keys"
+
+
 def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
     """Iterate over the layers with low-rank adapters of the model inside a ``PeftModel``."""
     peft = sys.modules.get("peft")
     if peft is None:
         return
     for path, module in model.named_modules():
-        if isinstance(module, peft.tuners.lora.LoraLayer):
+        if _is_lora(module):
             layer: Any = module
             active = [name for name in layer.active_adapters if name in layer.lora_A]
             base, parameter = layer.get_base_layer(), getattr(layer, "parameter_name", None)
@@ -216,7 +229,7 @@ def _wrapped(module: Any) -> tuple[WrapperKind, dict[str, nn.Module]] | None:
     if isinstance(module, utils.TrainableTokensWrapper):
         return "other", {"token_adapter": module.token_adapter}
     if isinstance(module, tuners.tuners_utils.BaseTunerLayer) and isinstance(module, nn.Module):
-        kind: WrapperKind = "lora" if isinstance(module, tuners.lora.LoraLayer) else "other"
+        kind: WrapperKind = "lora" if _is_lora(module) else "other"
         return kind, {"base_layer": cast(nn.Module, module.base_layer)}
     return None
 
@@ -239,6 +252,12 @@ def kind_of(wrapper: nn.Module) -> str:
 def is_disabled(wrapper: Any) -> bool:
     """Return True if none of a wrapper's adapters is in force."""
     return bool(wrapper.disable_adapters) or not wrapper.active_adapters
+
+
+def _is_lora(module: nn.Module) -> bool:
+    """Return True for a wrapper of LoRA; AdaLoRA's are of a subclass, and hold other factors."""
+    tuners = sys.modules["peft"].tuners
+    return isinstance(module, tuners.lora.LoraLayer) and not isinstance(module, tuners.adalora.AdaLoraLayer)
 
 
 def _copies(wrapper: Any, base: str, name: str) -> dict[str, nn.Module]:

@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -46,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = str(error)
     except ImportError as error:
         message = f"{error}: this command needs transformers, pip install 'fsdp-runtime[transformers]'"
+    except Exception as error:  # noqa: BLE001  # of a user's function or model; estimate() itself shows its traceback
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        told = (str(error).splitlines() or [""])[0]
+        message = f"{type(error).__name__}: {told} ({last.filename}, line {last.lineno}, in {last.name})"
     progress.close()
     print(f"fsdp-runtime estimate: {message}", file=sys.stderr)
     return FAILED

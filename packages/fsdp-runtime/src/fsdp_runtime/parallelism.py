@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fsdp_runtime.agreement import require_same_setup
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options, steps_of
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
@@ -29,9 +30,10 @@ from fsdp_runtime.steps.experts.step import ExpertParallel
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
+from fsdp_runtime.steps.guards.methods import guard_methods
 from fsdp_runtime.steps.guards.optimizer_groups import step_meshes_apart
-from fsdp_runtime.steps.guards.refuse_pickle import refuse_pickle
-from fsdp_runtime.steps.guards.stale_optimizers import refuse_stale_optimizers
+from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
+from fsdp_runtime.steps.random_states import RandomStates
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from tp_plans import Plan
 
@@ -96,13 +98,13 @@ class Parallelism:
         Args:
             model: the model that was resolved.
         """
-        with refuse_stale_optimizers(model):
+        with carry_over_parameters(model):
             for step, found in self.steps:
                 step.prepare(model, self.setup, found)
             for step, found in self.steps:
                 step.apply(model, self.setup, found)
         step_meshes_apart()
-        refuse_pickle(model)
+        guard_methods(model)
 
     def __str__(self) -> str:
         return "\n".join(step.describe() for step, _ in self.steps)
@@ -160,14 +162,16 @@ def resolve_steps(
         OptionError: see :func:`resolve_parallelism`.
         tp_plans.TpPlansError: no plan is known, or it does not fit the model.
     """
+    given = list(steps)
+    require_same_setup(model, meshes, given)
     if runtime_state(model).offloaded is not None:
         raise ModelError("tensors of the model are offloaded to host memory: call onload(model) before parallelize")
     _require_not_wrapped(model)
     if not allow_dtensors or meshes.tp is not None:
         _require_plain_parameters(model)
-    given = list(steps)
     if not any(isinstance(step, PackedSequences) for step in given):
         given.append(PackedSequences(apart=False))  # warns
+    given.append(RandomStates(meshes.tp))
     in_order = tuple(sorted(given, key=_place))
     setup = Setup(facts=ModelFacts.of(model), meshes=meshes, steps=in_order)
     for step in in_order:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_runtime.batching.balance import Items, assign_rows, lower_bound, step_work
+from fsdp_runtime.batching.balance import assign_rows, lower_bound, step_work
+from fsdp_runtime.batching.partition import Items, best_fit, least_rows
 
 lengths = st.lists(st.integers(1, 64), min_size=1, max_size=40)
 
@@ -71,3 +72,51 @@ def test_long_tailed_batches_are_within_a_tenth_of_the_bound(seed: int) -> None:
     tokens = [min(8192, int(draw.lognormvariate(6.5, 1.0))) + 1 for _ in range(128)]
     items = Items(tokens, [n + n * n / 24576 for n in tokens], 16384)
     assert step_work(items, assign_rows(items, 4)) / lower_bound(items, 4) < 1.1
+
+
+class _Counted(list[float]):
+    """Numbers that count how often one is read."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> float:  # type: ignore[override]
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def _reads(count: int, capacity: int, ranks: int) -> int:
+    draw = random.Random(0)
+    tokens = [min(capacity, max(16, int(draw.lognormvariate(6.5, 1.0)))) for _ in range(count)]
+    counted, work = _Counted(tokens), _Counted(n + n * n / 49152 for n in tokens)
+    assign_rows(Items(counted, work, capacity), ranks)  # type: ignore[arg-type]
+    return counted.reads + work.reads
+
+
+@pytest.mark.parametrize(("capacity", "ranks"), [(8192, 8), (131072, 8), (131072, 256), (8192, 256), (8192, 1)])
+def test_the_steps_grow_about_as_the_samples(capacity: int, ranks: int) -> None:
+    few, many = (_reads(count, capacity, ranks) for count in (4000, 16000))
+    assert many < 4 * 1.6 * few
+    assert many < 2000 * 16000
+
+
+@given(tokens=lengths)
+@settings(max_examples=100, deadline=None)
+def test_the_least_number_of_rows_is_a_bound(tokens: list[int]) -> None:
+    items = _items(tokens)
+    rows = best_fit(items, range(len(tokens)))
+    assert all(items.tokens_of(row) <= items.capacity for row in rows)
+    assert -(-sum(tokens) // 64) <= least_rows(items) <= len(rows)
+
+
+def test_items_that_share_no_row_are_known_to() -> None:
+    assert least_rows(_items([40] * 6 + [30] * 3)) == 8
+    assert least_rows(_items([33] * 5)) == 5
+    assert len(assign_rows(_items([40] * 6 + [30] * 3), 2)) == 4
+
+
+def test_micro_batches_that_one_item_dominates_are_filled_up_beyond_the_budget_of_partitions() -> None:
+    # 31 full rows on 3 ranks: two of the short ones' rows come beside the last.
+    items = _items([64] * 31 + [1] * 20_000)
+    found = assign_rows(items, 3)
+    assert len(found) == -(-(31 * 64 + 20_000) // 64 // 3)
+    assert step_work(items, found) <= lower_bound(items, 3) * 1.02

@@ -69,5 +69,19 @@ def test_what_of_a_tower_has_no_rule_is_also_compared_over_tp(two_ranks: RankPoo
         assert f"1 tensors differ between ranks that replicate them:\n  {name}: over axis tp (ranks 0, 1)" in told
 
 
+def _sharded_over_cp() -> str:
+    """What the check says of parameters that FSDP2 shards over an axis of dp_shard and cp."""
+    mesh = MeshSpec(cp=2, tp=2).build(device_type="cpu")
+    try:
+        assert_replicas_equal(parallelize(tiny_model("LlamaForCausalLM", num_hidden_layers=1), mesh), mesh)
+    except ReplicaError as error:
+        return str(error)
+    return "equal"
+
+
+def test_shards_over_a_flattened_axis_are_no_replicas(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_sharded_over_cp) == ["equal"] * 4
+
+
 def test_a_plain_model_has_no_replicas() -> None:
     assert_replicas_equal(nn.Linear(2, 2))

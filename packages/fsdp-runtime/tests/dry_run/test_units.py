@@ -85,6 +85,7 @@ def test_numbers_keep_three_digits_and_change_units_where_they_round_up() -> Non
         *("0 bytes", "512 bytes", "1023 bytes", "1.00 KiB", "1.50 KiB", "80.0 GiB"),
     ]
     assert format_bytes(1024**2 - 1) == "1.00 MiB"
+    assert [format_bytes(size, "GiB") for size in (2**30, 15, 5 * 2**20)] == ["1.00 GiB", "15 bytes", "5.00 MiB"]
     assert [format_count(count) for count in (7, 226_000, 999_600, 70_553_706_496)] == [
         "7",
         "226 k",

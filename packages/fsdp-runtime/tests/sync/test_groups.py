@@ -19,7 +19,7 @@ from tp_plans.transfer import CheckpointTensor
 
 
 def test_a_group_without_all_of_its_ranks_ends_in_time() -> None:
-    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not join the group 'alone' within 0\.5 s"):
+    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not join the group 'alone', after [0-9.]+ of 0\.5 s"):
         transfer_group(dist.HashStore(), 0, 2, name="alone", timeout=timedelta(seconds=0.5))
 
 

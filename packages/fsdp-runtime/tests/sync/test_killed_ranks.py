@@ -22,7 +22,7 @@ from fsdp_runtime.sync import (
     WeightExport,
     WeightSync,
     WeightSyncError,
-    rank_rounds,
+    execute,
     transfer_group,
     verify_transfer,
 )
@@ -120,12 +120,12 @@ def _kill(*_: Any) -> Any:
 
 def _kill_at_exchange(number: int) -> None:
     """Die in one of the rounds of full weights."""
-    count, run = iter(range(number)), rank_rounds.RankRounds.run
+    count, run = iter(range(number)), execute.RankRounds.run
 
     def run_or_die(*arguments: Any) -> None:
         run(*arguments) if next(count, None) is not None else _kill()
 
-    rank_rounds.RankRounds.run = run_or_die  # this process ends here
+    execute.RankRounds.run = run_or_die  # this process ends here
 
 
 def _live(rank: int, folder: Path, life: int, connection: Connection) -> None:

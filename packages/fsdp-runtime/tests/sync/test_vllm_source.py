@@ -15,7 +15,7 @@ from torch import Tensor
 import tp_plans
 from fsdp_runtime import MeshSpec, OptionError, parallelize, stream_weights
 from fsdp_runtime.sync import Quantization, WeightExport
-from fsdp_runtime.sync.vllm_placements import MeshPlacement, mesh_placement
+from fsdp_runtime.sync.vllm_source import MeshPlacement, mesh_placement
 from harness.models import tiny_model
 from harness.ranks import RankPool
 

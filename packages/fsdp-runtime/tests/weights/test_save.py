@@ -141,6 +141,14 @@ def test_an_empty_directory_name_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for path in (tmp_path / ("a" * 300), "b" * 5000):
+        for call in (save_weights, lambda model, path: save_training_state(path, model, step=1), load_weights):
+            with pytest.raises(OptionError, match=r"of \d+ characters, is too long for the file system"):
+                call(model, path)  # type: ignore[operator]
+
+
 def _saves_that_differ(directory: Path) -> list[str]:
     model = parallelize(_model(), mesh_for({"dp_shard": 2}))
     rank = dist.get_rank()

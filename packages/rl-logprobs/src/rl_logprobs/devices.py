@@ -19,16 +19,6 @@ def assume_accelerator() -> Iterator[None]:
 
     For a dry run, whose CPU or fake tensors stand for tensors on an accelerator.  Applies to the current thread,
     which also runs the backward pass of CPU tensors.
-
-    Example:
-        >>> import torch
-        >>> from rl_logprobs.devices import assume_accelerator
-        >>> from rl_logprobs.softmax.row_blocks import rows_per_workspace
-        >>> rows_per_workspace(1024, torch.device("cpu"))
-        256
-        >>> with assume_accelerator():
-        ...     rows_per_workspace(1024, torch.device("cpu"))
-        8192
     """
     token = _accelerator_assumed.set(True)
     try:

@@ -31,13 +31,6 @@ class TopTokens(NamedTuple):
     Attributes:
         ids: ``[..., k]`` int64 vocabulary ids.
         logprobs: ``[..., k]`` float32 (float64 for float64 logits) log-probabilities.
-
-    Example:
-        >>> import torch
-        >>> from rl_logprobs import topk_logprobs
-        >>> from rl_logprobs.distillation import TopTokens
-        >>> isinstance(topk_logprobs(torch.zeros(2, 9), k=4), TopTokens)
-        True
     """
 
     ids: torch.Tensor
@@ -95,11 +88,8 @@ def topk_logprobs(
     values, ids = candidates.permute(1, 3, 0, 2).flatten(2)
     values, order = values.sort(dim=1, descending=True, stable=True)
     values, ids = values[:, :k], ids.gather(1, order[:, :k])
-    log2_factor = scale.log2_factor if isinstance(scale.log2_factor, float) else scale.log2_factor[:, None]
-    ln_factor = scale.ln_factor if isinstance(scale.ln_factor, float) else scale.ln_factor[:, None]
-    exponents = (values - total.max_logit[:, None]) * log2_factor
-    logprobs = ((exponents - total.sum_exp2.log2()[:, None]) * ln_factor).to(values.dtype)
-    return TopTokens(ids.long().view(*shape, k), logprobs.view(*shape, k))
+    logprobs = total.logprobs(values.t(), scale).t().to(values.dtype)
+    return TopTokens(ids.long().view(*shape, k), logprobs.reshape(*shape, k))
 
 
 def _local_topk(logits: torch.Tensor, k: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -250,8 +240,7 @@ class _LogprobsAt(torch.autograd.Function):
         parts = all_gather(_local_part(logits[..., : shard.width], columns, scale), shard.group)
         partial = PartialSoftmax(max_logit=parts[:, 0], sum_exp2=parts[:, 1], target_logit=parts[:, 2:])
         total = merge(partial, scale)
-        exponents = (total.target_logit - total.max_logit) * scale.log2_factor
-        logprobs = (exponents - total.sum_exp2.log2()) * scale.ln_factor
+        logprobs = total.logprobs(total.target_logit, scale)
         no_gradient = (total.target_logit == -torch.inf).T | ignored
         ctx.save_for_backward(logits, ignored, no_gradient, *columns, total.max_logit.to(parts.dtype), total.sum_exp2)
         ctx.scale, ctx.width = scale, shard.width

@@ -75,10 +75,9 @@ def kl_estimate(
         >>> kl_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]), "k3")
         tensor([0.0000, 0.7183])
     """
-    if logprobs.shape != reference_logprobs.shape:
-        raise ShapeError(
-            f"logprobs {tuple(logprobs.shape)} and reference_logprobs {tuple(reference_logprobs.shape)} differ"
-        )
+    for name, other in (("reference_logprobs", reference_logprobs), ("sampled_logprobs", sampled_logprobs)):
+        if other is not None and other.shape != logprobs.shape:
+            raise ShapeError(f"logprobs {tuple(logprobs.shape)} and {name} {tuple(other.shape)} differ")
     for name, tensor in (("logprobs", logprobs), ("reference_logprobs", reference_logprobs)):
         if not tensor.is_floating_point():
             raise DtypeError(f"{name} must be floating point, got {tensor.dtype}")
@@ -101,10 +100,6 @@ def kl_estimate(
         return value.detach() + with_gradient - with_gradient.detach()
     if sampled_logprobs is None:
         return value
-    if sampled_logprobs.shape != logprobs.shape:
-        raise ShapeError(
-            f"logprobs {tuple(logprobs.shape)} and sampled_logprobs {tuple(sampled_logprobs.shape)} differ"
-        )
     return (logprobs - sampled_logprobs.detach()).exp() * value
 
 

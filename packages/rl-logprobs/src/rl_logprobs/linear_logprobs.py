@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -32,21 +31,19 @@ from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.targets import Targets, scored_targets
 
 
-class LinearTokenOptions(TypedDict, total=False):
-    """The keywords of ``linear_token_logprobs``, which ``linear_token_statistics`` describes."""
-
-    bias: torch.Tensor | None
-    logit_scale: float
-    softcap: float | None
-    temperature: float | torch.Tensor
-    shard: VocabShard | None
-    shift: bool
-    ignore_index: int
-    support: Support | None
-
-
 def linear_token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, **options: Unpack[LinearTokenOptions]
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float | torch.Tensor = 1.0,
+    shard: VocabShard | None = None,
+    shift: bool = False,
+    ignore_index: int = -100,
+    support: Support | None = None,
 ) -> torch.Tensor:
     """Return the log-probability of each target under the LM head's softmax, without a ``[tokens, vocab / tp]`` tensor.
 
@@ -57,8 +54,14 @@ def linear_token_logprobs(
         hidden: ``[batch, seq, features]`` or ``[tokens, features]``, as ``linear_token_statistics`` takes them.
         weight: ``[vocab, features]``: plain, a DTensor, or a local shard.
         targets: integers of hidden's leading shape.
-        **options: ``bias``, ``logit_scale``, ``softcap``, ``temperature``, ``shard``, ``shift``, ``ignore_index`` and
-            ``support`` of ``linear_token_statistics``.
+        bias: as all further arguments, that of ``linear_token_statistics``.
+        logit_scale: factor on the products.
+        softcap: positive bound of the logits.
+        temperature: positive number, or positive tensor that broadcasts to this rank's targets.
+        shard: which ids the rows of a local weight are, or how many ids are no padding.
+        shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``.
+        ignore_index: target of tokens that are not scored.
+        support: normalise over the ids that the sampler kept.
 
     Returns:
         Float32 (float64 for float64 inputs) of hidden's leading shape, after the gather of sharded tokens.
@@ -74,7 +77,19 @@ def linear_token_logprobs(
         >>> linear_token_logprobs(hidden, head.weight.detach(), torch.tensor([1]))
         tensor([-0.4076])
     """
-    return linear_token_statistics(hidden, weight, targets, **options).logprobs
+    return linear_token_statistics(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        shard=shard,
+        shift=shift,
+        ignore_index=ignore_index,
+        support=support,
+    ).logprobs
 
 
 def linear_token_statistics(

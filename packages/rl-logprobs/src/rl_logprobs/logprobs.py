@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypedDict, Unpack
 
 import torch
 
@@ -22,21 +21,20 @@ from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.targets import Targets, scored_targets
 
 
-class TokenOptions(TypedDict, total=False):
-    """The keywords of ``token_logprobs``, which ``token_statistics`` describes."""
-
-    shard: VocabShard | None
-    shift: bool
-    temperature: float | torch.Tensor
-    ignore_index: int
-    sampling: SamplingFilter | None
-    support: Support | None
-    inplace_backward: bool
-    inplace_forward: bool
-    backend: Backend | None
-
-
-def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, **options: Unpack[TokenOptions]) -> torch.Tensor:
+def token_logprobs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    shard: VocabShard | None = None,
+    shift: bool = False,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int = -100,
+    sampling: SamplingFilter | None = None,
+    support: Support | None = None,
+    inplace_backward: bool = False,
+    inplace_forward: bool = False,
+    backend: Backend | None = None,
+) -> torch.Tensor:
     """Return the log-probability of each target under ``softmax(logits / temperature)``.
 
     One pass over the local logits and one collective forward, none backward; each rank's gradient is that of
@@ -46,8 +44,15 @@ def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, **options: Unpac
         logits: ``[batch, seq, vocab]`` or packed ``[tokens, vocab]``, as ``token_statistics`` takes them: plain, a
             DTensor that is sharded on the vocabulary, or a local shard.
         targets: integers of the logits' leading shape.
-        **options: ``shard``, ``shift``, ``temperature``, ``ignore_index``, ``sampling``, ``support``,
-            ``inplace_backward``, ``inplace_forward`` and ``backend`` of ``token_statistics``.
+        shard: as all further arguments, that of ``token_statistics``.
+        shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``.
+        temperature: positive number, or positive tensor that broadcasts to this rank's targets.
+        ignore_index: target of tokens that are not scored.
+        sampling: score under the distribution that a sampler's filter leaves.
+        support: normalise over the ids that the sampler kept.
+        inplace_backward: write the gradient over the logits' memory.
+        inplace_forward: overwrite the logits in the forward pass, if they need a gradient.
+        backend: ``"triton"`` or ``"torch"``.
 
     Returns:
         This rank's tokens as a plain tensor of the logits' leading shape, float32 (float64 for float64 logits), the
@@ -65,7 +70,19 @@ def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, **options: Unpac
 
         With DTensor logits, sharded on the vocabulary, the call is the same on every rank.
     """
-    return token_statistics(logits, targets, **options).logprobs
+    return token_statistics(
+        logits,
+        targets,
+        shard=shard,
+        shift=shift,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        sampling=sampling,
+        support=support,
+        inplace_backward=inplace_backward,
+        inplace_forward=inplace_forward,
+        backend=backend,
+    ).logprobs
 
 
 def token_statistics(

@@ -105,7 +105,7 @@ WORKAROUNDS = (
         "redistributing partial sums to replicated does not sum the gradient on the way back",
     ),
     Workaround(
-        "row_all_to_all._all_to_all",
+        "row_all_to_all.all_to_all",
         (2, 11),
         "no upstream issue found; the same failure: https://github.com/deepspeedai/DeepSpeed/pull/8491",
         "the compiler gives no gradient to an autograd function whose output a collective wrote in place",

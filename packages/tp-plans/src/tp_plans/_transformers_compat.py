@@ -6,6 +6,7 @@ By attribute alone: transformers is not imported.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -34,6 +35,18 @@ def mark_expert_parallel(experts: Any) -> None:
     """
     if hasattr(experts, "_is_expert_parallel"):
         experts._is_expert_parallel = True
+
+
+def skips_sentinel_index(experts: Any) -> bool:
+    """Return whether a module of experts passes over the index that stands for no expert of this rank.
+
+    The eager code of transformers' own raises for it before 5.18: the one-hot mask that it makes has no place for it.
+    """
+    if not type(experts).__module__.startswith("transformers."):
+        return True
+    release = tuple(map(int, re.findall(r"\d+", sys.modules["transformers"].__version__)[:2]))
+    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return release >= (5, 18) or implementation not in (None, "eager")
 
 
 def kept_in_float32(model: Any, names: Iterable[str]) -> frozenset[str]:

@@ -7,13 +7,12 @@ transformers.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+import tp_plans
 from tp_plans.checks import check
 from tp_plans.errors import PlanError, TpPlansError, UnknownArchitectureError
 from tp_plans.explanation import explain
@@ -51,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tp-plans", description="Tensor-parallel plans as pure data.")
-    parser.add_argument("--version", action=_Version, help="show the version and exit")
+    version = f"tp-plans {tp_plans.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True)
 
     listing = commands.add_parser("list", help="the architectures that have a plan of their own")
@@ -108,18 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Version(argparse.Action):
-    """Print the installed version, which is looked up only when asked for."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **options)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Print and exit."""
-        print(f"tp-plans {importlib.metadata.version('tp-plans')}")
-        parser.exit()
-
-
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="CONFIG_OR_DIR", help="a config.json, or the folder of a checkpoint")
 
@@ -141,11 +129,7 @@ def _add_json(parser: argparse.ArgumentParser, how: str) -> None:
 
 def _list(options: argparse.Namespace) -> int:
     wanted = options.filter.lower()
-    found = [
-        entry
-        for entry in architectures()
-        if wanted in " ".join((entry.class_name, entry.model_type, entry.notes)).lower()
-    ]
+    found = [each for each in architectures() if wanted in f"{each.class_name} {each.model_type} {each.notes}".lower()]
     if options.json:
         print(json.dumps([_as_data(entry) for entry in found], indent=2))
     else:
@@ -174,10 +158,7 @@ def _as_row(entry: Architecture) -> tuple[str, ...]:
 
 def _show(options: argparse.Namespace) -> int:
     plan = _plan(options.plan, sequence_parallel=options.sequence_parallel)
-    if options.json:
-        print(plan.to_json())
-    else:
-        _print_plan(plan)
+    _print_plan(plan, as_json=options.json)
     return OK
 
 
@@ -203,10 +184,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _suggest(options: argparse.Namespace) -> int:
     suggestion = suggest(meta_model_from_config(options.model), sequence_parallel=options.sequence_parallel)
-    if options.json:
-        print(suggestion.plan.to_json())
-    else:
-        _print_plan(suggestion.plan)
+    _print_plan(suggestion.plan, as_json=options.json)
     for doubt in suggestion.doubts:
         print(f"doubts: {doubt}", file=sys.stderr if options.json else sys.stdout)
     return OK
@@ -214,8 +192,7 @@ def _suggest(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     model = model_of(options.model)
-    chosen: object = _from_file(options.plan) if options.plan.endswith(".json") else options.plan
-    plan = resolve_plan(chosen, model, sequence_parallel=options.sequence_parallel)
+    plan = resolve_plan(_chosen(options), model, sequence_parallel=options.sequence_parallel)
     report = verify_plan(model, plan, tp=options.tp)
     print(report)
     return OK if report.right else FOUND
@@ -245,12 +222,14 @@ def _plan(name: str, *, sequence_parallel: bool) -> Plan:
 
 def _plan_of(model: object, options: argparse.Namespace) -> Plan:
     """Return the plan that ``--plan`` means for a model."""
-    chosen: object = _from_file(options.plan) if options.plan.endswith(".json") else options.plan
-    if options.ep == 1:
-        return resolve_plan(chosen, model, sequence_parallel=options.sequence_parallel)
-    if chosen == "auto" and options.tp == 1:
+    if options.ep != 1 and options.tp == 1 and options.plan == "auto":
         return with_expert_parallelism(None, model)
-    return with_expert_parallelism(resolve_plan(chosen, model, sequence_parallel=options.sequence_parallel), model)
+    plan = resolve_plan(_chosen(options), model, sequence_parallel=options.sequence_parallel)
+    return plan if options.ep == 1 else with_expert_parallelism(plan, model)
+
+
+def _chosen(options: argparse.Namespace) -> Plan | str:
+    return _from_file(options.plan) if options.plan.endswith(".json") else str(options.plan)
 
 
 def _from_file(name: str) -> Plan:
@@ -261,7 +240,10 @@ def _from_file(name: str) -> Plan:
     return Plan.from_json(text)
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(plan: Plan, *, as_json: bool) -> None:
+    if as_json:
+        print(plan.to_json())
+        return
     print(colorize("head", repr(plan)))
     _print_lines(table([[pattern or "(top)", short_repr(style)] for pattern, style in plan.items()], header=False))
 

@@ -78,11 +78,7 @@ def adapter_styles(style: Style, *, sequence_dim: int | None = None) -> AdapterS
 
 
 def require_no_adapters(tree: ModelTree) -> None:
-    """Refuse a model with low-rank adapters, whose layers have other names and shapes than those of the architecture.
-
-    Raises:
-        PlanError: the model has a layer with adapters.
-    """
+    """Refuse a model with low-rank adapters, whose layers have other names and shapes than the architecture's."""
     for path in tree.modules:
         layer = parent(path)
         if path.endswith(".base_layer") and join(layer, "lora_A") in tree.modules:

@@ -11,15 +11,7 @@ from tp_plans.errors import ModelConfigError, UnknownArchitectureError
 
 
 def meta_model_from_config(source: str | Path) -> Any:
-    """The model that a checkpoint directory or a ``config.json`` describes, on the meta device.
-
-    No remote code is executed.
-
-    Raises:
-        UnknownArchitectureError: there is no such file, or the installed transformers has no class for it.
-        ModelConfigError: the config lacks what its class needs, or has it wrong.
-        ImportError: torch or transformers is not installed.
-    """
+    """The model that a checkpoint folder or ``config.json`` describes, on the meta device; remote code is not run."""
     import transformers
 
     release = f"transformers {transformers.__version__}"
@@ -44,12 +36,7 @@ def meta_model_from_config(source: str | Path) -> Any:
 
 
 def meta_model_of_class(name: str) -> Any:
-    """A transformers class with its default config, on the meta device.
-
-    Raises:
-        UnknownArchitectureError: the installed transformers has no such model class.
-        ImportError: torch or transformers is not installed.
-    """
+    """A transformers class with its default config, on the meta device."""
     import transformers
 
     cls = getattr(transformers, name, None)
@@ -60,13 +47,7 @@ def meta_model_of_class(name: str) -> Any:
 
 
 def model_of(source: str) -> Any:
-    """The model that a word of the command line means: a config, a class of transformers, or a dotted path.
-
-    Raises:
-        UnknownArchitectureError: it means none of these.
-        ModelConfigError: no model can be built from it.
-        ImportError: torch or transformers is not installed.
-    """
+    """The model that a word of the command line means: a config, a class of transformers, or a dotted path."""
     if Path(source).exists():
         return meta_model_from_config(source)
     module_name, _, attribute = source.rpartition(".")

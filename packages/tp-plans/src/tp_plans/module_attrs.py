@@ -39,11 +39,7 @@ def key_value_heads(attention: Any, style: ParallelAttention) -> int | None:
 
 
 def resolve_int(owner: Any, value: int | str, *, least: int = 1) -> int:
-    """``value`` itself where it is a number, else the integer of ``least`` or more that ``owner`` has under that name.
-
-    Raises:
-        PlanError: there is no such attribute, or it is not such an integer.
-    """
+    """``value`` itself where it is a number, else the integer, ``least`` or more, that ``owner`` has of that name."""
     found = getattr_path(owner, value) if isinstance(value, str) else value
     if not is_integer(found, least=least):
         kind = "positive integer" if least else "integer"

@@ -18,11 +18,7 @@ class _Node:
 
 
 class Patterns:
-    """Patterns in which each dotted part stands for exactly one part of a path, as a shell would match it.
-
-    Args:
-        patterns: the patterns; matches are returned in this order.
-    """
+    """Patterns, in order, in which each dotted part stands for one part of a path, as a shell would match it."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._patterns = list(patterns)

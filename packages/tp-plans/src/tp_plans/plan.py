@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -140,8 +141,7 @@ class Plan(Mapping[str, Style]):
 
     def on_axis(self, axis: Literal["tp", "ep"]) -> Plan:
         """The rules of one axis: ``"ep"`` for experts that are dispatched, ``"tp"`` for all others."""
-        rules = {p: style for p, style in self.items() if isinstance(style, DispatchExperts) == (axis == "ep")}
-        return self._with(rules)
+        return self._with({p: s for p, s in self.items() if isinstance(s, DispatchExperts) == (axis == "ep")})
 
     def match(self, path: str) -> list[str]:
         """The patterns that a module path matches; more than one is a mistake in the plan."""
@@ -149,7 +149,9 @@ class Plan(Mapping[str, Style]):
 
     def diff(self, other: Plan) -> PlanDiff:
         """The rules that ``other`` adds, drops or says otherwise; false where there are none."""
-        return diff_plans(self, require_plan(other))
+        patterns = dict.fromkeys([*self, *require_plan(other)])
+        pairs = (RuleChange(pattern, self.get(pattern), other.get(pattern)) for pattern in patterns)
+        return PlanDiff(tuple(change for change in pairs if change.before != change.after))
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """The plan as JSON text, which :meth:`from_json` reads back to an equal plan.
@@ -202,19 +204,8 @@ class Plan(Mapping[str, Style]):
         return Plan(rules, name=self.name, sequence_parallel=self.sequence_parallel)
 
 
-def diff_plans(before: Mapping[str, Style], after: Mapping[str, Style]) -> PlanDiff:
-    """The rules that ``after`` adds to, drops from or says otherwise than ``before``."""
-    patterns = dict.fromkeys([*before, *after])
-    pairs = (RuleChange(pattern, before.get(pattern), after.get(pattern)) for pattern in patterns)
-    return PlanDiff(tuple(change for change in pairs if change.before != change.after))
-
-
 def require_plan(value: object) -> Plan:
-    """The value, which is a plan.
-
-    Raises:
-        PlanError: it is something else.
-    """
+    """The value, which is a plan."""
     if not isinstance(value, Plan):
         raise PlanError(f"what is of type {type_name(value)} is not a plan: make one with resolve_plan(plan, model)")
     return value
@@ -229,13 +220,9 @@ def _require_module_path(pattern: object) -> None:
             fix = "a star stands for exactly one part: write one * for each"
         elif "\\" in pattern:
             fix = r"it has no \d, no regular expression: write a * for each part that varies"
-        elif all(map(_is_path_part, pattern.split("."))):
+        elif all(part and not re.search(r"[\s/]", part) for part in pattern.split(".")):
             return
     raise PlanError(f"{pattern!r} is not a module path: {fix}")
-
-
-def _is_path_part(part: str) -> bool:
-    return part != "" and not any(character.isspace() or character == "/" for character in part)
 
 
 def _parsed(text: str | bytes) -> Any:

@@ -29,12 +29,7 @@ from tp_plans.styles import (
 
 @dataclass(frozen=True, eq=False)
 class PlannedTree:
-    """One plan against one model.
-
-    Args:
-        tree: the model.
-        plan: the plan.
-    """
+    """One plan against one model."""
 
     tree: ModelTree
     plan: Plan
@@ -141,15 +136,7 @@ class PlannedTree:
 
 
 def merge_per_block(rules: Iterable[tuple[str, Style]], tree: ModelTree) -> dict[str, Style]:
-    """Merge rules of single paths into one rule for all blocks, where every such path in the model has the same style.
-
-    Args:
-        rules: path and style; paths that differ in block numbers only are merged.
-        tree: the model.
-
-    Returns:
-        Pattern to style; the single paths where styles differ or a path has none.
-    """
+    """Merge rules of single paths into one for all blocks, where every such path in the model has the same style."""
     found: dict[str, dict[str, Style]] = defaultdict(dict)
     for path, style in rules:
         found[wildcard(path)][path] = style

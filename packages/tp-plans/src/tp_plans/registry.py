@@ -10,6 +10,7 @@ from typing import Any
 
 from tp_plans.errors import PlanError, UnknownArchitectureError, type_name
 from tp_plans.infer.full_output import is_read_in_full, with_full_output
+from tp_plans.infer.learned_activations import with_learned_activations
 from tp_plans.model_tree import ModelTree
 from tp_plans.models import ARCHITECTURES, Architecture
 from tp_plans.plan import Plan
@@ -116,7 +117,7 @@ def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool =
                 f"is for {_blocks(entry)}: give plan_for({entry.class_name!r}) with other names, or "
                 "tp_plans.from_hugging_face(model)."
             )
-        plan = entry.for_model(plan, tree)
+        plan = with_learned_activations(entry.for_model(plan, tree), tree)
         if sequence_parallel and tree.lm_head is not None and is_read_in_full(tree):
             plan = with_full_output(plan, tree)
     if names.task is not None and not entry.class_name.endswith(names.task[1]):

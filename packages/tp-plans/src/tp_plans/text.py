@@ -28,8 +28,8 @@ def table(rows: Sequence[Sequence[str]], *, header: bool = True) -> list[str]:
 def short_repr(style: Style) -> str:
     """A style with those fields only that say something: ``ColwiseParallel(multiple_of=head_dim)``."""
     data = style_to_dict(style)
-    fields = ", ".join(f"{name}={_value(value)}" for name, value in data.items() if name != "style")
-    return f"{data['style']}({fields})"
+    shown = {name: f"({', '.join(map(str, each))})" if isinstance(each, list) else each for name, each in data.items()}
+    return f"{shown.pop('style')}({', '.join(f'{name}={each}' for name, each in shown.items())})"
 
 
 def format_bytes(size: float) -> str:
@@ -39,7 +39,3 @@ def format_bytes(size: float) -> str:
             return f"{size:.3g} {name}"
         size /= 1000
     return f"{size:.3g} TB"
-
-
-def _value(value: object) -> str:
-    return f"({', '.join(map(str, value))})" if isinstance(value, list) else str(value)

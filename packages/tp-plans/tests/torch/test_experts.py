@@ -1,13 +1,23 @@
 """Mixtures whose experts are dealt over the ranks, in the forms in which transformers writes them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from harness.layers import mismatches, parallelized
 from harness.ranks import RanksFailed
-from tp_plans import ExpertsParallel, ParameterStyle, Replicate, Shard
-from tp_plans.styles import AllReduceOutput, ScaleInput
+from tp_plans import (
+    CapabilityError,
+    ExpertsParallel,
+    ParameterStyle,
+    Replicate,
+    Shard,
+    with_expert_parallelism,
+)
+from tp_plans._transformers_compat import skips_sentinel_index
+from tp_plans.styles import AllReduceOutput, DispatchExperts, ScaleInput
 
 HIDDEN, INNER, TOP = 6, 5, 2
 
@@ -259,3 +269,35 @@ def silent_step():
 
 def test_a_rank_that_adds_nothing_stays_in_backward(two_ranks):
     assert two_ranks.run(silent_step, timeout=30) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("release", "implementation", "skips"),
+    [("5.17.0", "eager", False), ("5.17.0", "grouped_mm", True), ("5.18.0", "eager", True), ("6.0.0.dev0", None, True)],
+)
+def test_eager_experts_of_older_transformers_get_no_index_beyond_their_own(monkeypatch, release, implementation, skips):
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", release)
+    shipped = type("Experts", (nn.Module,), {"__module__": "transformers.models.some.modeling_some"})()
+    shipped.config = SimpleNamespace(_experts_implementation=implementation)
+    assert skips_sentinel_index(shipped) == skips
+    assert skips_sentinel_index(nn.Module())  # experts of one's own keep what their style says
+
+
+@pytest.mark.parametrize("word", ["moe_tp_experts", "ep_dispatch_experts", "a word of tomorrow"])
+def test_stacked_experts_of_a_shipped_plan_are_dispatched_under_any_word(word):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.zeros(4, 16, 8))
+            self.down_proj = nn.Parameter(torch.zeros(4, 8, 8))
+
+        def forward(self, rows, index, weights): ...
+
+    model = nn.ModuleDict({"router": nn.Linear(8, 4), "experts": Own()})
+    with pytest.raises(CapabilityError, match="no module with stacked experts"):
+        with_expert_parallelism(None, model)
+    object.__setattr__(model, "base_model", model)
+    model.config = SimpleNamespace(base_model_ep_plan={"experts": word, "router": "ep_router"})
+    assert dict(with_expert_parallelism(None, model)) == {"experts": DispatchExperts()}

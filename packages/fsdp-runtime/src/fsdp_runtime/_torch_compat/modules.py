@@ -1,4 +1,4 @@
-"""A module's own parameters, buffers, children and hooks."""
+"""A module's own parameters, buffers, children and hooks, and the hooks of parameters."""
 
 from __future__ import annotations
 
@@ -44,3 +44,20 @@ def is_compiled(module: nn.Module) -> bool:
 def has_forward(module: nn.Module) -> bool:
     """Return True if a module's class has a forward; torch 2.10 to 2.15 give ``nn.Module`` one that raises."""
     return type(module).forward is not nn.Module.forward
+
+
+def parameter_hooks(parameter: Tensor) -> tuple[Any, Any]:
+    """The hooks of ``register_hook`` and ``register_post_accumulate_grad_hook``; private in torch 2.10 to 2.15."""
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def set_parameter_hooks(parameter: Tensor, hooks: tuple[Any, Any]) -> None:
+    """Let a parameter run hooks of :func:`parameter_hooks`; their handles stay valid.
+
+    Also for one whose content was swapped, which keeps its hooks as an attribute that autograd does not know.
+    """
+    before, after = hooks
+    if before:
+        parameter._backward_hooks = before
+    if after:
+        parameter._post_accumulate_grad_hooks = after

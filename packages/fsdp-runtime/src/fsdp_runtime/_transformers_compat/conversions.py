@@ -42,15 +42,10 @@ class Translation:
 
 
 def checkpoint_to_model(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> Translation:
-    """How a checkpoint's tensors become the model's.
+    """How a checkpoint's tensors, by their names in the files, become the model's, whose names are ``known``.
 
     ``from_pretrained`` renames (and for some architectures merges) what it reads by a table that has no public
     reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.
-
-    Args:
-        model: the model.
-        checkpoint_names: names as the files have them.
-        known: the model's own names.
     """
     if not is_transformers_model(model):
         return Translation({name: name for name in checkpoint_names}, ())

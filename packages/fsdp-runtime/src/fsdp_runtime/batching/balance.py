@@ -2,49 +2,32 @@
 
 All ranks run the same number of micro-batches, because each one takes part in the collectives of FSDP2, and the ranks
 wait for each other in each.  So the time of a step is the sum over its micro-batches of the largest row, and the lower
-bound is the total work divided by the ranks.
-
-Sources: Karmarkar and Karp, *The differencing method of set partitioning*, 1982; Graham, *Bounds on multiprocessing
-timing anomalies*, 1969 (largest processing time first).
+bound is the total work divided by the ranks.  The rows need not be equal, then, but those of one micro-batch: rows of
+about the same work come into one, and exchange items.
 """
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from itertools import chain
 
-#: Above this number of items times rows, differencing would take seconds, and the exchanges do its work.
-_MAX_DIFFERENCING = 10_000_000
-#: Rows with at most this share more work than the mean are left as they are.
-_BALANCED = 1.005
+from fsdp_runtime.batching.partition import Items, Row, best_fit, least_rows, partitions
+
+#: Rows with at most this share more work than their mean are left as they are.
+_BALANCED = 1.0002
+#: As many items are also exchanged between the rows of all micro-batches, which gains a little.
+_FEW = 1000
+#: A micro-batch whose largest row has more than this share of the mean is filled up from the others.
+_ABOVE = 1.002
 #: Exchanges between rows are tried against this many of the rows with the least work.
 _PARTNERS = 8
-
-Row = list[int]
-
-
-@dataclass(frozen=True)
-class Items:
-    """What is assigned to rows.
-
-    Args:
-        tokens: the number of tokens of each item.
-        work: the work of each item, in any unit.
-        capacity: the number of tokens that a row can hold.
-    """
-
-    tokens: Sequence[int]
-    work: Sequence[float]
-    capacity: int
-
-    def tokens_of(self, row: Iterable[int]) -> int:
-        """Return the tokens of some items."""
-        return sum(self.tokens[item] for item in row)
-
-    def work_of(self, row: Iterable[int]) -> float:
-        """Return the work of some items."""
-        return sum(self.work[item] for item in row)
+#: Of a row with more items than this, those next to the wanted one are tried in an exchange.
+_NEIGHBOURS = 8
+#: Items that are partitioned in all while fewer micro-batches are tried than best fit needs.
+_TRIED_ITEMS = 40_000
+#: Items that are partitioned again in all, after those of a micro-batch that one item dominates.
+_PARTITIONED_ITEMS = 16_000
 
 
 def assign_rows(items: Items, ranks: int) -> list[list[Row]]:
@@ -58,13 +41,13 @@ def assign_rows(items: Items, ranks: int) -> list[list[Row]]:
         For each micro-batch, one row for each rank; a row may be empty.
     """
     order = sorted(range(len(items.tokens)), key=lambda item: (-items.work[item], item))
-    needed = -(-items.tokens_of(order) // items.capacity)
-    micro_batches = max(1, -(-needed // ranks))
-    while True:
-        found = _schedule(items, order, ranks, micro_batches)
-        if found is not None:
-            return [_turned(group, index) for index, group in enumerate(found)]
-        micro_batches += 1
+    least = max(1, -(-least_rows(items) // ranks))
+    enough = max(1, -(-len(best_fit(items, order)) // ranks))
+    tried = min(enough, least + 1 + _TRIED_ITEMS // max(len(order), 1))
+    found = None
+    for micro_batches in (*range(least, tried), enough):
+        found = found or _schedule(items, order, ranks, micro_batches, _PARTITIONED_ITEMS)
+    return [rows[::-1] if index % 2 else rows for index, rows in enumerate(found or [])]  # not always the same rank
 
 
 def step_work(items: Items, micro_batches: Iterable[Sequence[Row]]) -> float:
@@ -77,142 +60,80 @@ def lower_bound(items: Items, ranks: int) -> float:
     return max(sum(items.work) / ranks, max(items.work, default=0.0))
 
 
-def _schedule(items: Items, order: list[int], ranks: int, micro_batches: int) -> list[list[Row]] | None:
-    """Rows in groups of one micro-batch each, the groups with the most work first; ``None`` if they do not fit."""
-    rows = _partition(items, order, ranks * micro_batches)
-    if rows is None:
-        return None
-    rows.sort(key=items.work_of, reverse=True)
-    groups = [rows[start : start + ranks] for start in range(0, len(rows), ranks)]
-    top, mean = items.work_of(rows[0]), items.work_of(order) / len(rows)
-    if micro_batches == 1 or top <= mean * _BALANCED:
-        return groups
-    # One row exceeds the others, so that its micro-batch can hold more on the other ranks for nothing.
-    first, rest = _filled(items, groups[0], [item for row in rows[ranks:] for item in row], top)
-    others = _schedule(items, sorted(rest, key=lambda item: (-items.work[item], item)), ranks, micro_batches - 1)
-    if others is None:
-        return groups
-    return min(groups, [first, *others], key=lambda found: step_work(items, found))
+def _schedule(items: Items, order: list[int], ranks: int, micro_batches: int, budget: int) -> list[list[Row]] | None:
+    """Return rows in groups of one micro-batch each, those with the most work first; ``None`` if they do not fit.
 
-
-def _filled(items: Items, rows: list[Row], pool: list[int], top: float) -> tuple[list[Row], list[int]]:
-    """Move items from the pool into rows up to the work ``top``; return the rows and what is left of the pool."""
-    filled = [list(row) for row in rows]
-    left = []
-    for item in sorted(pool, key=lambda item: (-items.work[item], item)):
-        fitting = [
-            row
-            for row in filled
-            if items.work_of(row) + items.work[item] <= top
-            and items.tokens_of(row) + items.tokens[item] <= items.capacity
-        ]
-        if fitting:
-            min(fitting, key=items.work_of).append(item)
-        else:
-            left.append(item)
-    return filled, left
-
-
-def _turned(rows: list[Row], index: int) -> list[Row]:
-    """Rows in another order in every second micro-batch, so that no rank always has the most work."""
-    return rows[::-1] if index % 2 else rows
-
-
-def _partition(items: Items, order: list[int], rows: int) -> list[Row] | None:
-    """The most even of several partitions into rows; ``None`` if none of them fits."""
-    found = [_largest_first(items, order, rows)]
-    if len(order) * rows <= _MAX_DIFFERENCING:
-        found.append(_fitting(items, _differencing(items, order, rows)))
-    fitting = [_exchanged(items, each) for each in found if each is not None]
-    if not fitting:
-        best_fit = _best_fit(items, rows, order)
-        fitting = [] if best_fit is None else [_exchanged(items, best_fit)]
-    return min(fitting, key=lambda each: max(map(items.work_of, each)), default=None)
-
-
-def _largest_first(items: Items, order: list[int], rows: int) -> list[Row] | None:
-    """Each item, the largest first, to the row with the least work that has room for it (Graham)."""
-    heap = [(0.0, row) for row in range(rows)]
-    found: list[Row] = [[] for _ in range(rows)]
-    room = [items.capacity] * rows
-    for item in order:
-        full = []
-        while heap and room[heap[0][1]] < items.tokens[item]:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        work, row = heapq.heappop(heap)
-        found[row].append(item)
-        room[row] -= items.tokens[item]
-        for entry in (*full, (work + items.work[item], row)):
-            heapq.heappush(heap, entry)
-    return found
-
-
-def _differencing(items: Items, order: list[int], rows: int) -> list[Row]:
-    """Karmarkar and Karp's method for several rows; tokens are not looked at.
-
-    Two partial assignments whose rows differ most are merged, the row with the most work of one with the row with the
-    least of the other, until one is left.
+    Args:
+        items: all of them.
+        order: those to assign, the ones with the most work first.
+        ranks: the number of rows of a micro-batch.
+        micro_batches: their number.
+        budget: the number of items that may be partitioned, with those of the smaller problems that this leads to.
     """
-    # Of each partial assignment the rows that are not empty, the one with the most work first.
-    heap: list[tuple[float, int, list[tuple[float, Row]]]] = []
-    for number, item in enumerate(order):
-        heap.append((-items.work[item] if rows > 1 else 0.0, number, [(items.work[item], [item])]))
-    heapq.heapify(heap)
-    number = len(order)
-    while len(heap) > 1:
-        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        merged = _merged(one, other, rows)
-        least = merged[-1][0] if len(merged) == rows else 0.0
-        heapq.heappush(heap, (least - merged[0][0], number, merged))
-        number += 1
-    found = [row for _, row in heap[0][2]] if heap else []
-    return found + [[] for _ in range(rows - len(found))]
+    partitioned = partitions(items, order, ranks * micro_batches)
+    if len(order) <= _FEW:
+        partitioned += [_exchanged(items, [list(row) for row in rows]) for rows in partitioned]
+    candidates = [_grouped(items, rows, ranks) for rows in partitioned]
+    if not candidates:
+        return None
+    groups = min(candidates, key=lambda found: step_work(items, found))
+    mean = items.work_of(order) / (ranks * micro_batches)
+    above = sum(max(map(items.work_of, group)) > mean * _ABOVE for group in groups)
+    if 1 in (micro_batches, ranks) or above == 0:
+        return groups
+    # A row exceeds the mean, so that its micro-batch can hold more on the other ranks for nothing.
+    several = 1 if budget > 0 else above
+    pool = sorted((items.work[item], item) for item in chain.from_iterable(chain.from_iterable(groups[several:])))
+    filled = [[list(row) for row in group] for group in groups[:several]]
+    taken = set(chain.from_iterable(_fill(items, group, pool) for group in filled))
+    others = [_grouped(items, [[i for i in row if i not in taken] for row in chain(*groups[several:])], ranks)]
+    if budget > 0:
+        rest = [item for _, item in sorted((-work, item) for work, item in pool)]
+        others.append(_schedule(items, rest, ranks, micro_batches - 1, budget - len(rest)) or others[0])
+    return min([groups, *([*filled, *each] for each in others)], key=lambda found: step_work(items, found))
 
 
-def _merged(one: list[tuple[float, Row]], other: list[tuple[float, Row]], rows: int) -> list[tuple[float, Row]]:
-    """Add the row ``i`` of one to the row ``rows - 1 - i`` of the other."""
-    alone = max(0, rows - len(other))
-    pairs = [
-        (work + other[rows - 1 - index][0], row + other[rows - 1 - index][1])
-        for index, (work, row) in enumerate(one[alone:], start=alone)
-    ]
-    merged = [*one[:alone], *pairs, *other[: max(0, rows - len(one))]]
-    merged.sort(key=lambda entry: (-entry[0], entry[1]))
-    return merged
+def _grouped(items: Items, rows: list[Row], ranks: int) -> list[list[Row]]:
+    ordered = sorted(rows, key=items.work_of, reverse=True)
+    return [_exchanged(items, ordered[start : start + ranks]) for start in range(0, len(ordered), ranks)]
 
 
-def _best_fit(items: Items, rows: int, order: list[int]) -> list[Row] | None:
-    """Each item, the longest first, to the row with the least room that is enough."""
-    found: list[Row] = [[] for _ in range(rows)]
-    room = [items.capacity] * rows
-    for item in sorted(order, key=lambda item: (-items.tokens[item], item)):
-        fitting = [row for row in range(rows) if room[row] >= items.tokens[item]]
-        if not fitting:
-            return None
-        row = min(fitting, key=room.__getitem__)
-        found[row].append(item)
-        room[row] -= items.tokens[item]
-    return found
+def _fill(items: Items, rows: list[Row], pool: list[tuple[float, int]]) -> set[int]:
+    """Move items from the pool into the rows, up to the work of the one with the most; return the items."""
+    taken: set[int] = set()
+    work = [items.work_of(row) for row in rows]
+    top = max(work)
+    for index in sorted(range(len(rows)), key=work.__getitem__):
+        room = items.capacity - items.tokens_of(rows[index])
+        place = len(pool)
+        while (place := bisect_left(pool, (top - work[index], len(items.tokens)), 0, place)) > 0:
+            place = _that_fits(items, pool, place, room)
+            if place < 0:
+                break
+            added, item = pool.pop(place)
+            rows[index].append(item)
+            taken.add(item)
+            work[index] += added
+            room -= items.tokens[item]
+    return taken
 
 
-def _fitting(items: Items, rows: list[Row]) -> list[Row] | None:
-    """Move items out of rows with too many tokens, the shortest that suffices to the row with the most room."""
-    room = [items.capacity - items.tokens_of(row) for row in rows]
-    for row in sorted(range(len(rows)), key=room.__getitem__):
-        while room[row] < 0:
-            other = max(range(len(rows)), key=room.__getitem__)
-            movable = [item for item in rows[row] if items.tokens[item] <= room[other]]
-            if not movable:
-                return None
-            enough = [item for item in movable if items.tokens[item] >= -room[row]]
-            item = min(enough, key=items.tokens.__getitem__) if enough else max(movable, key=items.tokens.__getitem__)
-            rows[row].remove(item)
-            rows[other].append(item)
-            room[row] += items.tokens[item]
-            room[other] -= items.tokens[item]
-    return rows
+def _that_fits(items: Items, pool: list[tuple[float, int]], stop: int, room: int) -> int:
+    """Return the place of the item with the most work before ``stop`` that has room, -1 where there is none.
+
+    Work grows with tokens, if not strictly: the search halves the pool until few are left, and tries these.
+    """
+    low, high = 0, stop
+    while high - low > _NEIGHBOURS:
+        middle = (low + high) // 2
+        if items.tokens[pool[middle][1]] <= room:
+            low = middle
+        else:
+            high = middle
+    for place in range(high - 1, max(low - _NEIGHBOURS, 0) - 1, -1):
+        if items.tokens[pool[place][1]] <= room:
+            return place
+    return -1
 
 
 def _exchanged(items: Items, rows: list[Row]) -> list[Row]:
@@ -220,17 +141,23 @@ def _exchanged(items: Items, rows: list[Row]) -> list[Row]:
     work = [items.work_of(row) for row in rows]
     room = [items.capacity - items.tokens_of(row) for row in rows]
     mean = sum(work) / len(rows)
+    by_work = sorted((work[row], row) for row in range(len(rows)))
     for _ in range(4 * sum(map(len, rows))):
-        most = max(range(len(rows)), key=work.__getitem__)
+        most = by_work[-1][1]
         if work[most] <= mean * _BALANCED:
             break
-        for other in heapq.nsmallest(_PARTNERS, (row for row in range(len(rows)) if row != most), key=work.__getitem__):
-            pair, difference = (rows[most], rows[other]), work[most] - work[other]
-            exchange = _best_exchange(items, pair, difference, room[most], room[other])
+        for _, other in by_work[: min(_PARTNERS, len(rows) - 1)]:
+            exchange = _best_exchange(
+                items, (rows[most], rows[other]), work[most] - work[other], (room[most], room[other])
+            )
             if exchange is not None:
-                given, taken = exchange
-                _move(items, given, (rows[most], rows[other]), work, room, (most, other))
-                _move(items, taken, (rows[other], rows[most]), work, room, (other, most))
+                for row in (most, other):
+                    del by_work[bisect_left(by_work, (work[row], row))]
+                _move(items, exchange, (rows[most], rows[other]))
+                for row in (most, other):
+                    work[row] = items.work_of(rows[row])
+                    room[row] = items.capacity - items.tokens_of(rows[row])
+                    insort(by_work, (work[row], row))
                 break
         else:
             break
@@ -238,31 +165,31 @@ def _exchanged(items: Items, rows: list[Row]) -> list[Row]:
 
 
 def _best_exchange(
-    items: Items, rows: tuple[Row, Row], difference: float, room: int, other_room: int
-) -> tuple[int | None, int | None] | None:
-    """The items that the first row gives and takes so that the two rows differ least; ``None`` to leave them."""
+    items: Items, rows: tuple[Row, Row], difference: float, room: tuple[int, int]
+) -> tuple[int, int | None] | None:
+    """The item that the first row gives and the one that it takes, if any, so that the two rows differ least.
+
+    ``None`` to leave them.
+    """
     best, least = None, difference * (1 - 1e-9)
-    for given in rows[0]:
-        for taken in (None, *rows[1]):
-            moved = items.work[given] - (0.0 if taken is None else items.work[taken])
-            tokens = items.tokens[given] - (0 if taken is None else items.tokens[taken])
-            if abs(difference - 2 * moved) < least and tokens <= other_room and -tokens <= room:
-                best, least = (given, taken), abs(difference - 2 * moved)
+    given_of = sorted((items.work[item], item) for item in rows[0])
+    taken_of = sorted((items.work[item], item) for item in rows[1])
+    for work, given in given_of:
+        place = bisect_left(taken_of, (work - difference / 2, 0))
+        near = taken_of[max(place - _NEIGHBOURS, 0) : place + _NEIGHBOURS]
+        for taken_work, taken in ((0.0, None), *near):
+            apart = abs(difference - 2 * (work - taken_work))
+            if apart < least:
+                tokens = items.tokens[given] - (0 if taken is None else items.tokens[taken])
+                if -room[0] <= tokens <= room[1]:
+                    best, least = (given, taken), apart
     return best
 
 
-def _move(
-    items: Items,
-    item: int | None,
-    rows: tuple[Row, Row],
-    work: list[float],
-    room: list[int],
-    indices: tuple[int, int],
-) -> None:
-    if item is None:
-        return
-    rows[0].remove(item)
-    rows[1].append(item)
-    for index, sign in zip(indices, (-1, 1), strict=True):
-        work[index] += sign * items.work[item]
-        room[index] -= sign * items.tokens[item]
+def _move(items: Items, exchange: tuple[int, int | None], rows: tuple[Row, Row]) -> None:
+    given, taken = exchange
+    rows[0].remove(given)
+    rows[1].append(given)
+    if taken is not None:
+        rows[1].remove(taken)
+        rows[0].append(taken)

@@ -8,7 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from fsdp_runtime.batching.balance import Items, assign_rows, lower_bound, step_work
+from fsdp_runtime.batching.balance import assign_rows, lower_bound, step_work
+from fsdp_runtime.batching.partition import Items
 from fsdp_runtime.errors import OptionError, SampleError
 
 

@@ -9,8 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fsdp_runtime.batching.balance import Items
 from fsdp_runtime.batching.micro_batches import MicroBatches, micro_batches_of
+from fsdp_runtime.batching.partition import Items
 from fsdp_runtime.batching.samples import (
     PAIR_COST,
     Sample,
@@ -142,7 +142,7 @@ def pack(
     require_pair_cost(pair_cost)
     sizes = row_sizes(budget, cp=cp, multiple_of=multiple_of, distinct_lengths=distinct_lengths)
     read = read_samples(samples, loss_masks)
-    lengths = [len(sample.token_ids) for sample in read]
+    lengths = [sample.length for sample in read]
     require_rows_long_enough([f"sample {index}" for index in range(len(read))], lengths, sizes.capacity, budget, cp)
 
     def make_row(items: Sequence[int]) -> PackedRow:
@@ -190,7 +190,7 @@ def _row(
     padding_id: int,
     ignore_index: int,
 ) -> PackedRow:
-    lengths = [len(sample.token_ids) for sample in samples]
+    lengths = [sample.length for sample in samples]
     padding = padded(sum(lengths)) - sum(lengths)
     ids = torch.cat([*(sample.token_ids for sample in samples), torch.full((padding,), padding_id)])
     positions = torch.cat([torch.arange(length) for length in (*lengths, padding)])

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from fsdp_runtime.batching.balance import Items
 from fsdp_runtime.batching.micro_batches import MicroBatches, micro_batches_of
 from fsdp_runtime.batching.packed_rows import read_samples, require_rows_long_enough
-from fsdp_runtime.batching.prefix_tree import common_prefix_length, lexicographic_order, prefix_tree
+from fsdp_runtime.batching.partition import Items
+from fsdp_runtime.batching.prefix_tree import prefix_tree
 from fsdp_runtime.batching.samples import PAIR_COST, Sample, require_pair_cost, require_ranks, row_sizes
 from fsdp_runtime.batching.tree_row import GroupMember, Tree, TreeRow, tree_row
 from fsdp_runtime.errors import SampleError
+
+#: Bytes of a token id in a sample.
+_ID_BYTES = 8
 
 
 def pack_tree(
@@ -74,42 +79,72 @@ def pack_tree(
         raise SampleError("no groups: give one or more")
     if loss_masks is not None and len(loss_masks) != len(groups):
         raise SampleError(f"{len(groups)} groups and {len(loss_masks)} groups of loss masks: give one for each")
-    trees: list[Tree] = []
+    read: list[list[Sample]] = []
+    parts: list[TreePart] = []
     for group, samples in enumerate(groups):
-        read = read_samples(samples, None if loss_masks is None else loss_masks[group], f" of group {group}")
-        lengths = [len(sample.token_ids) for sample in read]
-        names = [f"sample {index} of group {group}" for index in range(len(read))]
-        require_rows_long_enough(names, lengths, sizes.capacity, budget, cp)
-        for members in _divided(read, sizes.capacity):
-            trees.append(_tree(group, members, read))
+        own = read_samples(samples, None if loss_masks is None else loss_masks[group], f" of group {group}")
+        names = [f"sample {index} of group {group}" for index in range(len(own))]
+        require_rows_long_enough(names, [each.length for each in own], sizes.capacity, budget, cp)
+        read.append(own)
+        parts += _divided(group, own, sizes.capacity)
 
     def make_row(items: Sequence[int]) -> TreeRow:
-        return tree_row([trees[item] for item in items], sizes.padded, padding_id)
+        return tree_row([_tree(parts[item], read[parts[item].group]) for item in items], sizes.padded, padding_id)
 
-    tokens = [len(tree.prefixes.token_ids) for tree in trees]
-    work = [count + pair_cost * tree.prefixes.attended_pairs for count, tree in zip(tokens, trees, strict=True)]
-    return micro_batches_of(Items(tokens, work, sizes.capacity), ranks, make_row)
+    work = [part.tokens + pair_cost * part.attended_pairs for part in parts]
+    return micro_batches_of(Items([part.tokens for part in parts], work, sizes.capacity), ranks, make_row)
 
 
-def _divided(samples: Sequence[Sample], capacity: int) -> list[list[int]]:
+@dataclass
+class TreePart:
+    """Samples of a group whose prefix tree fits into a row; the tree itself is made with its row.
+
+    Args:
+        group: the index of the group.
+        members: the indices of the samples in it.
+        tokens: the number of tokens of the tree.
+        attended_pairs: the number of pairs of a query and a key that causal attention computes.
+    """
+
+    group: int
+    members: list[int]
+    tokens: int = 0
+    attended_pairs: int = 0
+
+
+def _divided(group: int, samples: Sequence[Sample], capacity: int) -> list[TreePart]:
     """The samples of a group as parts whose trees fit into a row; neighbours share the longest prefixes."""
-    parts: list[list[int]] = []
-    tokens = 0
-    for index in lexicographic_order([sample.token_ids for sample in samples]):
-        ids = samples[index].token_ids
-        added = len(ids) - (common_prefix_length(samples[parts[-1][-1]].token_ids, ids) if parts else 0)
-        if not parts or tokens + added > capacity:
-            parts.append([])
-            tokens, added = 0, len(ids)
-        parts[-1].append(index)
-        tokens += added
-    return [sorted(part) for part in parts]
+    parts: list[TreePart] = []
+    keys = [ctypes.string_at(sample.token_ids.data_ptr(), _ID_BYTES * sample.length) for sample in samples]
+    previous = b""
+    for index in sorted(range(len(samples)), key=keys.__getitem__):  # common prefixes come together in any order of ids
+        length, shared = samples[index].length, _common_bytes(previous, keys[index]) // _ID_BYTES
+        if not parts or parts[-1].tokens + length - shared > capacity:
+            parts.append(TreePart(group, []))
+            shared = 0
+        part, previous = parts[-1], keys[index]
+        part.members.append(index)
+        part.tokens += length - shared
+        part.attended_pairs += (length * (length + 1) - shared * (shared + 1)) // 2
+    return parts
 
 
-def _tree(group: int, members: Sequence[int], samples: Sequence[Sample]) -> Tree:
-    prefixes = prefix_tree([samples[member].token_ids for member in members])
+def _common_bytes(one: bytes, other: bytes) -> int:
+    """Return the number of leading bytes that are equal."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _tree(part: TreePart, samples: Sequence[Sample]) -> Tree:
+    members = sorted(part.members)
     return Tree(
-        tuple(GroupMember(group, member) for member in members),
-        prefixes,
+        tuple(GroupMember(part.group, member) for member in members),
+        prefix_tree([samples[member].token_ids for member in members]),
         tuple(samples[member].scored for member in members),
     )

@@ -28,12 +28,21 @@ class Sample:
     """One sequence of tokens.
 
     Args:
-        token_ids: ``[length]`` int64, at least one, on the CPU.
-        scored: ``[length]`` bool, the tokens that count in the loss; never the first, which nothing predicts.
+        token_ids: ``[length]`` int64, at least one, contiguous, on the CPU.
+        length: the number of its tokens.
+        loss_mask: ``[length]`` bool, whether a token counts in the loss; ``None`` for all of them.
     """
 
     token_ids: Tensor
-    scored: Tensor
+    length: int
+    loss_mask: Tensor | None
+
+    @property
+    def scored(self) -> Tensor:
+        """``[length]`` bool, the tokens that count in the loss; never the first, which nothing predicts."""
+        scored = torch.ones(self.length, dtype=torch.bool) if self.loss_mask is None else self.loss_mask.clone()
+        scored[0] = False
+        return scored
 
 
 def read_sample(token_ids: TokenIds, loss_mask: TokenIds | None, name: str) -> Sample:
@@ -47,15 +56,18 @@ def read_sample(token_ids: TokenIds, loss_mask: TokenIds | None, name: str) -> S
     Raises:
         SampleError: the token ids are not a non-empty row of integers, or the mask has another length.
     """
-    ids = torch.as_tensor(token_ids).detach().cpu()
-    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise SampleError(f"{name} is {tuple(ids.shape)} of {ids.dtype}: give [length] integers, at least one")
-    scored = torch.ones(len(ids), dtype=torch.bool) if loss_mask is None else torch.as_tensor(loss_mask).detach().cpu()
-    if scored.shape != ids.shape:
-        raise SampleError(f"{name} has {len(ids)} tokens and a loss mask {tuple(scored.shape)}: give one entry a token")
-    scored = scored != 0
-    scored[0] = False
-    return Sample(ids.long(), scored)
+    ids = torch.as_tensor(token_ids)
+    shape = tuple(ids.shape)
+    if len(shape) != 1 or not shape[0] or (ids.dtype != torch.int64 and not _holds_integers(ids)):
+        raise SampleError(f"{name} is {shape} of {ids.dtype}: give [length] integers, at least one")
+    mask = None if loss_mask is None else torch.as_tensor(loss_mask).detach().cpu() != 0
+    if mask is not None and tuple(mask.shape) != shape:
+        raise SampleError(f"{name} has {shape[0]} tokens and a loss mask {tuple(mask.shape)}: give one entry a token")
+    return Sample(ids.detach().to("cpu", torch.int64).contiguous(), shape[0], mask)
+
+
+def _holds_integers(ids: Tensor) -> bool:
+    return not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
 
 
 @dataclass(frozen=True)

@@ -69,17 +69,22 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh | None = None) -> N
 def _replica_groups(tensor: Tensor, mesh: DeviceMesh | None) -> Iterator[tuple[str, ProcessGroup]]:
     """Yield the axes over which a tensor is replicated, with this rank's group on each."""
     own_axes: tuple[str, ...] = ()
+    own_ranks: list[set[int]] = []  # of axes that may have been flattened from several, as dp_shard_cp
     if isinstance(tensor, DTensor):
         own = tensor.device_mesh
         own_axes = own.mesh_dim_names or ()
+        own_ranks = [set(dist.get_process_group_ranks(group)) for group in own.get_all_groups()]
         for index, placement in enumerate(tensor.placements):
             if isinstance(placement, Replicate) and own.size(index) > 1:
                 yield (own_axes[index] if own_axes else str(index)), own.get_group(index)
     if "ep" in own_axes:  # its mesh divides the ranks of these axes once more
         own_axes += DIVIDED
     for index, axis in enumerate((mesh.mesh_dim_names if mesh is not None else None) or ()):
-        if mesh is not None and axis not in own_axes and mesh.size(index) > 1:
-            yield axis, mesh.get_group(index)
+        if mesh is None or axis in own_axes or mesh.size(index) == 1:
+            continue
+        group = mesh.get_group(index)
+        if not any(set(dist.get_process_group_ranks(group)) <= ranks for ranks in own_ranks):
+            yield axis, group
 
 
 def _hash(tensor: Tensor) -> Tensor:

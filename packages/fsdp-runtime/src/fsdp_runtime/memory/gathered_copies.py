@@ -5,7 +5,7 @@ the copies: an optimizer that was built from them would train nothing, a norm wo
 forward after an optimizer's step would compute with the old values.  So:
 
 - after a forward without gradients nothing stays gathered;
-- ``named_parameters``, ``parameters`` and ``zero_grad`` of every module give or clear the shards, which changes no
+- ``named_parameters``, ``parameters`` and ``zero_grad`` give or clear the shards (``steps.guards``), which changes no
   communication, even on one rank alone;
 - the step of an optimizer frees the copies of what it has changed, and a step of one that holds copies raises;
 - a forward gathers again what was written since, and starts afresh after a pass that raised.
@@ -13,8 +13,6 @@ forward after an optimizer's step would compute with the old values.  So:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -32,8 +30,10 @@ from fsdp_runtime._torch_compat import (
     in_backward,
     in_forward,
     initialize_root,
+    parameter_hooks,
     parameter_owners,
     reset_after_error,
+    sharded_parameters,
 )
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.memory.unshard import is_held
@@ -54,15 +54,17 @@ def keep_readers_on_shards(root: nn.Module) -> None:
     for unit in units:
         for module in parameter_owners(unit):
             runtime_state(module).fsdp_module = unit
-    for module in root.modules():
-        if next(module.parameters(), None) is not None:
-            module.__dict__["named_parameters"] = _NamedParameters(module)
-            module.__dict__["zero_grad"] = _ZeroGrad(module)
 
+    known = set(root.modules())
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def refresh(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if not in_backward():
             _refresh(root, units)
+            if torch.is_grad_enabled():
+                _refuse_new_modules(root, known)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
         if in_backward():
             return
@@ -78,6 +80,29 @@ def keep_readers_on_shards(root: nn.Module) -> None:
     _watch_optimizers()
 
 
+def refuse_gradient_hooks(model: nn.Module) -> None:
+    """Refuse hooks on gradients, which FSDP2 does not run.
+
+    Raises:
+        ModelError: a parameter has hooks of ``register_hook``.
+    """
+    hooked = [name for name, parameter in model.named_parameters() if parameter_hooks(parameter)[0]]
+    if hooked:
+        raise ModelError(
+            f"{len(hooked)} parameters have hooks of register_hook, first {hooked[0]}, which FSDP2 does not run: "
+            "remove them and use register_post_accumulate_grad_hook, which gets the parameter with its reduced gradient"
+        )
+
+
+def _refuse_new_modules(root: nn.Module, known: set[nn.Module]) -> None:
+    for path, module in root.named_modules():
+        if module not in known and any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            raise ModelError(
+                f"{path} was added after parallelize, so its parameters are not sharded and its gradients would stay "
+                "those of one rank: add modules before parallelize"
+            )
+
+
 def _units(root: nn.Module) -> list[Any]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
@@ -85,6 +110,8 @@ def _units(root: nn.Module) -> list[Any]:
 def _refresh(root: Any, units: list[Any]) -> None:
     initialize_root(root)
     reset_after_error(root)
+    if torch.is_grad_enabled() and any(parameter_hooks(shard)[0] for shard in sharded_parameters(root).values()):
+        refuse_gradient_hooks(root)
     for unit in units:
         if runtime_state(unit).versions not in (None, copied_versions(unit)):
             unit.reshard()
@@ -92,34 +119,22 @@ def _refresh(root: Any, units: list[Any]) -> None:
             copy.requires_grad_(shard.requires_grad)
 
 
-@dataclass(frozen=True, eq=False)
-class _NamedParameters:
-    """``named_parameters`` of one module, which ``parameters`` calls: shards in the place of copies.
+def shards_of_copies(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """Return the gathered copies that a module and those below it hold, each with its shard.
 
-    In a forward, a backward or ``unsharded`` it gives what the module computes with.
+    In a forward, a backward or ``unsharded`` nothing is returned: what a module computes with are the copies.
     """
-
-    module: nn.Module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        shards: dict[nn.Parameter, nn.Parameter] = {}
-        for unit in () if in_backward() else _gathered_by(self.module):
-            if not is_held(unit) and not in_forward(unit):
-                shards.update(gathered_copies(unit))
-        for name, parameter in type(self.module).named_parameters(self.module, *args, **kwargs):
-            yield name, shards.get(parameter, parameter)
+    shards: dict[nn.Parameter, nn.Parameter] = {}
+    for unit in () if in_backward() else _gathered_by(module):
+        if not is_held(unit) and not in_forward(unit):
+            shards.update(gathered_copies(unit))
+    return shards
 
 
-@dataclass(frozen=True, eq=False)
-class _ZeroGrad:
-    """``zero_grad`` of one module: also of gradients that ``no_sync`` has not reduced yet."""
-
-    module: nn.Module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        type(self.module).zero_grad(self.module, *args, **kwargs)
-        for unit in _units(self.module):
-            drop_unreduced_gradients(unit)
+def drop_unreduced(module: nn.Module) -> None:
+    """Drop the gradients of a module and those below it that ``no_sync`` has not reduced yet."""
+    for unit in _units(module):
+        drop_unreduced_gradients(unit)
 
 
 def _gathered_by(module: nn.Module) -> set[Any]:

@@ -49,9 +49,6 @@ def adopt_expert_mesh(mesh: DeviceMesh, view: DeviceMesh, names: dict[str, str])
         view: a mesh with some of the axes of :data:`EXPERT_AXES`, under other names.
         names: the view's name of each axis.
     """
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
     found = view.mesh_dim_names or ()
     order = [name for name in names.values() if name in found]
     if list(found) != order or names["ep"] not in found:
@@ -59,18 +56,28 @@ def adopt_expert_mesh(mesh: DeviceMesh, view: DeviceMesh, names: dict[str, str])
             f"the expert mesh has axes {', '.join(found) or 'without names'}: name some of {', '.join(EXPERT_AXES)}, "
             "in this order and 'ep' among them, as in adopt_mesh(mesh, expert_mesh=view, ep='expert')"
         )
-    sizes = [view.size(found.index(name)) if name in found else 1 for name in names.values()]
+    replicas = view.size(0) if names["dp_replicate"] in found else 1
     own = mesh.mesh.view(mesh.size(0), -1).sort(dim=1).values
-    adopted_ranks = view.mesh.reshape(sizes[0], -1).sort(dim=1).values
+    adopted_ranks = view.mesh.reshape(replicas, -1).sort(dim=1).values
     if own.shape != adopted_ranks.shape or not bool((own == adopted_ranks).all()):
         raise MeshError(
             f"the expert mesh has ranks {view.mesh.tolist()} and the mesh {mesh.mesh.tolist()}: both must have the "
             "same ranks for every index of dp_replicate"
         )
+    setattr(mesh, _VIEW, renamed_mesh(view, names))
+
+
+def renamed_mesh(mesh: DeviceMesh, names: dict[str, str]) -> DeviceMesh:
+    """Return a mesh over the same process groups, given its names by the new ones; an axis that it lacks has size 1."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    found = mesh.mesh_dim_names or ()
+    sizes = [mesh.size(found.index(name)) if name in found else 1 for name in names.values()]
     single = dist.new_group([dist.get_rank()], use_local_synchronization=True) if 1 in sizes else None
-    groups: list[Any] = [view.get_group(name) if name in found else single for name in names.values()]
-    adopted = DeviceMesh.from_group(groups, view.device_type, mesh=view.mesh.view(sizes), mesh_dim_names=EXPERT_AXES)
-    setattr(mesh, _VIEW, adopted)
+    groups: list[Any] = [mesh.get_group(name) if name in found else single for name in names.values()]
+    ranks = mesh.mesh.view(sizes)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names))
 
 
 def expert_view(mesh: DeviceMesh) -> DeviceMesh | None:

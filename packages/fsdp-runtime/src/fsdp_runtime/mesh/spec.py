@@ -12,6 +12,7 @@ from fsdp_runtime.mesh.experts import (
     adopt_expert_mesh,
     build_expert_mesh,
     expert_view,
+    renamed_mesh,
     require_expert_size,
 )
 
@@ -192,7 +193,6 @@ def adopt_mesh(
         ('dp_replicate', 'dp_shard', 'cp', 'tp')
     """
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
     require_mesh(mesh)
     given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
@@ -210,17 +210,7 @@ def adopt_mesh(
         raise MeshError(f"the axes are in the order {', '.join(names)}; pass mesh[{', '.join(map(repr, order))}]")
     if mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not one of the ranks {mesh.mesh.flatten().tolist()} of the mesh")
-    sizes = [mesh.size(names.index(name)) if name in names else 1 for name in given.values()]
-    single = None
-    if 1 in sizes:
-        single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    groups = [mesh.get_group(name) if name in names else single for name in given.values()]
-    adopted = DeviceMesh.from_group(
-        groups,  # type: ignore[arg-type]  # every axis has a group
-        mesh.device_type,
-        mesh=mesh.mesh.view(sizes),
-        mesh_dim_names=tuple(given),
-    )
+    adopted = renamed_mesh(mesh, given)
     for name in FLATTENED:
         submesh(adopted, name)
     if expert_mesh is not None:

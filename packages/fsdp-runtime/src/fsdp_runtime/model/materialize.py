@@ -8,7 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import offloads_to_cpu, persistent_buffers
+from fsdp_runtime._torch_compat import (
+    offloads_to_cpu,
+    parameter_hooks,
+    persistent_buffers,
+    set_parameter_hooks,
+)
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import default_device_type
 from fsdp_runtime.model.buffers import compute_meta_buffers
@@ -103,4 +108,6 @@ def materialize_parameter(parameter: nn.Parameter, device: torch.device) -> None
     """Give one parameter that is on the meta device storage on ``device``, in place; its values are undefined."""
     real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
     real.__dict__.update(parameter.__dict__)  # swap_tensors exchanges attributes too
+    hooks = parameter_hooks(parameter)
     torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+    set_parameter_hooks(parameter, hooks)

@@ -36,12 +36,8 @@ class StateEntry:
 def state_entries(model: nn.Module, *, allow_offloaded: bool = False) -> list[StateEntry]:
     """Return the tensors of a model's state dict in model order; tied ones once, under all their names.
 
-    Args:
-        model: the model.
-        allow_offloaded: accept tensors whose memory :func:`fsdp_runtime.offload` has freed.
-
     Raises:
-        ModelError: tensors of the model are offloaded.
+        ModelError: :func:`fsdp_runtime.offload` has freed tensors, and ``allow_offloaded`` is false.
     """
     entries: dict[int, StateEntry] = {}
     for name, tensor, module, attribute in _named_tensors(model):

@@ -20,10 +20,7 @@ def hash_bits(local: Tensor) -> Tensor:
     """Return a 64-bit hash of the elements' bits and positions, a 0-d int64 tensor on the tensor's device.
 
     Folding after the multiplication keeps sums from cancelling, as they would for two small integers changed in
-    opposite directions.
-
-    Args:
-        local: a plain tensor of any shape; dtype and shape do not enter the hash.
+    opposite directions.  The dtype and the shape do not enter the hash.
     """
     return hash_box(local, local.shape, full_box(local.shape))
 
@@ -32,13 +29,8 @@ def hash_bits(local: Tensor) -> Tensor:
 def hash_box(values: Tensor, shape: Sequence[int], box: Box) -> Tensor:
     """Return the addend of a box to the hash of a full tensor: those of its parts sum to :func:`hash_bits` of it.
 
-    Args:
-        values: the box's values, of the box's shape.
-        shape: the full tensor's shape.
-        box: the part of the full tensor.
-
-    Returns:
-        A 0-d int64 tensor on the values' device; sums of such wrap around in 64 bits, equally on every rank.
+    ``values`` are the box's, ``shape`` is the full tensor's.  A 0-d int64 tensor on the values' device; sums of such
+    wrap around in 64 bits, equally on every rank.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     if not values.numel():

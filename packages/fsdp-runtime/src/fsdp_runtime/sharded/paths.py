@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -16,6 +17,12 @@ def require_path(name: str, path: str | os.PathLike[str]) -> Path:
         raise OptionError(f"{name}={os.fspath(path)!r} is empty: give a directory; '.' is the current one")
     if "\0" in os.fspath(path):
         raise OptionError(f"{name}={os.fspath(path)!r} contains a null byte")
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            named = f"{os.fspath(path)[:40]!r}..., of {len(os.fspath(path))} characters,"
+            raise OptionError(f"{name}={named} is too long for the file system: give a shorter path") from error
     return Path(path)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.sync.codec import HEADER_BYTES, apply_changes, encode_changes, end_of_record
-from fsdp_runtime.sync.local_sides import Sides
 from fsdp_runtime.sync.point_to_point import CHANGES, SIZES, PointToPoint
+from fsdp_runtime.sync.tensor_views import Sides
 from tp_plans.transfer import BlockTransfer, Box, TransferPlan
 
 #: The record of each box of a tensor.

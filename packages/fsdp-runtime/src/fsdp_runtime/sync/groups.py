@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -59,14 +60,16 @@ def transfer_group(
     unknown = {part.rpartition(":")[2] for part in backend.lower().split(",")} - set(dist.Backend.backend_list)
     if unknown:
         raise OptionError(f"backend={backend!r}: give one of {', '.join(dist.Backend.backend_list)}")
+    start = time.monotonic()
     try:
         return separate_group(store, rank, world_size, name, backend, timeout)
     except ValueError as error:
         raise OptionError(f"name={name!r}: this process has a group of that name; give each group another") from error
     except RuntimeError as error:
         raise WeightSyncError(
-            f"rank {rank} of {world_size} could not join the group {name!r} within {timeout.total_seconds():g} s: "
-            "start every rank, with the same store and name"
+            f"rank {rank} of {world_size} could not join the group {name!r}, after {time.monotonic() - start:.1f} of "
+            f"{timeout.total_seconds():g} s: start every rank, with the same store and name "
+            f"({str(error).partition(chr(10))[0]})"
         ) from error
 
 

@@ -28,10 +28,7 @@ class Handshake:
         self._peers, self._device, self._tag = peers, device, tag
 
     def gather(self, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """Return the numbers of every rank, on every rank.
-
-        Args:
-            numbers: this rank's, as many as the others'.
+        """Return the numbers of every rank, as many as this one's, on every rank.
 
         Raises:
             WeightSyncError: a rank did not take part in time.  The first rank's message names it; with gloo, whose

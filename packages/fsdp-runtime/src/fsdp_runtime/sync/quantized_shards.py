@@ -66,14 +66,8 @@ class QuantizedShards:
 
     A block whose borders cut no cell with one scale is quantized without communication.  The largest magnitudes of cut
     cells, and of full weights where the format needs them, are combined over the model's ranks.  The bits are those of
-    :meth:`Quantization.quantize` on the full weight.
-
-    Args:
-        layout: the model's, in bfloat16.
-        local: this rank's local tensors.
-        quantization: the format.
-        rank: this rank.
-        groups: process groups that together connect the model's ranks.
+    :meth:`Quantization.quantize` on the full weight.  The layout is that of the model in bfloat16, and ``groups``
+    together connect its ranks.
 
     Raises:
         OptionError: the rows of a weight cannot be cut into groups, or a block ends inside of a byte of ``nvfp4``.

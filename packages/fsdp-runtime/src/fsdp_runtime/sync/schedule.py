@@ -14,10 +14,7 @@ from tp_plans.transfer import BlockTransfer, Box, TransferPlan, split_box, volum
 class Message:
     """What one rank sends to another in one round, as one run of bytes.
 
-    Args:
-        source: the rank that sends.
-        destination: the rank that receives.
-        transfers: in the order of their bytes; wider elements first, so that every one is aligned.
+    Wider elements come first, so that every one is aligned.
     """
 
     source: int

@@ -29,10 +29,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class SharedBuckets:
     """This rank's bucket and those of the other ranks of its host; a context manager.
 
-    Args:
-        rounds: of the plan; they say how large each bucket has to be.
-        rank: this rank.
-        handshake: of the plan's ranks.
+    The rounds say how large each bucket has to be.
 
     Raises:
         OptionError: the machine has no file system in memory.

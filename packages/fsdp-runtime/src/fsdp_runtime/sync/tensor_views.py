@@ -1,4 +1,4 @@
-"""Views of local tensors as parts of checkpoint tensors."""
+"""Views of local tensors as parts of checkpoint tensors, and a rank's tensors on both sides of a plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import WeightSyncError
-from tp_plans.transfer import Box, StoredBlock, TransferLayout
+from fsdp_runtime.sync.schedule import Message
+from tp_plans.transfer import BlockTransfer, Box, StoredBlock, TransferLayout, TransferPlan, box_shape
 
 
 def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, part: Box) -> Tensor:
@@ -51,3 +52,88 @@ def torch_dtype(layout: TransferLayout, tensor: str) -> torch.dtype:
     """Return the dtype in which a tensor is sent."""
     dtype: torch.dtype = getattr(torch, layout.tensors[tensor].dtype)
     return dtype
+
+
+class Sides:
+    """This rank's local tensors on both sides of a plan."""
+
+    def __init__(
+        self, plan: TransferPlan, rank: int, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]
+    ) -> None:
+        self.plan, self.rank = plan, rank
+        self.source, self.destination = source, destination
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first local tensor."""
+        tensors = (*self.source.values(), *self.destination.values())
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    def require_tensors(self) -> None:
+        """Look every local tensor up, so that what is missing is known before anything is sent."""
+        for each in self.plan.transfers:
+            if each.source == self.rank and not each.is_relay:
+                list(box_views(self.plan.source, self.rank, self.source, each.tensor, each.box))
+            if each.destination == self.rank or (each.is_relay and each.source == self.rank):
+                sent = torch_dtype(self.plan.destination, each.tensor)
+                for _, view in box_views(self.plan.destination, self.rank, self.destination, each.tensor, each.box):
+                    _require_dtype(each.tensor, view.dtype, sent, self.rank)
+                    if each.is_relay and each.source == self.rank:
+                        _require_exact(each.tensor, view.dtype, sent, self.rank)
+
+    def empty(self, each: BlockTransfer) -> Tensor:
+        """A tensor of a box's shape, in the dtype in which it is sent."""
+        dtype = torch_dtype(self.plan.destination, each.tensor)
+        return torch.empty(box_shape(each.box), dtype=dtype, device=self.device)
+
+    def copy(self, each: BlockTransfer) -> None:
+        """Copy a box that stays on this rank, in the dtype in which it would be sent."""
+        values = self.empty(each)
+        self.read(each, values)
+        self.write(each, values)
+
+    def read(self, each: BlockTransfer, values: Tensor) -> None:
+        """Fill a tensor of a box's shape from the source, or from what this rank has received and passes on."""
+        if each.is_relay:
+            self.read_back(each, values)
+            return
+        for part, view in box_views(self.plan.source, self.rank, self.source, each.tensor, each.box):
+            values[inside(each.box, part)].copy_(view)
+
+    def read_back(self, each: BlockTransfer, values: Tensor) -> None:
+        """Fill a tensor of a box's shape with what the destination holds."""
+        for part, view in box_views(self.plan.destination, self.rank, self.destination, each.tensor, each.box):
+            values[inside(each.box, part)].copy_(view)
+
+    def write(self, each: BlockTransfer, values: Tensor) -> None:
+        """Store a tensor of a box's shape at the destination, wherever the rank stores a part of it."""
+        for part, view in box_views(self.plan.destination, self.rank, self.destination, each.tensor, each.box):
+            view.copy_(values[inside(each.box, part)])
+
+
+def _require_dtype(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: int) -> None:
+    """Refuse a destination whose dtype would change the meaning of what is sent, as of elements without their scale."""
+    wide = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (stored, sent))
+    if stored != sent and not wide:
+        raise WeightSyncError(
+            f"rank {rank} stores {tensor} in {stored} and is sent {sent}, which cannot be converted: give a tensor of "
+            "the dtype that is sent, or send another (dtype=, quantize=)"
+        )
+
+
+def _require_exact(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: int) -> None:
+    """Refuse a rank that would pass on fewer bits than it is sent."""
+    if torch.promote_types(stored, sent) != stored:
+        raise WeightSyncError(
+            f"rank {rank} stores {tensor} in {stored} and passes it on in {sent}, with fewer bits than it was sent: "
+            "send the dtype that the engines store (dtype=), or plan without relay"
+        )
+
+
+def message_values(plan: TransferPlan, message: Message, run: Tensor) -> Iterator[tuple[BlockTransfer, Tensor]]:
+    """Yield the transfers of a message, each with its values in the message's bytes, in the shape of its box."""
+    offset = 0
+    for each in message.transfers:
+        part = run[offset : offset + each.nbytes]
+        yield each, part.view(torch_dtype(plan.destination, each.tensor)).view(box_shape(each.box))
+        offset += each.nbytes

@@ -17,11 +17,10 @@ from fsdp_runtime.sync.deltas import ArrivedChanges, Changes
 from fsdp_runtime.sync.execute import execute_transfer
 from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, rank_in
 from fsdp_runtime.sync.handshake import Handshake
-from fsdp_runtime.sync.local_sides import Sides
 from fsdp_runtime.sync.model_layout import ModelShards
 from fsdp_runtime.sync.point_to_point import PointToPoint
 from fsdp_runtime.sync.schedule import split_transfers
-from fsdp_runtime.sync.tensor_views import box_views
+from fsdp_runtime.sync.tensor_views import Sides, box_views
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
 from tp_plans.transfer import Box, TransferPlan
 

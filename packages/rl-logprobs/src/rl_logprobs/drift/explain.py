@@ -96,7 +96,7 @@ def explain_drift(
     causes += [
         DriftCause(name, None, gap.moves(steps, name), gap.drift((name,)), None) for name in names if name not in steps
     ]
-    return DriftReport(gap.tokens, before, gap.drift(steps), tuple(causes), gap.evaluations)
+    return DriftReport(gap.tokens, before, gap.drift(steps), tuple(causes), len(gap.known))
 
 
 class _Gap:
@@ -121,18 +121,11 @@ class _Gap:
         self.mask = torch.ones_like(generator, dtype=torch.bool) if mask is None else mask.bool()
         self.shape = generator.shape
         self.generator = generator.detach().double()[self.mask]
-        self.score = score
-        self.candidates = candidates
-        self.group = group
-        self.progress = progress
+        self.score, self.candidates, self.group, self.progress = score, candidates, group, progress
         self.known: dict[frozenset[str], tuple[Tensor, Drift]] = {}
         self.tokens = int(self._reduced(torch.tensor([float(self.generator.numel())], dtype=torch.float64))[0])
         if self.tokens == 0:
             raise ShapeError("the mask leaves no token to compare")
-
-    @property
-    def evaluations(self) -> int:
-        return len(self.known)
 
     def drift(self, names: Iterable[str]) -> Drift:
         """Return the drift that is left with some candidates."""
@@ -174,11 +167,11 @@ class _Gap:
         largest = difference.abs().amax()[None].cpu() if len(difference) else torch.zeros(1, dtype=torch.float64)
         return Drift(absolute, mean, float(self._reduced(largest, dist.ReduceOp.MAX)[0]), kl_mean, ratio_mean)
 
-    def _reduced(self, values: Tensor, operation: Any = None) -> Tensor:
+    def _reduced(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         if self.group is None:
             return values
         values = values.to(self.generator.device)
-        dist.all_reduce(values, dist.ReduceOp.SUM if operation is None else operation, group=self.group)
+        dist.all_reduce(values, operation, group=self.group)
         return values.cpu()
 
 

@@ -18,13 +18,6 @@ class Drift:
         largest: the largest ``|generator - trainer|``.
         kl: the k3 estimate of ``KL(generator || trainer)`` from the generator's tokens.
         ratio: mean of ``exp(trainer - generator)``, the importance ratio; 1 in expectation for equal policies.
-
-    Example:
-        >>> import torch
-        >>> from rl_logprobs import explain_drift
-        >>> trainer = torch.tensor([-1.0, -2.0])
-        >>> explain_drift(torch.tensor([-0.5, -2.0]), lambda: trainer, {}).before.mean_absolute
-        0.25
     """
 
     mean_absolute: float

@@ -52,10 +52,7 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> LocalGradients:
                 f"host: bring it back before its norm is computed"
             )
         parts[id(parameter)] = part
-        if placement in by_placement:
-            by_placement[placement].append(id(parameter))
-        else:
-            by_placement[placement] = [id(parameter)]
+        by_placement.setdefault(placement, []).append(id(parameter))
     return LocalGradients(parts, by_placement)
 
 
@@ -64,9 +61,6 @@ def complete_partial_sums(gradients: LocalGradients) -> LocalGradients:
 
     Sequence-parallel norms leave partial sums on replicated weights.  Those over the same mesh axes are reduced
     together, in one all-reduce per axis.
-
-    Raises:
-        PlacementError: a partial reduction other than a sum or an average.
     """
     pending: dict[_PendingReduction, list[int]] = {}
     for placement, keys in gradients.by_placement.items():

@@ -28,13 +28,8 @@ BLOCKS_AT_ONCE = 64
 def norm_power(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """Return the sum of ``|x| ** norm_type`` over the tensors' elements, or the largest ``|x|`` for infinity.
 
-    Args:
-        tensors: plain floating-point tensors, empty ones allowed, on any devices.
-        norm_type: positive, or ``math.inf``.
-        device: the device of the result.
-
-    Returns:
-        A 0-d tensor in float64 (float32 on devices without float64).
+    The tensors may be empty and on any devices.  The result is 0-d on ``device``, float64 (float32 on devices without
+    float64).
     """
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -91,11 +86,8 @@ def _to_float64(values: Sequence[torch.Tensor]) -> torch.Tensor:
 def block_norms(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the 2-norms of all blocks of the tensors; the norm of these is the norm of the tensors.
 
-    Args:
-        tensors: contiguous tensors on a CPU in float32 or half precision, none of them empty.
-
-    Returns:
-        float32 tensors, 1-d for full blocks and 0-d for shorter remainders.
+    The tensors are contiguous, on a CPU, in float32 or half precision, and not empty.  The norms are float32, 1-d for
+    full blocks and 0-d for shorter remainders.
     """
     norms: list[torch.Tensor] = []
     short: list[torch.Tensor] = []

@@ -150,13 +150,7 @@ def rejection_mask(
 
 
 def masked_log_ratio(mask: torch.Tensor, **logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the difference of two log-probabilities, given by name, 0 where masked, and the mask as bool.
-
-    Raises:
-        ShapeError: the shapes differ.
-        DtypeError: the log-probabilities are not floating point.
-        OptionError: the devices differ.
-    """
+    """Return the difference of two log-probabilities, given by name, 0 where masked, and the mask as bool."""
     scored = check_mask(mask, **logprobs)
     policy, other = logprobs.values()
     return (policy - other).where(scored, 0), scored

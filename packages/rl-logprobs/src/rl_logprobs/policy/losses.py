@@ -25,14 +25,6 @@ class PolicyLoss(NamedTuple):
         clipped_low: bool, the ratio is below its range, and the token has no gradient for it.
         clipped_high: bool, the ratio is above its range, and the token has no gradient for it.
         dual_clipped: bool, the loss of a negative advantage is at its bound.
-
-    Example:
-        >>> import torch
-        >>> from rl_logprobs import ppo_loss
-        >>> from rl_logprobs.policy.losses import PolicyLoss
-        >>> one = torch.ones(2)
-        >>> isinstance(ppo_loss(-one, -one, one, one), PolicyLoss)
-        True
     """
 
     loss: torch.Tensor

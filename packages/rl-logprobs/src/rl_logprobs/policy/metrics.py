@@ -15,36 +15,14 @@ from rl_logprobs.policy.corrections import divergence_of, masked_log_ratio
 from rl_logprobs.policy.losses import MAX_LOG_RATIO, PolicyLoss
 from rl_logprobs.softmax.vocab_parallel import all_gather
 
-#: The sums that ``RatioMetrics`` holds, in order.
-SUMS = (
-    "tokens",
-    "log_ratio",
-    "ratio",
-    "ratio_squared",
-    "k3",
-    "weight",
-    "weight_squared",
-    "weight_zero",
-    "clipped_low",
-    "clipped_high",
-    "dual_clipped",
-)
-
 
 @dataclass(frozen=True, eq=False)
 class RatioMetrics:
     """Sums over the scored tokens of some micro-batches; add them, and take the ``values`` once per batch.
 
     Attributes:
-        sums: ``[quantities]``, see ``SUMS``.
+        sums: ``[quantities]``, in the order in which ``values`` reads them.
         extremes: ``[2]``, the largest ratio and the negative of the least.
-
-    Example:
-        >>> import torch
-        >>> from rl_logprobs import ratio_metrics
-        >>> from rl_logprobs.policy.metrics import RatioMetrics
-        >>> isinstance(ratio_metrics(torch.zeros(2), torch.zeros(2), torch.ones(2)), RatioMetrics)
-        True
     """
 
     sums: torch.Tensor
@@ -68,21 +46,25 @@ class RatioMetrics:
             shares of tokens ``weight_zero``, ``clipped_low``, ``clipped_high`` and ``dual_clipped``.
         """
         ranks = all_gather(torch.cat([self.sums, self.extremes])[:, None], group)[..., 0]
-        total = dict(zip(SUMS, ranks[:, : len(SUMS)].sum(0).unbind(), strict=True))
-        largest, least = ranks[:, len(SUMS) :].amax(0).unbind()
-        tokens = total["tokens"]
-        mean = {name: value / tokens for name, value in total.items()}
+        tokens, *totals = ranks[:, : len(self.sums)].sum(0).unbind()
+        largest, least = ranks[:, len(self.sums) :].amax(0).unbind()
+        log_ratio, ratio, ratio_squared, k3, weight, weight_squared, zero, low, high, dual = (
+            total / tokens for total in totals
+        )
         return {
             "tokens": tokens,
-            "ratio_mean": mean["ratio"],
+            "ratio_mean": ratio,
             "ratio_min": -least,
             "ratio_max": largest,
-            "kl_k1": -mean["log_ratio"],
-            "kl_k3": mean["k3"],
-            "chi2": mean["ratio_squared"] - 1,
-            "ess": mean["weight"].square() / mean["weight_squared"],
-            "weight_mean": mean["weight"],
-            **{name: mean[name] for name in ("weight_zero", "clipped_low", "clipped_high", "dual_clipped")},
+            "kl_k1": -log_ratio,
+            "kl_k3": k3,
+            "chi2": ratio_squared - 1,
+            "ess": weight.square() / weight_squared,
+            "weight_mean": weight,
+            "weight_zero": zero,
+            "clipped_low": low,
+            "clipped_high": high,
+            "dual_clipped": dual,
         }
 
 

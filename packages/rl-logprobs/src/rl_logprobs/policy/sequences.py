@@ -20,17 +20,7 @@ def check_count(name: str, count: int) -> None:
 
 
 def check_mask(mask: torch.Tensor, **values: torch.Tensor) -> torch.Tensor:
-    """Return the mask as bool, after a check that it and the values are of the same tokens.
-
-    Args:
-        mask: nonzero at scored tokens.
-        **values: one or more tensors by the names of their arguments.
-
-    Raises:
-        DtypeError: values are not floating point.
-        ShapeError: the shapes differ.
-        OptionError: the devices differ.
-    """
+    """Return the mask as bool, after a check that it and the values, by argument names, are of one shape."""
     name, first = next(iter(values.items()))
     for other, tensor in values.items():
         if not tensor.is_floating_point():
@@ -61,12 +51,7 @@ class Sequences:
     def check(self, mask: torch.Tensor) -> Sequences:
         """Return the sequences with segment 0 at masked tokens, after a check of shapes and numbers.
 
-        Raises:
-            OptionError: only one of ``segments`` and ``num_segments`` is given, there are fewer than one, or the
-                segments are on another device than the mask.
-            DtypeError: the segments are not integers.
-            ShapeError: their shape is not the mask's, the mask has no dim, or a token's segment is out of range (on an
-                accelerator checked there).
+        On an accelerator the range of the segments is checked there.
         """
         if mask.dim() == 0:
             raise ShapeError("the mask must be [..., tokens], got shape ()")

@@ -61,8 +61,8 @@ def linear_softmax_statistics(
         hidden: ``[tokens, features]``, the same on all ranks of the vocabulary's group.
         weight: ``[columns, features]``, this rank's rows of the head.
         bias: ``[columns]`` or None.
-        targets: ``[tokens]`` vocabulary ids.
-        ignored: ``[tokens]`` bool; those tokens get 0 and have no gradient, whatever their hidden state.
+        targets: as for ``softmax_statistics``.
+        ignored: likewise.
         head: the vocabulary shard, logit scale and softcap.
         options: the statistics to compute, ``entropy`` and ``argmax`` alone.
     """

@@ -100,6 +100,11 @@ class PartialSoftmax(NamedTuple):
         """Return the same values in another dtype."""
         return self.unstack(self.stack().to(dtype))
 
+    def logprobs(self, logits: torch.Tensor, scale: TemperatureScale) -> torch.Tensor:
+        """Return the log-probabilities of logits ``[..., tokens]`` under the softmax over these columns, in nats."""
+        exponents = (logits - self.max_logit) * scale.log2_factor
+        return (exponents - self.sum_exp2.log2()) * scale.ln_factor
+
     def unstack(self, stacked: torch.Tensor) -> PartialSoftmax:
         """Invert ``stack`` for ``[..., fields, tokens]`` with the fields of this value."""
         values = iter(stacked.unbind(-2))

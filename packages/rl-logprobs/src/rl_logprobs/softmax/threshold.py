@@ -124,11 +124,8 @@ class ThresholdSearch:
         """Return the largest logit at which the summands of it and of all greater logits reach the goal.
 
         Works from the most significant byte to the least.  ``prefix`` holds the bytes found so far as an integer, and
-        ``above`` the summands of all logits greater than those with this prefix.
-
-        Args:
-            summands: the summand of each logit of a block.
-            goal_of: the goal of each token, from the sum of all its summands.
+        ``above`` the summands of all logits greater than those with this prefix.  ``goal_of`` gives each token's goal
+        from the sum of all its summands.
         """
         dtype = self.logits.dtype
         leading_byte = dtype.itemsize - 1

@@ -94,13 +94,12 @@ def combine_ranks(
         mean_exponent=None if total.weighted_sum is None else total.weighted_sum / total.sum_exp2,
     )
     log2_sum = total.sum_exp2.log2()
-    target_exponent = (total.target_logit - total.max_logit) * scale.log2_factor
 
     def zero_ignored(value: torch.Tensor) -> torch.Tensor:
         return value.masked_fill(ignored, 0).to(dtype)
 
     statistics = SoftmaxStatistics(
-        logprobs=zero_ignored((target_exponent - log2_sum) * scale.ln_factor),
+        logprobs=zero_ignored(total.logprobs(total.target_logit, scale)),
         logsumexp=zero_ignored(total.max_logit * scale.inv_temperature + log2_sum * scale.ln_factor),
         entropy=None
         if totals.mean_exponent is None

@@ -106,14 +106,7 @@ class LocalLogits:
 
 
 def locate_logits(logits: torch.Tensor, shard: VocabShard | None) -> LocalLogits:
-    """Return this rank's part of ``logits``; the arguments are those of ``rl_logprobs.token_logprobs``.
-
-    Raises:
-        DtypeError: the logits are not floating point.
-        ShapeError: the logits have no vocabulary dim or no tokens, or the widths contradict each other.
-        PlacementError: the logits are a partial sum, or the vocabulary is sharded over two mesh axes.
-        OptionError: ``shard`` has a group for a DTensor.
-    """
+    """Return this rank's part of ``logits``; the arguments are those of ``rl_logprobs.token_statistics``."""
     if not logits.is_floating_point() or logits.layout is not torch.strided:
         raise DtypeError(
             f"logits must be floating point and dense, got {logits.dtype} {logits.layout}; pass the LM head's output"
@@ -154,13 +147,7 @@ def vocab_mesh_dim(tensor: DTensor, dim: int) -> int | None:
 
 
 def columns_of_dtensor(tensor: DTensor, dim: int, shard: VocabShard | None) -> VocabColumns:
-    """Return the vocabulary ids of a DTensor's local shard along ``dim``.
-
-    Raises:
-        PlacementError: the placement is not one that ``vocab_mesh_dim`` supports.
-        ShapeError: the vocabulary exceeds the size of ``dim``.
-        OptionError: ``shard`` has a group.
-    """
+    """Return the vocabulary ids of a DTensor's local shard along ``dim``, which ``vocab_mesh_dim`` must support."""
     if shard is not None and shard.group is not None:
         raise OptionError("a DTensor has its own placements: leave the group out of the VocabShard")
     mesh_dim = vocab_mesh_dim(tensor, dim)

@@ -42,14 +42,8 @@ def kept_linear_logits(
     """Return the kept ids' logits ``[entries]`` in the statistics dtype, the same on every rank of the group.
 
     One all-reduce of the entries forward; backward one for the hidden gradient, unless the caller reduces it.  Only
-    kept rows of the head have a gradient.  Entries that do not count are 0 and have no gradient.
-
-    Args:
-        hidden: ``[tokens, features]``, the same on all ranks of the vocabulary's group.
-        weight: ``[columns, features]``, this rank's rows of the head.
-        bias: ``[columns]`` or None.
-        entries: the kept entries of these tokens.
-        head: the vocabulary shard, logit scale and softcap.
+    kept rows of the head have a gradient.  Entries that do not count are 0 and have no gradient.  The arguments are
+    those of ``linear_softmax_statistics``.
     """
     way = cheaper_way(entries.ids.shape[0], hidden.shape[0], head.shard.vocab_size, hidden.device)
     logits: torch.Tensor = apply_function(_KeptProducts, hidden, weight, bias, entries, head, way)

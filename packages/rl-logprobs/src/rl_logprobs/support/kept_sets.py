@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
@@ -15,6 +15,9 @@ from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import is_integral
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError, SupportError
 from rl_logprobs.targets import require_ascending
+
+#: What becomes of a target outside its kept set.
+Missing = Literal["error", "-inf"]
 
 
 class SamplingMask(Protocol):
@@ -63,14 +66,14 @@ class Support:
 
     ids: torch.Tensor
     offsets: torch.Tensor
-    missing_target: Literal["error", "-inf"] = "error"
+    missing_target: Missing = "error"
 
     def __post_init__(self) -> None:
         for name, tensor in (("ids", self.ids), ("offsets", self.offsets)):
             if tensor.dtype not in (torch.int64, torch.int32):
                 raise DtypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
             object.__setattr__(self, name, tensor.long())
-        if self.missing_target not in ("error", "-inf"):
+        if self.missing_target not in get_args(Missing):
             raise OptionError(f"missing_target must be 'error' or '-inf', got {self.missing_target!r}")
         if self.ids.dim() != 1 or self.offsets.dim() != 1 or self.offsets.shape[0] < 1:
             raise ShapeError(
@@ -88,7 +91,7 @@ class Support:
         return self.offsets.shape[0] - 1
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int]], *, missing_target: Literal["error", "-inf"] = "error") -> Support:
+    def from_rows(cls, rows: Sequence[Sequence[int]], *, missing_target: Missing = "error") -> Support:
         """Return the support of one list of ids per token.
 
         Raises:
@@ -104,11 +107,7 @@ class Support:
 
     @classmethod
     def from_padded(
-        cls,
-        ids: torch.Tensor,
-        sizes: torch.Tensor | None = None,
-        *,
-        missing_target: Literal["error", "-inf"] = "error",
+        cls, ids: torch.Tensor, sizes: torch.Tensor | None = None, *, missing_target: Missing = "error"
     ) -> Support:
         """Return the support of padded rows, such as a top-k's ids.
 
@@ -152,7 +151,7 @@ class Support:
         starts: Sequence[int],
         length: int,
         *,
-        missing_target: Literal["error", "-inf"] = "error",
+        missing_target: Missing = "error",
     ) -> Support:
         """Return the support of a padded batch of prompts and completions, for token ids ``[batch, length]``.
 

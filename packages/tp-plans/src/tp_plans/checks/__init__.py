@@ -10,17 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from tp_plans._validate import is_integer
-from tp_plans.checks.dispatch import check_dispatched
 from tp_plans.checks.divisibility import check_kv_sharing, divisibility_constraints
 from tp_plans.checks.findings import Finding, deduplicate_by_rule
 from tp_plans.checks.gradients import check_partial_gradients
 from tp_plans.checks.interfaces import check_interfaces
-from tp_plans.checks.parse import parse_plan
-from tp_plans.checks.patterns import check_matches, check_parent_patterns, check_single_match
+from tp_plans.checks.patterns import check_matches, check_parent_patterns, check_single_match, parse_plan
 from tp_plans.checks.replicated import check_replicated
 from tp_plans.checks.report import CheckReport
-from tp_plans.checks.style_fit import check_style_fit
-from tp_plans.checks.tied_weights import check_tied_weights
+from tp_plans.checks.style_fit import check_dispatched, check_style_fit, check_tied_weights
 from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree
@@ -58,14 +55,10 @@ def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int, ep: int = 1
     """
     plan, unread = (plan, []) if isinstance(plan, Plan) else parse_plan(plan)
     tree = ModelTree.of(model)
-    if not is_integer(tp, least=1):
-        return CheckReport(
-            plan, tp, (*unread, Finding("error", "", f"tp is {tp!r}", "give the axis's size, 1 or more"))
-        )
-    if not is_integer(ep, least=1):
-        return CheckReport(
-            plan, tp, (*unread, Finding("error", "", f"ep is {ep!r}", "give the axis's size, 1 or more"))
-        )
+    for name, size in (("tp", tp), ("ep", ep)):
+        if not is_integer(size, least=1):
+            wrong = Finding("error", "", f"{name} is {size!r}", "give the axis's size, 1 or more")
+            return CheckReport(plan, tp, (*unread, wrong))
     planned = PlannedTree(tree, plan)
     cuts, missing = divisibility_constraints(planned)
     findings = [

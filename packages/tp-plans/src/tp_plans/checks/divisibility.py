@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tp_plans._validate import is_integer
 from tp_plans.checks.findings import Finding
@@ -48,7 +47,9 @@ class Constraint:
     shared: bool = False
 
     def fits(self, tp: int) -> bool:
-        """Return whether every rank of an axis gets its part."""
+        """Return whether every rank of an axis gets its part; of nothing (experts of width 0) all do."""
+        if self.size == 0:
+            return True
         units = self.size // self.unit
         if self.even:
             return units % tp == 0 or (self.shared and tp % units == 0)
@@ -70,7 +71,7 @@ class Constraint:
 def valid_tp_sizes(cuts: Sequence[Constraint]) -> tuple[int, ...]:
     """Return the sizes of the axis, up to :data:`MAX_TP`, that fit all constraints; none without constraints."""
     distinct = {(cut.size, cut.unit, cut.even, cut.shared): cut for cut in cuts}.values()
-    bounds = [cut.size // cut.unit if cut.even else cut.size for cut in distinct if not cut.shared]
+    bounds = [cut.size // cut.unit if cut.even else cut.size for cut in distinct if cut.size and not cut.shared]
     largest = min([MAX_TP, *bounds]) if distinct else 0
     return tuple(tp for tp in range(1, largest + 1) if all(cut.fits(tp) for cut in distinct))
 
@@ -100,20 +101,15 @@ def _constraints(path: str, planned: PlannedTree) -> Iterator[Constraint | Findi
         case ColwiseEmbedding() if (weight := planned.tree.weight(path)) is not None:
             yield Constraint(path, weight.shape[1])
         case ExpertsParallel():
-            yield from (
-                Constraint(path, each.shape[0], "experts") for each in _any_parameter(planned, path) if each.ndim
-            )
-        case ParameterStyle(layout=Shard(dim=dim)) if (
-            -planned.parameters[path].ndim <= dim < planned.parameters[path].ndim
-        ):
-            yield Constraint(path, planned.parameters[path].shape[dim], "entries")
+            for each in list(planned.tree.own_parameters(path).values())[:1]:
+                if each.ndim:
+                    yield Constraint(path, each.shape[0], "experts")
+        case ParameterStyle(layout=Shard(dim=dim)):
+            parameter = planned.parameters[path]
+            if -parameter.ndim <= dim < parameter.ndim:
+                yield Constraint(path, parameter.shape[dim], "entries")
         case ParallelAttention() as style:
             yield from _count_constraints(path, style, planned)
-
-
-def _any_parameter(planned: PlannedTree, path: str) -> list[Any]:
-    """One of a module's parameters, if it has any."""
-    return list(planned.tree.own_parameters(path).values())[:1]
 
 
 def _weight_constraints(
@@ -122,11 +118,9 @@ def _weight_constraints(
     width = planned.number(path, unit)
     proportions = [planned.number(path, piece) for piece in pieces] or [1]
     missing = [name for name, found in zip((unit, *pieces), (width, *proportions), strict=False) if found is None]
+    for name in dict.fromkeys(missing):
+        yield _missing_attribute(path, name, "unit" if name == unit else "piece", planned)
     if missing:
-        yield from (
-            _missing_attribute(path, name, "unit" if name == unit else "piece", planned)
-            for name in dict.fromkeys(missing)
-        )
         return
     known = [piece for piece in proportions if piece is not None]
     if size % sum(known):
@@ -169,7 +163,8 @@ def _count_constraints(path: str, style: ParallelAttention, planned: PlannedTree
             continue
         if is_integer(count, least=1):
             shared = "kv" in name or "key_value" in name
-            yield Constraint(path, count, f"of {name}", even=True, shared=shared and _replicates_kv(path, planned))
+            shared = shared and any(_replicated_kv(path, planned))
+            yield Constraint(path, count, f"of {name}", even=True, shared=shared)
         else:
             what = f"its count {name!r} is {count!r}, no positive integer"
             yield Finding("error", join(path, name), what, "leave it out of the rule's counts")
@@ -179,30 +174,23 @@ def check_kv_sharing(planned: PlannedTree, tp: int) -> Iterator[Finding]:
     """Attention layers whose ranks share key/value heads, without the number that says how many there are."""
     for path in planned.styles:
         style = planned.own_style(path)
-        if not isinstance(style, ParallelAttention) or not is_integer(
-            getattr_path(planned.modules[path], style.kv_groups_attr)
-        ):
+        if not isinstance(style, ParallelAttention):
             continue
-        if key_value_heads(planned.modules[path], style) is None and any(
-            _has_fewer_heads(p, planned, tp) for p in _replicated_kv(path, planned)
-        ):
+        module = planned.modules[path]
+        if not is_integer(getattr_path(module, style.kv_groups_attr)) or key_value_heads(module, style) is not None:
+            continue
+        if any(_has_fewer_heads(each, planned, tp) for each in _replicated_kv(path, planned)):
             what = (
                 f"ranks of tp={tp} would share key/value heads, and its {style.kv_groups_attr!r} can only be adapted "
-                f"with {style.kv_heads_attr!r}, which {type(planned.modules[path]).__name__} does not have"
+                f"with {style.kv_heads_attr!r}, which {type(module).__name__} does not have"
             )
             yield Finding("error", path, what, "give the config that field, or the rule's kv_heads another attribute")
 
 
 def _has_fewer_heads(path: str, planned: PlannedTree, tp: int) -> bool:
-    """Return whether a projection has fewer heads than there are ranks."""
     style, weight = planned.style(path), planned.tree.weight(path)
     unit = planned.number(path, style.multiple_of) if isinstance(style, ColwiseParallel) else None
     return weight is not None and unit is not None and int(weight.shape[0]) // unit < tp
-
-
-def _replicates_kv(path: str, planned: PlannedTree) -> bool:
-    """Return whether a projection of an attention layer lets ranks share its heads."""
-    return any(_replicated_kv(path, planned))
 
 
 def _replicated_kv(path: str, planned: PlannedTree) -> Iterator[str]:

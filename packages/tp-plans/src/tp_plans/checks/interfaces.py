@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from tp_plans.checks.findings import Finding
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ancestors, parent
+from tp_plans.naming import leaf
 from tp_plans.planned_tree import PlannedTree
 from tp_plans.styles import (
     ColwiseParallel,
@@ -18,21 +19,16 @@ from tp_plans.styles import (
     NoParallel,
     RowwiseParallel,
     SequenceParallel,
-    Style,
     VocabParallelEmbedding,
 )
-
-
-def reads_split_features(style: Style | None) -> bool:
-    """Return whether a layer reads a plain input as a local shard of features."""
-    return isinstance(style, (RowwiseParallel, ColwiseParallel)) and style.input_layouts == Shard(-1)
 
 
 def check_interfaces(planned: PlannedTree) -> Iterator[Finding]:
     """Find layers whose input or output layout differs from their neighbours'."""
     matrices = [(path, style) for path, style in planned.styled_modules() if planned.tree.weight(path) is not None]
     giving = [path for path, _ in matrices if planned.outputs_local_shard(path)]
-    reading = [path for path, style in matrices if reads_split_features(style)]
+    linear = [(path, style) for path, style in matrices if isinstance(style, (RowwiseParallel, ColwiseParallel))]
+    reading = [path for path, style in linear if style.input_layouts == Shard(-1)]
     yield from _missing_gather(giving, reading, planned)
     yield from _missing_shard(giving, reading, planned)
     yield from _implicit_shard(planned)
@@ -73,13 +69,17 @@ def _reads_features(path: str, features: int, planned: PlannedTree) -> bool:
 
 
 def _missing_shard(giving: list[str], reading: list[str], planned: PlannedTree) -> Iterator[Finding]:
-    """Find row-wise layers without a sharded input."""
     givers = {scope for path in giving for scope in _scopes(path)}
     for path in reading:
         above = parent(path)
         if above in givers:
             continue
-        gathered = [child for child in planned.children[above] if _gathers_output(planned.style(child))]
+        styles = {child: planned.style(child) for child in planned.children[above]}
+        gathered = [
+            child
+            for child, style in styles.items()
+            if isinstance(style, ColwiseParallel) and style.output_layouts == Replicate()
+        ]
         if gathered:
             what = f"expects a local shard of features, but {', '.join(gathered)} output all features"
             yield Finding("error", path, what, "use input_layouts=Replicate(), or keep Shard(-1) as their output")
@@ -88,19 +88,11 @@ def _missing_shard(giving: list[str], reading: list[str], planned: PlannedTree) 
             yield Finding("warning", path, what, "use input_layouts=Replicate() if its input has all features")
 
 
-def _gathers_output(style: Style | None) -> bool:
-    return isinstance(style, ColwiseParallel) and style.output_layouts == Replicate()
-
-
 def _scopes(path: str) -> Iterator[str]:
     """The modules above a layer, up to the block that it belongs to; the nearest only, outside of blocks."""
     inside = list(ancestors(path))
-    block = next((index for index, each in reversed(list(enumerate(inside))) if _is_numbered(each)), 0)
+    block = max((index for index, each in enumerate(inside) if leaf(each).isdigit()), default=0)
     yield from inside[: block + 1]
-
-
-def _is_numbered(path: str) -> bool:
-    return path.rpartition(".")[2].isdigit()
 
 
 def _implicit_shard(planned: PlannedTree) -> Iterator[Finding]:
@@ -119,8 +111,10 @@ def _replicated_after_blocks(planned: PlannedTree) -> Iterator[Finding]:
     """Find replicated modules that read the output of blocks that shard it on the sequence."""
     tree = planned.tree
     norm = None if tree.final_norm is None else planned.style(tree.final_norm)
-    is_gathered = isinstance(norm, SequenceParallel) and norm.full_output
-    if is_gathered or not any(_shards_sequence(path, planned) for path in _last_block(planned)):
+    if isinstance(norm, SequenceParallel) and norm.full_output:
+        return
+    last = (path for block in tree.decoder_blocks[-1:] for path in (block, *tree.below(block)))
+    if not any(_shards_sequence(path, planned) for path in last):
         return
     for path in tree.reads_decoder_output:
         style = planned.style(path)
@@ -132,17 +126,8 @@ def _replicated_after_blocks(planned: PlannedTree) -> Iterator[Finding]:
         if path in (tree.final_norm, tree.lm_head):
             fix = "ColwiseParallel(use_local_output=False)" if path == tree.lm_head else fix
             yield Finding("error", path, what, f"make it {fix}")
-        elif tree.lm_head is not None and parent(path) == parent(
-            tree.lm_head
-        ):  # inside the trunk it may read embeddings
+        elif tree.lm_head is not None and parent(path) == parent(tree.lm_head):  # in the trunk it may read embeddings
             yield Finding("warning", path, f"{what}, which it may read", f"if it does, make it {fix}")
-
-
-def _last_block(planned: PlannedTree) -> Iterator[str]:
-    """Iterate over the last block of the decoder and the modules in it."""
-    for block in planned.tree.decoder_blocks[-1:]:
-        yield block
-        yield from planned.tree.below(block)
 
 
 def _shards_sequence(path: str, planned: PlannedTree) -> bool:
@@ -150,6 +135,6 @@ def _shards_sequence(path: str, planned: PlannedTree) -> bool:
     style = planned.style(path)
     if isinstance(style, GatherSequence):
         return True
-    is_dtensor = isinstance(style, (ColwiseParallel, RowwiseParallel)) and not style.use_local_output
-    layout = style.output_layouts if isinstance(style, (ColwiseParallel, RowwiseParallel)) else None
-    return is_dtensor and isinstance(layout, Shard) and layout.dim >= 0
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel)) or style.use_local_output:
+        return False
+    return isinstance(style.output_layouts, Shard) and style.output_layouts.dim >= 0

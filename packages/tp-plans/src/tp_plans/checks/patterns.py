@@ -1,14 +1,36 @@
-"""Rules against the names in a model: those that match nothing, and names that several match."""
+"""The rules of a plan as users write them, and against the names in a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Mapping
 
 from tp_plans.checks.findings import Finding
+from tp_plans.errors import PlanError, UnknownStyleError
+from tp_plans.hugging_face import STYLE_BY_NAME, style_from_name
 from tp_plans.model_tree import parent
 from tp_plans.patterns import Patterns
+from tp_plans.plan import Plan, require_plan
 from tp_plans.planned_tree import PlannedTree
-from tp_plans.styles import ParameterStyle
+from tp_plans.styles import ParameterStyle, Style
+
+
+def parse_plan(rules: object) -> tuple[Plan, list[Finding]]:
+    """A plan of the rules that can be read, and a finding for each of the others."""
+    rules = rules if isinstance(rules, Mapping) else require_plan(rules)
+    read: dict[str, Style] = {}
+    findings = []
+    for pattern, value in rules.items():
+        try:
+            style = style_from_name(value, where=str(pattern)) if isinstance(value, str) else value
+            read.update(Plan({pattern: style}))
+        except UnknownStyleError:
+            near = difflib.get_close_matches(str(value), STYLE_BY_NAME, n=1)
+            fix = f"did you mean {near[0]!r}?" if near else f"known words are {', '.join(sorted(STYLE_BY_NAME))}"
+            findings.append(Finding("error", str(pattern), f"unknown style word {value!r}", fix))
+        except PlanError as error:
+            findings.append(Finding("error", str(pattern), str(error), "correct the rule"))
+    return Plan(read), findings
 
 
 def check_matches(planned: PlannedTree) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import takewhile
 from math import prod
 from typing import Any
 
@@ -55,11 +56,7 @@ def _one_path_each(planned: PlannedTree) -> dict[str, Any]:
 
 def _highest_unsplit(path: str, reached: set[str]) -> str:
     """Return the highest module above a parameter in which nothing is sharded, or the parameter itself."""
-    highest = path
-    for above in ancestors(path):
-        if above in reached:
-            break
-        highest = above
+    *_, highest = path, *takewhile(lambda above: above not in reached, ancestors(path))
     return highest
 
 

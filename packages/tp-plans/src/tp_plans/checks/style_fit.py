@@ -1,4 +1,4 @@
-"""Check that styles fit the modules and parameters that their rules match."""
+"""Check that styles fit the modules and parameters that their rules match: shapes, stacked experts, ties."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tp_plans.planned_tree import PlannedTree
 from tp_plans.styles import (
     ColwiseEmbedding,
     ColwiseParallel,
+    DispatchExperts,
     ExpertsParallel,
     GatheredParameters,
     MLAKVProjection,
@@ -64,15 +65,10 @@ def _matrix(path: str, style: str, planned: PlannedTree) -> Iterator[Finding]:
         shape = "no weight" if weight is None else f"a weight of shape {list(weight.shape)}"
         needs = f"{kind} has {shape}, and {style} splits a matrix"
         yield Finding("error", path, needs, "let the rule match a linear or embedding layer")
-    elif (
-        weight is not None
-        and getattr(module, "nf", None) == weight.shape[1]
-        and getattr(module, "nx", None) == weight.shape[0]
-    ):
+    elif weight is not None and (getattr(module, "nx", None), getattr(module, "nf", None)) == tuple(weight.shape):
         what = f"{kind} keeps its weight transposed, [in, out] = {list(weight.shape)}, and {style} reads [out, in]"
-        yield Finding(
-            "error", path, what, "replace it with nn.Linear before the plan is applied, or leave it replicated"
-        )
+        fix = "replace it with nn.Linear before the plan is applied, or leave it replicated"
+        yield Finding("error", path, what, fix)
 
 
 def _table_options(path: str, planned: PlannedTree) -> Iterator[Finding]:
@@ -91,10 +87,9 @@ def _gathered_names(path: str, names: tuple[str, ...], planned: PlannedTree) -> 
         yield Finding("error", path, what, "name the parameters below it, as 'out_proj.weight'")
     for layer in dict.fromkeys(parent(join(path, name)) for name in names):
         if isinstance(style := planned.own_style(layer), _OF_LINEAR_LAYERS):
-            what = (
-                f"{type(style).__name__} computes with a shard of a weight that a rule of {path or 'the model'} gathers"
-            )
-            yield Finding("error", layer, what, "take the layer out of one of the two rules")
+            what = f"{type(style).__name__} computes with a shard of a weight that a rule of"
+            fix = "take the layer out of one of the two rules"
+            yield Finding("error", layer, f"{what} {path or 'the model'} gathers", fix)
 
 
 def _expert_stack(path: str, planned: PlannedTree) -> Iterator[Finding]:
@@ -109,3 +104,35 @@ def _expert_stack(path: str, planned: PlannedTree) -> Iterator[Finding]:
         shapes = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in parameters.items())
         what = f"its parameters do not all have the experts as their first dim: {shapes}"
         yield Finding("error", path, what, "let the rule match a module that holds stacked experts only")
+
+
+def check_dispatched(planned: PlannedTree, ep: int) -> Iterator[Finding]:
+    """Modules that cannot be dispatched: without stacked experts, tied, or with experts that do not divide."""
+    tied = {path for group in planned.tree.tied for path in group}
+    for path, style in planned.styled_modules():
+        if not isinstance(style, DispatchExperts):
+            continue
+        parameters = planned.tree.own_parameters(path)
+        stacks = {name: int(each.shape[0]) for name, each in parameters.items() if each.ndim == 3}
+        if not stacks:
+            shapes = ", ".join(f"{name} {list(each.shape)}" for name, each in parameters.items()) or "none"
+            kind = type(planned.modules[path]).__name__
+            what = f"{kind} has no stacked experts [experts, in, out]; its parameters: {shapes}"
+            yield Finding("error", path, what, "let DispatchExperts match a module that holds stacked experts")
+            continue
+        if shared := [name for name in parameters if f"{path}.{name}" in tied]:
+            what = f"{', '.join(shared)} is tied to another module, and only this one's tokens would be sent to it"
+            yield Finding("error", path, what, "untie it, or leave it out of the rules of the axis ep")
+        experts = min(stacks.values())
+        if experts % ep:
+            legal = ", ".join(str(size) for size in range(1, experts + 1) if experts % size == 0)
+            what = f"{experts} experts cannot be divided over ep={ep}"
+            yield Finding("error", path, what, f"use an ep out of {legal}")
+
+
+def check_tied_weights(planned: PlannedTree) -> Iterator[Finding]:
+    """Shared parameters to which the plan gives different layouts."""
+    for paths in planned.tree.tied:
+        if len({planned.layout(path) for path in paths}) > 1:
+            layouts = ", ".join(f"{path}: {planned.layout(path) or 'not in the plan'}" for path in paths)
+            yield Finding("error", paths[0], f"tied weights laid out differently ({layouts})", "give them one layout")

@@ -7,8 +7,7 @@ from typing import Any
 from tp_plans._validate import require_size
 from tp_plans.errors import CheckFailedError
 from tp_plans.explanation.collectives import CollectiveSummary, collectives_of
-from tp_plans.explanation.placements import ShardedParameter, sharded_parameters
-from tp_plans.explanation.types import Explanation, RuleExplanation
+from tp_plans.explanation.types import Explanation, RuleExplanation, ShardedParameter, sharded_parameters
 from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan, require_plan
 from tp_plans.planned_tree import PlannedTree
@@ -53,17 +52,9 @@ def explain(plan: Plan, model: Any, *, tp: int, ep: int = 1) -> Explanation:
         found = planned.parameters if isinstance(style, ParameterStyle) else planned.modules
         places = tuple(path for path in found if planned.rules[path][:1] == [pattern])
         ranks = ep if isinstance(style, DispatchExperts) else tp
-        rules.append(
-            RuleExplanation(
-                pattern=pattern,
-                style=style,
-                places=places,
-                parameters=tuple(each for path in places for each in sharded_parameters(path, planned, ranks)),
-                collectives=collectives_of(places, style, planned, ranks),
-            )
-        )
+        parameters = tuple(each for path in places for each in sharded_parameters(path, planned, ranks))
+        collectives = collectives_of(places, style, planned, ranks)
+        rules.append(RuleExplanation(pattern, style, places, parameters, collectives))
     ruled = {parameter.path for rule in rules for parameter in rule.parameters}
-    rest = (
-        each for path in planned.modules for each in sharded_parameters(path, planned, tp) if each.path not in ruled
-    )
-    return Explanation(plan, tp, tuple(rules), tuple(rest), ep)
+    every = (each for path in planned.modules for each in sharded_parameters(path, planned, tp))
+    return Explanation(plan, tp, tuple(rules), tuple(each for each in every if each.path not in ruled), ep)

@@ -14,6 +14,7 @@ from typing import Literal
 from tp_plans.layouts import Layout, Partial, Replicate, Shard
 from tp_plans.model_tree import ancestors, join, parent
 from tp_plans.module_attrs import resolve_int
+from tp_plans.naming import leaf
 from tp_plans.planned_tree import PlannedTree
 from tp_plans.row_ranges import compute_ranges, shard_ranges
 from tp_plans.styles import (
@@ -76,7 +77,9 @@ def collectives_of(places: Sequence[str], style: Style, planned: PlannedTree, tp
 def _comms(path: str, style: Style, planned: PlannedTree, tp: int) -> Iterator[_Comm]:
     match style:
         case ColwiseParallel():
-            yield from _column(path, style, planned, tp)
+            yield from _gather_input(Shard(-1) if style.input_layouts == Shard(-1) else _input_layout(path, planned))
+            yield from _row_exchange(path, style, planned, tp)
+            yield from _redistribute_features(style.output_layouts)
         case MLAKVProjection():
             yield from _gather_input(_input_layout(path, planned))
             yield "all_gather", "forward", "features"
@@ -109,7 +112,11 @@ def _comms(path: str, style: Style, planned: PlannedTree, tp: int) -> Iterator[_
                 if join(path, name) in planned.parameters:
                     yield "all_gather", "forward", name
         case ParameterStyle():
-            yield from _parameter(path.rpartition(".")[2], style)
+            name = leaf(path)
+            if style.gathered:
+                yield "all_gather", "forward", name
+            if style.gradient == "partial":
+                yield ("reduce_scatter" if style.gathered else "all_reduce"), "backward", f"gradient of {name}"
         case PrepareModuleInput() | ParallelAttention():
             yield from _prepare_input(path, style, planned)
         case GatherSequence(inner=around):
@@ -118,12 +125,6 @@ def _comms(path: str, style: Style, planned: PlannedTree, tp: int) -> Iterator[_
                 yield "all_gather", "backward", "gradient of the sequence"
             if around is not None:
                 yield from _comms(path, around, planned, tp)
-
-
-def _column(path: str, style: ColwiseParallel, planned: PlannedTree, tp: int) -> Iterator[_Comm]:
-    yield from _gather_input(Shard(-1) if style.input_layouts == Shard(-1) else _input_layout(path, planned))
-    yield from _row_exchange(path, style, planned, tp)
-    yield from _redistribute_features(style.output_layouts)
 
 
 def _row(path: str, style: RowwiseParallel, planned: PlannedTree, tp: int) -> Iterator[_Comm]:
@@ -138,7 +139,6 @@ def _row(path: str, style: RowwiseParallel, planned: PlannedTree, tp: int) -> It
 
 
 def _input_layout(path: str, planned: PlannedTree) -> _InputLayout:
-    """Return the layout of a layer's input."""
     stream: Layout = Shard(1) if planned.plan.sequence_parallel else Replicate()
     if not _reads_stream(path, planned):
         return Replicate()
@@ -153,19 +153,10 @@ def _input_layout(path: str, planned: PlannedTree) -> _InputLayout:
 
 def _reads_stream(path: str, planned: PlannedTree) -> bool:
     weight = planned.tree.weight(path)
-    width = next(
-        (
-            w.shape[1]
-            for p, s in planned.styled_modules()
-            if _is_embedding(s) and (w := planned.tree.weight(p)) is not None
-        ),
-        None,
-    )
+    embeddings = (p for p, s in planned.styled_modules() if isinstance(s, (VocabParallelEmbedding, ColwiseEmbedding)))
+    tables = (table for each in embeddings if (table := planned.tree.weight(each)) is not None)
+    width = next((table.shape[1] for table in tables), None)
     return weight is None or width is None or weight.shape[1] == width
-
-
-def _is_embedding(style: Style) -> bool:
-    return isinstance(style, (VocabParallelEmbedding, ColwiseEmbedding))
 
 
 def _gather_input(arrives: _InputLayout) -> Iterator[_Comm]:
@@ -195,36 +186,26 @@ def _redistribute_features(output: Layout) -> Iterator[_Comm]:
         yield "all_to_all", "backward", "gradient of the output"
 
 
-def _parameter(name: str, style: ParameterStyle) -> Iterator[_Comm]:
-    if style.gathered:
-        yield "all_gather", "forward", name
-    if style.gradient == "partial":
-        yield ("reduce_scatter" if style.gathered else "all_reduce"), "backward", f"gradient of {name}"
-
-
 def _prepare_input(path: str, style: PrepareModuleInput | ParallelAttention, planned: PlannedTree) -> Iterator[_Comm]:
     arrives = Replicate() if isinstance(planned.style(path), GatherSequence) else _input_layout(path, planned)
     if style.layout == Replicate() and arrives != _GATHERED_ABOVE:
         yield from _gather_input(arrives)
-    elif isinstance(style.layout, Shard) and _embeds_before_root(planned):
-        yield "all_gather", "backward", "gradient of the input"
-
-
-def _embeds_before_root(planned: PlannedTree) -> bool:
-    """Return whether embeddings are looked up in full, and sharded at the start of the language model."""
-    return any(isinstance(s, VocabParallelEmbedding) and s.output_layouts == Replicate() for s in planned.plan.values())
+    elif isinstance(style.layout, Shard):
+        # Embeddings may be looked up in full, and sharded at the start of the language model.
+        embeddings = [each for each in planned.plan.values() if isinstance(each, VocabParallelEmbedding)]
+        if any(each.output_layouts == Replicate() for each in embeddings):
+            yield "all_gather", "backward", "gradient of the input"
 
 
 def _row_exchange(
     path: str, style: ColwiseParallel | RowwiseParallel, planned: PlannedTree, tp: int
 ) -> Iterator[_Comm]:
     """Fetching rows of a weight that other ranks store, and returning their gradients."""
-    if not style.fused_sizes and not (isinstance(style, ColwiseParallel) and style.replicate_kv_heads):
+    dim, shared = (0, style.replicate_kv_heads) if isinstance(style, ColwiseParallel) else (1, False)
+    if not style.fused_sizes and not shared:
         return
     above = planned.modules[parent(path)]
     unit, pieces = resolve_int(above, style.multiple_of), [resolve_int(above, piece) for piece in style.fused_sizes]
-    dim = 0 if isinstance(style, ColwiseParallel) else 1
-    shared = isinstance(style, ColwiseParallel) and style.replicate_kv_heads
     for name, parameter in planned.tree.own_parameters(path).items():
         if parameter.ndim > dim:
             size = parameter.shape[dim]

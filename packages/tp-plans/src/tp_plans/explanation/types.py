@@ -1,19 +1,46 @@
-"""An explanation, as data and as text."""
+"""An explanation, as data and as text, and the placements of parameters in it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from tp_plans.checks.replicated import size_of
 from tp_plans.explanation.collectives import CollectiveSummary
-from tp_plans.explanation.placements import ShardedParameter
-from tp_plans.layouts import Shard
+from tp_plans.layouts import Layout, Replicate, Shard
+from tp_plans.model_tree import join
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
-from tp_plans.styles import Style, style_to_dict
+from tp_plans.planned_tree import PlannedTree
+from tp_plans.row_ranges import shard_ranges
+from tp_plans.styles import GatheredParameters, Style, style_to_dict
 from tp_plans.text import format_bytes, short_repr
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """One parameter of a model.
+
+    Args:
+        path: where it is.
+        shape: of the full tensor.
+        local_shape: of what the first rank stores; later ranks store as much or less.
+        layout: on the axis; ``None`` where it stays a plain tensor, replicated.
+        size: bytes of the full tensor.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    layout: Layout | None
+    size: int
+
+    @property
+    def name(self) -> str:
+        """Its own name."""
+        return self.path.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -68,10 +95,8 @@ class Explanation:
     def collectives(self, when: str) -> dict[str, int]:
         """Return the number of collectives of each kind in a ``"forward"`` or ``"backward"`` pass."""
         counts: Counter[str] = Counter()
-        for rule in self.rules:
-            for collective in rule.collectives:
-                if collective.when == when:
-                    counts[collective.kind] += collective.count
+        for each in (each for rule in self.rules for each in rule.collectives if each.when == when):
+            counts[each.kind] += each.count
         return dict(sorted(counts.items()))
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,6 +132,30 @@ class Explanation:
             yield from (f"  {line}" for line in _grouped(self.rest, full=True))
 
 
+def sharded_parameters(path: str, planned: PlannedTree, tp: int) -> Iterator[ShardedParameter]:
+    """A parameter, or those of a module that have no rule of their own."""
+    if path in planned.parameters:
+        yield _sharded(path, planned, tp)
+        return
+    style = planned.own_style(path)
+    below = style.names if isinstance(style, GatheredParameters) else ()
+    for name in dict.fromkeys((*planned.tree.own_parameters(path), *below)):
+        parameter = join(path, name)
+        if parameter in planned.parameters and not planned.rules[parameter]:
+            yield _sharded(parameter, planned, tp)
+
+
+def _sharded(path: str, planned: PlannedTree, tp: int) -> ShardedParameter:
+    parameter, layout = planned.parameters[path], planned.layout(path)
+    shape = tuple(map(int, parameter.shape))
+    local = list(shape)
+    if isinstance(layout, Shard) and -len(shape) <= layout.dim < len(shape):
+        local[layout.dim] = len(shard_ranges(shape[layout.dim], tp)[0])
+    elif layout is not None and not isinstance(layout, Shard):
+        layout = Replicate()
+    return ShardedParameter(path, shape, tuple(local), layout, size_of(parameter))
+
+
 def _grouped(parameters: Sequence[ShardedParameter], *, full: bool = False) -> Iterator[str]:
     """A line for the parameters that differ in their block only."""
     counts: Counter[str] = Counter()
@@ -126,9 +175,7 @@ def _rule_to_dict(rule: RuleExplanation) -> dict[str, Any]:
         "rule": style_to_dict(rule.style),
         "places": list(rule.places),
         "parameters": [_parameter_to_dict(parameter) for parameter in rule.parameters],
-        "collectives": [
-            {"kind": each.kind, "when": each.when, "count": each.count, "what": each.what} for each in rule.collectives
-        ],
+        "collectives": [asdict(each) for each in rule.collectives],
     }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from tp_plans.layouts import Replicate, Shard
-from tp_plans.model_tree import ModelTree
+from tp_plans.model_tree import ModelTree, join
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import merge_per_block
@@ -21,42 +22,36 @@ from tp_plans.styles import (
 )
 
 _WHOLE_COLUMN = ColwiseParallel(output_layouts=Replicate())
+_WHOLE_ROW = RowwiseParallel(input_layouts=Replicate())
 _STORED = ParameterStyle(gathered=True)
 #: Attention that computes all heads on every rank; its weights are stored sharded.
 _ALL_HEADS: dict[str, Style | None] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), _WHOLE_COLUMN),
-    "o_proj": RowwiseParallel(input_layouts=Replicate()),
+    "o_proj": _WHOLE_ROW,
 }
 
-#: Rules below a module of a class, ``""`` for itself; ``None`` takes one away.
-OVERRIDES: dict[str, dict[str, Style | None]] = {
-    # Learned scalars of the activation: each rank sees its own columns only (Apertus).
-    "XIELUActivation": {"": NoParallel(gradient="partial")},
+_OWN_HEADS_PART = ParameterStyle(layout=Replicate(), gradient="partial")
+
+#: Rules below a module of a class, ``""`` for itself, or functions of the module; ``None`` takes a rule away.
+OVERRIDES: dict[str, Mapping[str, Style | Callable[[Any], Style] | None]] = {
     # The sparsity threshold is a mean and deviation over all columns.
-    "Gemma3nTextMLP": {
-        "gate_proj": _WHOLE_COLUMN,
-        "up_proj": _WHOLE_COLUMN,
-        "down_proj": RowwiseParallel(input_layouts=Replicate()),
-    },
+    "Gemma3nTextMLP": {"gate_proj": _WHOLE_COLUMN, "up_proj": _WHOLE_COLUMN, "down_proj": _WHOLE_ROW},
     # The norms of queries and keys are over the features of all heads.
-    "EsmcAttention": {
-        "q_proj": _WHOLE_COLUMN,
-        "k_proj": _WHOLE_COLUMN,
-        "v_proj": _WHOLE_COLUMN,
-        "o_proj": RowwiseParallel(input_layouts=Replicate()),
-    },
+    "EsmcAttention": _ALL_HEADS,
     # A table outside of the layer is added to the values of all heads.
     "NeoMMEAttention": {
         "q_proj": _WHOLE_COLUMN,
         "k_proj": _WHOLE_COLUMN,
         "v_proj": _WHOLE_COLUMN,
         "output_projection.gate_proj": _WHOLE_COLUMN,
-        "output_projection.o_proj": RowwiseParallel(input_layouts=Replicate()),
+        "output_projection.o_proj": _WHOLE_ROW,
     },
-    # The mask is one of every key/value head, computed from the values of all of them.
+    # The mask is one of every key/value head, computed from the values of all of them; ranks cannot share some of them.
     "DogeAttention": {
-        "A": ParameterStyle(),
-        "dt_proj": RowwiseParallel(output_layouts=Shard(-1)),
+        "A": lambda attention: _OWN_HEADS_PART if attention.A.shape[0] == 1 else ParameterStyle(),
+        "dt_proj": lambda attention: (
+            NoParallel(gradient="partial") if attention.A.shape[0] == 1 else RowwiseParallel(output_layouts=Shard(-1))
+        ),
         "q_norm": NoParallel(gradient="partial"),
         "k_norm": NoParallel(gradient="partial"),
     },
@@ -66,6 +61,8 @@ OVERRIDES: dict[str, dict[str, Style | None]] = {
     "Phi4MultimodalAudioAttention": _ALL_HEADS,
     # Indices beyond the routed experts stand for identities, so none is left to stand for another rank's expert.
     "LongcatFlashExperts": {"": None, "identity_expert": None, "gate_up_proj": _STORED, "down_proj": _STORED},
+    # Until 5.16 the plan shards the features inside of experts, for code that works on DTensors.
+    "Llama4TextExperts": {"": ExpertsParallel(), "gate_up_proj": None, "down_proj": None},
     # Replicated for the norm inside it, whose gradient can be summed instead.
     "Inkling2TextModel": {"embed_tokens": VocabParallelEmbedding()},
     # Its eager forward runs every index that a token has.
@@ -87,18 +84,14 @@ def with_overrides(plan: Plan, tree: ModelTree) -> Plan:
         pattern: None for path, style in changes.items() if style is None and (pattern := wildcard(path)) in plan
     }
     corrected = merge_per_block(((path, style) for path, style in changes.items() if style is not None), tree)
-    for pattern in _shared(corrected, plan):
-        rules |= {pattern: None, **dict.fromkeys(tree.by_wildcard[pattern], plan[pattern])}
+    for pattern in dict.fromkeys(map(wildcard, corrected)):
+        if pattern in plan and pattern not in corrected:  # it matches layers of which only some are corrected
+            rules |= {pattern: None, **dict.fromkeys(tree.by_wildcard[pattern], plan[pattern])}
     return plan.override({**rules, **corrected})
-
-
-def _shared(corrected: Mapping[str, Style], plan: Plan) -> list[str]:
-    """Return the plan's patterns that match layers of which only some are corrected."""
-    patterns = dict.fromkeys(map(wildcard, corrected))
-    return [pattern for pattern in patterns if pattern not in corrected and pattern in plan]
 
 
 def _changes(tree: ModelTree) -> Iterator[tuple[str, Style | None]]:
     for path, module in tree.modules.items():
         for name, style in OVERRIDES.get(type(module).__name__, {}).items():
-            yield ".".join(part for part in (path, name) if part), style
+            where = join(path, name) if name else path
+            yield where, style(module) if callable(style) else style

@@ -67,11 +67,7 @@ _EXPERT_WORD = "grouped_gemm"  # 5.0 on: stacked experts, in the plans for exper
 
 
 def style_from_name(word: str, *, where: str = "") -> Style:
-    """The style that a word of transformers' plans means for a module.
-
-    Raises:
-        UnknownStyleError: the word is in no table.
-    """
+    """The style that a word of transformers' plans means for a module."""
     try:
         return STYLE_BY_NAME[word]
     except (KeyError, TypeError):
@@ -79,11 +75,7 @@ def style_from_name(word: str, *, where: str = "") -> Style:
 
 
 def parameter_style_from_name(word: str, ndim: int, *, where: str = "") -> ParameterStyle:
-    """The rule that a word means for a bare parameter of ``ndim`` dims, ``[..., out, in]``.
-
-    Raises:
-        UnknownStyleError: the word is in no table, or not for parameters.
-    """
+    """The rule that a word means for a bare parameter of ``ndim`` dims, ``[..., out, in]``."""
     if word in _COLUMN_WORDS:
         return ParameterStyle(layout=Shard(max(0, ndim - 2)))
     if word in _ROW_WORDS:

@@ -10,6 +10,7 @@ from tp_plans.hugging_face.overrides import with_overrides
 from tp_plans.hugging_face.style_names import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name, style_from_name
 from tp_plans.hugging_face.tp_plan import shipped_plan
 from tp_plans.infer.complete import complete_plan
+from tp_plans.infer.learned_activations import with_learned_activations
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.lora import require_no_adapters
 from tp_plans.model_tree import ModelTree, is_at_or_below, parent
@@ -76,6 +77,7 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
         rules[embedding] = VocabParallelEmbedding()
     root = "" if embedding is None else parent(embedding)
     plan = complete_plan(with_overrides(Plan(rules, name=f"hf:{name}"), tree), tree, root=root)
+    plan = with_learned_activations(plan, tree)
     if not sequence_parallel:
         return plan
     if embedding is None:

@@ -8,9 +8,23 @@ from dataclasses import replace
 
 from tp_plans._validate import is_integer
 from tp_plans.layouts import Layout, Shard
-from tp_plans.model_tree import join, parent
+from tp_plans.model_tree import ModelTree, join, parent
 from tp_plans.module_attrs import getattr_path
-from tp_plans.naming import HEAD_DIM, HEAD_NORMS, KEY, KV_HEAD_COUNTS, MLA_HEADS, MLA_ROPE_DIM, QKV, QUERY, VALUE
+from tp_plans.naming import (
+    ATTENTION_OUTPUTS,
+    HEAD_DIM,
+    HEAD_DIMS,
+    HEAD_NORMS,
+    INTERLEAVED_QKV,
+    KEY,
+    KV_HEAD_COUNTS,
+    MLA_HEADS,
+    MLA_ROPE_DIM,
+    QKV,
+    QUERY,
+    VALUE,
+    leaf,
+)
 from tp_plans.planned_tree import PlannedTree, merge_per_block
 from tp_plans.styles import ColwiseParallel, NoParallel, ParallelAttention, ParameterStyle, RowwiseParallel, Style
 
@@ -45,9 +59,37 @@ def _head_features(path: str, style: ColwiseParallel | RowwiseParallel, planned:
     if is_integer(getattr(above, MLA_ROPE_DIM, None)) and is_integer(heads, least=1) and features is not None:
         return features // heads if features % heads == 0 else None  # queries, keys with values, outputs differ in size
     head_dim = getattr(above, HEAD_DIM, None)
-    if not is_integer(head_dim, least=1) or (features is not None and features % head_dim):
+    if not is_integer(head_dim, least=1):
+        return _interleaved_features(path, style, features, planned)
+    size = head_dim
+    if leaf(path) in (VALUE, *ATTENTION_OUTPUTS):
+        size = _value_features(parent(path), head_dim, planned.tree) or head_dim
+    if features is not None and features % size:
         return None
-    return HEAD_DIM
+    return HEAD_DIM if size == head_dim else size
+
+
+def _interleaved_features(
+    path: str, style: ColwiseParallel | RowwiseParallel, features: int | None, planned: PlannedTree
+) -> int | None:
+    """Return the features of one head where a fused projection keeps its query, key and value together (GPT-NeoX)."""
+    above = parent(path)
+    size = next(
+        (each for name in HEAD_DIMS if is_integer(each := getattr(planned.modules.get(above), name, None))), None
+    )
+    fused = any(INTERLEAVED_QKV.search(leaf(child)) for child in planned.children.get(above, ()))
+    if size is None or features is None or not fused:
+        return None
+    unit: int = size if isinstance(style, RowwiseParallel) else 3 * size
+    return unit if unit and features % unit == 0 else None
+
+
+def _value_features(attention: str, head_dim: int, tree: ModelTree) -> int | None:
+    """Return the features of one head of the values, where there are as many as heads of the keys."""
+    keys, values = (tree.size(join(attention, name), 0) for name in (KEY, VALUE))
+    if not keys or not values or keys % head_dim or values % (keys // head_dim):
+        return None
+    return values // (keys // head_dim)
 
 
 def with_replicated_kv_heads(planned: PlannedTree, root: str) -> Mapping[str, Style]:

@@ -7,18 +7,12 @@ from typing import Any
 
 from tp_plans._transformers_compat import own_expert_plan
 from tp_plans.class_names import EXPERTS_WITH_IDENTITIES
-from tp_plans.errors import CapabilityError, UnknownStyleError
+from tp_plans.errors import CapabilityError
 from tp_plans.infer.bytecode import first_argument, takes_argument
-from tp_plans.model_tree import ModelTree, is_at_or_below
+from tp_plans.model_tree import ModelTree, is_at_or_below, join
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import merge_per_block
 from tp_plans.styles import DispatchExperts, Style
-
-#: The words of transformers' ``base_model_ep_plan`` (5.20 to 5.23) for modules whose tokens are dispatched.
-_DISPATCHED = ("ep_dispatch_experts", "megamoe_experts")
-#: Words for parameters and layers of such modules, which ``DispatchExperts`` covers, and for dense layers, which
-#: transformers shards over ``ep`` where ``ep`` is ``tp``: here they keep the rules of the axis ``tp``.
-_COVERED = ("grouped_gemm", "replicated_with_grad_allreduce", "colwise", "rowwise", "ep_router", "gather")
 
 
 def with_expert_parallelism(plan: Plan | None, model: Any) -> Plan:
@@ -38,7 +32,6 @@ def with_expert_parallelism(plan: Plan | None, model: Any) -> Plan:
 
     Raises:
         CapabilityError: the model has no stacked experts.
-        UnknownStyleError: transformers' plan uses a word that has no translation.
 
     Example:
         >>> import torch, tp_plans
@@ -69,11 +62,7 @@ def with_expert_parallelism(plan: Plan | None, model: Any) -> Plan:
 
 
 def expert_stacks(tree: ModelTree) -> tuple[str, ...]:
-    """Return the modules that hold stacked experts and can be dispatched: by structure, and by transformers' plan.
-
-    Raises:
-        UnknownStyleError: transformers' plan uses a word that has no translation.
-    """
+    """Return the modules that hold stacked experts and can be dispatched: by structure, and by transformers' plan."""
     shipped = set(_shipped(tree))
     return tuple(
         path
@@ -94,18 +83,15 @@ def _style(path: str, tree: ModelTree) -> DispatchExperts:
 
 
 def _shipped(tree: ModelTree) -> Iterator[str]:
-    """Yield the modules that the plans of transformers dispatch, those of inner models included."""
+    """Yield the stacked experts that the plans of transformers name, those of inner models included.
+
+    The words differ from release to release (``moe_tp_experts`` up to 5.19, ``ep_dispatch_experts`` from 5.20 on), and
+    what they say of other layers holds where ``ep`` is ``tp``: here those keep the rules of the axis ``tp``.
+    """
     for path, module in tree.modules.items():
-        if not (words := own_expert_plan(module)):
-            continue
-        patterns = {f"{path}.{pattern}" if path else pattern: word for pattern, word in words.items()}
-        matched, _ = tree.match(patterns)
-        for pattern, word in patterns.items():
-            if word in _DISPATCHED:
-                yield from (place for place in matched.get(pattern, ()) if tree.is_expert_stack(place))
-            elif word not in _COVERED:
-                known = ", ".join((*_DISPATCHED, *_COVERED))
-                raise UnknownStyleError(f"unknown word {word!r} for {pattern!r} in the expert plan: known are {known}")
+        if patterns := own_expert_plan(module):
+            matched, _ = tree.match(join(path, pattern) for pattern in patterns)
+            yield from (place for places in matched.values() for place in places if tree.is_expert_stack(place))
 
 
 def _without(plan: Plan, experts: tuple[str, ...], tree: ModelTree) -> Iterator[tuple[str, Style]]:

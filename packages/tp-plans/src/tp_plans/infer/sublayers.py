@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tp_plans._validate import is_integer
+from tp_plans.layouts import Shard
 from tp_plans.model_tree import ModelTree, join, parent
 from tp_plans.naming import (
     ATTENTION_GATES,
@@ -104,18 +105,27 @@ def rules_for(sublayer: Sublayer, *, multiple_of: int | str = 1) -> dict[str, St
 
 
 def split_sublayers(planned: PlannedTree, root: str) -> Mapping[str, Style]:
-    """Return rules for the sub-layers without rules whose parts are all known by name."""
+    """Return rules for the sub-layers whose parts are all known by name.
+
+    Where the plan splits the output projection, it may lack a rule for an input projection that some configs have in
+    place of another (the queries of latent attention without a low rank).
+    """
     return merge_per_block(_split(planned, root), planned.tree)
 
 
 def _split(planned: PlannedTree, root: str) -> Iterator[tuple[str, Style]]:
     for path, _ in planned.within(root):
         names = planned.tree.children_with_parameters(path)
-        if len(names) < 2 or planned.tree.own_parameters(path) or not planned.has_no_rules(path, names):
+        if len(names) < 2 or planned.tree.own_parameters(path):
             continue
         sublayer = recognize(path, planned.tree)
-        if sublayer is not None and sublayer.is_certain:
-            yield from rules_for(sublayer).items()
+        if sublayer is None or not sublayer.is_certain:
+            continue
+        rules, output = rules_for(sublayer), planned.style(sublayer.output_proj)
+        if planned.has_no_rules(path, names):
+            yield from rules.items()
+        elif isinstance(output, RowwiseParallel) and output.input_layouts == Shard(-1):
+            yield from ((each, rules[each]) for each in sublayer.input_projs if planned.style(each) is None)
 
 
 def recognize(path: str, tree: ModelTree) -> Sublayer | None:

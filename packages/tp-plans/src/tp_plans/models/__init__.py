@@ -8,8 +8,7 @@ Its sub-layers:  ``SublayerSpec``, ``ReplicatedSublayer``, ``FusedLinear``, ``Ex
 from __future__ import annotations
 
 from tp_plans.models.falcon_h1 import FALCON_H1
-from tp_plans.models.gemma3 import GEMMA3, GEMMA3_TEXT
-from tp_plans.models.gemma4 import GEMMA4, GEMMA4_TEXT
+from tp_plans.models.gemma import GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT
 from tp_plans.models.llama import LLAMA, MINISTRAL3, MISTRAL, MISTRAL3
 from tp_plans.models.phi import PHI, PHI3
 from tp_plans.models.qwen import QWEN2, QWEN3, QWEN3_5, QWEN3_5_TEXT

@@ -12,6 +12,10 @@ from tp_plans.models.spec import Architecture, DecoderSpec, FusedLinear, Sublaye
 
 _HEAD_NORMS = ("q_layernorm", "k_layernorm")  # only where the config has qk_layernorm
 
+_QUERY_HEADS, _KV_HEADS = "config.num_attention_heads", "config.num_key_value_heads"
+_QKV = FusedLinear(name="qkv_proj", fused_sizes=(_QUERY_HEADS, _KV_HEADS, _KV_HEADS))
+_GATE_UP = FusedLinear(name="gate_up_proj", fused_sizes=(1, 1))
+
 PHI = Architecture(
     class_name="PhiForCausalLM",
     model_type="phi",
@@ -31,22 +35,11 @@ PHI3 = Architecture(
         sublayers=(
             replace(
                 ATTENTION,
-                colwise=(
-                    FusedLinear(
-                        name="qkv_proj",
-                        fused_sizes=(
-                            "config.num_attention_heads",
-                            "config.num_key_value_heads",
-                            "config.num_key_value_heads",
-                        ),
-                    ),
-                ),
+                colwise=(_QKV,),
                 kv_projections=("qkv_proj",),
-                head_count_attrs=("config.num_attention_heads", "num_key_value_heads"),
+                head_count_attrs=(_QUERY_HEADS, "num_key_value_heads"),
             ),
-            SublayerSpec(
-                path="mlp", colwise=(FusedLinear(name="gate_up_proj", fused_sizes=(1, 1)),), rowwise="down_proj"
-            ),
+            SublayerSpec(path="mlp", colwise=(_GATE_UP,), rowwise="down_proj"),
         ),
         norms=NORMS,
     ),

@@ -11,7 +11,9 @@ from tp_plans.models.llama import ATTENTION, GATED_MLP, LLAMA, NORMS
 from tp_plans.models.spec import Architecture, DecoderSpec, FusedLinear, ReplicatedSublayer, SublayerSpec
 
 #: Code older than transformers 4.48 reads head counts from the attention layer.
-_COUNTS = ("num_heads", "num_key_value_heads")
+_ATTENTION = replace(
+    ATTENTION, head_count_attrs=("num_heads", "num_key_value_heads"), kv_heads_attr="num_key_value_heads"
+)
 
 BAICHUAN = Architecture(
     class_name="BaichuanForCausalLM",
@@ -36,12 +38,7 @@ DECILM = Architecture(
     model_type="nemotron-nas",
     decoder=DecoderSpec(
         sublayers=(
-            replace(
-                ATTENTION,
-                head_count_attrs=_COUNTS,
-                kv_heads_attr="num_key_value_heads",
-                replacement_linears=("linear_attn",),
-            ),
+            replace(_ATTENTION, replacement_linears=("linear_attn",)),
             replace(GATED_MLP, replacement_linears=("linear_mlp",)),
         ),
         norms=NORMS,
@@ -51,19 +48,14 @@ DECILM = Architecture(
 NEMOTRON_LABS_DIFFUSION = Architecture(
     class_name="NemotronLabsDiffusionModel",
     model_type="nemotron_labs_diffusion",
-    decoder=replace(
-        LLAMA.decoder,
-        sublayers=(replace(ATTENTION, head_count_attrs=_COUNTS, kv_heads_attr="num_key_value_heads"), GATED_MLP),
-        root="encoder",
-        lm_head="diffusion_head",
-    ),
+    decoder=replace(LLAMA.decoder, sublayers=(_ATTENTION, GATED_MLP), root="encoder", lm_head="diffusion_head"),
 )
 NEMOTRON_FLASH = Architecture(
     class_name="NemotronFlashForCausalLM",
     model_type="nemotron_flash",
     decoder=DecoderSpec(
         sublayers=(
-            replace(ATTENTION, head_count_attrs=_COUNTS, kv_heads_attr="num_key_value_heads"),
+            _ATTENTION,
             ReplicatedSublayer(path="gla", linears=("q_proj", "k_proj", "v_proj", "o_proj")),
             ReplicatedSublayer(path="mamba", linears=("in_proj", "out_proj")),
             replace(GATED_MLP, path="ffn"),

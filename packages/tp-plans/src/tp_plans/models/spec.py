@@ -179,10 +179,9 @@ def _rules(decoder: DecoderSpec, stream: Layout) -> Iterator[tuple[str, Style]]:
         yield decoder.root, PrepareModuleInput(layout=stream, argument="inputs_embeds", position=None)
     elif isinstance(stream, Shard):
         yield block, GatherSequence(sequence_dim=stream.dim)
-    yield (
-        f"{decoder.root}.{decoder.embedding}",
-        _embedding(Replicate() if decoder.merges_embeds_before_root else inside),
-    )
+    lookup = Replicate() if decoder.merges_embeds_before_root else inside
+    embedding = VocabParallelEmbedding(output_layouts=lookup, use_local_output=not isinstance(lookup, Shard))
+    yield f"{decoder.root}.{decoder.embedding}", embedding
     for table in decoder.extra_embeddings:
         yield f"{decoder.root}.{table}", VocabParallelEmbedding()
     for path in decoder.norms:
@@ -218,29 +217,20 @@ def _mixer_rules(path: str, mixer: SublayerSpec, stream: Layout) -> Iterator[tup
         yield path, PrepareModuleInput()
     for column in mixer.colwise:
         name, pieces = (column.name, column.fused_sizes) if isinstance(column, FusedLinear) else (column, ())
-        yield (
-            f"{path}.{name}",
-            ColwiseParallel(
-                multiple_of=mixer.multiple_of, fused_sizes=pieces, replicate_kv_heads=name in mixer.kv_projections
-            ),
-        )
+        shared = name in mixer.kv_projections
+        style = ColwiseParallel(multiple_of=mixer.multiple_of, fused_sizes=pieces, replicate_kv_heads=shared)
+        yield f"{path}.{name}", style
     for norm in mixer.norms:
         yield f"{path}.{norm}", NoParallel(gradient="partial")
     local = not isinstance(stream, Shard)
-    yield (
-        f"{path}.{mixer.rowwise}",
-        RowwiseParallel(output_layouts=stream, use_local_output=local, multiple_of=mixer.multiple_of),
-    )
+    row = RowwiseParallel(output_layouts=stream, use_local_output=local, multiple_of=mixer.multiple_of)
+    yield f"{path}.{mixer.rowwise}", row
     for layer in mixer.replacement_linears:
         yield f"{path}.{layer}", ColwiseParallel(output_layouts=stream, use_local_output=local)
 
 
 def _norm(stream: Layout) -> Style:
     return SequenceParallel(sequence_dim=stream.dim) if isinstance(stream, Shard) else NoParallel()
-
-
-def _embedding(output: Layout) -> Style:
-    return VocabParallelEmbedding(output_layouts=output, use_local_output=not isinstance(output, Shard))
 
 
 @dataclass(frozen=True, kw_only=True)

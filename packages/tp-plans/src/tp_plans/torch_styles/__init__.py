@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tp_plans.errors import PlanError, type_name
 from tp_plans.styles import DispatchExperts, Style
-from tp_plans.torch_styles.build import style_to_torch
+from tp_plans.torch_styles.build import group_by_parent, style_to_torch
 from tp_plans.torch_styles.dispatch.exchange import (
     AllToAllExchange,
     DispatchedTokens,
@@ -17,7 +17,6 @@ from tp_plans.torch_styles.dispatch.exchange import (
     exchange_class,
 )
 from tp_plans.torch_styles.dispatch.style import DispatchExpertsImpl
-from tp_plans.torch_styles.parent_rules import group_by_parent
 
 __all__ = [
     "AllToAllExchange",

@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
+from tp_plans._validate import is_integer
+from tp_plans.module_attrs import getattr_path, key_value_heads
 from tp_plans.styles import GatherSequence, ParallelAttention, ParameterStyle, PrepareModuleInput
-from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, replaced
+from tp_plans.torch_styles.base import Args, Arguments, ForwardContext, Kwargs, LocalTensorStyle
 from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, redistribute
 
 
@@ -21,9 +23,7 @@ class PrepareModuleInputImpl(LocalTensorStyle):
 
     style: PrepareModuleInput | ParallelAttention
 
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
         style = self.style
         if (layout := style.layout) is None:
             return args, kwargs
@@ -32,7 +32,7 @@ class PrepareModuleInputImpl(LocalTensorStyle):
             return redistribute(as_dtensor(tensor, context.mesh, layouts.Replicate()), layout)
 
         if isinstance(value := kwargs.get(style.argument), Tensor):
-            return args, replaced(kwargs, style.argument, prepared(value))
+            return args, {**kwargs, style.argument: prepared(value)}
         position = style.position
         if position is not None and position < len(args) and isinstance(args[position], Tensor):
             return (*args[:position], prepared(args[position]), *args[position + 1 :]), kwargs
@@ -44,14 +44,50 @@ class PrepareModuleInputImpl(LocalTensorStyle):
         return _with_first(output, lambda tensor: plain_full_tensor(tensor, context.mesh))
 
 
-class GatherSequenceImpl(LocalTensorStyle):
-    """``GatherSequence``: full plain tensors inside, activations sharded on the sequence outside.
+class ParallelAttentionImpl(PrepareModuleInputImpl):
+    """``ParallelAttention``: prepares the input as ``PrepareModuleInput`` does, and gives the layer its own counts.
 
-    Args:
-        style: the rule.
-        parameter_rules: as of every style.
-        inner: the style of the module's own rule, which works inside.
+    The counts change once, when the plan is applied.  A config that other modules read too stays as it is: the
+    layer gets a view of it.
     """
+
+    style: ParallelAttention
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        counts = self._local_counts(module, mesh.size())
+        of_config = {path.partition(".")[2]: count for path, count in counts.items() if "." in path}
+        if of_config and not isinstance(module.config, LocalHeadCountConfig):
+            module.config = LocalHeadCountConfig(module.config, of_config)  # type: ignore[assignment]
+        for name, count in counts.items():
+            if "." not in name:
+                setattr(module, name, count)
+
+    def _local_counts(self, module: nn.Module, tp: int) -> dict[str, int]:
+        style = self.style
+        found = {
+            path: value for path in style.head_count_attrs if is_integer(value := getattr_path(module, path), least=1)
+        }
+        own = {path: max(1, value // tp) for path, value in found.items()}
+        groups, kv_heads = getattr_path(module, style.kv_groups_attr), key_value_heads(module, style)
+        if is_integer(groups, least=1) and kv_heads is not None and kv_heads < tp:
+            own[style.kv_groups_attr] = groups * kv_heads // tp
+        return own
+
+
+class LocalHeadCountConfig:
+    """A config with some numbers of its own, and for all else the one behind it."""
+
+    def __init__(self, config: Any, counts: Mapping[str, int]) -> None:
+        self.__dict__.update(counts, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_config":  # so that copy and pickle find nothing of the config's
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+class GatherSequenceImpl(LocalTensorStyle):
+    """``GatherSequence``: full plain tensors for the style ``inner``, activations sharded on the sequence outside."""
 
     style: GatherSequence
 
@@ -67,9 +103,7 @@ class GatherSequenceImpl(LocalTensorStyle):
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return self.inner.local_parameter(name, parameter)
 
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
         args = tuple(plain_full_tensor(value, context.mesh) for value in args)
         kwargs = {name: plain_full_tensor(value, context.mesh) for name, value in kwargs.items()}
         shapes = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]

@@ -8,7 +8,7 @@ therefore meet ordinary tensors only, and no operator needs a sharding strategy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, cast
@@ -29,6 +29,7 @@ _SHARDED = "_tp_plans_sharded"
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+Arguments = tuple[Args, Kwargs]
 
 
 @dataclass
@@ -82,9 +83,7 @@ class LocalTensorStyle(ParallelStyle):
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """What else changes, once, when the style is applied."""
 
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
         """The arguments that the module's forward gets instead."""
         return args, kwargs
 
@@ -129,8 +128,7 @@ class LocalTensorStyle(ParallelStyle):
                 continue
             layout = parameter_layout(self.parameter_rule(name) or self.style, parameter.ndim)
             if layout is not None:
-                sharded = distribute_tied(parameter, mesh, layout, self.src_data_rank)
-                module.register_parameter(name, sharded)
+                module.register_parameter(name, distribute_tied(parameter, mesh, layout, self.src_data_rank))
 
     def _class_for(self, cls: type[nn.Module], mesh: DeviceMesh) -> type[nn.Module]:
         """One class for all modules of a rule, so that equal blocks share one compiled graph."""
@@ -140,6 +138,20 @@ class LocalTensorStyle(ParallelStyle):
             namespace = {**names, "tp_style": self, "tp_mesh": mesh, **self.class_attributes}
             self._classes[cls, mesh] = type(cls.__name__, (_TensorParallelMixin, cls), namespace)
         return self._classes[cls, mesh]
+
+
+class FirstTensorStyle(LocalTensorStyle):
+    """Base of the styles that change the first tensor among the arguments, be it positional or a keyword."""
+
+    def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
+        """The tensor that the module's forward gets instead."""
+        raise NotImplementedError
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
+        if args and isinstance(args[0], Tensor):
+            return (self.enter(module, args[0], context), *args[1:]), kwargs
+        name = next((name for name in kwargs if isinstance(kwargs[name], Tensor)), None)
+        return args, kwargs if name is None else {**kwargs, name: self.enter(module, kwargs[name], context)}
 
 
 class _TensorParallelMixin:
@@ -186,16 +198,3 @@ def distribute_tied(
     sharded = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
     setattr(parameter, _SHARDED, sharded)
     return sharded
-
-
-def first_argument(args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:
-    """The arguments with the first tensor changed, be it positional or one of the keywords."""
-    if args and isinstance(args[0], Tensor):
-        return (change(args[0]), *args[1:]), kwargs
-    name = next((name for name in kwargs if isinstance(kwargs[name], Tensor)), None)
-    return (args, kwargs) if name is None else (args, replaced(kwargs, name, change(kwargs[name])))
-
-
-def replaced(kwargs: Mapping[str, Any], name: str, value: Any) -> Kwargs:
-    """``kwargs`` with one value replaced."""
-    return {**kwargs, name: value}

@@ -1,69 +1,85 @@
-"""From a rule, with those of its parameters and children, to the ``ParallelStyle`` that torch applies."""
+"""From a rule, with those of its parameters and children, to the ``ParallelStyle`` that torch applies.
+
+``parallelize_module`` hands a style one module and nothing else.  A rule for a bare parameter has no module of
+its own, and one whose numbers are attributes of the module above cannot find them; both go to that module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tp_plans import styles
 from tp_plans.errors import PlanError
-from tp_plans.module_attrs import resolve_style
-from tp_plans.styles import (
-    AllReduceOutput,
-    ColwiseEmbedding,
-    ColwiseParallel,
-    DispatchExperts,
-    ExpertsParallel,
-    GatheredParameters,
-    GatherSequence,
-    MLAKVProjection,
-    NoParallel,
-    ParallelAttention,
-    ParameterStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    ScaleInput,
-    SequenceParallel,
-    Style,
-    VocabParallelEmbedding,
-)
-from tp_plans.torch_styles.activations import GatherSequenceImpl, PrepareModuleInputImpl
-from tp_plans.torch_styles.attention import ParallelAttentionImpl
+from tp_plans.module_attrs import needs_parent, resolve_style
+from tp_plans.styles import DispatchExperts, GatherSequence, ParameterStyle, Style
+from tp_plans.torch_styles.activations import GatherSequenceImpl, ParallelAttentionImpl, PrepareModuleInputImpl
 from tp_plans.torch_styles.base import LocalTensorStyle
 from tp_plans.torch_styles.embedding import ColwiseEmbeddingImpl, VocabParallelEmbeddingImpl
 from tp_plans.torch_styles.experts import AllReduceOutputImpl, ExpertsParallelImpl, ScaleInputImpl
-from tp_plans.torch_styles.gathered import GatheredParametersImpl
 from tp_plans.torch_styles.linear import ColwiseParallelImpl, MLAKVProjectionImpl, RowwiseParallelImpl
-from tp_plans.torch_styles.parent_rules import ParentRules
-from tp_plans.torch_styles.replicated import NoParallelImpl, SequenceParallelImpl
+from tp_plans.torch_styles.replicated import GatheredParametersImpl, NoParallelImpl, SequenceParallelImpl
 
 _IMPL: dict[type, type[LocalTensorStyle]] = {
-    ColwiseParallel: ColwiseParallelImpl,
-    RowwiseParallel: RowwiseParallelImpl,
-    MLAKVProjection: MLAKVProjectionImpl,
-    VocabParallelEmbedding: VocabParallelEmbeddingImpl,
-    ColwiseEmbedding: ColwiseEmbeddingImpl,
-    ExpertsParallel: ExpertsParallelImpl,
-    ScaleInput: ScaleInputImpl,
-    AllReduceOutput: AllReduceOutputImpl,
-    GatheredParameters: GatheredParametersImpl,
-    SequenceParallel: SequenceParallelImpl,
-    NoParallel: NoParallelImpl,
-    PrepareModuleInput: PrepareModuleInputImpl,
-    ParallelAttention: ParallelAttentionImpl,
+    styles.ColwiseParallel: ColwiseParallelImpl,
+    styles.RowwiseParallel: RowwiseParallelImpl,
+    styles.MLAKVProjection: MLAKVProjectionImpl,
+    styles.VocabParallelEmbedding: VocabParallelEmbeddingImpl,
+    styles.ColwiseEmbedding: ColwiseEmbeddingImpl,
+    styles.ExpertsParallel: ExpertsParallelImpl,
+    styles.ScaleInput: ScaleInputImpl,
+    styles.AllReduceOutput: AllReduceOutputImpl,
+    styles.GatheredParameters: GatheredParametersImpl,
+    styles.SequenceParallel: SequenceParallelImpl,
+    styles.NoParallel: NoParallelImpl,
+    styles.PrepareModuleInput: PrepareModuleInputImpl,
+    styles.ParallelAttention: ParallelAttentionImpl,
 }
 
 
-def style_to_torch(style: Style | None, owned: ParentRules | None = None) -> ParallelStyle:
-    """One rule as a ``ParallelStyle``, for modules whose parameters are on any device, meta included.
+@dataclass
+class ParentRules:
+    """The rules that a module carries for its parameters and children, by name or pattern of it."""
 
-    Args:
-        style: the module's own rule, or ``None``.
-        owned: the rules that it carries for its parameters and children.
+    parameter_rules: dict[str, ParameterStyle] = field(default_factory=dict)
+    children: dict[str, Style] = field(default_factory=dict)
+
+    def key(self) -> Hashable:
+        """What two modules with equal rules have in common."""
+        return frozenset(self.parameter_rules.items()), frozenset(self.children.items())
+
+
+def group_by_parent(rules: Mapping[str, Style]) -> dict[str, tuple[Style | None, ParentRules]]:
+    """Return the rules by module pattern, each with those moved up to it; ``None`` for a module without a rule.
+
+    Modules that carry others' rules come first, since such a rule may change numbers that their parents read.
     """
+    owned: dict[str, ParentRules] = defaultdict(ParentRules)
+    own: dict[str, Style] = {}
+    for pattern, style in rules.items():
+        owner, _, name = pattern.rpartition(".")
+        if not pattern and (isinstance(style, ParameterStyle) or needs_parent(style)):
+            raise PlanError(
+                f"the rule '' is {style}, which belongs to a parameter or takes numbers from the module above, and "
+                "stands for the model itself: name the parameter, or give the numbers"
+            )
+        if isinstance(style, ParameterStyle):
+            owned[owner].parameter_rules[name] = style
+        elif needs_parent(style):
+            owned[owner].children[name] = style
+        else:
+            own[pattern] = style
+    return {pattern: (own.get(pattern), owned.get(pattern, ParentRules())) for pattern in dict.fromkeys((*owned, *own))}
+
+
+def style_to_torch(style: Style | None, owned: ParentRules | None = None) -> ParallelStyle:
+    """One rule, with those that its module carries, as a ``ParallelStyle`` for parameters on any device."""
     owned = owned or ParentRules()
     own = _implementation(style, owned.parameter_rules)
     return ParentStyle(own, owned.children) if owned.children else own

@@ -7,12 +7,12 @@ from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
 from tp_plans.styles import ColwiseEmbedding, VocabParallelEmbedding
-from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, first_argument
+from tp_plans.torch_styles.base import FirstTensorStyle, ForwardContext
 from tp_plans.torch_styles.gradients import contiguous_part
 from tp_plans.torch_styles.placement import as_dtensor, own_bounds, plain_full_tensor, redistribute, to_output, wrap
 
 
-class VocabParallelEmbeddingImpl(LocalTensorStyle):
+class VocabParallelEmbeddingImpl(FirstTensorStyle):
     """``VocabParallelEmbedding``: looks up this rank's ids, zeros for the others, sums over the ranks.
 
     The lookup is local, so a rank's gradient has the size of its own slice; DTensor's embedding gives every
@@ -21,24 +21,18 @@ class VocabParallelEmbeddingImpl(LocalTensorStyle):
 
     style: VocabParallelEmbedding
 
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
+    def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
         rows = context.parameters["weight"].shape[0]
         start, end = own_bounds(rows, context.mesh)
-
-        def own_ids(ids: Tensor) -> Tensor:
-            ids = plain_full_tensor(ids, context.mesh)
-            # Ids outside the vocabulary stay outside this rank's rows, so that the lookup fails as with the full table.
-            foreign = ((ids >= 0) & (ids < start)) | ((ids >= end) & (ids < rows))
-            context.saved["foreign"] = foreign
-            return (ids - start).masked_fill(foreign, 0)
-
         padding = getattr(module, "padding_idx", None)
         if padding is not None:  # an index into the full table, which the module applies to its slice
             context.attributes["padding_idx"] = padding
             module.padding_idx = padding - start if start <= padding < end else None  # type: ignore[assignment]
-        return first_argument(args, kwargs, own_ids)
+        ids: Tensor = plain_full_tensor(tensor, context.mesh)
+        # Ids outside the vocabulary stay outside this rank's rows, so that the lookup fails as with the full table.
+        foreign = ((ids >= 0) & (ids < start)) | ((ids >= end) & (ids < rows))
+        context.saved["foreign"] = foreign
+        return (ids - start).masked_fill(foreign, 0)
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         own = output.masked_fill(context.saved["foreign"].unsqueeze(-1), 0)
@@ -46,21 +40,19 @@ class VocabParallelEmbeddingImpl(LocalTensorStyle):
         return _output(summed, use_local_output=self.style.use_local_output)
 
 
-class ColwiseEmbeddingImpl(LocalTensorStyle):
+class ColwiseEmbeddingImpl(FirstTensorStyle):
     """``ColwiseEmbedding``: looks up this rank's features of every entry."""
 
     style: ColwiseEmbedding
 
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
-        return first_argument(args, kwargs, lambda ids: plain_full_tensor(ids, context.mesh))
+    def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
+        ids: Tensor = plain_full_tensor(tensor, context.mesh)
+        return ids
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         features = context.parameters["weight"].shape[1]
-        full = redistribute(
-            wrap(output, context.mesh, layouts.Shard(output.ndim - 1), size=features), self.style.output_layouts
-        )
+        own = wrap(output, context.mesh, output.ndim - 1, size=features)
+        full = redistribute(own, self.style.output_layouts)
         return _output(full, use_local_output=self.style.use_local_output)
 
 

@@ -10,18 +10,35 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tp_plans import layouts
 from tp_plans._torch_compat import own_parameters
-from tp_plans._transformers_compat import mark_expert_parallel
+from tp_plans._transformers_compat import mark_expert_parallel, skips_sentinel_index
 from tp_plans.errors import LayoutError, PlanError
-from tp_plans.layouts import Layout
 from tp_plans.naming import EXPERT_COUNTS
 from tp_plans.row_ranges import shard_ranges
 from tp_plans.styles import AllReduceOutput, ExpertsParallel, ScaleInput
-from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, first_argument
+from tp_plans.torch_styles.base import Args, Arguments, FirstTensorStyle, ForwardContext, Kwargs, LocalTensorStyle
 from tp_plans.torch_styles.gradients import attach_zero_grads, with_summed_gradient
 from tp_plans.torch_styles.placement import plain_full_tensor, redistribute, reduce_output, to_output, wrap
 
 
-class ExpertsParallelImpl(LocalTensorStyle):
+class AllReduceOutputImpl(LocalTensorStyle):
+    """``AllReduceOutput``: sums the ranks' outputs, and the gradients of the inputs."""
+
+    style: AllReduceOutput | ExpertsParallel
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
+        args, kwargs = _map_tensors(args, kwargs, lambda tensor: _full_with_summed_gradient(tensor, context))
+        # Where no token comes to a rank, its output depends on nothing, and backward would leave the others waiting.
+        context.saved["read"] = [*own_parameters(module).values(), *args, *kwargs.values()]
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
+        layout = self.style.output_layouts
+        if not output.requires_grad:
+            output = attach_zero_grads(output, context.saved["read"])
+        return reduce_output(output, context.mesh, layout, use_local_output=layout == layouts.Replicate())
+
+
+class ExpertsParallelImpl(AllReduceOutputImpl):
     """``ExpertsParallel``: runs this rank's experts on all tokens, sums over the ranks.
 
     Routes to other ranks' experts get the index that stands for no expert, and the weight zero.
@@ -37,88 +54,56 @@ class ExpertsParallelImpl(LocalTensorStyle):
             )
         mark_expert_parallel(module)
 
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
         experts = next(iter(context.parameters.values())).shape[0]
         own = shard_ranges(experts, context.mesh.size())[context.mesh.get_local_rank()]
         for name in EXPERT_COUNTS:
             if getattr(module, name, None) == experts:
                 context.attributes[name] = experts
                 setattr(module, name, len(own))
-        args, kwargs = _map_tensors(args, kwargs, lambda tensor: _full_with_summed_gradient(tensor, context))
-        index = next((value for value in (*args, *kwargs.values()) if _is_index(value)), None)
+        args, kwargs = super().pre_forward(module, args, kwargs, context)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        tokens, index = tensors[0], next((value for value in tensors if not value.is_floating_point()), None)
         if index is None:
-            return first_argument(args, kwargs, lambda tokens: _local_tokens(tokens, own, experts, module, context))
-        if not self.style.skips_sentinel_index and not len(shard_ranges(experts, context.mesh.size())[-1]):
+            local = _local_tokens(tokens, own, experts, module, context)
+            return _map_tensors(args, kwargs, lambda value: local if value is tokens else value)
+        skips = self.style.skips_sentinel_index and skips_sentinel_index(module)
+        if not skips and not len(shard_ranges(experts, context.mesh.size())[-1]):
             raise LayoutError(
                 f"{type(module).__name__} runs every route, and {experts} experts over tp={context.mesh.size()} leave "
                 "a rank without any to run: use a smaller tp"
             )
         foreign = (index < own.start) | (index >= own.stop)
 
-        # Where no token comes to a rank, its output depends on nothing, and backward would leave the others waiting.
-        context.saved["read"] = [*own_parameters(module).values(), *args, *kwargs.values()]
-
-        tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-
         def routed(value: Tensor) -> Tensor:
             if value is index:
-                return (index - own.start).masked_fill(foreign, len(own) if self.style.skips_sentinel_index else 0)
+                return (index - own.start).masked_fill(foreign, len(own) if skips else 0)
             return value.masked_fill(foreign, 0) if value is not tokens and value.shape == index.shape else value
 
         return _map_tensors(args, kwargs, routed)
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
-        if not output.requires_grad:
-            output = attach_zero_grads(output, context.saved.get("read", ()))
         if (tokens := context.saved.get("tokens")) is None:
-            return _in_layout(output, context, self.style.output_layouts)
-        gathered = wrap(output, context.mesh, layouts.Shard(0), size=tokens)
-        lying = redistribute(gathered, self.style.output_layouts)
-        return to_output(lying, use_local_output=_is_replicated(self.style.output_layouts))
+            return super().post_forward(module, output, context)
+        layout = self.style.output_layouts
+        gathered = redistribute(wrap(output, context.mesh, 0, size=tokens), layout)
+        return to_output(gathered, use_local_output=layout == layouts.Replicate())
 
 
-class AllReduceOutputImpl(LocalTensorStyle):
-    """``AllReduceOutput``: sums the ranks' outputs, and the gradients of the inputs."""
-
-    style: AllReduceOutput
-
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
-        args, kwargs = _map_tensors(args, kwargs, lambda tensor: _full_with_summed_gradient(tensor, context))
-        context.saved["read"] = [*own_parameters(module).values(), *args, *kwargs.values()]
-        return args, kwargs
-
-    def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
-        if not output.requires_grad:
-            output = attach_zero_grads(output, context.saved["read"])
-        return _in_layout(output, context, self.style.output_layouts)
-
-
-class ScaleInputImpl(LocalTensorStyle):
+class ScaleInputImpl(FirstTensorStyle):
     """``ScaleInput``: a rank's share of an output that every rank computes in full."""
 
     style: ScaleInput
 
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
-        return first_argument(args, kwargs, lambda tensor: tensor / context.mesh.size())
+    def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
+        return tensor / context.mesh.size()
 
 
-def _map_tensors(args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]) -> tuple[Args, Kwargs]:
-    """The arguments with every tensor changed."""
-
+def _map_tensors(args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]) -> Arguments:
     def changed(value: Any) -> Any:
         return change(value) if isinstance(value, Tensor) else value
 
     return tuple(changed(value) for value in args), {name: changed(value) for name, value in kwargs.items()}
-
-
-def _is_index(value: object) -> bool:
-    return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 def _full_with_summed_gradient(tensor: Tensor, context: ForwardContext) -> Tensor:
@@ -138,11 +123,3 @@ def _local_tokens(tokens: Tensor, own: range, experts: int, module: nn.Module, c
     context.saved["tokens"] = tokens.shape[0]
     each = tokens.shape[0] // experts
     return tokens[own.start * each : own.stop * each]
-
-
-def _in_layout(output: Tensor, context: ForwardContext, layout: Layout) -> Tensor:
-    return reduce_output(output, context.mesh, layout, use_local_output=_is_replicated(layout))
-
-
-def _is_replicated(layout: Layout) -> bool:
-    return isinstance(layout, layouts.Replicate)

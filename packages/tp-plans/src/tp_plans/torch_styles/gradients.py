@@ -46,9 +46,12 @@ def _detach(parameter: DTensor) -> DTensor:
 
     Nor can it detach a DTensor in inference mode.
     """
-    shape, stride = parameter.shape, parameter.stride()
-    local, mesh = parameter.to_local(), parameter.device_mesh
-    return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+    return _with_local(parameter, parameter.to_local())
+
+
+def _with_local(like: DTensor, local: Tensor) -> DTensor:
+    shape, stride = like.shape, like.stride()
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _is_uneven(parameter: DTensor) -> bool:
@@ -147,10 +150,7 @@ class _ContiguousPart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> DTensor:
-        own, shape, stride = tensor.to_local().contiguous(), tensor.shape, tensor.stride()
-        return DTensor.from_local(
-            own, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
-        )
+        return _with_local(tensor, tensor.to_local().contiguous())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

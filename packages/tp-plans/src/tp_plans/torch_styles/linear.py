@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,70 +13,76 @@ from torch.distributed.tensor import DTensor, Partial
 from tp_plans import layouts
 from tp_plans.module_attrs import resolve_int
 from tp_plans.row_ranges import compute_ranges
-from tp_plans.styles import ColwiseParallel, MLAKVProjection, ParameterStyle, RowwiseParallel
-from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, first_argument
+from tp_plans.styles import ColwiseParallel, MLAKVProjection, ParameterStyle, RowwiseParallel, Style
+from tp_plans.torch_styles.base import FirstTensorStyle, ForwardContext
 from tp_plans.torch_styles.gradients import local_view, summed_gradient, to_local_writable, with_summed_gradient
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, reduce_output, to_output, wrap
 from tp_plans.torch_styles.row_all_to_all import RowExchange
 
 
-class ColwiseParallelImpl(LocalTensorStyle):
+class _LinearImpl(FirstTensorStyle):
+    """Fetches the rows (``dim`` 0) or columns of a weight that a rank computes with, where others store them."""
+
+    style: ColwiseParallel | RowwiseParallel
+    dim: ClassVar[int]
+
+    def __init__(self, style: Style, parameter_rules: Mapping[str, ParameterStyle] | None = None) -> None:
+        super().__init__(style, parameter_rules)
+        self._exchanges: dict[int, RowExchange] = {}  # by size of the weight
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        style = self.style
+        shared = isinstance(style, ColwiseParallel) and style.replicate_kv_heads
+        if not (style.fused_sizes or shared):
+            return
+        size = cast(Tensor, module.weight).shape[self.dim]
+        pieces, unit = cast("tuple[int, ...]", style.fused_sizes), cast(int, style.multiple_of)
+        used = compute_ranges(size, mesh.size(), unit=unit, pieces=pieces, shared=shared)
+        exchange = RowExchange(size, used, mesh.get_local_rank())
+        if exchange.needed:
+            self._exchanges[size] = exchange
+
+
+class ColwiseParallelImpl(_LinearImpl):
     """``ColwiseParallel``: gathers the input, computes this rank's features."""
 
     style: ColwiseParallel
-
-    def __init__(self, style: ColwiseParallel, parameter_rules: Mapping[str, ParameterStyle] | None = None) -> None:
-        super().__init__(style, parameter_rules)
-        self._exchanges: dict[int, RowExchange] = {}
-
-    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self._exchanges |= _exchanges(self.style, module, mesh, dim=0)
+    dim = 0
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         own = local_view(parameter)
         exchange = self._exchanges.get(parameter.shape[0])
         return own if exchange is None else exchange(own, parameter.device_mesh)
 
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
-        def full(tensor: Tensor) -> Tensor:
-            arrived = self._read(tensor, context)
-            gathered = redistribute(arrived, layouts.Replicate())
-            # Each rank's features give a part of the input's gradient.  It is summed where the input came from,
-            # except that torch 2.10 does not sum in backward towards partial sums.
-            if any(p.is_partial() for p in arrived.placements):
-                return summed_gradient(gathered)
-            return gathered.to_local(grad_placements=[Partial()])
-
-        return first_argument(args, kwargs, full)
+    def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
+        arrived = self._read(tensor, context)
+        gathered = redistribute(arrived, layouts.Replicate())
+        # Each rank's features give a part of the input's gradient.  It is summed where the input came from,
+        # except that torch 2.10 does not sum in backward towards partial sums.
+        if any(p.is_partial() for p in arrived.placements):
+            return summed_gradient(gathered)
+        return gathered.to_local(grad_placements=[Partial()])
 
     def _read(self, tensor: Tensor, context: ForwardContext) -> DTensor:
         if isinstance(tensor, DTensor) or self.style.input_layouts == layouts.Replicate():
             return as_dtensor(tensor, context.mesh, layouts.Replicate())
         features = context.parameters["weight"].shape[1]
-        return wrap(tensor, context.mesh, layouts.Shard(tensor.ndim - 1), size=features)
+        return wrap(tensor, context.mesh, tensor.ndim - 1, size=features)
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         style = self.style
         if style.use_local_output and style.output_layouts == layouts.Shard(-1):
             return output
         features = context.parameters["weight"].shape[0]
-        sharded = wrap(output, context.mesh, layouts.Shard(output.ndim - 1), size=features)
+        sharded = wrap(output, context.mesh, output.ndim - 1, size=features)
         return to_output(redistribute(sharded, style.output_layouts), use_local_output=style.use_local_output)
 
 
-class RowwiseParallelImpl(LocalTensorStyle):
+class RowwiseParallelImpl(_LinearImpl):
     """``RowwiseParallel``: computes a partial sum of the output and sums over the ranks."""
 
     style: RowwiseParallel
-
-    def __init__(self, style: RowwiseParallel, parameter_rules: Mapping[str, ParameterStyle] | None = None) -> None:
-        super().__init__(style, parameter_rules)
-        self._exchanges: dict[int, RowExchange] = {}
-
-    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self._exchanges |= _exchanges(self.style, module, mesh, dim=1)
+    dim = 1
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         if name != "bias":
@@ -86,16 +92,11 @@ class RowwiseParallelImpl(LocalTensorStyle):
         is_first = parameter.device_mesh.get_local_rank() == 0
         return cast(Tensor, _OnFirstRank.apply(parameter.to_local(), is_first))  # type: ignore[no-untyped-call]
 
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
-        def own_features(tensor: Tensor) -> Tensor:
-            features = layouts.Shard(tensor.ndim - 1)
-            if not isinstance(tensor, DTensor) and isinstance(self.style.input_layouts, layouts.Shard):
-                return tensor
-            return redistribute(as_dtensor(tensor, context.mesh, self.style.input_layouts), features).to_local()
-
-        return first_argument(args, kwargs, own_features)
+    def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
+        if not isinstance(tensor, DTensor) and isinstance(self.style.input_layouts, layouts.Shard):
+            return tensor
+        features = layouts.Shard(tensor.ndim - 1)
+        return redistribute(as_dtensor(tensor, context.mesh, self.style.input_layouts), features).to_local()
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         return reduce_output(
@@ -111,35 +112,17 @@ class MLAKVProjectionImpl(ColwiseParallelImpl):
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Its rows are used where they are stored."""
 
-    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
-        return local_view(parameter)
-
     def _read(self, tensor: Tensor, context: ForwardContext) -> DTensor:
         return as_dtensor(tensor, context.mesh, layouts.Replicate())
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         rotary = resolve_int(module, self.style.rope_dim, least=0)
-        own = wrap(output, context.mesh, layouts.Shard(output.ndim - 1), size=context.parameters["weight"].shape[0])
+        own = wrap(output, context.mesh, output.ndim - 1, size=context.parameters["weight"].shape[0])
         full = to_local_writable(redistribute(own, layouts.Replicate()))
         if not rotary:
             return full
         compressed, shared_key = full[..., :-rotary], full[..., -rotary:]
         return torch.cat([compressed, with_summed_gradient(shared_key, context.mesh)], dim=-1)
-
-
-def _exchanges(
-    style: ColwiseParallel | RowwiseParallel, module: nn.Module, mesh: DeviceMesh, *, dim: int
-) -> dict[int, RowExchange]:
-    """What brings a weight's rows (``dim`` 0) or columns to the ranks that use them, by size, where other ranks do."""
-    shared = isinstance(style, ColwiseParallel) and style.replicate_kv_heads
-    if not (style.fused_sizes or shared):
-        return {}
-    size = cast(Tensor, module.weight).shape[dim]
-    pieces, unit = cast("tuple[int, ...]", style.fused_sizes), cast(int, style.multiple_of)
-    exchange = RowExchange(
-        size, compute_ranges(size, mesh.size(), unit=unit, pieces=pieces, shared=shared), mesh.get_local_rank()
-    )
-    return {size: exchange} if exchange.needed else {}
 
 
 class _OnFirstRank(torch.autograd.Function):

@@ -24,11 +24,7 @@ def placement(layout: Layout) -> Placement:
 
 
 def existing_dim(dim: int, tensor: Tensor) -> int:
-    """A dim of a tensor, counted from the first.
-
-    Raises:
-        LayoutError: the tensor has no such dim.
-    """
+    """A dim that a tensor has, counted from the first."""
     if not -tensor.ndim <= dim < tensor.ndim:
         has = f"dims 0 to {tensor.ndim - 1}" if tensor.ndim else "none"
         raise LayoutError(
@@ -39,11 +35,7 @@ def existing_dim(dim: int, tensor: Tensor) -> int:
 
 
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    """``tensor`` itself where it is a DTensor already, else a DTensor that reads it in ``layout``.
-
-    Raises:
-        LayoutError: it is a DTensor on another mesh.
-    """
+    """``tensor`` itself where it is a DTensor already, else a DTensor that reads it in ``layout``."""
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise LayoutError(
@@ -54,20 +46,12 @@ def as_dtensor(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     return DTensor.from_local(tensor, mesh, [placement(layout)], run_check=False)
 
 
-def wrap(local: Tensor, mesh: DeviceMesh, layout: Layout, *, size: int | None = None) -> DTensor:
-    """A DTensor over this rank's part, where ranks may hold parts of different size.
-
-    Args:
-        local: this rank's part.
-        mesh: the one-axis mesh.
-        layout: of ``local``.
-        size: the full size of the sharded dim; needed for a shard, whose parts need not be equal.
-    """
+def wrap(local: Tensor, mesh: DeviceMesh, dim: int, *, size: int) -> DTensor:
+    """A DTensor of ``size`` on ``dim`` over this rank's part of it, where ranks may hold parts of different size."""
     shape = list(local.shape)
-    if isinstance(layout, layouts.Shard) and size is not None:
-        shape[layout.dim] = size
+    shape[dim] = size
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [placement(layout)], run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def own_bounds(size: int, mesh: DeviceMesh) -> tuple[int, int]:
@@ -78,11 +62,7 @@ def own_bounds(size: int, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
-    """``tensor`` in ``layout``; the backward redistributes the gradient the other way.
-
-    Raises:
-        LayoutError: it has no such dim.
-    """
+    """``tensor`` in ``layout``; the backward redistributes the gradient the other way."""
     wanted = placement(layout)
     if isinstance(wanted, Shard):
         wanted = Shard(existing_dim(wanted.dim, tensor))
@@ -108,7 +88,7 @@ class _OwnPart(torch.autograd.Function):
         ctx.dim, ctx.size = dim, size
         start, end = own_bounds(size, mesh)
         own = full.to_local().narrow(dim, start, end - start).clone()
-        return wrap(own, mesh, layouts.Shard(dim), size=size)
+        return wrap(own, mesh, dim, size=size)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
@@ -133,7 +113,7 @@ def _replicated(gradient: DTensor, dim: int, size: int) -> DTensor:
     if gradient.placements == (Replicate(),):
         return gradient
     own = gradient.redistribute(placements=[Shard(dim)]).to_local()
-    return wrap(own, gradient.device_mesh, layouts.Shard(dim), size=size).redistribute(placements=[Replicate()])
+    return wrap(own, gradient.device_mesh, dim, size=size).redistribute(placements=[Replicate()])
 
 
 def plain_full_tensor(value: Any, mesh: DeviceMesh) -> Any:

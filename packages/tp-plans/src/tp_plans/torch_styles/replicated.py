@@ -1,21 +1,32 @@
-"""Styles for replicated modules, on torch."""
+"""Styles for modules that compute with full parameters, on torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tp_plans import layouts
-from tp_plans.errors import LayoutError
-from tp_plans.styles import NoParallel, SequenceParallel
-from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, first_argument
-from tp_plans.torch_styles.gradients import summed_gradient
+from tp_plans._torch_compat import own_parameters
+from tp_plans.errors import LayoutError, PlanError
+from tp_plans.styles import GatheredParameters, NoParallel, SequenceParallel
+from tp_plans.torch_styles.base import (
+    Args,
+    Arguments,
+    FirstTensorStyle,
+    ForwardContext,
+    Kwargs,
+    LocalTensorStyle,
+    distribute_tied,
+)
+from tp_plans.torch_styles.gradients import full_view, summed_gradient
 from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, redistribute, wrap
 
 
-class NoParallelImpl(LocalTensorStyle):
+class NoParallelImpl(FirstTensorStyle):
     """``NoParallel``: computes on the local activation, and outputs a DTensor if the input was one."""
 
     style: NoParallel
@@ -23,17 +34,12 @@ class NoParallelImpl(LocalTensorStyle):
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return summed_gradient(parameter) if self.style.gradient == "partial" else parameter.to_local()
 
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
-        def local(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, DTensor):
-                return tensor
-            self._require_matching(module, as_dtensor(tensor, context.mesh, layouts.Replicate()))
-            context.saved["arrived"] = tensor
-            return tensor.to_local()
-
-        return first_argument(args, kwargs, local)
+    def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        self._require_matching(module, as_dtensor(tensor, context.mesh, layouts.Replicate()))
+        context.saved["arrived"] = tensor
+        return tensor.to_local()
 
     def post_forward(self, module: nn.Module, output: Any, context: ForwardContext) -> Any:
         arrived: DTensor | None = context.saved.get("arrived")
@@ -49,7 +55,7 @@ class NoParallelImpl(LocalTensorStyle):
                 f"{list(output.shape)}, which has lost that dim: NoParallel is for modules that keep "
                 "it; give it a plain tensor"
             )
-        return wrap(output, context.mesh, layouts.Shard(cut.dim), size=arrived.shape[cut.dim])
+        return wrap(output, context.mesh, cut.dim, size=arrived.shape[cut.dim])
 
     def _require_matching(self, module: nn.Module, tensor: DTensor) -> None:
         """Raise unless the input's layout fits the gradient: replicated for "full", sharded for "partial"."""
@@ -68,7 +74,7 @@ class NoParallelImpl(LocalTensorStyle):
         )
 
 
-class SequenceParallelImpl(LocalTensorStyle):
+class SequenceParallelImpl(FirstTensorStyle):
     """``SequenceParallel``: computes on this rank's part of the sequence."""
 
     style: SequenceParallel
@@ -76,19 +82,47 @@ class SequenceParallelImpl(LocalTensorStyle):
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return summed_gradient(parameter)
 
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
+    def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
         sequence = layouts.Shard(self.style.sequence_dim)
-
-        def own_tokens(tensor: Tensor) -> Tensor:
-            stream = redistribute(as_dtensor(tensor, context.mesh, layouts.Replicate()), sequence)
-            context.saved["length"] = stream.shape[sequence.dim]
-            return stream.to_local()
-
-        return first_argument(args, kwargs, own_tokens)
+        stream = redistribute(as_dtensor(tensor, context.mesh, layouts.Replicate()), sequence)
+        context.saved["length"] = stream.shape[sequence.dim]
+        return stream.to_local()
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
-        stream = wrap(output, context.mesh, layouts.Shard(self.style.sequence_dim), size=context.saved["length"])
+        stream = wrap(output, context.mesh, self.style.sequence_dim, size=context.saved["length"])
         full: Tensor = plain_full_tensor(stream, context.mesh) if self.style.full_output else stream
         return full
+
+
+class GatheredParametersImpl(LocalTensorStyle):
+    """``GatheredParameters``: the gathered tensors take the parameters' places."""
+
+    style: GatheredParameters
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        for owner, name in self._places(module):
+            parameter = own_parameters(owner)[name]
+            if parameter is not None and not isinstance(parameter.data, DTensor):
+                sharded = distribute_tied(parameter, mesh, layouts.Shard(0), self.src_data_rank)
+                owner.register_parameter(name, sharded)
+
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
+        return full_view(parameter) if name in self.style.names else super().local_parameter(name, parameter)
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
+        for owner, name in self._places(module):
+            parameter = own_parameters(owner)[name]
+            if isinstance(parameter, DTensor):
+                context.swap_in(owner, name, parameter, full_view(parameter))
+        return args, kwargs
+
+    def _places(self, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+        for path in self.style.names:
+            below, _, name = path.rpartition(".")
+            try:
+                owner = module.get_submodule(below)
+            except AttributeError:
+                owner = None
+            if owner is None or name not in own_parameters(owner):
+                raise PlanError(f"{type(module).__name__} has no parameter {path!r}, which {self.style} is to gather")
+            yield owner, name

@@ -72,6 +72,12 @@ def verify_plan(
     """
     if not is_integer(tp, least=2) or tp > MAX_PROCESSES:
         raise PlanError(f"tp is {tp!r}: give the number of ranks to split over, 2 to {MAX_PROCESSES}")
-    from tp_plans.verification.verify import verify
+    from tp_plans.verification.ranks import require_axis
+    from tp_plans.verification.tiny import tiny_model
+    from tp_plans.verification.verify import verify_tiny
 
-    return verify(model, plan, tp=tp, inputs=inputs, mesh=mesh)
+    require_axis(mesh)
+    tp = tp if mesh is None else mesh.size()
+    if not plan:
+        return VerificationReport(plan.name, tp, f"{type(model).__name__} not run, since the plan has no rules")
+    return verify_tiny(tiny_model(model, tp=tp), plan, tp=tp, inputs=inputs, mesh=mesh)

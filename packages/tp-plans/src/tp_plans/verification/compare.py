@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,14 +23,9 @@ from tp_plans.verification.inputs import Inputs, candidate_inputs
 
 @dataclass(frozen=True)
 class Reference:
-    """The results of the model that is not split.
+    """The results of the model that is not split, and the model before it ran: some keep a state of their forward.
 
-    Args:
-        model: the model, as it was before it ran: some keep a state of their last forward.
-        inputs: the arguments of its forward.
-        output: its first output.
-        weights: those of the loss, a weighted sum of the output.
-        gradients: every parameter's gradient; ``None`` where the loss does not reach it.
+    ``weights`` are those of the loss, a weighted sum of the output; a gradient is ``None`` where it does not reach.
     """
 
     model: nn.Module
@@ -45,21 +40,12 @@ class Differences:
     """What one rank found: see :class:`~tp_plans.verification.report.VerificationReport`."""
 
     output_error: float = 0.0
-    gradient_errors: Mapping[str, float] | None = None
+    gradient_errors: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
 
 
 def first_reference_run(model: nn.Module, given: Inputs | None, *, device: str) -> Reference:
-    """Run a model on the inputs given, or on the first that it runs on.
-
-    Args:
-        model: the model.
-        given: the arguments of its forward; ``None`` for token ids, and images where it takes them.
-        device: the type of the device that it is on.
-
-    Raises:
-        ModelError: it runs on none of them, with the reasons.
-    """
+    """Run a model on the inputs given, or on the first that it runs on."""
     tried = candidate_inputs(model) if given is None else iter([given])
     reasons: dict[str, None] = {}
     for inputs in tried:
@@ -72,15 +58,10 @@ def first_reference_run(model: nn.Module, given: Inputs | None, *, device: str) 
 
 
 def reference_run(model: nn.Module, inputs: Inputs) -> Reference:
-    """Run a model forward and backward.
-
-    Raises:
-        ModelError: it raises, or gives no tensor or numbers that are not finite.
-    """
-    pristine = model
-    model = copy.deepcopy(pristine)
+    """Run a model forward and backward."""
+    run = copy.deepcopy(model)
     try:
-        output = _run(model, inputs)
+        output = _run(run, inputs)
         generator = torch.Generator().manual_seed(2)
         weights = torch.randn(output.shape, dtype=torch.float64, generator=generator).to(output)
         (output * weights).sum().backward()  # type: ignore[no-untyped-call]
@@ -90,11 +71,11 @@ def reference_run(model: nn.Module, inputs: Inputs) -> Reference:
         raise ModelError(
             f"{type(model).__name__} cannot be run on the CPU in float64: {type(error).__name__}: {error}"
         ) from error
-    gradients = {path: parameter.grad for path, parameter in ModelTree.of(model).parameters.items()}
+    gradients = {path: parameter.grad for path, parameter in ModelTree.of(run).parameters.items()}
     tensors = (output, *(gradient for gradient in gradients.values() if gradient is not None))
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
         raise ModelError(f"{type(model).__name__} gives numbers that are not finite: give inputs, or a model, of yours")
-    return Reference(pristine, inputs, output.detach(), weights, gradients)
+    return Reference(model, inputs, output.detach(), weights, gradients)
 
 
 def compare(reference: Reference, plan: Plan, mesh: DeviceMesh) -> Differences:
@@ -102,7 +83,8 @@ def compare(reference: Reference, plan: Plan, mesh: DeviceMesh) -> Differences:
     candidate = copy.deepcopy(reference.model)
     try:
         parallelize_module(candidate, mesh, dict(styles_by_path(plan, candidate)))
-        output = _full(_run(candidate, reference.inputs))
+        output = _run(candidate, reference.inputs)
+        output = output.full_tensor() if isinstance(output, DTensor) else output
         if output.shape != reference.output.shape:
             return Differences(error=f"its output is {list(output.shape)}, not {list(reference.output.shape)}")
         (output * reference.weights).sum().backward()  # type: ignore[no-untyped-call]
@@ -129,13 +111,12 @@ def _run(model: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def _first_tensor(output: Any) -> Tensor:
-    if isinstance(output, Tensor) and output.is_floating_point():
-        return output
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
-    for value in values:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value
-    raise ModelError(f"the model gives {type(output).__name__} without a tensor of real numbers")
+    several = output.values() if isinstance(output, Mapping) else output
+    values = several if isinstance(output, (Mapping, tuple, list)) else [output]
+    real = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
+    if (first := next(real, None)) is None:
+        raise ModelError(f"the model gives {type(output).__name__} without a tensor of real numbers")
+    return first
 
 
 def _gradient_errors(reference: Reference, tree: ModelTree) -> Iterator[tuple[str, float]]:
@@ -152,16 +133,11 @@ def _gradient_errors(reference: Reference, tree: ModelTree) -> Iterator[tuple[st
         if wanted is None or actual is None:
             yield path, float("inf")
             continue
+        largest = max(_largest(wanted), floor)
         if isinstance(parameter, DTensor):
             wanted = distribute_tensor(wanted, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        if _local(actual).shape != _local(wanted).shape:
-            yield path, float("inf")
-            continue
-        yield path, _largest(_local(actual) - _local(wanted)) / max(_largest(reference.gradients[path]), floor)
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        own, right = _local(actual), _local(wanted)
+        yield path, _largest(own - right) / largest if own.shape == right.shape else float("inf")
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -39,14 +39,7 @@ _TOWERS = ("config.vision_config", "config.encoder.vision_config", "config.encod
 
 
 def candidate_inputs(model: nn.Module) -> Iterator[Inputs]:
-    """Iterate over arguments that a model may run on, those that reach most of it first.
-
-    Args:
-        model: the model, small enough to run.
-
-    Raises:
-        ModelError: it embeds no tokens.
-    """
+    """Iterate over arguments that a small model may run on, those that reach most of it first."""
     tree = ModelTree.of(model)
     vocabulary = tree.size(tree.embedding or "", 0)
     if vocabulary is None:
@@ -64,13 +57,7 @@ def candidate_inputs(model: nn.Module) -> Iterator[Inputs]:
 
 @dataclass(frozen=True)
 class _Maker:
-    """What the inputs of one model are made of.
-
-    Args:
-        model: the model.
-        vocabulary: the entries of its token embedding.
-        generator: of random numbers that every rank draws alike.
-    """
+    """What the inputs of one model are made of; every rank draws the same random numbers."""
 
     model: nn.Module
     vocabulary: int
@@ -104,12 +91,7 @@ class _Maker:
         return torch.cat([text.unsqueeze(-1), codes], -1)
 
     def with_images(self, images: int | None, *, reads_tokens: bool) -> Inputs | None:
-        """Return inputs with images in each row; ``None`` where none can be made.
-
-        Args:
-            images: the images, or frames, of a row; ``None`` for one without a dim of its own.
-            reads_tokens: whether the model gets token ids next to those of a decoder.
-        """
+        """Return inputs with images in each row, for ``None`` one without a dim; ``None`` where none can be made."""
         decodes = self._takes("decoder_input_ids")
         if not reads_tokens and not decodes:
             return None
@@ -180,7 +162,6 @@ class _Maker:
 
     @property
     def _tiles(self) -> int:
-        """The tiles that an image is cut into."""
         return int(self._of_tower("max_num_tiles") or 1)
 
     def _with_placeholders(self, media: Mapping[str, Tensor], images: int | None) -> Tensor:

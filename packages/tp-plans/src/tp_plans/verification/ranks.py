@@ -27,10 +27,6 @@ def on_new_ranks(work: Work, tp: int) -> list[Any]:
     """Run a function in ``tp`` forked processes, each a rank of a gloo mesh, and return the results in rank order.
 
     Forked, so that a model need not be pickled: it may be of a class that is defined in a script or a notebook.
-
-    Raises:
-        CapabilityError: this process cannot be forked safely.
-        ModelError: a rank died or did not answer.
     """
     if (reason := why_no_new_ranks()) is not None:
         raise CapabilityError(reason)
@@ -104,11 +100,7 @@ def on_ranks_of(mesh: DeviceMesh, work: Work) -> list[Any]:
 
 
 def require_axis(mesh: object) -> None:
-    """Check that a mesh is ``None``, or has one axis.
-
-    Raises:
-        PlanError: it is something else.
-    """
+    """Check that a mesh is ``None``, or has one axis."""
     if mesh is not None and not (isinstance(mesh, DeviceMesh) and mesh.ndim == 1):
         raise PlanError(
             f"mesh is of type {type_name(mesh)}, or has several axes: give one axis, as mesh['tp'], or None"

@@ -37,13 +37,9 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A model, and what is wanted of its plan.
+    """A model, and what is wanted of its plan: rules for towers too where ``towers_tp`` is a size of the axis.
 
-    Args:
-        tree: the model.
-        sequence_parallel: whether the plan is to be a sequence-parallel one.
-        towers_tp: the size of the axis where it is to have rules for towers too.
-        large: the patterns of the parameters that are worth a gather, alike for a model and its small copy.
+    ``large`` are the patterns of parameters that are worth a gather, alike for a model and its small copy.
     """
 
     tree: ModelTree
@@ -51,9 +47,15 @@ class _Attempt:
     towers_tp: int | None
     large: Collection[str]
 
-    def suggestion(self, gathered: Sequence[str] = (), *, sequence_parallel: bool | None = None) -> Suggestion:
-        wanted = self.sequence_parallel if sequence_parallel is None else sequence_parallel
-        return suggestion(self.tree, sequence_parallel=wanted, gathered=gathered, large=self.large)
+    def suggestion(self, gathered: Sequence[str], *, sequence_parallel: bool) -> Suggestion:
+        return suggestion(self.tree, sequence_parallel=sequence_parallel, gathered=gathered, large=self.large)
+
+    def plan(self, gathered: Sequence[str], *, gather_blocks: bool | None = None) -> Plan:
+        """Return the plan, sequence-parallel where that is wanted and ``gather_blocks`` given."""
+        plan = self.suggestion(gathered, sequence_parallel=False).plan
+        if not self.sequence_parallel or gather_blocks is None:
+            return plan
+        return with_sequence_parallelism(plan, self.tree, gather_blocks=gather_blocks)
 
     def with_towers(self, plan: Plan, *, among: Sequence[str] | None = None) -> Plan:
         """Return a plan with rules for towers, where they are wanted: see :func:`tp_plans.infer.towers.with_towers`."""
@@ -66,11 +68,19 @@ class _Attempt:
     def _towers(self, plan: Plan, tp: int, among: Sequence[str] | None) -> tuple[Plan, tuple[str, ...]]:
         return with_towers(plan, self.tree, tp=tp, among=among, large=self.large)
 
-    def plan(self, gathered: Sequence[str], *, gather_blocks: bool) -> Plan:
-        plan = self.suggestion(gathered, sequence_parallel=False).plan
-        if not self.sequence_parallel:
-            return plan
-        return with_sequence_parallelism(plan, self.tree, gather_blocks=gather_blocks)
+
+@dataclass(frozen=True)
+class _Copy(_Attempt):
+    """A small copy of a model, and the ranks that run it: those of a mesh, or as many new processes."""
+
+    tiny: TinyModel
+    tp: int
+    mesh: DeviceMesh | None
+
+    def report(self, plan: Plan) -> VerificationReport:
+        from tp_plans.verification.verify import verify_tiny
+
+        return verify_tiny(self.tiny, plan, tp=self.tp, mesh=self.mesh)
 
 
 def inferred_plan(
@@ -95,14 +105,14 @@ def inferred_plan(
     attempt = _Attempt(tree, sequence_parallel, towers_tp, large_patterns(tree))
     name = type(attempt.tree.model).__name__
     try:
-        proposed = attempt.suggestion()
+        proposed = attempt.suggestion((), sequence_parallel=sequence_parallel)
     except PlanError as error:
         raise UnknownArchitectureError(f"None can be inferred: {error}") from error
     without_doubts = not proposed.doubts and not sequence_parallel
     if without_doubts and not attempt.tower_parts(proposed.plan):
         _log_once(name, "without doubts")
         return attempt.with_towers(proposed.plan)
-    if mesh is not None and not _computes(mesh):
+    if mesh is not None and not _is_real(mesh):
         _log_once(name, "and not verified, since nothing is computed on a simulated mesh")
         return attempt.with_towers(proposed.plan)
     try:
@@ -134,10 +144,10 @@ def _verified(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
     tiny = tiny_model(attempt.tree.model, tp=tp)
     towers_tp = None if attempt.towers_tp is None else tp
     tree = replace(ModelTree.of(tiny.model), known_decoder=attempt.tree.decoder)  # towers may be larger at small sizes
-    small = replace(attempt, tree=tree, towers_tp=towers_tp)
-    gathered = _gathered_until_right(attempt, small, tiny, tp, mesh)
-    towers = _right_towers(small, gathered, tiny, tp, mesh)
-    gather_blocks = attempt.sequence_parallel and _must_gather_blocks(small, gathered, towers, tiny, tp, mesh)
+    small = _Copy(tree, attempt.sequence_parallel, towers_tp, attempt.large, tiny, tp, mesh)
+    gathered = _gathered_until_right(attempt, small)
+    towers = _right_towers(small, gathered)
+    gather_blocks = attempt.sequence_parallel and _must_gather_blocks(small, gathered, towers)
     plan, run = (each.plan(gathered, gather_blocks=gather_blocks) for each in (attempt, small))
     if {p: type(style) for p, style in plan.items()} != {p: type(style) for p, style in run.items()}:
         raise _NotVerifiedError("the small copy gets other rules than the model")
@@ -149,23 +159,18 @@ def _verified(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
     return plan, f"{how}; the sequence is gathered for each entire block" if gather_blocks else how
 
 
-def _gathered_until_right(
-    attempt: _Attempt, small: _Attempt, tiny: TinyModel, tp: int, mesh: DeviceMesh | None
-) -> tuple[str, ...]:
+def _gathered_until_right(attempt: _Attempt, small: _Copy) -> tuple[str, ...]:
     """Return the parts that have to be gathered for the plan without sequence parallelism to be right."""
-    from tp_plans.verification.verify import verify_tiny
-
     gathered: dict[str, None] = {}
     for _ in range(_ROUNDS):
+        plan = small.plan((*gathered,))
         wrong = [
-            place
-            for each in (attempt, small)
-            for place in _unfit_parts(each.suggestion((*gathered,), sequence_parallel=False).plan, each.tree, tp)
+            *_unfit_parts(attempt.plan((*gathered,)), attempt.tree, small.tp),
+            *_unfit_parts(plan, small.tree, small.tp),
         ]
         why = "its sizes do not fit"
         if not wrong:
-            plan = small.suggestion((*gathered,), sequence_parallel=False).plan
-            report = verify_tiny(tiny, plan, tp=tp, mesh=mesh)
+            report = small.report(plan)
             wrong, why = [part.where for part in report.wrong], str(report)
             if report.right and not (wrong := _unreached(plan, small.tree, gathered, report)):
                 return (*gathered,)
@@ -178,10 +183,9 @@ def _gathered_until_right(
 
 def _unreached(plan: Plan, tree: ModelTree, gathered: Collection[str], report: VerificationReport) -> list[str]:
     """Return the parts of blocks that are split and that the loss of the run did not depend on."""
-    parts = parts_of(plan, tree)
     return [
         place
-        for place, rules in parts.items()
+        for place, rules in parts_of(plan, tree).items()
         if any(isinstance(style, (RowwiseParallel, ExpertsParallel)) for style in rules.values())
         and place not in gathered
         and _may_be_gathered(place, tree)
@@ -189,22 +193,18 @@ def _unreached(plan: Plan, tree: ModelTree, gathered: Collection[str], report: V
     ]
 
 
-def _right_towers(
-    small: _Attempt, gathered: Sequence[str], tiny: TinyModel, tp: int, mesh: DeviceMesh | None
-) -> tuple[str, ...] | None:
+def _right_towers(small: _Copy, gathered: Sequence[str]) -> tuple[str, ...] | None:
     """Return the parts of towers that are right when they are split inside; what no input reaches is not among them.
 
     The layers of the others are right when they are stored sharded; ``None`` where they are not.
     """
-    from tp_plans.verification.verify import verify_tiny
-
-    plan = small.suggestion(gathered, sequence_parallel=False).plan
+    plan = small.plan(gathered)
     towers = small.tower_parts(plan)
     while True:
         tried = small.with_towers(plan, among=towers)
         if tried == plan:
             return None
-        report = verify_tiny(tiny, tried, tp=tp, mesh=mesh)
+        report = small.report(tried)
         wrong = [part.where for part in report.wrong]
         right = tuple(
             part
@@ -234,22 +234,9 @@ def _may_be_gathered(place: str, tree: ModelTree) -> bool:
     return place == tree.lm_head or any(is_at_or_below(place, wildcard(block)) for block in token_blocks(tree))
 
 
-def _must_gather_blocks(
-    small: _Attempt,
-    gathered: Sequence[str],
-    towers: Sequence[str] | None,
-    tiny: TinyModel,
-    tp: int,
-    mesh: DeviceMesh | None,
-) -> bool:
-    """Return whether the sequence-parallel form has to gather the sequence for entire blocks to be right.
-
-    Raises:
-        CapabilityError: it is wrong then too, with what differs.
-    """
-    from tp_plans.verification.verify import verify_tiny
-
-    name = type(tiny.model).__name__
+def _must_gather_blocks(small: _Copy, gathered: Sequence[str], towers: Sequence[str] | None) -> bool:
+    """Return whether the sequence-parallel form has to gather the sequence for entire blocks to be right."""
+    name = type(small.tiny.model).__name__
     reports: list[VerificationReport] = []
     for gather_blocks in (False, True):
         try:
@@ -264,7 +251,7 @@ def _must_gather_blocks(
             ) from error
         if towers is not None:
             plan = small.with_towers(plan, among=towers)
-        reports.append(verify_tiny(tiny, plan, tp=tp, mesh=mesh))
+        reports.append(small.report(plan))
         if reports[-1].right:
             return gather_blocks
     raise CapabilityError(
@@ -273,7 +260,7 @@ def _must_gather_blocks(
     )
 
 
-def _computes(mesh: DeviceMesh) -> bool:
+def _is_real(mesh: DeviceMesh) -> bool:
     from tp_plans.verification.ranks import computes, require_axis
 
     require_axis(mesh)

@@ -14,7 +14,7 @@ from typing import Any
 from tp_plans._validate import is_integer
 from tp_plans.verification.inputs import SPECIAL_TOKEN
 
-_VOCABULARY, _HIDDEN, _HEAD = 131, 64, 16
+_VOCABULARY, _HEAD = 131, 16
 #: Tokens that may share an id.
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
@@ -48,24 +48,23 @@ _STAGES = {"embed_dim": "embed_dim", "num_heads": "num_heads", "num_groups": "nu
 
 
 def _sizes(tp: int) -> dict[str, int]:
-    heads = 4 * tp
-    widths = dict.fromkeys(_WIDTHS, 16 * heads)
-    inner = dict.fromkeys(_INNER, 24 * tp)
-    counts = dict.fromkeys(_HEADS, heads)
-    kv_counts = dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_n_heads"), 2 * tp)
-    kv_counts |= dict.fromkeys(("encoder_num_key_value_heads", "decoder_num_key_value_heads"), 2 * tp)
+    kv_heads = (
+        *("num_key_value_heads", "num_kv_heads", "kv_n_heads"),
+        *("encoder_num_key_value_heads", "decoder_num_key_value_heads"),
+    )
     experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     chosen = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
+    windows = ("sliding_window", "attention_window_size", "window_size", "mamba_chunk_size", "chunk_size")
     positions = (
         *("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "model_max_length"),
         *("max_source_positions", "max_target_positions"),
     )
     return {
         "vocab_size": _VOCABULARY,
-        **widths,
-        **inner,
-        **counts,
-        **kv_counts,
+        **dict.fromkeys(_WIDTHS, 64 * tp),
+        **dict.fromkeys(_INNER, 24 * tp),
+        **dict.fromkeys(_HEADS, 4 * tp),
+        **dict.fromkeys(kv_heads, 2 * tp),
         **dict.fromkeys(("head_dim", "kv_channels", "d_kv"), _HEAD),
         **dict.fromkeys(experts, 2 * tp),
         **dict.fromkeys(chosen, 2),
@@ -73,38 +72,28 @@ def _sizes(tp: int) -> dict[str, int]:
         **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "shared_intermediate_size"), 16 * tp),
         **dict.fromkeys(("rotary_dim", "qk_rope_head_dim"), 8),
         **dict.fromkeys(("q_lora_rank", "adapter_rank"), 24),
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        **dict.fromkeys(("sliding_window", "attention_window_size", "window_size"), 4),
-        **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 4),
+        **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "num_filters"), 16),
+        **dict.fromkeys(windows, 4),
         "cross_layer_interval": 2,
-        "num_filters": 16,
         **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
     }
 
 
 def shrunk_config(config: Any, *, tp: int) -> Any:
-    """Return a copy of a config at small sizes.
-
-    Args:
-        config: of transformers.
-        tp: the ranks that the model is to be split over; heads and experts become multiples of it.
-    """
-    fields = config.to_dict()
-    return type(config).from_dict(_shrunk(fields, tp))
+    """Return a copy of a config at small sizes, heads and experts being multiples of ``tp``."""
+    return type(config).from_dict(_shrunk(config.to_dict(), tp))
 
 
 def _shrunk(fields: Mapping[str, Any], tp: int) -> dict[str, Any]:
-    small = dict(copy.deepcopy(fields))
-    for name, size in _sizes(tp).items():
-        if isinstance(small.get(name), int) and not isinstance(small[name], bool):
+    small, sizes = dict(copy.deepcopy(fields)), _sizes(tp)
+    for name, size in sizes.items():
+        if is_integer(small.get(name)):
             small[name] = min(size, small[name]) if name in ("num_experts_per_tok", "moe_k") else size
-    if fields.get("word_embed_proj_dim") == fields.get("hidden_size"):  # else OPT has projections in between
-        small |= {name: small["hidden_size"] for name in ("word_embed_proj_dim",) if name in fields}
+    if "word_embed_proj_dim" in fields and fields["word_embed_proj_dim"] == fields.get("hidden_size"):
+        small["word_embed_proj_dim"] = small["hidden_size"]  # else OPT has projections in between
     for name, like in _STAGES.items():
         if isinstance(stages := small.get(name), (list, tuple)):
-            small[name] = [_sizes(tp).get(like, 1)] * len(stages)
+            small[name] = [sizes.get(like, 1)] * len(stages)
     kinds = {name: list(dict.fromkeys(small[name])) for name in _KINDS if isinstance(small.get(name), list)}
     layers = max([2, *map(len, kinds.values())])
     small |= {name: list(islice(cycle(each), layers)) for name, each in kinds.items() if each}
@@ -112,17 +101,12 @@ def _shrunk(fields: Mapping[str, Any], tp: int) -> dict[str, Any]:
     if small.get("cross_attention_layers"):  # numbers of layers
         small["cross_attention_layers"] = [layers - 1]
     if inner := small.get("intermediate_layers_indices"):  # whose outputs go next to that of the last layer
-        small |= {
-            "intermediate_layers_indices": [0] * len(inner),
-            "vision_output_dim": small["hidden_size"] * (1 + len(inner)),
-        }
+        small["intermediate_layers_indices"] = [0] * len(inner)
+        small["vision_output_dim"] = small["hidden_size"] * (1 + len(inner))
     if "max_num_tiles" in small:  # each tile is as large as an image
         small["image_size"] = 4 * small["patch_size"]
-    beyond = [
-        name
-        for name, value in small.items()
-        if SPECIAL_TOKEN.fullmatch(name) and is_integer(value) and value >= _VOCABULARY
-    ]
+    tokens = {name: value for name, value in small.items() if SPECIAL_TOKEN.fullmatch(name) and is_integer(value)}
+    beyond = [name for name, value in tokens.items() if value >= _VOCABULARY]
     for index, name in enumerate(beyond):  # those of media have to differ from all others
         small[name] = 0 if name in _TOKENS else _VOCABULARY - 1 - index
     for name, value in small.items():

@@ -62,8 +62,9 @@ def tiny_model(model: Any, *, tp: int) -> TinyModel:
             except Exception as error:  # noqa: BLE001 (the code of a model may raise anything)
                 reasons.append(f"{type(error).__name__}: {error}")
                 continue
-            size = _numel(ModelTree.of(small))
-            if _patterns(ModelTree.of(small)) != _patterns(tree):
+            small_tree = ModelTree.of(small)
+            size = _numel(small_tree)
+            if _patterns(small_tree) != _patterns(tree):
                 reasons.append("a smaller config builds other modules")
             elif size > MAX_PARAMETERS:
                 reasons.append(f"{size:,} parameters, more than {MAX_PARAMETERS:,}")
@@ -90,7 +91,11 @@ def _from_config(model: Any, config: Any) -> nn.Module:
 
 def _with_fewer_blocks(model: nn.Module, tree: ModelTree, tp: int) -> nn.Module:
     """The model with one block of each kind and random weights; those that there are are not copied."""
-    small = copy.deepcopy(model, {id(each): _without_data(each) for each in tree.parameters.values()})
+    empty = {
+        id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)
+        for each in tree.parameters.values()
+    }
+    small = copy.deepcopy(model, empty)
     kept_tree = ModelTree.of(small)
     for stack, blocks in kept_tree.stacks.items():
         container = kept_tree.modules[stack]
@@ -101,14 +106,10 @@ def _with_fewer_blocks(model: nn.Module, tree: ModelTree, tp: int) -> nn.Module:
             kinds.setdefault(_kind(block, kept_tree), kept_tree.modules[block])
         del container[:]
         container.extend(kinds.values())
-    if _numel(ModelTree.of(small)) > MAX_PARAMETERS:
-        return small
-    _fill(ModelTree.of(small))
+    small_tree = ModelTree.of(small)
+    if _numel(small_tree) <= MAX_PARAMETERS:
+        _fill(small_tree)
     return small
-
-
-def _without_data(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
 
 def _kind(block: str, tree: ModelTree) -> Any:
@@ -121,7 +122,7 @@ def _kind(block: str, tree: ModelTree) -> Any:
 
 def _fill(tree: ModelTree) -> None:
     """Give tensors on the meta device data: parameters random, vectors of norms near one, buffers positive."""
-    for _path, module in tree.modules.items():
+    for module in tree.modules.values():
         for name, parameter in own_parameters(module).items():
             if parameter is None or not parameter.is_meta:
                 continue
@@ -132,10 +133,8 @@ def _fill(tree: ModelTree) -> None:
             own_parameters(module)[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
         for name, buffer in own_buffers(module).items():
             if buffer is not None and buffer.is_meta:
-                random = torch.rand(buffer.shape)
-                own_buffers(module)[name] = (
-                    random.to(buffer.dtype) if buffer.is_floating_point() else torch.zeros_like(buffer, device="cpu")
-                )
+                filled = torch.rand(buffer.shape) if buffer.is_floating_point() else torch.zeros(buffer.shape)
+                own_buffers(module)[name] = filled.to(buffer.dtype)
 
 
 def _prepared(model: nn.Module) -> nn.Module:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tp_plans.checks import check
@@ -15,34 +14,15 @@ from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree
 from tp_plans.verification.compare import Differences, Reference, compare, first_reference_run
 from tp_plans.verification.parts import part_of, parts_of
-from tp_plans.verification.ranks import Work, on_new_ranks, on_ranks_of, require_axis
+from tp_plans.verification.ranks import on_new_ranks, on_ranks_of
 from tp_plans.verification.report import GRADIENT_BOUND, OUTPUT_BOUND, VerificationReport, WrongPart, differences
-from tp_plans.verification.tiny import TinyModel, tiny_model
-
-
-def verify(
-    model: nn.Module, plan: Plan, *, tp: int, inputs: Mapping[str, Any] | None, mesh: DeviceMesh | None
-) -> VerificationReport:
-    """See :func:`tp_plans.verify_plan`."""
-    require_axis(mesh)
-    tp = tp if mesh is None else mesh.size()
-    if not plan:
-        return VerificationReport(plan.name, tp, f"{type(model).__name__} not run, since the plan has no rules")
-    return verify_tiny(tiny_model(model, tp=tp), plan, tp=tp, inputs=inputs, mesh=mesh)
+from tp_plans.verification.tiny import TinyModel
 
 
 def verify_tiny(
     tiny: TinyModel, plan: Plan, *, tp: int, inputs: Mapping[str, Any] | None = None, mesh: DeviceMesh | None = None
 ) -> VerificationReport:
-    """Verify a plan on a model that is small enough to run.
-
-    Args:
-        tiny: the model.
-        plan: the plan.
-        tp: the ranks to split over.
-        inputs: as in :func:`tp_plans.verify_plan`.
-        mesh: as in :func:`tp_plans.verify_plan`.
-    """
+    """Verify a plan on a model that is small enough to run: see :func:`tp_plans.verify_plan`."""
     check(plan, tiny.model, tp=tp).raise_on_error()
     device = "cpu" if mesh is None else mesh.device_type
     tiny.model.to(device)
@@ -50,11 +30,17 @@ def verify_tiny(
 
     def attempt(plans: Sequence[Plan]) -> list[Differences]:
         def work(ranks: DeviceMesh) -> list[Differences]:
-            return list(_until_error(reference, tried, ranks))
+            results: list[Differences] = []
+            for each in tried:
+                if results and results[-1].error:
+                    break
+                results.append(compare(reference, each, ranks))
+            return results
 
         found: list[Differences] = []
         while tried := plans[len(found) :]:  # after an error ranks may be out of step: go on with new ones
-            found += map(_worst, zip(*_on_ranks(work, tp, mesh), strict=False))
+            ranks = on_new_ranks(work, tp) if mesh is None else on_ranks_of(mesh, work)
+            found += map(_worst, zip(*ranks, strict=False))
         return found
 
     (found,) = attempt([plan])
@@ -64,29 +50,17 @@ def verify_tiny(
         tp=tp,
         ran=f"{type(tiny.model).__name__} {tiny.ran}",
         output_error=found.output_error,
-        gradient_errors=found.gradient_errors or {},
+        gradient_errors=found.gradient_errors,
         wrong=wrong,
         error=found.error,
     )
-
-
-def _until_error(reference: Reference, plans: Sequence[Plan], mesh: DeviceMesh) -> Iterator[Differences]:
-    for plan in plans:
-        found = compare(reference, plan, mesh)
-        yield found
-        if found.error:
-            return
-
-
-def _on_ranks(work: Work, tp: int, mesh: DeviceMesh | None) -> list[list[Differences]]:
-    return on_new_ranks(work, tp) if mesh is None else on_ranks_of(mesh, work)
 
 
 def _worst(ranks: Sequence[Differences]) -> Differences:
     """Join what the ranks found: the first error, and the largest of every number."""
     errors: dict[str, float] = defaultdict(float)
     for each in ranks:
-        for path, error in (each.gradient_errors or {}).items():
+        for path, error in each.gradient_errors.items():
             errors[path] = max(errors[path], error)
     raised = [each.error for each in ranks if each.error]
     raised.sort(key=lambda error: "gloo" in error)  # of a rank that lost its peer: a consequence
@@ -94,7 +68,7 @@ def _worst(ranks: Sequence[Differences]) -> Differences:
 
 
 def _is_right(found: Differences) -> bool:
-    errors = (found.gradient_errors or {}).values()
+    errors = found.gradient_errors.values()
     return not found.error and found.output_error <= OUTPUT_BOUND and all(error <= GRADIENT_BOUND for error in errors)
 
 
@@ -112,7 +86,7 @@ def _wrong_parts(
     if found.error:
         return []
     places: dict[str, dict[str, float]] = defaultdict(dict)
-    for path, error in (found.gradient_errors or {}).items():
+    for path, error in found.gradient_errors.items():
         if not error <= GRADIENT_BOUND:
             places[part_of(path, tree)][path] = error
     return [
@@ -123,12 +97,10 @@ def _wrong_parts(
 def _wrong_part(place: str, rules: Plan, tree: ModelTree, found: Differences) -> WrongPart:
     if found.error:
         return WrongPart(place, tuple(rules), f"raised {found.error}")
-    errors = found.gradient_errors or {}
-    own = {path: error for path, error in errors.items() if part_of(path, tree) == place}
-    if found.output_error <= OUTPUT_BOUND and any(not error <= GRADIENT_BOUND for error in own.values()):
+    own = {path: error for path, error in found.gradient_errors.items() if part_of(path, tree) == place}
+    beyond = [path for path, error in own.items() if not error <= GRADIENT_BOUND]
+    if found.output_error <= OUTPUT_BOUND and beyond:
         planned = PlannedTree(tree, rules)
-        beyond = [path for path, error in own.items() if not error <= GRADIENT_BOUND]
         named = (planned.rule(path) or planned.rule(parent(path)) for path in beyond)
         return WrongPart(place, tuple(dict.fromkeys(rule for rule in named if rule)), differences(0.0, own))
-    shown = own if any(not error <= GRADIENT_BOUND for error in own.values()) else errors
-    return WrongPart(place, tuple(rules), differences(found.output_error, shown))
+    return WrongPart(place, tuple(rules), differences(found.output_error, own if beyond else found.gradient_errors))

@@ -67,11 +67,6 @@ class AssumedRoutes:
 def mean_destinations(experts: int, top_k: int, ranks: int) -> float:
     """Return the mean number of ranks that a token goes to, if any ``top_k`` experts are chosen equally often.
 
-    Args:
-        experts: number of all experts, a multiple of ``ranks``.
-        top_k: experts of a token.
-        ranks: ranks that the experts are divided over.
-
     Example:
         >>> from fsdp_runtime.dry_run.trace.assumed_routes import mean_destinations
         >>> round(mean_destinations(experts=64, top_k=8, ranks=8), 2)  # instead of 8, one for every expert

@@ -30,12 +30,9 @@ def remember_origin(function: Any, args: Any, result: Any) -> None:
 
 
 def assume_result(function: Any, tensor: Tensor, running: Sequence[nn.Module]) -> tuple[Any, str]:
-    """Return an assumed result of an operator of ``DATA_DEPENDENT``, and the assumption in words.
+    """Return an assumed result of an operator of ``DATA_DEPENDENT`` on a tensor, and the assumption in words.
 
-    Args:
-        function: the operator.
-        tensor: its input.
-        running: the running modules, outermost first.
+    ``running`` are the running modules, outermost first.
     """
     if function is aten.nonzero.default:
         rows = _selected(tensor, num_experts_of(running))

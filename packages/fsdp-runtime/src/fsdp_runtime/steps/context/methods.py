@@ -63,7 +63,7 @@ def check_heads(structure: ModelStructure, mixers: Sequence[TokenMixer], plan: o
     """
     for mixer in mixers:
         heads = query_heads(structure, mixer)
-        local = heads // tp if heads is not None and tp > 1 and _is_sharded(mixer, plan) else heads
+        local = heads // tp if heads is not None and tp > 1 and is_sharded(mixer, plan) else heads
         if local is not None and local % cp:
             over_tp = "" if local == heads else f", {heads} over tp={tp}"
             raise ModelError(
@@ -88,7 +88,7 @@ def _positive(owner: Any) -> Iterator[int]:
             yield count
 
 
-def _is_sharded(mixer: TokenMixer, plan: object) -> bool:
+def is_sharded(mixer: TokenMixer, plan: object) -> bool:
     """Return True if a plan divides the queries of a module."""
     if not isinstance(plan, Plan):
         return True

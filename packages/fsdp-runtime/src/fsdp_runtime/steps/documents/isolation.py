@@ -105,6 +105,16 @@ def run_per_document(
     return _put_together(outputs, documents, batches)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as above
+def run_tokens_per_document(
+    forward: Callable[..., Tensor], tokens: Mapping[str, Tensor], documents: Documents
+) -> Tensor:
+    """Run a function of tensors ``[batch, seq, *]`` on documents as rows of a batch, as :func:`run_per_document`."""
+    batches = documents.batches
+    outputs = [forward(**{name: batch.take(value) for name, value in tokens.items()}) for batch in batches]
+    return documents.together(outputs, batches)
+
+
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Return a value with every tensor in it, in nested dicts, tuples and lists, replaced by ``change`` of it."""
     if isinstance(value, Tensor):
@@ -144,7 +154,7 @@ class _Taken:
     def _of_tensor(self, value: Tensor) -> Tensor:
         rows, tokens = self.documents.begins.shape
         shape = tuple(value.shape)
-        if len(shape) == 4 and shape[2:] == (tokens, tokens) and shape[0] in (1, rows):
+        if len(shape) == 4 and shape[2:] == (tokens, tokens) and shape[1] != tokens and shape[0] in (1, rows):
             return self.batch.take_mask(value.expand(rows, -1, -1, -1), true_allows=_true_allows(value))
         if len(shape) >= 2 and shape[1] == tokens and shape[0] in (1, rows):
             return self.batch.take(value.expand(rows, *shape[1:]))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_runtime._torch_compat import has_forward
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.memory.gathered_copies import keep_readers_on_shards
+from fsdp_runtime.memory.gathered_copies import keep_readers_on_shards, refuse_gradient_hooks
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
@@ -62,11 +62,13 @@ class FSDP2(Step):
 
         Raises:
             OptionError: options contradict each other or the model's dtypes.
+            ModelError: a parameter has hooks that FSDP2 does not run.
         """
         model = setup.facts.model
         check_fsdp_options(model, self.options)
         if setup.meshes.fsdp is None:
             return FSDPDtypes()
+        refuse_gradient_hooks(model)
         return fsdp_dtypes(model, setup.structure, self.options, expert_modules(model, setup.expert_plan))
 
     def apply(self, model: nn.Module, setup: Setup, found: FSDPDtypes) -> None:

@@ -1,36 +1,52 @@
-"""Hidden states of all depths, as ``output_hidden_states=True`` asks for them, under sequence parallelism.
+"""Hidden states of all depths, and those of chosen positions, under sequence parallelism.
 
-Between blocks they are DTensors that are sharded on the sequence, which a plain layer cannot read.
+Between blocks they are DTensors that are sharded on the sequence, which a plain layer cannot read, and which torch
+indexes by a slice only, not by the indices that ``logits_to_keep`` may be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.wrap import hook_forward
 from tp_plans.runtime import plain_full_tensor
 
+#: The model whose forward got indices as ``logits_to_keep``, with which it indexes its trunk's last hidden states.
+_indexes: ContextVar[nn.Module | None] = ContextVar("indexes", default=None)
+
 
 def return_full_hidden_states(model: nn.Module) -> None:
-    """Let every transformers model in a model return full plain tensors in its tuples of hidden states."""
+    """Let every transformers model in a model return full plain tensors in its tuples of hidden states.
+
+    In a forward with indices as ``logits_to_keep``, the last hidden states are full and plain too.
+    """
     for module in model.modules():
         if is_transformers_model(module):
-            hook_forward(module, "gathers hidden states", after=_with_full_tuples)
+            hook_forward(module, "gathers hidden states", before=_begin, after=_with_full_states, always=True)
 
 
-def _with_full_tuples(_module: nn.Module, _args: Any, output: Any) -> Any:
+def _begin(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    if _indexes.get() is None and isinstance(kwargs.get("logits_to_keep"), Tensor):
+        _indexes.set(module)
+
+
+def _with_full_states(module: nn.Module, args: Any, output: Any) -> Any:
     """Gather the members of an output's tuples: hidden states come with one entry a block.
 
     Logits and the last hidden state, which have layouts of their own, are no members of tuples.
     """
+    if _indexes.get() is module:
+        _indexes.set(None)
     if isinstance(output, Mapping):  # a ModelOutput, which keeps attributes and entries in step
         for name, value in output.items():
-            output[name] = _full(value)  # type: ignore[index]
+            is_indexed = name == "last_hidden_state" and _indexes.get() is not None
+            output[name] = _plain(value) if is_indexed else _full(value)  # type: ignore[index]
         return output
     return tuple(map(_full, output)) if type(output) is tuple else output
 
@@ -38,4 +54,8 @@ def _with_full_tuples(_module: nn.Module, _args: Any, output: Any) -> Any:
 def _full(value: Any) -> Any:
     if type(value) is not tuple or not any(isinstance(each, DTensor) for each in value):
         return value
-    return tuple(plain_full_tensor(each, each.device_mesh) if isinstance(each, DTensor) else each for each in value)
+    return tuple(map(_plain, value))
+
+
+def _plain(value: Any) -> Any:
+    return plain_full_tensor(value, value.device_mesh) if isinstance(value, DTensor) else value

@@ -17,6 +17,7 @@ from fsdp_runtime._peft_compat import (
     base_model,
     is_peft_model,
     kind_of,
+    learned_prompts,
     lora_layers,
     places,
     save_adapter_config,
@@ -78,6 +79,7 @@ def resolve_adapted_plan(
     bare = model if base is model else without_adapters(base)
     resolved = resolve_plan(plan, bare, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
     if base is not model:
+        _require_prompts_fit(model, resolved)
         return adapted_plan(resolved, base).with_prefix(_path_of(base, model))
     if plan == "auto" and (layer := next(lora_layers(model), None)) is not None:
         raise OptionError(
@@ -168,6 +170,21 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
             for name in sorted(path.name for path in work.iterdir() if path.name != _FILE):
                 move_into_place(work / name, target / name)
             move_into_place(work / _FILE, target / _FILE)
+
+
+def _require_prompts_fit(model: nn.Module, plan: Plan) -> None:
+    """Check prompt learning: peft reads embeddings and makes keys and values outside of the modules of the plan."""
+    kind = learned_prompts(model)
+    if kind == "keys":
+        raise OptionError(
+            f"{type(model).__name__} learns keys and values of all heads (prefix tuning), and a rank of tp has some: "
+            "take prompt tuning or LoRA, or use tp=1"
+        )
+    if kind is not None and plan.sequence_parallel:
+        raise OptionError(
+            f"{type(model).__name__} puts learned embeddings in front of those of the tokens, which are sharded on the "
+            "sequence: use sequence_parallel=False"
+        )
 
 
 def _path_of(base: nn.Module, model: nn.Module) -> str:

@@ -14,9 +14,11 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.experts.adapters import adapt_experts
+from fsdp_runtime.steps.outputs.attention_maps import refuse_attention_maps, return_full_attention_maps
 from fsdp_runtime.steps.outputs.generation import gather_logits_in_generate
 from fsdp_runtime.steps.outputs.hidden_states import return_full_hidden_states
 from fsdp_runtime.steps.outputs.labels import gather_logits_for_labels
+from fsdp_runtime.steps.tensor.later_adapters import refuse_later_adapters
 from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
 from tp_plans import ColwiseParallel, Plan, Replicate, Shard, Style, UnknownArchitectureError, check, styles_by_path
 
@@ -164,12 +166,18 @@ class TensorParallel(Step):
     def apply(self, model: nn.Module, setup: Setup, found: tuple[str, ...]) -> None:
         """Shard the layers; without a plan none is sharded."""
         adapt_experts(model)
-        if setup.plan is None or setup.meshes.tp is None:
+        meshes = setup.meshes
+        if any(mesh is not None for mesh in (meshes.tp, meshes.cp, meshes.ep, meshes.fsdp)):
+            refuse_later_adapters(model)
+        if meshes.cp is not None and setup.facts.of_transformers and setup.facts.attention == "eager":
+            refuse_attention_maps(model)
+        if setup.plan is None or meshes.tp is None:
             return
         plan = setup.plan.on_axis("tp") if isinstance(setup.plan, Plan) else setup.plan
         styles: Mapping[str, Any] = styles_by_path(plan, model) if isinstance(plan, Plan) else plan
-        parallelize_module(model, setup.meshes.tp, dict(styles))
+        parallelize_module(model, meshes.tp, dict(styles))
         gather_logits_in_generate(model)
         heads = [path for path, style in styles.items() if _has_sharded_logits(getattr(style, "style", None))]
         gather_logits_for_labels(model, heads)
         return_full_hidden_states(model)
+        return_full_attention_maps(model)

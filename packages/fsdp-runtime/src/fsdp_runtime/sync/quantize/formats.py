@@ -31,13 +31,7 @@ KEPT = ("*embed*", "*lm_head*", "*.gate.weight", "*.router.*", "*shared_expert_g
 
 @dataclass(frozen=True, slots=True)
 class QuantizedPart:
-    """One of the tensors that a quantized weight is stored as.
-
-    Args:
-        name: its name in the checkpoint.
-        shape: its full shape.
-        dtype: its dtype.
-    """
+    """One of the tensors that a quantized weight is stored as: its name in the checkpoint, full shape and dtype."""
 
     name: str
     shape: tuple[int, ...]

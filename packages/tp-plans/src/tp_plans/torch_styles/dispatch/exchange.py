@@ -10,15 +10,18 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tp_plans.errors import CapabilityError, PlanError
-from tp_plans.torch_styles.dispatch.rows import sum_rows
+from tp_plans.torch_styles.dispatch.rows import gather, sum_rows
+from tp_plans.torch_styles.row_all_to_all import all_to_all, exchange_rows
+
+#: Rows from each rank, and to each.
+_Splits = tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -81,20 +84,13 @@ class TokenExchange(ABC):
 
 
 @dataclass(frozen=True)
-class _Splits:
-    """Rows, or pairs, that go to and come from each rank."""
-
-    sent: list[int]
-    received: list[int]
-
-
-@dataclass(frozen=True)
 class _AllToAllState:
     """What brings the results back: tokens of this rank, the token of each row that was sent, and the row counts."""
 
     tokens: int
     row_token: Tensor
-    rows: _Splits
+    sent: list[int]
+    received: list[int]
 
 
 class AllToAllExchange(TokenExchange):
@@ -105,7 +101,7 @@ class AllToAllExchange(TokenExchange):
 
     def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> DispatchedTokens:
         tokens, top_k = index.shape
-        ranks, group = self.mesh.size(), self.mesh.get_group()
+        ranks = self.mesh.size()
         own = experts // ranks
         expert = index.reshape(-1)
         token = torch.arange(tokens, device=index.device).repeat_interleave(top_k)
@@ -119,19 +115,18 @@ class AllToAllExchange(TokenExchange):
         counts = key.new_zeros(ranks + 1, 2).index_add_(
             0, sorted_rank, torch.stack([starts_row, torch.ones_like(key)], dim=1)
         )[:ranks]
-        arriving = _all_to_all(counts, None, group)
+        arriving = all_to_all(counts, self.mesh, [1] * ranks, [1] * ranks)
         sent_rows, sent_pairs, rows, pairs = self.read_counts(counts, arriving)
-        by_row, by_pair = _Splits(sent_rows, rows), _Splits(sent_pairs, pairs)
 
         order, sorted_rank = order[: sum(sent_pairs)], sorted_rank[: sum(sent_pairs)]
         row = starts_row[: sum(sent_pairs)].cumsum(0) - 1
         row_token = key.new_zeros(sum(sent_rows)).scatter_(0, row, token[order])
         first_row = counts[:, 0].cumsum(0) - counts[:, 0]
         code = (row - first_row[sorted_rank]) * own + expert[order] % own
-        code = _all_to_all(code, by_pair, group)
+        code = all_to_all(code, self.mesh, pairs, sent_pairs)
 
         received_rows, pair_weight = _Dispatch.apply(  # type: ignore[no-untyped-call]
-            hidden[row_token], weights.reshape(-1)[order], by_row, by_pair, group
+            hidden[row_token], weights.reshape(-1)[order], self.mesh, (rows, sent_rows), (pairs, sent_pairs)
         )
         offset = (arriving[:, 0].cumsum(0) - arriving[:, 0]).repeat_interleave(arriving[:, 1], output_size=sum(pairs))
         return DispatchedTokens(
@@ -139,12 +134,12 @@ class AllToAllExchange(TokenExchange):
             pair_row=code // own + offset,
             pair_expert=code % own,
             pair_weight=pair_weight,
-            state=_AllToAllState(tokens, row_token, by_row),
+            state=_AllToAllState(tokens, row_token, sent_rows, rows),
         )
 
     def combine(self, rows: Tensor, dispatched: DispatchedTokens) -> Tensor:
         state: _AllToAllState = dispatched.state
-        returned = cast(Tensor, _Return.apply(rows, state.rows, self.mesh.get_group()))  # type: ignore[no-untyped-call]
+        returned = exchange_rows(rows, self.mesh, state.sent, state.received)
         return sum_rows(returned, state.row_token, state.tokens)
 
     def read_counts(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -158,48 +153,40 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, by_row: _Splits, by_pair: _Splits, group: dist.ProcessGroup
+        ctx: Any, rows: Tensor, weights: Tensor, mesh: DeviceMesh, by_row: _Splits, by_pair: _Splits
     ) -> tuple[Tensor, Tensor]:
-        ctx.by_row, ctx.by_pair, ctx.group = by_row, by_pair, group
-        return _all_to_all(rows, by_row, group), _all_to_all(weights, by_pair, group)
+        ctx.mesh, ctx.by_row, ctx.by_pair = mesh, by_row, by_pair
+        return all_to_all(rows, mesh, *by_row), all_to_all(weights, mesh, *by_pair)
 
     @staticmethod
     def backward(ctx: Any, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        return (
-            _all_to_all(rows, _reversed(ctx.by_row), ctx.group),
-            _all_to_all(weights, _reversed(ctx.by_pair), ctx.group),
-            None,
-            None,
-            None,
-        )
+        rows = all_to_all(rows, ctx.mesh, *reversed(ctx.by_row))
+        return rows, all_to_all(weights, ctx.mesh, *reversed(ctx.by_pair)), None, None, None
 
 
-class _Return(torch.autograd.Function):
-    """Send rows back to where they came from."""
+def to_experts(exchange: TokenExchange, tokens: Tensor) -> tuple[Tensor, list[int]]:
+    """Send every expert's tokens ``[experts, tokens, hidden]``, of any number of tokens on each rank, to its rank.
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, splits: _Splits, group: dist.ProcessGroup) -> Tensor:
-        ctx.splits, ctx.group = splits, group
-        return _all_to_all(rows, _reversed(splits), group)
+    Returns ``[own experts, tokens of all ranks, hidden]``, and the number of tokens of each rank.
+    """
+    mesh, (experts, number, hidden) = exchange.mesh, tokens.shape
+    ranks = mesh.size()
+    own = experts // ranks
+    sizes = exchange.read_sizes(gather(mesh, torch.tensor([number], device=tokens.device), ranks, 0), number)
+    received = [own * size for size in sizes]
+    arrived = exchange_rows(tokens.reshape(-1, hidden), mesh, received, [own * number] * ranks)
+    return torch.cat(
+        [part.view(own, len(part) // own, hidden) for part in torch.split(arrived, received)], dim=1
+    ), sizes
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _all_to_all(gradient, ctx.splits, ctx.group), None, None
 
-
-def _reversed(splits: _Splits) -> _Splits:
-    return _Splits(splits.received, splits.sent)
-
-
-def _all_to_all(values: Tensor, splits: _Splits | None, group: dist.ProcessGroup) -> Tensor:
-    """Exchange parts of a tensor's first dim; without splits, one equal part for every rank."""
-    if splits is None:
-        arrived = torch.empty_like(values)
-        dist.all_to_all_single(arrived, values.contiguous(), group=group)
-        return arrived
-    arrived = values.new_empty(sum(splits.received), *values.shape[1:])
-    dist.all_to_all_single(arrived, values.contiguous(), splits.received, splits.sent, group=group)
-    return arrived
+def from_experts(mesh: DeviceMesh, outputs: Tensor, sizes: list[int]) -> Tensor:
+    """Send the results ``[own experts, tokens of all ranks, hidden]`` back: ``[experts, tokens, hidden]``."""
+    own, _, hidden = outputs.shape
+    number, ranks = sizes[mesh.get_local_rank()], mesh.size()
+    sent = torch.cat([part.reshape(-1, hidden) for part in torch.split(outputs, sizes, dim=1)])
+    arrived = exchange_rows(sent, mesh, [own * number] * ranks, [own * size for size in sizes])
+    return arrived.view(ranks * own, number, hidden)
 
 
 #: Kernels that can take the place of the reference: name to the package that has them.

@@ -21,13 +21,7 @@ def sum_rows(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def split_rows(mesh: DeviceMesh, *tensors: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-    """Return this rank's part of tensors that all ranks of an axis have in full; gradients come back in full.
-
-    Args:
-        mesh: the axis.
-        tensors: equal on all ranks and of one size on ``dim``; gradients of floating-point ones are gathered.
-        dim: the dim to divide, as ``torch.chunk`` does.
-    """
+    """Return this rank's part, on ``dim``, of tensors that all ranks have in full; gradients come back in full."""
     own = shard_ranges(tensors[0].shape[dim], mesh.size())[mesh.get_local_rank()]
     exact = [tensor.narrow(dim, own.start, len(own)) for tensor in tensors]
     traced = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
@@ -54,7 +48,7 @@ class _SplitRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *(_gather(ctx.mesh, gradient, ctx.size, ctx.dim) for gradient in gradients)
+        return None, None, *(gather(ctx.mesh, gradient, ctx.size, ctx.dim) for gradient in gradients)
 
 
 class _JoinRows(torch.autograd.Function):
@@ -63,7 +57,7 @@ class _JoinRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, part: Tensor, size: int, dim: int) -> Tensor:
         ctx.mesh, ctx.dim, ctx.size = mesh, dim, size
-        return _gather(mesh, part, size, dim)
+        return gather(mesh, part, size, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
@@ -71,7 +65,7 @@ class _JoinRows(torch.autograd.Function):
         return None, gradient.narrow(ctx.dim, own.start, len(own)).contiguous(), None, None
 
 
-def _gather(mesh: DeviceMesh, part: Tensor, size: int, dim: int) -> Tensor:
+def gather(mesh: DeviceMesh, part: Tensor, size: int, dim: int) -> Tensor:
     """Gather parts as ``torch.chunk`` makes them: only the last ones are shorter, so all padding is at the end."""
     ranks = mesh.size()
     each, rows = -(-size // ranks), part.movedim(dim, 0)

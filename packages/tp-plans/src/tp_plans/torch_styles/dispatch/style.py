@@ -17,9 +17,14 @@ from tp_plans.errors import LayoutError, PlanError
 from tp_plans.naming import EXPERT_COUNTS
 from tp_plans.row_ranges import shard_ranges
 from tp_plans.styles import DispatchExperts, ParameterStyle
-from tp_plans.torch_styles.base import Args, ForwardContext, Kwargs, LocalTensorStyle, distribute_tied
-from tp_plans.torch_styles.dispatch.every_expert import from_experts, to_experts
-from tp_plans.torch_styles.dispatch.exchange import AllToAllExchange, DispatchedTokens, TokenExchange
+from tp_plans.torch_styles.base import Args, Arguments, ForwardContext, Kwargs, LocalTensorStyle, distribute_tied
+from tp_plans.torch_styles.dispatch.exchange import (
+    AllToAllExchange,
+    DispatchedTokens,
+    TokenExchange,
+    from_experts,
+    to_experts,
+)
 from tp_plans.torch_styles.dispatch.rows import join_rows, split_rows, sum_rows
 from tp_plans.torch_styles.gradients import full_view, summed_gradient
 from tp_plans.torch_styles.placement import plain_full_tensor
@@ -29,14 +34,8 @@ class DispatchExpertsImpl(LocalTensorStyle):
     """``DispatchExperts``: brings this rank's experts the tokens of all ranks, and every rank its tokens' sums.
 
     The module's own forward runs on pairs of a token and one expert, ``top_k = 1``, so that none of its
-    implementations meets an index that stands for no expert.
-
-    Args:
-        style: the rule.
-        parameter_rules: as of every style.
-        shared_mesh: the axis whose ranks have the same tokens (``tp``), which they divide among themselves; ``None``
-            where every rank has its own.
-        exchange: how tokens travel.
+    implementations meets an index that stands for no expert.  ``shared_mesh`` is the axis whose ranks have the same
+    tokens (``tp``), which they divide among themselves; ``None`` where every rank has its own.
     """
 
     style: DispatchExperts
@@ -77,9 +76,7 @@ class DispatchExpertsImpl(LocalTensorStyle):
                 module.register_parameter(name, distribute_tied(parameter, mesh, layout, self.src_data_rank))
         super()._distribute(module, mesh)
 
-    def pre_forward(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext
-    ) -> tuple[Args, Kwargs]:
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
         experts = number_of_experts(context.parameters)
         own = shard_ranges(experts, context.mesh.size())[context.mesh.get_local_rank()]
         for name, parameter in context.parameters.items():
@@ -157,7 +154,6 @@ class DispatchExpertsImpl(LocalTensorStyle):
         return rows, expert.unsqueeze(1), weight.unsqueeze(1)
 
     def _every_expert(self, hidden: Tensor, experts: int, context: ForwardContext) -> Tensor:
-        """Send every expert's tokens to its rank."""
         tokens = hidden.view(experts, -1, hidden.shape[-1])
         context.saved.update(shape=hidden.shape, dtype=hidden.dtype, tokens=tokens.shape[1])
         if self.shared_mesh is not None:

@@ -1,7 +1,7 @@
-"""A guard against optimizers that hold parameters which a transformation of the model has replaced.
+"""What users and optimizers have attached to parameters that ``parallelize`` replaces by DTensors.
 
-Sharding replaces parameters by DTensors.  An optimizer that was built before still holds the old ones, whose gradients
-are never set: its steps change nothing, without an error.
+Attributes and hooks are carried over.  An optimizer that was built before still holds the old parameters, whose
+gradients are never set: its steps would change nothing, without an error, so they raise.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_runtime._torch_compat import parameter_hooks, set_parameter_hooks
 from fsdp_runtime.errors import ModelError
 
 #: The attribute of a parameter that ``parallelize`` has replaced: its path.  An attribute, since torch refuses to swap
@@ -23,19 +24,29 @@ _REPLACED = "_fsdp_runtime_replaced"
 
 
 @contextmanager
-def refuse_stale_optimizers(model: nn.Module) -> Iterator[None]:
-    """Make the step of an optimizer raise ``ModelError`` if it holds a parameter that is replaced inside the ``with``.
+def carry_over_parameters(model: nn.Module) -> Iterator[None]:
+    """Carry attributes and hooks over to the parameters that take the place of others inside the ``with``.
+
+    Hooks of ``register_post_accumulate_grad_hook`` get the new parameter with its complete gradient, those of
+    ``register_hook`` the gradient as a DTensor; FSDP2, which runs none of the latter, refuses them before.  From then
+    on the step of an optimizer that holds a replaced parameter raises ``ModelError``.
 
     Args:
         model: the model whose parameters may be replaced.
     """
+    attached = {}
     for path, parameter in model.named_parameters():
+        attached[path] = dict(vars(parameter)), parameter_hooks(parameter)
         setattr(parameter, _REPLACED, path)
     try:
         yield
     finally:
         for parameter in model.parameters():
             parameter.__dict__.pop(_REPLACED, None)
+    for path, parameter in model.named_parameters():
+        attributes, hooks = attached.get(path, ({}, (None, None)))
+        vars(parameter).update({**attributes, **vars(parameter)})
+        set_parameter_hooks(parameter, hooks)
     _register_check()
 
 

@@ -1,4 +1,4 @@
-"""Rules that torch cannot apply where they stand, group_by_parent onto the module above."""
+"""Rules that torch cannot apply where they stand go to the module above."""
 
 import pytest
 from torch import nn
@@ -6,7 +6,7 @@ from torch import nn
 from harness.layers import parallelized
 from tp_plans import ColwiseParallel, ParameterStyle, PlanError, RowwiseParallel
 from tp_plans.styles import MLAKVProjection, ParallelAttention
-from tp_plans.torch_styles.parent_rules import ParentRules, group_by_parent
+from tp_plans.torch_styles.build import ParentRules, group_by_parent
 
 FUSED = ColwiseParallel(multiple_of="head_dim", fused_sizes=("num_heads", "kv_heads", "kv_heads"))
 

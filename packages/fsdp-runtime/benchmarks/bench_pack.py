@@ -3,22 +3,36 @@
 The imbalance is the share by which a step (the sum over micro-batches of the rank with the most work) exceeds the
 total work divided by the ranks, which is a lower bound and not always attainable.
 
-python packages/fsdp-runtime/benchmarks/bench_packing.py [BATCHES]
+Then rows, balance and times of larger and larger batches, beside the least number of micro-batches that any packing
+has, first fit, longest first, and Karmarkar and Karp's partition into as many rows, which looks at no budget (both of
+few samples only).  A slope of 1 is a time that grows as the samples.
+
+python packages/fsdp-runtime/benchmarks/bench_pack.py [BATCHES]
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 
-from fsdp_runtime.batching.balance import Items, Row, assign_rows, lower_bound, step_work
+import torch
+
+from fsdp_runtime.batching import pack, pack_tree
+from fsdp_runtime.batching.balance import assign_rows, lower_bound, step_work
+from fsdp_runtime.batching.partition import Items, Row, _differencing, least_rows
 
 #: Samples, data-parallel ranks and tokens a row of each setting.
 SETTINGS = ((64, 4, 8192), (256, 8, 16384), (512, 16, 16384))
+#: Tokens a row and data-parallel ranks of the batches that grow, and the numbers of their samples.
+LARGE = ((8192, 8), (131072, 8), (8192, 256), (131072, 256))
+COUNTS = (2000, 10_000, 100_000)
+#: First fit and the partition take a time that grows as the square of the samples.
+_FEW = 2000
 #: For a hidden size of 2048, at which attention to 8192 tokens costs a third of the other work.
 PAIR_COST = 1 / (6 * 2048)
 
@@ -100,5 +114,47 @@ def main(batches: int) -> None:
         print_row(name, each)
 
 
+def by_differencing(items: Items, ranks: int, micro_batches: int) -> list[list[Row]]:
+    """Karmarkar and Karp's partition, the rows of about the same work in one micro-batch."""
+    order = sorted(range(len(items.tokens)), key=lambda item: (-items.work[item], item))
+    rows = sorted(_differencing(items, order, ranks * micro_batches), key=items.work_of, reverse=True)
+    return [rows[start : start + ranks] for start in range(0, len(rows), ranks)]
+
+
+def imbalance(items: Items, ranks: int, found: Sequence[Sequence[Row]]) -> str:
+    """The number of micro-batches and the imbalance."""
+    return f"{len(found)} ({step_work(items, found) / lower_bound(items, ranks) - 1:.3%})"
+
+
+def grow(capacity: int, ranks: int) -> None:
+    """Print micro-batches, imbalances and times of batches of more and more samples."""
+    print(f"rows of {capacity} tokens, {ranks} ranks: micro-batches (imbalance)")
+    seconds: dict[str, list[float]] = {"pack": [], "pack_tree": []}
+    for previous, count in itertools.pairwise((0, *COUNTS)):
+        tokens = lengths(count, capacity, 0)
+        ids = torch.arange(capacity)
+        samples = [ids[:length] + index for index, length in enumerate(tokens)]
+        start = time.process_time()
+        packing = pack(samples, capacity, ranks=ranks, pair_cost=PAIR_COST)
+        seconds["pack"].append(time.process_time() - start)
+        groups = [[torch.cat([sample, sample[:1] + turn])[-capacity:] for turn in range(4)] for sample in samples[::4]]
+        start = time.process_time()
+        pack_tree(groups, capacity, ranks=ranks, pair_cost=PAIR_COST)
+        seconds["pack_tree"].append(time.process_time() - start)
+        items = items_of(tokens, capacity)
+        found = [[list(row) for row in rows] for rows in packing.assignment]
+        line = f"  {count:7} samples: pack {imbalance(items, ranks, found)}, bound {-(-least_rows(items) // ranks)}"
+        if count <= _FEW:
+            order = sorted(range(count), key=lambda item: -tokens[item])
+            line += f", first fit {imbalance(items, ranks, first_fit(items, ranks, order))}"
+            line += f", differencing {imbalance(items, ranks, by_differencing(items, ranks, len(found)))}"
+        for name, taken in seconds.items():
+            slope = f", slope {math.log(taken[-1] / taken[-2]) / math.log(count / previous):.2f}" if taken[1:] else ""
+            line += f"; {name} {taken[-1]:.2f} s{slope}"
+        print(line, flush=True)
+
+
 if __name__ == "__main__":
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
+    for each in LARGE:
+        grow(*each)

@@ -1,7 +1,9 @@
-"""Gemma 4: layers that share keys and values, inputs of every layer's own, and experts next to the MLP in some models.
+"""Gemma 3 and 4: four norms a block, norms over each head's queries and keys, and towers in the large ones.
 
-Blocks compute with scalars of their own and per-layer inputs, so sequence parallelism gathers the stream at a
-block's beginning.  Source: the module tree of transformers' ``modeling_gemma4.py``.
+Towers and projectors are replicated; image features are written into the token embeddings outside the language model,
+which therefore receives them in full.  Gemma 4 has layers that share keys and values, inputs of every layer's own, and
+experts next to the MLP in some models.  Its blocks compute with scalars of their own and per-layer inputs, so sequence
+parallelism gathers the stream at a block's beginning.  Source: the module tree of transformers' ``modeling_gemma4.py``.
 """
 
 from __future__ import annotations
@@ -9,12 +11,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tp_plans.models.gemma3 import GEMMA3_TEXT
-from tp_plans.models.llama import ATTENTION, GATED_MLP
-from tp_plans.models.qwen import HEAD_NORMS
+from tp_plans.models.llama import ATTENTION, GATED_MLP, NORMS
+from tp_plans.models.qwen import HEAD_NORM_ATTENTION, HEAD_NORMS
 from tp_plans.models.spec import Architecture, DecoderSpec, ExpertsSpec
 from tp_plans.plan import Plan
 from tp_plans.styles import GatheredParameters
+
+GEMMA3_TEXT = Architecture(
+    class_name="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    decoder=DecoderSpec(
+        sublayers=(HEAD_NORM_ATTENTION, GATED_MLP),
+        norms=(*NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+)
+GEMMA3 = Architecture(
+    class_name="Gemma3ForConditionalGeneration",
+    model_type="gemma3",
+    decoder=replace(GEMMA3_TEXT.decoder, root="model.language_model", merges_embeds_before_root=True),
+    notes="vision tower and projector replicated",
+)
 
 
 def _with_padding_row(plan: Plan, config: Any) -> Plan:

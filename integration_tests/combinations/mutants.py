@@ -1,0 +1,220 @@
+"""Defects planted in this process, each with a case that must find it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from combinations import scenario
+from combinations.cases import Case
+from fsdp_runtime import OptionError, parallelism
+from fsdp_runtime.memory import offload
+from fsdp_runtime.routing import replay
+from fsdp_runtime.steps import checkpointing
+from fsdp_runtime.steps.context import exchange
+from fsdp_runtime.steps.documents import step as documents
+from fsdp_runtime.steps.fsdp import step as fsdp
+from fsdp_runtime.steps.tensor import step as tensor
+from fsdp_runtime.training_state import load
+from fsdp_runtime.weights.stream import ExportedModel
+from harness.mutants import _add_bias_again
+from rl_logprobs.norms import grad_norm
+from tp_plans.runtime import AllToAllExchange
+from tp_plans.torch_styles import gradients, linear
+
+Planted = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A defect and the case that finds it."""
+
+    planted: Planted
+    case: Case
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing in the place of a step's part."""
+
+
+def _without(place: Any, name: str) -> Planted:
+    return partial(mock.patch.object, place, name, _nothing)
+
+
+def _replaced(place: Any, name: str, value: Any) -> Planted:
+    return partial(mock.patch.object, place, name, value)
+
+
+def _afterwards(change: Callable[[nn.Module], Any]) -> Planted:
+    """Change each model after ``parallelize``."""
+    original = scenario.parallelize
+
+    def changed(*args: Any, **kwargs: Any) -> nn.Module:
+        model = original(*args, **kwargs)
+        change(model)
+        return model
+
+    return partial(mock.patch.object, scenario, "parallelize", changed)
+
+
+def _case(family: str, mesh: dict[str, int], *parts: tuple[str, str]) -> Case:
+    return Case(family, tuple(mesh.items()), parts)
+
+
+def _event(name: str, slot: str = "before the optimizer") -> tuple[str, str]:
+    return "event", f"{name}@{slot}"
+
+
+def _bias_again(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("o_proj"):
+            module.register_forward_hook(_add_bias_again)
+
+
+def _broken_tie(model: Any) -> None:
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+
+
+def _larger_on_rank_one(model: nn.Module) -> None:
+    if dist.get_rank() == 1:
+        model.get_parameter("model.norm.weight").register_hook(lambda gradient: gradient * 1.01)
+
+
+def _changed_and_refused(model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.001)
+    raise OptionError("refused after a change")
+
+
+class _LosesAToken(AllToAllExchange):
+    def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> Any:
+        if dist.get_rank() == 0:
+            index = index.clone()
+            index[0] = -1
+        return super().dispatch(hidden, index, weights, experts=experts)
+
+
+class _DetachesWeights(AllToAllExchange):
+    def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> Any:
+        return super().dispatch(hidden, index, weights.detach(), experts=experts)
+
+
+def _exchanged(kind: type[AllToAllExchange]) -> Planted:
+    from fsdp_runtime.steps.experts.step import ExpertParallel
+
+    original = scenario.parallelize
+
+    def parallelize(model: nn.Module, mesh: Any, *, steps: Any = (), **options: Any) -> nn.Module:
+        return original(model, mesh, steps=(*steps, ExpertParallel(kind)), **options)
+
+    return partial(mock.patch.object, scenario, "parallelize", parallelize)
+
+
+def _scaled_weights(original: Any) -> Any:
+    def gather(self: Any, groups: Any) -> Iterator[Any]:
+        sharded = any(isinstance(source, DTensor) for group in groups for source in group.sources.values())
+        for item, full in original(self, groups):
+            yield item, (full * 1.001 if sharded else full)
+
+    return gather
+
+
+def _partial_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    """Leave each rank its part of a gradient that is a sum over ranks."""
+    return gradient, None
+
+
+def _local_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    """Keep this rank's part of its own gradient in the place of the sum over the ranks."""
+    by_rank = gradients[0].movedim(2, 0).index_select(0, ctx.permutation)
+    return by_rank.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)].movedim(0, 2), None, None
+
+
+def _bias_on_every_rank(ctx: Any, bias: Tensor, is_first: bool) -> Tensor:
+    return bias.view_as(bias)
+
+
+_TP, _FSDP, _CP, _EP = {"tp": 2}, {"dp_shard": 2}, {"cp": 2}, {"dp_shard": 2, "ep": 2}
+_SP = ("step", "TensorParallel(plan='auto', sequence_parallel=True, towers='sharded', logits='sharded')")
+
+MUTANTS: Mapping[str, Mutant] = {
+    "an optimizer gets gathered copies": Mutant(
+        _without(fsdp, "keep_readers_on_shards"), _case("dense", _FSDP, _event("evaluation"))
+    ),
+    "a norm counts gathered copies": Mutant(
+        _without(fsdp, "keep_readers_on_shards"), _case("dense", _FSDP, _event("evaluation", "before clipping"))
+    ),
+    "hidden states of one rank": Mutant(
+        _without(tensor, "return_full_hidden_states"), _case("dense", _TP, _SP, _event("hidden states"))
+    ),
+    "labels against one rank's logits": Mutant(
+        _without(tensor, "gather_logits_for_labels"), _case("dense", _TP, _event("labels"))
+    ),
+    "generation from one rank's logits": Mutant(
+        _without(tensor, "gather_logits_in_generate"), _case("dense", _TP, _event("generation"))
+    ),
+    "documents read one another": Mutant(
+        _without(documents, "keep_documents_apart"), _case("delta net", _FSDP, ("rows", "packed"))
+    ),
+    "recomputation without documents": Mutant(
+        _replaced(checkpointing, "bound", lambda module, forward, carried: forward),
+        _case(
+            "delta net",
+            _FSDP,
+            ("rows", "packed"),
+            ("step", "ActivationCheckpointing(mode='block')"),
+            _event("generation", "before backward"),
+        ),
+    ),
+    "gradients averaged over cp": Mutant(
+        _replaced(parallelism, "_ranks_with_different_batches", lambda mesh: 2), _case("dense", _CP)
+    ),
+    "keys without the gradients of other ranks": Mutant(
+        _replaced(exchange._Gather, "backward", staticmethod(_local_backward)), _case("dense", _CP)
+    ),
+    "head norms with one rank's gradient": Mutant(
+        _replaced(gradients._SumGradient, "backward", staticmethod(_partial_gradient)),
+        _case("latent attention", _TP),
+    ),
+    "a row-wise bias on every rank": Mutant(
+        _replaced(linear._OnFirstRank, "forward", staticmethod(_bias_on_every_rank)), _case("dense", _TP)
+    ),
+    "a bias added twice": Mutant(_afterwards(_bias_again), _case("dense", _TP, _SP)),
+    "a broken tie": Mutant(_afterwards(_broken_tie), _case("tied", _TP)),
+    "a gradient that is larger on one rank": Mutant(_afterwards(_larger_on_rank_one), _case("head norms", _TP)),
+    "a token sent to no expert": Mutant(_exchanged(_LosesAToken), _case("mixture", _EP)),
+    "routing weights without gradients": Mutant(_exchanged(_DetachesWeights), _case("mixture", _EP)),
+    "a norm that is too large": Mutant(
+        _replaced(grad_norm, "_weighted_power", lambda *args, **kwargs: 1.02 * _power(*args, **kwargs)),
+        _case("dense", _FSDP),
+    ),
+    "weights of other values in exports": Mutant(
+        _replaced(ExportedModel, "gather", _scaled_weights(ExportedModel.gather)),
+        _case("dense", _TP, _event("stream")),
+    ),
+    "weights of other values in files": Mutant(
+        _replaced(ExportedModel, "gather", _scaled_weights(ExportedModel.gather)), _case("dense", _FSDP, _event("save"))
+    ),
+    "momentum lost at a resume": Mutant(
+        _without(load, "_load_optimizers"), _case("dense", _FSDP, _event("resume", "after the step"))
+    ),
+    "zeros back from host memory": Mutant(
+        _replaced(offload, "_to_host", lambda storage: torch.zeros(storage.nbytes(), dtype=torch.uint8)),
+        _case("dense", _FSDP, _event("offload", "before clipping")),
+    ),
+    "routes of other tokens": Mutant(
+        _replaced(replay._Tokens, "local", lambda self, full: full.flip(0)), _case("mixture", _FSDP, _event("routes"))
+    ),
+    "a change before a refusal": Mutant(_replaced(scenario, "parallelize", _changed_and_refused), _case("dense", _TP)),
+}
+_power = grad_norm._weighted_power

@@ -1,0 +1,84 @@
+"""What one rank finds of one changed config."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from coverage.measure import MODES, Run, compared, default_dtype, run_alone
+from coverage.table import coverage_entries, tiny_model
+from fsdp_runtime import FsdpRuntimeError
+from harness.float64 import compute_in_float64
+from harness.parity import largest, logits_of, mesh_for
+from tp_plans import TpPlansError
+
+KINDS = ("ids", "left padding")
+BOUND = 1e-7
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one changed config.
+
+    Args:
+        status: ``"right"``; ``"refused"`` with a typed error, the model as it was; ``"unbuildable"`` where one process
+            cannot run it, or not to finite numbers; ``"failed"``.
+        note: why.
+    """
+
+    status: str
+    note: str = ""
+
+
+def measure_change(name: str, change: Mapping[str, Any], mode: str) -> Outcome:
+    """Measure one row with further fields of its config on two ranks; both must call it."""
+    entry = coverage_entries()[name]
+    entry = replace(entry, changes={**entry.changes, **change})
+    dtype = torch.float64 if entry.default_float64 else torch.float32
+    for package in ("tp_plans", "fsdp_runtime"):
+        logging.getLogger(package).setLevel(logging.ERROR)  # each case would warn of what it leaves replicated
+    with default_dtype(dtype), compute_in_float64():
+        try:
+            reference = tiny_model(entry)
+            runs = run_alone(reference, KINDS)
+        except Exception as error:
+            return Outcome("unbuildable", f"{type(error).__name__}: {error}")
+        if not runs or not all(bool(run.expected.isfinite().all()) for run in runs.values()):
+            return Outcome("unbuildable", "it computes no finite numbers")
+        try:
+            return _compared(reference, runs, mode, entry.options)
+        except Exception:
+            return Outcome("failed", traceback.format_exc(limit=-3))
+
+
+def _compared(reference: nn.Module, runs: dict[str, Run], mode: str, options: Mapping[str, Any]) -> Outcome:
+    model = copy.deepcopy(reference)
+    try:
+        candidate = MODES[mode](model, mesh_for({"tp": 2}), **options)
+    except (TpPlansError, FsdpRuntimeError) as error:
+        changed = _differences(model, runs)
+        return (
+            Outcome("failed", f"changed before it was refused: {changed}")
+            if changed
+            else Outcome("refused", str(error))
+        )
+    found = compared(reference, candidate, runs)
+    errors = {f"outputs, {kind}": error for kind, error in found.output_errors.items()} | found.gradient_errors
+    wrong = [f"{what} off by {error:.1e}" for what, error in errors.items() if not error <= BOUND]
+    return Outcome("failed", "; ".join([*wrong, *found.problems][:6])) if wrong or found.problems else Outcome("right")
+
+
+def _differences(model: nn.Module, runs: Mapping[str, Run]) -> list[str]:
+    """Return what a refused model no longer does as before."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return ["parameters are sharded"]
+    off = {kind: largest(logits_of(model, run.inputs) - run.expected) for kind, run in runs.items()}
+    return [f"outputs, {kind}, off by {error:.1e}" for kind, error in off.items() if error]

@@ -1,0 +1,204 @@
+"""A check that all ranks were given the same model and the same options, before anything changes.
+
+Ranks that differ would wait for collectives that others never call, or compute with blocks of different sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fsdp_runtime._transformers_compat.attention import attention_in_force
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.setup import Meshes
+from fsdp_runtime.step import Step
+
+_PACKAGES = ("torch", "transformers", "peft", "tp-plans", "fsdp-runtime")
+#: Objects of these packages are described by their attributes, others by their classes.
+_KNOWN = ("fsdp_runtime.", "tp_plans.")
+#: Entries of configs that may differ: where a rank has the files.
+_OF_RANKS = ("name_or_path", "_commit_hash")
+#: Differences in a message, and characters of a value.
+_SHOWN, _LENGTH = 4, 80
+
+#: What is compared, by part and name.
+Description = dict[str, dict[str, str]]
+
+
+def require_same_setup(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) -> None:
+    """Raise on every rank of the meshes unless all were given the same model and options; values are not compared.
+
+    One all-gather of digests over the ranks of each axis, none for a single process or on a simulated mesh.
+
+    Args:
+        model: the model, on any device.
+        meshes: the axes of the call.
+        steps: the steps of the call.
+
+    Raises:
+        ModelError: classes, parameters, buffers or configs differ; the message names them and the ranks.
+        OptionError: steps, sizes of axes or versions of packages differ.
+    """
+    groups = list(_groups(meshes))
+    if not groups:
+        return
+    own = _describe(model, meshes, steps)
+    digests = {part: blake2b(json.dumps(lines).encode(), digest_size=8).hexdigest() for part, lines in own.items()}
+    by_rank = _all_gather(groups, digests)
+    differing = [part for part in own if len({each[part] for each in by_rank.values()}) > 1]
+    if not differing:
+        return
+    found = _differences(_all_gather(groups, {part: own[part] for part in differing}), differing)
+    of_model = {"model", "module", "parameter", "buffer", "config"} & set(differing)
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    raise (ModelError if of_model else OptionError)(
+        f"ranks were given different {'models' if of_model else 'options'}: {'; '.join(found[:_SHOWN])}{more}; give "
+        "every rank the same model, options and versions"
+    )
+
+
+def _groups(meshes: Meshes) -> Iterator[ProcessGroup]:
+    """Yield the process groups of all axes that communicate."""
+    for mesh in (meshes.fsdp, meshes.cp, meshes.tp, meshes.ep, meshes.expert_fsdp):
+        for group in [] if mesh is None else mesh.get_all_groups():
+            if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
+                yield group
+
+
+def _all_gather(groups: Iterable[ProcessGroup], value: Any) -> dict[int, Any]:
+    """Return the values of all ranks that are connected by groups, by global rank."""
+    values = {dist.get_rank(): value}
+    for group in groups:
+        if set(dist.get_process_group_ranks(group)) <= values.keys():
+            continue
+        gathered: list[dict[int, Any]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, values, group=group)
+        values = {rank: each for part in gathered for rank, each in part.items()}
+    return values
+
+
+def _differences(by_rank: Mapping[int, Description], parts: Iterable[str]) -> list[str]:
+    """Return what differs in some parts, each with the ranks of every value."""
+    found = []
+    for part in parts:
+        for name in dict.fromkeys(name for each in by_rank.values() for name in each[part]):
+            ranks: dict[str, list[str]] = {}
+            for rank, each in sorted(by_rank.items()):
+                ranks.setdefault(each[part].get(name, "missing"), []).append(str(rank))
+            if len(ranks) > 1:
+                values = ", ".join(
+                    f"{value[:_LENGTH]} on rank{'s' * (len(of) > 1)} {', '.join(of[:8])}{', ...' * (len(of) > 8)}"
+                    for value, of in ranks.items()
+                )
+                found.append(f"{part} {name}: {values}")
+    return found
+
+
+def _describe(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) -> Description:
+    return {
+        "version": {name: _version(name) for name in _PACKAGES},
+        "axis": {f.name: _text(_size(getattr(meshes, f.name))) for f in fields(meshes)},
+        "option": dict(_options(steps)),
+        "model": {"class": _class_name(type(model))},
+        "config": dict(_config(model)),
+        "module": {path or "model": _class_of(module) for path, module in model.named_modules()},
+        "parameter": dict(_tensors(model.named_parameters(remove_duplicate=False))),
+        "buffer": dict(_tensors(model.named_buffers(remove_duplicate=False))),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _size(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, DeviceMesh) else value
+
+
+def _options(steps: Iterable[Step]) -> Iterator[tuple[str, str]]:
+    """Yield the fields of this package's steps, and the classes of a user's, whose fields may be those of a rank."""
+    for step in steps:
+        name = type(step).__name__
+        yield name, _class_name(type(step))
+        own: Any = step
+        if is_dataclass(own) and type(step).__module__.startswith(_KNOWN):
+            for field in fields(own):
+                yield f"{name}.{field.name}", _text(getattr(own, field.name))
+
+
+def _config(model: nn.Module) -> Iterator[tuple[str, str]]:
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        # Under context parallelism its name ends with an address.
+        yield "attn_implementation", re.sub("_[0-9a-f]{9,}$", "", str(attention_in_force(config)))
+        yield from _flat("", config.to_dict())
+    adapters = getattr(model, "peft_config", None)
+    if isinstance(adapters, Mapping):
+        for name, adapter in adapters.items():
+            yield from _flat(f"adapter {name}", vars(adapter))
+
+
+def _flat(path: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        name = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping):
+            yield from _flat(name, value)
+        elif not str(key).endswith(_OF_RANKS):
+            yield name, _text(value)
+
+
+def _class_of(module: nn.Module) -> str:
+    """Return a module's class, and the options of torch's modules, such as a probability of dropout."""
+    cls = type(module)
+    return f"{_class_name(cls)}({module.extra_repr() if cls.__module__.startswith('torch.nn.') else ''})"
+
+
+def _tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
+    """Yield dtype, shape, and whether a tensor is trained; for a tied one, the name that it was found by first."""
+    first: dict[int, str] = {}
+    for name, tensor in named:
+        tied = first.setdefault(id(tensor), name)
+        text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        yield name, f"{text}{'' if tensor.requires_grad else ' frozen'}{'' if tied == name else f' tied to {tied}'}"
+
+
+def _class_name(cls: Any) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _text(value: Any) -> str:
+    """Return a text that is equal in two processes for equal values."""
+    if value is None or isinstance(value, (bool, int, float, str, Enum, torch.dtype, torch.device, Placement)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_text(key)}: {_text(each)}' for key, each in value.items())}}}"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if hasattr(value, "__qualname__"):  # a class or a function
+        return _class_name(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        inside = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, ParallelStyle) or type(value).__module__.startswith(_KNOWN):
+        inside = getattr(value, "__dict__", {})
+    else:
+        inside = {}
+    return f"{_class_name(type(value))}({', '.join(f'{name}={_text(each)}' for name, each in inside.items())})"

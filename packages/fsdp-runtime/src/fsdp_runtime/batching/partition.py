@@ -1,0 +1,187 @@
+"""Partition of items into rows that have room for them and about the same work.
+
+Every function takes about ``n log n`` steps for ``n`` items, but differencing, which is for few.
+
+Sources: Graham, *Bounds on multiprocessing timing anomalies*, 1969 (largest processing time first); Karmarkar and
+Karp, *The differencing method of set partitioning*, 1982; Martello and Toth, *Lower bounds and reduction procedures
+for the bin packing problem*, 1990.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+#: Above this number of items times rows, differencing takes longer than all the rest and gains little.
+_MAX_DIFFERENCING = 400_000
+#: This many rows with the least work are asked for room before the row with the most room is taken.
+_PROBES = 16
+
+Row = list[int]
+
+
+@dataclass(frozen=True)
+class Items:
+    """What is assigned to rows.
+
+    Args:
+        tokens: the number of tokens of each item.
+        work: the work of each item, in any unit.
+        capacity: the number of tokens that a row can hold.
+    """
+
+    tokens: Sequence[int]
+    work: Sequence[float]
+    capacity: int
+
+    def tokens_of(self, row: Iterable[int]) -> int:
+        """Return the tokens of some items."""
+        return sum(self.tokens[item] for item in row)
+
+    def work_of(self, row: Iterable[int]) -> float:
+        """Return the work of some items."""
+        return sum(self.work[item] for item in row)
+
+
+def least_rows(items: Items) -> int:
+    """Return a number of rows that no partition is below (Martello and Toth).
+
+    Items longer than ``capacity - k`` share their row with none of ``k`` or more tokens.  So those longer than half a
+    row have one each, and what the others of at least ``k`` exceed the room beside them by needs further rows.
+    """
+    tokens = sorted(items.tokens, reverse=True)
+    total, capacity = [0, *accumulate(tokens)], items.capacity
+    half = sum(2 * length > capacity for length in tokens)
+    best, alone = -(-total[-1] // capacity), 0
+    for stop in range(len(tokens), half, -1):
+        while alone < half and tokens[alone] > capacity - tokens[stop - 1]:
+            alone += 1
+        beside = (half - alone) * capacity - (total[half] - total[alone])
+        best = max(best, half - (min(beside - total[stop] + total[half], 0) // capacity))
+    return max(best, half)
+
+
+def partitions(items: Items, order: Sequence[int], rows: int) -> list[list[Row]]:
+    """Return partitions of items into rows, none if none was found to fit.
+
+    Args:
+        items: each of at most ``capacity`` tokens.
+        order: the items, those with the most work first.
+        rows: their number; rows may stay empty.
+    """
+    found = [_largest_first(items, order, rows)]
+    if len(order) * rows <= _MAX_DIFFERENCING:
+        found.append(_fitting(items, _differencing(items, list(order), rows)))
+    fitting = [each for each in found if each is not None]
+    if not fitting:
+        filled = best_fit(items, order)
+        fitting = [filled + [[] for _ in range(rows - len(filled))]] if len(filled) <= rows else []
+    return fitting
+
+
+def best_fit(items: Items, order: Iterable[int]) -> list[Row]:
+    """Each item, the longest first, to the row with the least room that is enough, a new one where there is none."""
+    found: list[Row] = []
+    rooms: list[tuple[int, int]] = []  # room and row, the least room first
+    for item in sorted(order, key=lambda item: (-items.tokens[item], item)):
+        tokens = items.tokens[item]
+        place = bisect_left(rooms, (tokens, 0))
+        if place == len(rooms):
+            room, row = items.capacity, len(found)
+            found.append([])
+        else:
+            room, row = rooms.pop(place)
+        found[row].append(item)
+        insort(rooms, (room - tokens, row))
+    return found
+
+
+def _largest_first(items: Items, order: Sequence[int], rows: int) -> list[Row] | None:
+    """Each item, the one with the most work first, to the row with the least work that has room for it (Graham)."""
+    found: list[Row] = [[] for _ in range(rows)]
+    room, work = [items.capacity] * rows, [0.0] * rows
+    lightest = [(0.0, row) for row in range(rows)]
+    roomiest = [(-items.capacity, row) for row in range(rows)]
+    lengths = [items.tokens[item] for item in order]
+    shortest = list(accumulate(reversed(lengths), min))[::-1]
+    for item, tokens, least in zip(order, lengths, shortest, strict=True):
+        passed: list[tuple[float, int]] = []
+        row = -1
+        while lightest and row < 0 and len(passed) < _PROBES:
+            entry = heapq.heappop(lightest)
+            if entry[0] != work[entry[1]]:  # the row has changed since
+                continue
+            if room[entry[1]] >= tokens:
+                row = entry[1]
+            elif room[entry[1]] >= least:  # a row that no item fits into is left out for good
+                passed.append(entry)
+        for entry in passed:
+            heapq.heappush(lightest, entry)
+        while row < 0 and roomiest:
+            if -roomiest[0][0] == room[roomiest[0][1]]:
+                row = roomiest[0][1]
+            else:
+                heapq.heappop(roomiest)
+        if row < 0 or room[row] < tokens:
+            return None
+        found[row].append(item)
+        room[row] -= tokens
+        work[row] += items.work[item]
+        heapq.heappush(lightest, (work[row], row))
+        heapq.heappush(roomiest, (-room[row], row))
+    return found
+
+
+def _differencing(items: Items, order: list[int], rows: int) -> list[Row]:
+    """Karmarkar and Karp's method for several rows; tokens are not looked at.
+
+    Two partial assignments whose rows differ most are merged, the row with the most work of one with the row with the
+    least of the other, until one is left.
+    """
+    # Of each partial assignment the rows that are not empty, the one with the most work first.
+    heap: list[tuple[float, int, list[tuple[float, Row]]]] = []
+    for number, item in enumerate(order):
+        heap.append((-items.work[item] if rows > 1 else 0.0, number, [(items.work[item], [item])]))
+    heapq.heapify(heap)
+    number = len(order)
+    while len(heap) > 1:
+        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        merged = _merged(one, other, rows)
+        least = merged[-1][0] if len(merged) == rows else 0.0
+        heapq.heappush(heap, (least - merged[0][0], number, merged))
+        number += 1
+    found = [row for _, row in heap[0][2]] if heap else []
+    return found + [[] for _ in range(rows - len(found))]
+
+
+def _merged(one: list[tuple[float, Row]], other: list[tuple[float, Row]], rows: int) -> list[tuple[float, Row]]:
+    """Add the row ``i`` of one to the row ``rows - 1 - i`` of the other."""
+    alone = max(0, rows - len(other))
+    pairs = [
+        (work + other[rows - 1 - index][0], row + other[rows - 1 - index][1])
+        for index, (work, row) in enumerate(one[alone:], start=alone)
+    ]
+    merged = [*one[:alone], *pairs, *other[: max(0, rows - len(one))]]
+    merged.sort(key=lambda entry: (-entry[0], entry[1]))
+    return merged
+
+
+def _fitting(items: Items, rows: list[Row]) -> list[Row] | None:
+    """Move items out of rows with too many tokens, the shortest that suffices to the row with the most room."""
+    room = [items.capacity - items.tokens_of(row) for row in rows]
+    for row in sorted(range(len(rows)), key=room.__getitem__):
+        while room[row] < 0:
+            other = max(range(len(rows)), key=room.__getitem__)
+            movable = [item for item in rows[row] if items.tokens[item] <= room[other]]
+            if not movable:
+                return None
+            enough = [item for item in movable if items.tokens[item] >= -room[row]]
+            item = min(enough, key=items.tokens.__getitem__) if enough else max(movable, key=items.tokens.__getitem__)
+            rows[row].remove(item)
+            rows[other].append(item)
+            room[row] += items.tokens[item]
+            room[other] -= items.tokens[item]
+    return rows

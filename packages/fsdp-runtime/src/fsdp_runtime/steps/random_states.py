@@ -1,0 +1,227 @@
+"""Random numbers of training forwards over ``tp``: equal on ranks with the same activations, different for their heads.
+
+Dropout after a row-wise layer, a layer drop or the noise of a router must draw alike on all ranks of ``tp``; otherwise
+each rank trains on another model, and replicated parameters diverge.  Users seed ranks as they like, so that every
+forward begins from a seed that the ranks exchange, and each rank has its own random state back afterwards.  Recomputed
+modules draw what they drew in forward, as checkpoints keep the random state.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_runtime.errors import ModelError
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.step import Step
+from fsdp_runtime.steps.context.methods import is_sharded
+from fsdp_runtime.steps.documents.isolation import uses_interface
+from fsdp_runtime.steps.documents.token_mixers import TokenMixer
+from fsdp_runtime.wrap import Wrapper, hook_model, wrap
+from tp_plans import Plan
+from tp_plans.runtime import computes, referenced_names
+
+#: Attributes of modules that say how much is random.
+_RANDOM = re.compile("drop|jitter|noise")
+_ATTENTION = "attention_dropout"
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+#: Odd factors that keep the seeds of ranks apart.
+_OVER_CP, _OVER_TP = 2654435761, 40503
+#: Seeds that the draws of ranks are taken from.
+_SEEDS = 2**40
+
+
+@dataclass(frozen=True)
+class RandomStates(Step):
+    """Let the ranks of ``tp`` draw alike in training forwards of a model with dropout or other noise.
+
+    One all-gather of 8 bytes over ``tp`` and a wait for it before such a forward, and another after it; none for a
+    model whose probabilities are 0, or that evaluates.  Attention without other dropout draws for its own heads, except
+    in compiled blocks.  Ranks of ``cp``, which have different tokens, draw differently.
+
+    Args:
+        tp: the axis, also where no layer is sharded over it.
+    """
+
+    tp: DeviceMesh | None = field(repr=False)
+
+    def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
+        """Put the exchange of seeds around the model's forward."""
+        tp, cp = self.tp, setup.meshes.cp
+        sources = _Sources.of(model)
+        if tp is None or not computes(tp) or not sources.amounts:
+            return
+        states = _States(tp.device_type)
+        hooks = _SameDraws(tp, 0 if cp is None else cp.get_local_rank(), sources, states)
+        hook_model(model, "draws alike over tp", hooks.before, hooks.after)
+        drawing = [mixer.module for mixer in setup.facts.token_mixers if _drops_weights_alone(mixer, setup.plan)]
+        wrap(drawing, _OwnHeads, states=states, offset=(tp.get_local_rank() + 1) * _OVER_TP)
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """What may draw random numbers in a model.
+
+    Args:
+        amounts: a module, its owner of an attribute (itself, or its config), and the attribute's name, whose value is a
+            probability or an amount of noise.
+    """
+
+    amounts: tuple[tuple[nn.Module, Any, str], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Sources:
+        """Find them by the names of attributes."""
+        found: dict[tuple[int, str], tuple[nn.Module, Any, str]] = {}
+        for module in model.modules():
+            for owner in (module, getattr(module, "config", None)):
+                for name in _amounts(owner):
+                    found.setdefault((id(owner), name), (module, owner, name))
+        return cls(tuple(found.values()))
+
+    @property
+    def active(self) -> bool:
+        """Whether something draws in the next forward."""
+        return any(module.training and (getattr(owner, name, 0) or 0) > 0 for module, owner, name in self.amounts)
+
+
+def _amounts(owner: Any) -> Iterator[str]:
+    if isinstance(owner, _DROPOUT):
+        yield "p"
+    for name, value in getattr(owner, "__dict__", {}).items():
+        if type(value) in (int, float) and _RANDOM.search(name):
+            yield name
+
+
+def _drops_weights_alone(mixer: TokenMixer, plan: object) -> bool:
+    """Return True for an attention with a rank's heads that draws nothing but what its attention function drops."""
+    if not isinstance(plan, Plan) or not is_sharded(mixer, plan) or not uses_interface(mixer.cls):
+        return False
+    amounts = [(module, name) for module in mixer.module.modules() for name in _amounts(module)]
+    return amounts == [(mixer.module, _ATTENTION)] and "dropout" not in referenced_names(mixer.cls)
+
+
+@dataclass(frozen=True)
+class _States:
+    """The default generators of the CPU and of this rank's device.
+
+    Args:
+        device_type: of the mesh.
+    """
+
+    device_type: str
+
+    def get(self) -> list[Tensor]:
+        """Return copies of the states."""
+        return [torch.get_rng_state(), *([] if self._device is None else [self._device.get_rng_state()])]
+
+    def set(self, states: list[Tensor]) -> None:
+        """Go back to states."""
+        torch.set_rng_state(states[0])
+        if self._device is not None:
+            self._device.set_rng_state(states[1])
+
+    def seed(self, seed: int) -> None:
+        """Begin anew from a seed."""
+        torch.default_generator.manual_seed(seed)
+        if self._device is not None:
+            self._device.manual_seed(seed)
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Draw from a seed inside of the ``with``."""
+        states = self.get()
+        self.seed(seed)
+        try:
+            yield
+        finally:
+            self.set(states)
+
+    @property
+    def _device(self) -> Any:
+        return None if self.device_type == "cpu" else torch.get_device_module(self.device_type)
+
+
+def _draw() -> int:
+    return int(torch.randint(_SEEDS, (), device="cpu"))
+
+
+@dataclass(eq=False)
+class _SameDraws:
+    """The hooks of a model.
+
+    Args:
+        tp: the ranks that have the same activations.
+        cp_rank: this rank's index among those with different tokens.
+        sources: what draws.
+        states: the generators.
+        own: the states of this rank while forwards run.
+    """
+
+    tp: DeviceMesh
+    cp_rank: int
+    sources: _Sources
+    states: _States
+    own: list[list[Tensor] | None] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SameDraws:
+        """Return the hooks of a copy of the model."""
+        return _SameDraws(self.tp, self.cp_rank, deepcopy(self.sources, memo), self.states)
+
+    def before(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        """Begin from the seed of the first rank of ``tp``."""
+        if not self.sources.active:
+            self.own.append(None)
+            return
+        seed = self._all_gather(_draw())[0]
+        self.own.append(self.states.get())
+        self.states.seed(seed + self.cp_rank * _OVER_CP)
+
+    def after(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Check that all ranks drew as much, and give this rank's states back."""
+        own = self.own.pop() if self.own else None
+        if own is None:
+            return
+        drawn = self.states.get()
+        self.states.set(own)
+        if output is None:  # the forward has raised an error
+            return
+        digests = self._all_gather(zlib.crc32(b"".join(state.numpy().tobytes() for state in drawn)))
+        if len(set(digests)) > 1:
+            raise ModelError(
+                f"ranks {dist.get_process_group_ranks(self.tp.get_group())} of tp drew different amounts of random "
+                "numbers in a training forward, so that their dropout or noise differs: set its probability to 0, or "
+                "choose a tp and lengths of rows that divide the dims that it is drawn for"
+            )
+
+    def _all_gather(self, value: int) -> list[int]:
+        own = torch.tensor([value], dtype=torch.int64, device=self.tp.device_type)
+        gathered = own.new_empty(self.tp.size())
+        dist.all_gather_into_tensor(gathered, own, group=self.tp.get_group())
+        found: list[int] = gathered.tolist()
+        return found
+
+
+class _OwnHeads(Wrapper):
+    """Lets an attention with a rank's heads draw apart from other ranks; what follows draws alike again."""
+
+    effect = "draws for own heads"
+    states: ClassVar[_States]
+    offset: ClassVar[int]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward  # type: ignore[misc]
+        if torch.compiler.is_compiling() or not self.training or not getattr(self, _ATTENTION):  # type: ignore[attr-defined]
+            return forward(*args, **kwargs)
+        with self.states.seeded(_draw() + self.offset):
+            return forward(*args, **kwargs)

@@ -1,0 +1,271 @@
+"""Every method that reads or changes parameters, on a parallelized model: right, or refused with what to do instead."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime import MeshSpec, ModelError, parallelize
+from harness.models import VOCAB, tiny_inputs, tiny_model
+from harness.ranks import RankPool
+
+Method = Callable[[Any], Any]
+
+
+def _lora() -> peft.LoraConfig:
+    return peft.LoraConfig(target_modules=["q_proj", "o_proj"])
+
+
+def _full_weights(model: Any) -> dict[str, Tensor]:
+    source = tiny_model("LlamaForCausalLM", tied=model.config.tie_word_embeddings)
+    return {name: 2 * value for name, value in source.state_dict().items()}
+
+
+def _scale(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.data.mul_(0.9)
+
+
+#: Methods that do to a parallelized model what they do to a plain one.
+RIGHT: dict[str, Method] = {
+    "tie_weights": lambda m: m.tie_weights(),
+    "resize_token_embeddings to the same size": lambda m: m.resize_token_embeddings(VOCAB) and None,
+    "resize_token_embeddings without a size": lambda m: m.resize_token_embeddings() and None,
+    "set_input_embeddings to the same": lambda m: m.set_input_embeddings(m.get_input_embeddings()),
+    "set_decoder to the same": lambda m: m.set_decoder(m.get_decoder()),
+    "to a device": lambda m: m.to("cpu") and None,
+    "to the same dtype": lambda m: m.double() and None,
+    "state_dict": lambda m: sorted((name, value.shape) for name, value in m.state_dict().items()),
+    "load_state_dict": lambda m: str(m.load_state_dict({name: 2 * value for name, value in m.state_dict().items()})),
+    "load_state_dict of a part": lambda m: str(m.model.layers[0].load_state_dict(m.model.layers[1].state_dict())),
+    "gradient_checkpointing_enable": lambda m: (m.train(), m.gradient_checkpointing_enable())[1],
+    "gradient_checkpointing_enable reentrant": lambda m: (
+        m.train(),
+        m.gradient_checkpointing_enable({"use_reentrant": True}),
+        m.enable_input_require_grads(),
+    )[1],
+    "gradient_checkpointing_disable": lambda m: m.gradient_checkpointing_disable(),
+    "compile": lambda m: m.compile(backend="eager"),
+    "eval": lambda m: m.eval() and None,
+    "train": lambda m: m.train() and None,
+    "requires_grad_ of the model": lambda m: m.requires_grad_(False) and None,
+    "requires_grad_ of a block": lambda m: m.model.layers[-1].requires_grad_(False) and None,
+    "requires_grad_ of the head": lambda m: m.lm_head.requires_grad_(False) and None,
+    "zero_grad": lambda m: m.zero_grad(),
+    "apply": lambda m: m.apply(_scale) and None,
+    "init_weights": lambda m: m.init_weights(),
+    "initialize_weights": lambda m: m.initialize_weights(),
+    "post_init": lambda m: m.post_init(),
+    "enable_input_require_grads": lambda m: m.enable_input_require_grads(),
+    "disable_input_require_grads": lambda m: m.disable_input_require_grads(),
+    "set_attn_implementation": lambda m: m.set_attn_implementation("eager"),
+    "num_parameters": lambda m: m.num_parameters(only_trainable=True),
+    "get_memory_footprint": lambda m: m.get_memory_footprint(),
+    "get_parameter": lambda m: tuple(m.get_parameter("lm_head.weight").shape),
+    "register_buffer": lambda m: m.register_buffer("further", torch.ones(2)),
+}
+
+#: Methods that are refused, with the call that the error names.
+REFUSED: dict[str, tuple[Method, str]] = {
+    "resize_token_embeddings": (lambda m: m.resize_token_embeddings(VOCAB + 9), "resize it before parallelize"),
+    "resize of a part": (lambda m: m.model.resize_token_embeddings(VOCAB + 9), "resize it before parallelize"),
+    "set_input_embeddings": (lambda m: m.set_input_embeddings(nn.Embedding(VOCAB, 64)), "modules before parallelize"),
+    "set_output_embeddings": (lambda m: m.set_output_embeddings(nn.Linear(64, VOCAB)), "modules before parallelize"),
+    "set_decoder": (lambda m: m.set_decoder(nn.Linear(2, 2)), "replace modules before parallelize"),
+    "add_adapter": (lambda m: m.add_adapter(_lora()), "add adapters before parallelize"),
+    "load_adapter": (lambda m: m.load_adapter("folder"), r"load_adapter\(model, directory\)"),
+    "load_state_dict of full tensors": (lambda m: m.load_state_dict(_full_weights(m)), r"load_weights\(model, dir"),
+    "load_state_dict, assigned": (lambda m: m.load_state_dict(_full_weights(m), assign=True), "full_state_dict=True"),
+    "save_pretrained": (lambda m: m.save_pretrained("folder"), r"save_weights\(model, directory\)"),
+    "push_to_hub": (lambda m: m.push_to_hub("name"), r"save_weights\(model, directory\)"),
+    "share_memory": (lambda m: m.share_memory(), "share the plain model's"),
+}
+
+#: Those that FSDP2 alone cannot follow.
+REFUSED_BY_FSDP2: dict[str, tuple[Method, str]] = {
+    "half": (lambda m: m.half(), r"torch.float64 to torch.float16.*convert the model before parallelize"),
+    "bfloat16": (lambda m: m.bfloat16(), "convert the model before parallelize"),
+    "float": (lambda m: m.float(), "convert the model before parallelize"),
+    "to a dtype": (lambda m: m.to(torch.float32), r"FSDPOptions\(mp_policy=..., master_dtype=...\)"),
+    "type": (lambda m: m.type(torch.float32), "convert the model before parallelize"),
+    "deepcopy": (copy.deepcopy, "parallelize a copy of the plain one"),
+    "a new head": (lambda m: _replace_head_and_run(m), "lm_head was added after parallelize"),
+}
+
+
+def _merged_for_a_while(model: Any) -> None:
+    model.merge_adapter()
+    model.unmerge_adapter()
+
+
+#: The same of a model with adapters.
+RIGHT_WITH_ADAPTERS: dict[str, Method] = {
+    "merge_adapter": lambda m: m.merge_adapter(),
+    "unmerge_adapter": _merged_for_a_while,
+    "disable_adapter_layers": lambda m: m.base_model.disable_adapter_layers(),
+    "set_adapter": lambda m: m.set_adapter("default"),
+    "set_requires_grad": lambda m: m.set_requires_grad("default", requires_grad=False),
+    "get_nb_trainable_parameters": lambda m: m.get_nb_trainable_parameters(),
+}
+REFUSED_WITH_ADAPTERS: dict[str, tuple[Method, str]] = {
+    "add_adapter": (lambda m: m.add_adapter("second", _lora()), "add adapters before parallelize"),
+    "load_adapter": (lambda m: m.load_adapter("folder", "second"), r"load_adapter\(model, directory\)"),
+    "add_weighted_adapter": (
+        lambda m: m.base_model.add_weighted_adapter(["default"], [0.5], "second", combination_type="linear"),
+        "add adapters before parallelize",
+    ),
+    "save_pretrained": (lambda m: m.save_pretrained("folder"), r"save_weights\(model, directory\)"),
+}
+REFUSED_BY_FSDP2_WITH_ADAPTERS: dict[str, tuple[Method, str]] = {
+    "merge_and_unload": (lambda m: m.merge_and_unload(), r"call merge_adapter\(\) instead"),
+    "unload": (lambda m: m.unload(), r"call merge_adapter\(\) instead"),
+}
+
+#: Methods that neither read nor change parameters, are tested above under another name or by what they call, or are of
+#: adapters that transformers adds itself, which is refused.
+OTHERS = """
+    activation_checkpointing_disable activation_checkpointing_enable active_adapters add_model_tags add_module
+    barrier_after_gathered_checkpoint_save buffers can_generate children cpu cuda delete_adapter dequantize
+    disable_adapters double enable_adapters enable_peft_hotswap extra_repr forward from_pretrained
+    gather_sharded_state_dict_for_save generation_config_class get_adapter_state_dict get_buffer get_compiled_call
+    get_correct_attn_implementation get_correct_experts_implementation get_decoder get_encoder
+    get_expanded_tied_weights_keys get_experts_implementation get_extra_state get_init_context get_input_embeddings
+    get_output_embeddings get_parameter_or_buffer get_position_embeddings get_submodule init_parallel_plans ipu
+    is_backend_compatible is_custom_code is_remote_code mark_tied_weights_as_initialized maybe_distribute_model
+    modules mtia named_buffers named_children named_modules named_non_persistent_buffers named_parameters parameters
+    prepare_distribute_model register_backward_hook register_for_auto_class register_forward_hook
+    register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook
+    register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module register_parameter
+    register_state_dict_post_hook register_state_dict_pre_hook resize_position_embeddings
+    retrieve_modules_from_names save_distributed_checkpoint set_adapter set_encoder set_experts_implementation
+    set_extra_state set_submodule set_use_kernels should_save_on_this_rank smart_apply to to_empty
+    warn_if_padding_and_no_attention_mask xpu
+"""
+
+
+def _replace_head_and_run(model: Any) -> None:
+    head = model.lm_head
+    model.set_submodule("lm_head", nn.Linear(64, VOCAB, dtype=torch.float64))
+    try:
+        model(**tiny_inputs(model, batch=1, length=3))
+    finally:
+        model.set_submodule("lm_head", head)
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _loss(model: Any) -> Tensor:
+    return _whole(model(**tiny_inputs(model, batch=2, length=5), use_cache=False).logits).square().mean()
+
+
+def _train(model: Any, method: Method, runs_before: str) -> tuple[Any, Any]:
+    """What a method returns, and the model afterwards: its loss, weights, gradients, flags."""
+    if runs_before == "a step":
+        _loss(model).backward()
+        model.zero_grad()
+    elif runs_before == "a forward":
+        _loss(model)
+    returned = method(model)
+    loss = _loss(model)
+    if loss.requires_grad:
+        loss.backward()
+    found: dict[str, Any] = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        found[name] = _whole(parameter).detach()
+        found[f"{name}: trains"] = torch.tensor(parameter.requires_grad)
+        if parameter.grad is not None:
+            found[f"{name}: gradient"] = _whole(parameter.grad)
+    return returned, found
+
+
+def _started(adapters: bool, tied: bool) -> nn.Module:
+    model = tiny_model("LlamaForCausalLM", tied=tied)
+    if not adapters:
+        return model
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, _lora()).double().eval()
+
+
+def _differences(axes: dict[str, int], tied: bool, adapters: bool) -> list[str]:
+    start = _started(adapters, tied)
+    mesh = MeshSpec(**axes).build(device_type="cpu")
+    wrong = []
+    for index, (name, method) in enumerate((RIGHT_WITH_ADAPTERS if adapters else RIGHT).items()):
+        runs_before = ("nothing", "a forward", "a step")[index % 3]
+        wanted = _train(copy.deepcopy(start), method, runs_before)
+        found = _train(parallelize(copy.deepcopy(start), mesh), method, runs_before)
+        if found[0] != wanted[0]:
+            wrong.append(f"{name} returns {found[0]}, not {wanted[0]}")
+        if found[1].keys() != wanted[1].keys():
+            wrong.append(f"{name}: {sorted(found[1].keys() ^ wanted[1].keys())[:3]}")
+            continue
+        wrong += [
+            f"{name}: {key}"
+            for key, value in wanted[1].items()
+            if not torch.allclose(found[1][key].double(), value.double(), atol=1e-6, rtol=1e-4)
+        ]
+    return wrong
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapters"])
+@pytest.mark.parametrize(("axes", "tied"), [({"tp": 2}, True), ({"dp_shard": 2}, False)], ids=str)
+def test_methods_do_what_they_do_to_a_plain_model(
+    two_ranks: RankPool, axes: dict[str, int], tied: bool, adapters: bool
+) -> None:
+    assert two_ranks.run(_differences, axes, tied, adapters) == [[], []]
+
+
+def _expected(axes: dict[str, int], adapters: bool) -> dict[str, tuple[Method, str]]:
+    if adapters:
+        return REFUSED_WITH_ADAPTERS | (REFUSED_BY_FSDP2_WITH_ADAPTERS if "dp_shard" in axes else {})
+    return REFUSED | (REFUSED_BY_FSDP2 if "dp_shard" in axes else {})
+
+
+def _messages(axes: dict[str, int], adapters: bool) -> tuple[dict[str, str], bool]:
+    """The error of each method, and whether the model is as it was."""
+    model = parallelize(_started(adapters, tied=False), MeshSpec(**axes).build(device_type="cpu"))
+    wanted = _loss(model).detach()
+    found = {}
+    for name, (method, _) in _expected(axes, adapters).items():
+        try:
+            method(model)
+            found[name] = "no error"
+        except ModelError as error:
+            found[name] = str(error)
+    return found, torch.equal(_loss(model), wanted)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapters"])
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+def test_methods_that_cannot_be_right_name_the_call_that_is(
+    two_ranks: RankPool, axes: dict[str, int], adapters: bool
+) -> None:
+    for messages, unchanged in two_ranks.run(_messages, axes, adapters):
+        for name, (_, message) in _expected(axes, adapters).items():
+            assert re.search(message, messages[name]), (name, messages[name])
+        assert unchanged
+
+
+def test_methods_of_a_model_that_is_not_sharded_stay_as_they_are() -> None:
+    model: Any = parallelize(tiny_model("LlamaForCausalLM"), MeshSpec().build(device_type="cpu"))
+    model.resize_token_embeddings(VOCAB + 9)
+    model.load_state_dict(model.half().state_dict())
+
+
+@pytest.mark.skipif(transformers.__version__ < "5.23", reason="methods of the newest transformers")
+def test_no_method_is_left_out() -> None:
+    tested = {name.split()[0].rstrip(",") for name in (*RIGHT, *REFUSED, *REFUSED_BY_FSDP2)}
+    cls = transformers.PreTrainedModel
+    methods = {name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name))}
+    assert methods - tested - set(OTHERS.split()) == set()
