@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers
 
-from fsdp_runtime import ModelError, parallelize, sequence_layout
+from fsdp_runtime import MeshSpec, ModelError, parallelize, sequence_layout
+from fsdp_runtime.dry_run.trace.fake_world import fake_world
 from harness.models import jitter, tiny_model
 from harness.parity import gradient_errors, mesh_for
 from harness.ranks import RankPool
@@ -112,3 +113,10 @@ def _over_cp() -> str:
 def test_over_cp_maps_are_refused_and_hidden_states_are_those_of_the_ranks_tokens(two_ranks: RankPool) -> None:
     for error in two_ranks.run(_over_cp):
         assert "under cp no rank computes the attention map of a full row" in error
+
+
+def test_an_error_in_a_forward_that_is_asked_for_maps_arrives_as_it_is() -> None:
+    with fake_world(MeshSpec(tp=2), rank=0) as mesh:
+        model = parallelize(tiny_model("LlamaForCausalLM", num_hidden_layers=1), mesh)
+        with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+            model(input_ids=None, output_attentions=True)

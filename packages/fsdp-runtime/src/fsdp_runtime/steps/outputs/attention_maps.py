@@ -93,6 +93,10 @@ def _noting(noted: _Noted, mesh: DeviceMesh) -> Any:
 def _layers_with_sharded_heads(model: nn.Module) -> Iterator[tuple[nn.Module, DeviceMesh]]:
     """Iterate over attention layers by their rule, and modules with local features of a column-wise layer (queries)."""
     for module in model.modules():
+        if is_transformers_model(
+            module
+        ):  # its children are a trunk and a head; hooks of its own would end in their loop
+            continue
         if isinstance(_rule(module), ParallelAttention):
             yield module, cast(Any, module).tp_mesh
             continue
