@@ -46,6 +46,17 @@ def _experts_by_feature() -> None:
     refuse(_adapted(MOE, **STACKED), TP, plan=plan)
 
 
+def _prompts(config: type[peft.PromptLearningConfig]) -> Any:
+    return peft.get_peft_model(tiny_model("LlamaForCausalLM"), config(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+def _later_adapter() -> None:
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    with parallelized(peft.get_peft_model(tiny_model("LlamaForCausalLM"), lora), TP) as model:
+        model.peft_config["later"] = lora
+        model(input_ids=ids(1, 4))
+
+
 def _with_cache() -> None:
     with parallelized(tiny_model("LlamaForCausalLM"), activation_checkpointing="block") as model:
         model(input_ids=ids(1, 4), use_cache=True)
@@ -59,6 +70,10 @@ ASYNC = Compile(async_tensor_parallel=True)
 CASES: Provocations = {
     "fsdp_runtime/steps/tensor/lora.py": {
         "the model is no PeftModel": lambda: refuse(_injected(), TP),
+        "learns keys and values": lambda: refuse(_prompts(peft.PrefixTuningConfig), TP),
+        "puts learned embeddings in front": lambda: refuse(
+            _prompts(peft.PromptTuningConfig), TP, sequence_parallel=True
+        ),
         "each rank computes with its part": _adapted_router,
         "not plain LoRA on a linear layer": lambda: refuse(_adapted(target_modules=["q_proj"], use_dora=True), TP),
         "is not sharded by expert": _experts_by_feature,
@@ -70,6 +85,7 @@ CASES: Provocations = {
             TP,
         ),
     },
+    "fsdp_runtime/steps/tensor/later_adapters.py": {"was added after parallelize": _later_adapter},
     "fsdp_runtime/steps/tensor/step.py": {
         "logits={logits}": lambda: refuse(Own(), plan=None, logits="some"),
         "towers={towers}": lambda: TensorParallel(towers="some"),  # type: ignore[arg-type]

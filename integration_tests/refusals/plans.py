@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import pytest
 from torch import Tensor, nn
 
 from harness.models import tiny_model
@@ -122,13 +121,6 @@ def _two_decoders() -> None:
     with_sequence_parallelism(Plan({}), model)
 
 
-def _unknown_word() -> None:
-    model: Any = tiny_model("Qwen3MoeForCausalLM")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(model.config), "base_model_ep_plan", {"layers.*.mlp.experts": "elsewhere"})
-        refuse(model, {"tp": 2, "ep": 2})
-
-
 def _check(rules: Mapping[str, Any], model: nn.Module, *, tp: int = 2, ep: int = 1) -> None:
     """Check rules as ``parallelize`` does; words are rules too."""
     check(rules, model, tp=tp, ep=ep).raise_on_error()
@@ -197,7 +189,6 @@ CASES: Provocations = {
     },
     "tp_plans/infer/experts.py": {
         "no module with stacked experts": lambda: refuse(tiny_model("LlamaForCausalLM"), {"tp": 2, "ep": 2}),
-        "unknown word {word}": _unknown_word,
     },
     "tp_plans/infer/full_output.py": {
         "reads all tokens, and no norm": lambda: with_full_output(Plan({}), ModelTree.of(_Trunk())),
@@ -217,15 +208,7 @@ CASES: Provocations = {
         "is no module of": lambda: suggest(Own(), gathered=["layers.*.norm"]),
     },
     "tp_plans/checks/__init__.py": {
-        "tp is {tp}": lambda: _check({}, Own(), tp=0),
-        "ep is {ep}": lambda: _check({}, Own(), ep=0),
-    },
-    "tp_plans/checks/dispatch.py": {
-        "has no stacked experts": lambda: _check({"lm_head": DispatchExperts()}, Own()),
-        "is tied to another module": _tied,
-        "cannot be divided over ep": lambda: refuse(
-            tiny_model("Qwen3MoeForCausalLM", num_experts=7), {"tp": 2, "ep": 2}
-        ),
+        "{name} is {size}": lambda: _check({}, Own(), tp=0),
     },
     "tp_plans/checks/divisibility.py": {
         "leave a rank of tp={tp} empty": lambda: _plan({"lm_head": ColwiseParallel(use_local_output=False)}, _narrow()),
@@ -265,11 +248,9 @@ CASES: Provocations = {
             suggest(Own(norm=nn.LayerNorm(8)), **SP).plan.override({"lm_head": NoParallel()}), Own(norm=nn.LayerNorm(8))
         ),
     },
-    "tp_plans/checks/parse.py": {
+    "tp_plans/checks/patterns.py": {
         "unknown style word": lambda: _check({"lm_head": "colums"}, Own()),
         "correct the rule": lambda: _check({"lm_head": 3}, Own()),
-    },
-    "tp_plans/checks/patterns.py": {
         "the pattern matches no": lambda: _plan({"head": ColwiseParallel()}),
         "matched by {number of patterns} rules": lambda: _plan(
             {"lm_head": ColwiseParallel(), "lm_*": ColwiseParallel(use_local_output=False)}
@@ -281,6 +262,16 @@ CASES: Provocations = {
     },
     "tp_plans/checks/report.py": {"does not fit the model": lambda: _plan({"head": ColwiseParallel()})},
     "tp_plans/checks/style_fit.py": {
+        "has no stacked experts": lambda: _check({"lm_head": DispatchExperts()}, Own()),
+        "is tied to another module": _tied,
+        "cannot be divided over ep": lambda: refuse(
+            tiny_model("Qwen3MoeForCausalLM", num_experts=7), {"tp": 2, "ep": 2}
+        ),
+        "tied weights laid out differently": lambda: refuse(
+            tiny_model("LlamaForCausalLM", tied=True),
+            {"tp": 2},
+            plan={"lm_head": ColwiseParallel(use_local_output=False)},
+        ),
         "ScaleInput is for": lambda: _plan({"lm_head": ScaleInput()}),
         "has no dim {dim} to shard": lambda: _plan({"lm_head.weight": ParameterStyle(layout=Shard(2))}),
         "splits a matrix": lambda: _check({"layers": ColwiseParallel()}, Own()),
@@ -295,13 +286,6 @@ CASES: Provocations = {
         "write rules for the experts' own": lambda: _plan({"layers.0": ExpertsParallel()}),
         "have the experts as their first": lambda: _check(
             {"experts": ExpertsParallel()}, Tree(experts=Tree(parameters={**EXPERTS, "odd": (8, 4)}))
-        ),
-    },
-    "tp_plans/checks/tied_weights.py": {
-        "tied weights laid out differently": lambda: refuse(
-            tiny_model("LlamaForCausalLM", tied=True),
-            {"tp": 2},
-            plan={"lm_head": ColwiseParallel(use_local_output=False)},
         ),
     },
 }

@@ -54,6 +54,13 @@ def _other_inputs() -> None:
     model(ids(1, 4) + dist.get_rank(), use_cache=False)
 
 
+def _uneven_dropout() -> None:
+    model: Any = tiny_model("LlamaForCausalLM", num_hidden_layers=1, intermediate_size=97).train()
+    model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5))
+    parallelize(model, MeshSpec(tp=2).build(device_type="cpu"))
+    model(input_ids=ids(1, 4), use_cache=False)
+
+
 PIXELS, SOUND = {"pixel_values": torch.ones(1, 3)}, {"input_features": torch.ones(1, 3)}
 CASES: Provocations = {
     "fsdp_runtime/steps/context/verify.py": {"cannot run on a part of a row": _mixing_embeddings},
@@ -61,5 +68,6 @@ CASES: Provocations = {
         "and others have none": lambda: _media(PIXELS, {}),
         "have different media": lambda: _media({"input_ids": ids(1, 4), **PIXELS}, {"input_ids": ids(1, 4), **SOUND}),
     },
+    "fsdp_runtime/steps/random_states.py": {"drew different amounts": _uneven_dropout},
     "fsdp_runtime/steps/guards/check_inputs.py": {"were given different inputs": _other_inputs},
 }
