@@ -54,6 +54,15 @@ def test_a_length_that_does_not_divide_is_refused_with_the_one_to_pad_to() -> No
         SequenceLayout(4, 2, 0, "zigzag")  # type: ignore[arg-type]
 
 
+def test_a_layout_that_was_first_used_under_inference_mode_cuts_tensors_with_gradients() -> None:
+    layout, full = SequenceLayout(4, 2, 0), torch.zeros(1, 4, 2, requires_grad=True)
+    with torch.inference_mode():
+        layout.shard(full)
+    layout.shard(full).sum().backward()
+    assert full.grad is not None
+    assert full.grad[0, :, 0].tolist() == [1, 0, 0, 1]
+
+
 def test_without_cp_every_length_stays_whole() -> None:
     layout = sequence_layout(MeshSpec().build(device_type="cpu"), 7)
     assert layout.positions.tolist() == list(range(7))
@@ -64,6 +73,8 @@ def test_a_batch_with_values_per_sample_is_refused_by_name() -> None:
     layout = SequenceLayout(8, 2, 0)
     with pytest.raises(LayoutError, match=r"advantages is \(4,\), not a tensor \[batch, 8, \.\.\.\]"):
         layout.shard_batch({"input_ids": torch.zeros(4, 8), "advantages": torch.zeros(4)})
+    with pytest.raises(LayoutError, match=r"pixel_values \(4, 3, 6, 6\) has 3 entries on dim 1, not the 8 tokens"):
+        layout.shard_batch({"input_ids": torch.zeros(4, 8), "pixel_values": torch.zeros(4, 3, 6, 6)})
     with pytest.raises(LayoutError, match=r"ids is a list, not a tensor"):
         layout.shard_batch({"ids": [[1, 2]]})  # type: ignore[dict-item]
     with pytest.raises(LayoutError, match=r"got \(8,\), which has no dim 1"):

@@ -93,8 +93,9 @@ class SequenceLayout:
 
         The *permutation* that ``rl_logprobs.sequence_shard`` and ``gather_sequence`` take.
         """
-        chunks = torch.arange(self.length).view(self.num_chunks, -1)
-        return torch.cat([chunks[chunk] for rank in range(self.ranks) for chunk in self.chunks_of(rank)])
+        with torch.inference_mode(False):  # kept for later calls, whose backward may save it
+            chunks = torch.arange(self.length).view(self.num_chunks, -1)
+            return torch.cat([chunks[chunk] for rank in range(self.ranks) for chunk in self.chunks_of(rank)])
 
     @property
     def positions(self) -> Tensor:
@@ -143,10 +144,14 @@ class SequenceLayout:
                     f"{name} is {_describe(value)}, not a tensor [batch, {self.length}, ...]: pass values per sample "
                     "separately"
                 )
-        found = {
-            name: self.shard(value, dim=value.dim() - 1 if name == "position_ids" else 1)
-            for name, value in batch.items()
-        }
+        dims = {name: value.dim() - 1 if name == "position_ids" else 1 for name, value in batch.items()}
+        for name, dim in dims.items():
+            if batch[name].shape[dim] != self.length:
+                raise LayoutError(
+                    f"{name} {tuple(batch[name].shape)} has {batch[name].shape[dim]} entries on dim {dim}, not the "
+                    f"{self.length} tokens of the full row: leave out what has no entry for each token"
+                )
+        found = {name: self.shard(value, dim=dims[name]) for name, value in batch.items()}
         if "position_ids" not in found and found:
             first = next(iter(found.values()))
             found["position_ids"] = self.positions.to(first.device).expand(first.shape[0], -1)
