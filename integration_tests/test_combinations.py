@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from combinations.cases import Case, atoms, pairs, step_options
-from combinations.mutants import MUTANTS
+from combinations.mutants import MUTANTS, SEQUENCE_PARALLEL
 from combinations.run import outcome
 from combinations.scenario import FAILED, RIGHT
 from fsdp_runtime import steps as all_steps
@@ -19,13 +19,16 @@ RIGHT_CASES = [
     Case(
         "mixture",
         (("dp_shard", 2), ("ep", 2)),
-        (("loop", "accumulation"), ("event", "save@after the step")),
+        (("loop", "accumulation"), ("event", "evaluation@before the optimizer"), ("event", "save@after the step")),
     ),
     Case(
         "sliding window",
         (("dp_shard", 2),),
-        (("event", "stream@before clipping"), ("change", "LoRA")),
+        (("event", "forward without backward@before clipping"), ("event", "stream@before backward")),
     ),
+    Case("delta net", (("tp", 2),), (("rows", "packed"), ("loop", "accumulation"))),
+    Case("tied", (("tp", 2),), (SEQUENCE_PARALLEL, ("change", "LoRA"), ("event", "evaluation@before clipping"))),
+    Case("dense", (("cp", 2),), (("rows", "left padding"), ("event", "resume@before the step"))),
 ]
 
 

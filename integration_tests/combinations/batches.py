@@ -41,13 +41,20 @@ class Batch:
         return Batch({name: value[rows] for name, value in self.inputs.items()}, self.weights[rows], self.packed)
 
     def halves(self) -> tuple[Batch, Batch]:
-        """Return the two halves of the rows."""
+        """Return the two halves of the rows; of one row, twice the row with half its weights."""
         half = len(self.weights) // 2
+        if not half:
+            part = Batch(self.inputs, self.weights / 2, self.packed)
+            return part, part
         return self.rows(slice(0, half)), self.rows(slice(half, None))
 
 
 def make_batch(model: nn.Module, kind: str, seed: int) -> Batch:
-    """Return rows of one kind; the loss of padding is zero."""
+    """Return rows of one kind; the loss of padding is zero.
+
+    Raises:
+        ValueError: one process has no such outputs: not a number, or one for each packed row in the place of documents.
+    """
     inputs = tiny_inputs(model, batch=BATCH, length=LENGTH, seed=seed)
     ids = inputs["input_ids"]
     if kind.endswith("padding"):
@@ -62,6 +69,10 @@ def make_batch(model: nn.Module, kind: str, seed: int) -> Batch:
     batch = Batch(inputs, torch.ones(BATCH, LENGTH), kind == "packed")
     with torch.no_grad():
         logits = outputs_of(model, batch)
+    if not logits.isfinite().all():  # eager attention in float64 of a row that begins with padding
+        raise ValueError("the model's outputs are not finite")
+    if batch.packed and logits.shape[:2] != ids.shape:
+        raise ValueError("the model has one output for a row, not for a document")
     weights = torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(seed))
     if "attention_mask" in inputs and logits.shape[:2] == ids.shape:
         weights = weights * inputs["attention_mask"].unsqueeze(-1)  # what padding computes is undefined
@@ -104,8 +115,9 @@ class Share:
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return this rank's tokens of its own rows."""
-        inputs = dict(batch.inputs)
-        return self.layout.shard_batch(inputs) if self.over_cp else inputs
+        images = {name: value for name, value in batch.inputs.items() if name == "pixel_values"}
+        inputs = {name: value for name, value in batch.inputs.items() if name not in images}
+        return {**(self.layout.shard_batch(inputs) if self.over_cp else inputs), **images}
 
     def tokens(self, values: Tensor) -> Tensor:
         """Return this rank's tokens of values of full rows."""

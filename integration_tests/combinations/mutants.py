@@ -145,7 +145,7 @@ def _bias_on_every_rank(ctx: Any, bias: Tensor, is_first: bool) -> Tensor:
 
 
 _TP, _FSDP, _CP, _EP = {"tp": 2}, {"dp_shard": 2}, {"cp": 2}, {"dp_shard": 2, "ep": 2}
-_SP = ("step", "TensorParallel(plan='auto', sequence_parallel=True, towers='sharded', logits='sharded')")
+SEQUENCE_PARALLEL = ("step", "TensorParallel(plan='auto', sequence_parallel=True, towers='sharded', logits='sharded')")
 
 MUTANTS: Mapping[str, Mutant] = {
     "an optimizer gets gathered copies": Mutant(
@@ -155,7 +155,7 @@ MUTANTS: Mapping[str, Mutant] = {
         _without(fsdp, "keep_readers_on_shards"), _case("dense", _FSDP, _event("evaluation", "before clipping"))
     ),
     "hidden states of one rank": Mutant(
-        _without(tensor, "return_full_hidden_states"), _case("dense", _TP, _SP, _event("hidden states"))
+        _without(tensor, "return_full_hidden_states"), _case("dense", _TP, SEQUENCE_PARALLEL, _event("hidden states"))
     ),
     "labels against one rank's logits": Mutant(
         _without(tensor, "gather_logits_for_labels"), _case("dense", _TP, _event("labels"))
@@ -164,7 +164,7 @@ MUTANTS: Mapping[str, Mutant] = {
         _without(tensor, "gather_logits_in_generate"), _case("dense", _TP, _event("generation"))
     ),
     "documents read one another": Mutant(
-        _without(documents, "keep_documents_apart"), _case("delta net", _FSDP, ("rows", "packed"))
+        _without(documents, "find_documents"), _case("delta net", _FSDP, ("rows", "packed"))
     ),
     "recomputation without documents": Mutant(
         _replaced(checkpointing, "bound", lambda module, forward, carried: forward),
@@ -189,7 +189,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "a row-wise bias on every rank": Mutant(
         _replaced(linear._OnFirstRank, "forward", staticmethod(_bias_on_every_rank)), _case("dense", _TP)
     ),
-    "a bias added twice": Mutant(_afterwards(_bias_again), _case("dense", _TP, _SP)),
+    "a bias added twice": Mutant(_afterwards(_bias_again), _case("dense", _TP, SEQUENCE_PARALLEL)),
     "a broken tie": Mutant(_afterwards(_broken_tie), _case("tied", _TP)),
     "a gradient that is larger on one rank": Mutant(_afterwards(_larger_on_rank_one), _case("head norms", _TP)),
     "a token sent to no expert": Mutant(_exchanged(_LosesAToken), _case("mixture", _EP)),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from random import Random
 
 from combinations.cases import Case, pairs
+from combinations.events import Wrong
 from combinations.scenario import ALONE, FAILED, REFUSED, RIGHT, Result, run
 from coverage.measure import warm_up
 from harness.ranks import RankPool, RanksFailed
@@ -58,10 +59,10 @@ def outcome(pool: RankPool, case: Case, mutant: str = "") -> Result:
     try:
         found = pool.run(run, case, mutant, timeout=SECONDS)
     except RanksFailed as failed:
-        pool.run(quiet, timeout=600)
-        return Result(FAILED, str(failed).partition("\n--- ")[0])
-    outcomes = {each.outcome for each in found}
-    if len(outcomes) == 1 and FAILED not in outcomes:
+        pool.run(quiet, timeout=600)  # of a world that may be a new one
+        numbers = all(error.type_name == Wrong.__name__ for error in failed.errors.values())
+        return Result(FAILED, str(failed).partition("\n--- ")[0] if numbers else str(failed))
+    if len({each.outcome for each in found}) == 1:
         return found[0]
     return Result(FAILED, "\n".join(f"rank {rank}: {each.outcome}: {each.detail}" for rank, each in enumerate(found)))
 
