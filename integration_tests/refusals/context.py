@@ -179,7 +179,10 @@ CASES: Provocations = {
         "give one below": lambda: SequenceLayout(8, 2, 2),
         "are not divisible over": lambda: SequenceLayout(6, 2, 0),
         "which has no dim": lambda: LAYOUT.shard(torch.ones(8)),
-        "entries on dim": lambda: LAYOUT.shard(torch.ones(1, 9)),
+        "}, not {length}": lambda: LAYOUT.shard(torch.ones(1, 9)),
+        "leave out what has no entry": lambda: LAYOUT.shard_batch(
+            {"input_ids": torch.ones(1, 8), "other": torch.ones(1, 9)}
+        ),
         "pass values per sample": lambda: LAYOUT.shard_batch({"rewards": torch.ones(8)}),
         "write 'headtail'": lambda: ContextParallel(load_balancer="zigzag"),  # type: ignore[arg-type]
     },
