@@ -29,6 +29,7 @@ MESHES: Mapping[int, tuple[dict[str, int], ...]] = {
     ),
 }
 ACCUMULATE = "accumulation"
+_EAGER = ("change", "eager attention")
 
 
 @cache
@@ -116,6 +117,8 @@ def draw(random: Random, ranks: int, parts: Any) -> Case | None:
         return None
     found = [(kind, f"{name}@{_slot(random, name)}" if kind == "event" else name) for kind, name in parts]
     events = {name for kind, name in parts if kind == "event"}
+    if "attentions" in events and _EAGER not in found:
+        found.append(_EAGER)  # the other implementations return none
     families = [*FAMILIES]
     if events & {"routes", "router logits"}:
         families = [*MIXTURES]
