@@ -147,7 +147,8 @@ def _gradients(case: Case, at: Training, refused: list[str]) -> None:
     _events(case, SLOTS[1], at, refused)
     loss.backward()
     wanted = {name: parameter.grad for name, parameter in at.reference.named_parameters()}
-    for name, error in gradient_errors(wanted, at.model).items():
+    eager = "eager attention" in case.names("change")  # its softmax in float32 leaves that of a key bias, which is zero
+    for name, error in gradient_errors(wanted, at.model, least_share=1e-3 if eager else 1e-9).items():
         if not error <= GRADIENT_BOUND:
             raise Wrong(f"gradient of {name} off by {error:.1e} of its largest element")
     for problem in structural_problems(at.reference, at.model):
