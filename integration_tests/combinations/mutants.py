@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -218,3 +218,9 @@ MUTANTS: Mapping[str, Mutant] = {
     "a change before a refusal": Mutant(_replaced(scenario, "parallelize", _changed_and_refused), _case("dense", _TP)),
 }
 _power = grad_norm._weighted_power
+
+
+def run_planted(case: Case, name: str = "") -> scenario.Result:
+    """Run a case on this rank, with a planted defect if one is named."""
+    with MUTANTS[name].planted() if name else nullcontext():
+        return scenario.run(case)

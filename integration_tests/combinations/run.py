@@ -13,7 +13,8 @@ from random import Random
 
 from combinations.cases import Case, pairs
 from combinations.events import Wrong
-from combinations.scenario import ALONE, FAILED, REFUSED, RIGHT, Result, run
+from combinations.mutants import run_planted
+from combinations.scenario import ALONE, FAILED, REFUSED, RIGHT, Result
 from coverage.measure import warm_up
 from harness.ranks import RankPool, RanksFailed
 
@@ -57,7 +58,7 @@ def quiet() -> None:
 def outcome(pool: RankPool, case: Case, mutant: str = "") -> Result:
     """Run a case on all ranks; it is right where it is on each."""
     try:
-        found = pool.run(run, case, mutant, timeout=SECONDS)
+        found = pool.run(run_planted, case, mutant, timeout=SECONDS)
     except RanksFailed as failed:
         pool.run(quiet, timeout=600)  # of a world that may be a new one
         numbers = all(error.type_name == Wrong.__name__ for error in failed.errors.values())

@@ -33,18 +33,13 @@ class Result:
     detail: str = ""
 
 
-def run(case: Case, mutant: str = "") -> Result:
+def run(case: Case) -> Result:
     """Run a case on this rank; every rank of the world must call it.
 
     Raises:
         Wrong: a number differs from that of one process.
         Exception: any other error that is not typed; raised, so that ranks that wait for this one do not wait long.
     """
-    if mutant:
-        from combinations.mutants import MUTANTS
-
-        with MUTANTS[mutant].planted():
-            return run(case)
     try:
         reference = _model(case)
         batches = [make_batch(reference, case.rows, seed) for seed in range(1, STEPS + 1)]
