@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import trl
@@ -14,6 +15,7 @@ from datasets import Dataset
 
 from fsdp_runtime import OptionError
 from fsdp_runtime.trainers import GRPOTrainer
+from harness.models import tiny_model
 from harness.ranks import RankPool
 from harness.trainers import (
     COMMON,
@@ -198,6 +200,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(two_ranks: RankPool, folder: Pat
 def _refusals(folder: Path, output: Path) -> list[str]:
     forget_accelerate()
     model, mesh = model_on(folder, {"tp": 2})
+    adapted = peft.get_peft_model(tiny_model("Qwen3ForCausalLM"), peft.LoraConfig(target_modules=["q_proj"]))
     failures = []
     base = {"output_dir": str(output), "use_cpu": True, "bf16": False, "report_to": [], "gradient_checkpointing": False}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -205,13 +208,15 @@ def _refusals(folder: Path, output: Path) -> list[str]:
         ("sync_ref_model", {"sync_ref_model": True}, {}),
         ("cast_lm_head_to_fp32", {"cast_lm_head_to_fp32": True}, {}),
         ("ref_model=", {"beta": 0.1}, {}),
+        ("with a PeftModel", {"beta": 0.1}, {"model": adapted}),
         ("tp=2", {}, {"tools": [max]}),
         ("does not divide", {"per_device_train_batch_size": 2, "num_generations": 4}, {}),
     ]
     for words, options, given in cases:
         arguments = trl.GRPOConfig(**{**base, **options})
         try:
-            GRPOTrainer(model=model, mesh=mesh, args=arguments, reward_funcs=reward, train_dataset=rows(), **given)
+            common = {"model": model, "mesh": mesh, "reward_funcs": reward, "train_dataset": rows()}
+            GRPOTrainer(args=arguments, **{**common, **given})
         except OptionError as error:
             if words not in str(error):
                 failures.append(f"{words}: {error}")

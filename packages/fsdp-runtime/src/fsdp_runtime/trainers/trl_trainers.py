@@ -58,8 +58,7 @@ class GRPOTrainer(MeshTrainerMixin, trl.GRPOTrainer):
         mesh: see :class:`MeshTrainerMixin`.
         args: a ``trl.GRPOConfig``; its ``generation_batch_size`` is set to ``per_device_train_batch_size *
             steps_per_generation`` times the size of ``dp``.
-        ref_model: with ``beta != 0``, the reference model, parallelized on the same mesh.  Not needed for a
-            ``PeftModel``, whose base model is the reference.
+        ref_model: with ``beta != 0``, the reference model, parallelized on the same mesh.
         kwargs: the trainer's other arguments, ``reward_funcs`` among them.
     """
 
@@ -77,7 +76,12 @@ class GRPOTrainer(MeshTrainerMixin, trl.GRPOTrainer):
         if args is None:
             raise OptionError("pass args=trl.GRPOConfig(...)")
         _check(args, kwargs, tp=axis_size(mesh, "tp"))
-        if args.beta != 0.0 and not is_peft_model(model):  # type: ignore[arg-type]
+        if args.beta != 0.0:
+            if is_peft_model(model):  # type: ignore[arg-type]
+                raise OptionError(
+                    f"beta={args.beta} with a PeftModel: TRL would add a reference adapter to a model that is sharded "
+                    "already: set beta=0, or train without adapters and pass ref_model=..."
+                )
             if ref_model is None:
                 raise OptionError(
                     f"beta={args.beta} needs the reference model: pass ref_model=..., parallelized on the same mesh"
