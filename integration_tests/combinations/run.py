@@ -60,7 +60,7 @@ def outcome(pool: RankPool, case: Case, mutant: str = "") -> Result:
     try:
         found = pool.run(run_planted, case, mutant, timeout=SECONDS)
     except RanksFailed as failed:
-        pool.run(quiet, timeout=600)  # of a world that may be a new one
+        pool.run(warm_up, timeout=600)  # of a world that may be a new one
         numbers = all(error.type_name == Wrong.__name__ for error in failed.errors.values())
         return Result(FAILED, str(failed).partition("\n--- ")[0] if numbers else str(failed))
     if len({each.outcome for each in found}) == 1:

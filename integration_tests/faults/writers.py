@@ -62,8 +62,14 @@ def _save_either(directory: Path, value: float) -> Path:
 
 def _load_weights(directory: Path) -> nn.Module:
     model = _model(-1)
-    fsdp_runtime.load_weights(model, directory)
-    return model
+    while True:
+        try:
+            fsdp_runtime.load_weights(model, directory)
+        except fsdp_runtime.WeightsError as error:
+            if "load it again" not in str(error):  # another writer has replaced the checkpoint while it was read
+                raise
+        else:
+            return model
 
 
 def _save_adapter(directory: Path, value: float) -> Path:

@@ -145,7 +145,14 @@ class SafetensorsReader:
 
     def _open(self, file: Path) -> Any:
         if file not in self._files:
-            self._files[file] = self._exit_stack.enter_context(safe_open(file, framework="pt"))
+            try:
+                self._files[file] = self._exit_stack.enter_context(safe_open(file, framework="pt"))
+            except (FileNotFoundError, RuntimeError) as error:  # torch opens it once more, with an error of its own
+                if file.exists():
+                    raise
+                raise CheckpointError(
+                    f"{file} is missing: {self._advice}; if another job has replaced the checkpoint, load it again"
+                ) from error
         return self._files[file]
 
 
