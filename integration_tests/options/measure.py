@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,9 +44,7 @@ def measure_change(name: str, change: Mapping[str, Any], mode: str) -> Outcome:
     entry = coverage_entries()[name]
     entry = replace(entry, changes={**entry.changes, **change})
     dtype = torch.float64 if entry.default_float64 else torch.float32
-    for package in ("tp_plans", "fsdp_runtime"):
-        logging.getLogger(package).setLevel(logging.ERROR)  # each case would warn of what it leaves replicated
-    with default_dtype(dtype), compute_in_float64():
+    with default_dtype(dtype), compute_in_float64(), _without_warnings():
         try:
             reference = tiny_model(entry)
             runs = run_alone(reference, KINDS)
@@ -57,6 +56,20 @@ def measure_change(name: str, change: Mapping[str, Any], mode: str) -> Outcome:
             return _compared(reference, runs, mode, entry.options)
         except Exception:
             return Outcome("failed", traceback.format_exc(limit=-3))
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Let the packages log errors alone: each case would warn of what it leaves replicated."""
+    loggers = [logging.getLogger(package) for package in ("tp_plans", "fsdp_runtime")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _compared(reference: nn.Module, runs: dict[str, Run], mode: str, options: Mapping[str, Any]) -> Outcome:
