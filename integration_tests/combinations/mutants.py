@@ -26,7 +26,7 @@ from fsdp_runtime.steps.fsdp import step as fsdp
 from fsdp_runtime.steps.tensor import step as tensor
 from fsdp_runtime.training_state import load
 from fsdp_runtime.weights.stream import ExportedModel
-from harness.mutants import _add_bias_again
+from harness.mutants import DetachedWeights, LosesAToken, add_bias_again
 from rl_logprobs.norms import grad_norm
 from tp_plans.runtime import AllToAllExchange
 from tp_plans.torch_styles import gradients, linear
@@ -77,7 +77,7 @@ def _event(name: str, slot: str = "before the optimizer") -> tuple[str, str]:
 def _bias_again(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if name.endswith("o_proj"):
-            module.register_forward_hook(_add_bias_again)
+            module.register_forward_hook(add_bias_again)
 
 
 def _broken_tie(model: Any) -> None:
@@ -94,19 +94,6 @@ def _changed_and_refused(model: nn.Module, *_: Any, **__: Any) -> nn.Module:
     with torch.no_grad():
         next(model.parameters()).mul_(1.001)
     raise OptionError("refused after a change")
-
-
-class _LosesAToken(AllToAllExchange):
-    def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> Any:
-        if dist.get_rank() == 0:
-            index = index.clone()
-            index[0] = -1
-        return super().dispatch(hidden, index, weights, experts=experts)
-
-
-class _DetachesWeights(AllToAllExchange):
-    def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> Any:
-        return super().dispatch(hidden, index, weights.detach(), experts=experts)
 
 
 def _exchanged(kind: type[AllToAllExchange]) -> Planted:
@@ -192,8 +179,8 @@ MUTANTS: Mapping[str, Mutant] = {
     "a bias added twice": Mutant(_afterwards(_bias_again), _case("dense", _TP, SEQUENCE_PARALLEL)),
     "a broken tie": Mutant(_afterwards(_broken_tie), _case("tied", _TP)),
     "a gradient that is larger on one rank": Mutant(_afterwards(_larger_on_rank_one), _case("head norms", _TP)),
-    "a token sent to no expert": Mutant(_exchanged(_LosesAToken), _case("mixture", _EP)),
-    "routing weights without gradients": Mutant(_exchanged(_DetachesWeights), _case("mixture", _EP)),
+    "a token sent to no expert": Mutant(_exchanged(LosesAToken), _case("mixture", _EP)),
+    "routing weights without gradients": Mutant(_exchanged(DetachedWeights), _case("mixture", _EP)),
     "a norm that is too large": Mutant(
         _replaced(grad_norm, "_weighted_power", lambda *args, **kwargs: 1.02 * _power(*args, **kwargs)),
         _case("dense", _FSDP),

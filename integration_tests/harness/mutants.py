@@ -31,7 +31,7 @@ def bias_added_twice(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     model = parallelize(model, mesh)
     for name, module in model.named_modules():
         if name.endswith("o_proj"):
-            module.register_forward_hook(_add_bias_again)
+            module.register_forward_hook(add_bias_again)
     return model
 
 
@@ -51,16 +51,16 @@ def wrong_on_rank_one(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def _add_bias_again(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def add_bias_again(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output + module.bias.to_local()
 
 
-class _DetachedWeights(AllToAllExchange):
+class DetachedWeights(AllToAllExchange):
     def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> DispatchedTokens:
         return super().dispatch(hidden, index, weights.detach(), experts=experts)
 
 
-class _LosesAToken(AllToAllExchange):
+class LosesAToken(AllToAllExchange):
     def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> DispatchedTokens:
         if dist.get_rank() == 0:
             index = index.clone()
@@ -70,12 +70,12 @@ class _LosesAToken(AllToAllExchange):
 
 def detached_router(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Routing weights come to the experts without a gradient."""
-    return parallelize(model, mesh, steps=(ExpertParallel(_DetachedWeights),))
+    return parallelize(model, mesh, steps=(ExpertParallel(DetachedWeights),))
 
 
 def dropped_token(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """The first token of rank 0 is sent to no expert."""
-    return parallelize(model, mesh, steps=(ExpertParallel(_LosesAToken),))
+    return parallelize(model, mesh, steps=(ExpertParallel(LosesAToken),))
 
 
 def token_counted_twice(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
