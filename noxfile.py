@@ -138,7 +138,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run every package's tests and the integration tests on the pinned torch, without the slow combinations."""
-    install_editable(session, "test")
+    install_editable(session, "test", "kernels")
     session.run("pytest", *PARALLEL, "--junitxml=reports/all.xml", *session.posargs, env=ONE_THREAD)
 
 
@@ -244,9 +244,9 @@ def vllm(session: nox.Session) -> None:
 
 @nox.session
 def triton(session: nox.Session) -> None:
-    """Run the log-probability tests on the Triton kernels, in Triton's interpreter on the CPU."""
-    install_editable(session, "test")
-    session.install("triton")
+    """Run the log-probability tests on the Triton kernels in Triton's interpreter; compile every variant for GPUs."""
+    install_editable(session, "test", "kernels")
+    session.run("python", "packages/rl-logprobs/benchmarks/kernel_resources.py", "--all", "--dtypes=bfloat16", "float32")
     files = ("with_triton/triton_backend", "softmax/test_torch_kernels", "test_logprobs", "softmax/test_vocab_parallel")
     paths = [f"packages/rl-logprobs/tests/{name}.py" for name in files]
     environment = {"TRITON_INTERPRET": "1", "RL_LOGPROBS_BACKEND": "triton", **ONE_THREAD}

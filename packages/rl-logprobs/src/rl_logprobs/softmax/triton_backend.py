@@ -21,7 +21,12 @@ from rl_logprobs.softmax.torch_kernels import mask_targets_below, target_logits
 from rl_logprobs.softmax.triton_kernels import gradient_kernel, reduce_kernel
 
 #: The most columns that a program processes at once.
-LARGEST_BLOCK = 4096
+LARGEST_BLOCK = 2048
+#: Columns a thread.  With 8 no variant spills registers on sm_80, sm_90, sm_100 and gfx942; with 32 the variant with all
+#: statistics spilled 700 bytes (``nox -s triton`` compiles them all for each target and asserts it).
+COLUMNS_PER_THREAD = 8
+#: Threads of a warp: of AMD's accelerators 64.
+WARP_SIZE = 64 if torch.version.hip else 32
 
 _LEAST = {torch.float32: torch.finfo(torch.float32).min, torch.float64: torch.finfo(torch.float64).min}
 _WIDE = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -60,7 +65,8 @@ def reduce_logits(
             WEIGHTED_SUM=options.entropy,
             ARGMAX=options.argmax,
             OVERWRITE=options.inplace_forward,
-            **_constants(dtype, width),
+            STAGES=stages(),
+            **launch_options(dtype, width),
         )
     if target is not logits:
         logits.copy_(target)
@@ -82,7 +88,7 @@ def write_gradient(
     if width == 0:
         return
     factor = _per_token(scale.log2_factor, gradient.weight)
-    constants = _constants(statistics_dtype(logits.dtype), width)
+    constants = launch_options(statistics_dtype(logits.dtype), width)
     target_coef = gradient.target.where(targets.owned, 0)
     result = _kernel_output(out)
     for span, (block, out_block) in row_blocks(tokens, logits, result):
@@ -118,6 +124,16 @@ def _per_token(value: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return value.contiguous() if isinstance(value, torch.Tensor) else torch.full_like(like, value)
 
 
-def _constants(dtype: torch.dtype, width: int) -> dict[str, Any]:
+def launch_options(dtype: torch.dtype, width: int, warp_size: int = WARP_SIZE) -> dict[str, Any]:
+    """Return the block, the warps and the dtype of a kernel's statistics, for rows of ``width`` columns."""
     block = min(LARGEST_BLOCK, triton.next_power_of_2(width))
-    return {"BLOCK": block, "WIDE": _WIDE[dtype], "LEAST": _LEAST[dtype]}
+    warps = max(1, block // (COLUMNS_PER_THREAD * warp_size))
+    return {"BLOCK": block, "WIDE": _WIDE[dtype], "LEAST": _LEAST[dtype], "num_warps": warps}
+
+
+def stages(warp_size: int = WARP_SIZE) -> int:
+    """Return how many blocks of a row are processed or on their way (see ``triton.language.range``).
+
+    NVIDIA's GPUs copy ahead into shared memory.  For gfx942 Triton loads ahead into registers, which then spill.
+    """
+    return 4 if warp_size == 32 else 1

@@ -39,27 +39,31 @@ def reduce_kernel(
     WEIGHTED_SUM: tl.constexpr,
     ARGMAX: tl.constexpr,
     OVERWRITE: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """Reduce row ``program_id(0)`` of the logits: a running maximum and sums per lane, combined at the end."""
+    """Reduce row ``program_id(0)`` of the logits: a running maximum and sums per lane, combined at the end.
+
+    With ``STAGES`` above 1, ``STAGES - 1`` blocks of the row are loaded ahead.  Lanes count in int32: a lane has fewer registers than with int64.
+    """
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
     first = logits + row * row_stride
     factor = tl.load(factors + row)
     max_logit = tl.full((BLOCK,), -float("inf"), WIDE)
     sum_exp2 = tl.zeros((BLOCK,), WIDE)
     weighted_sum = tl.zeros((BLOCK,), WIDE)
     argmax = lanes
-    count = tl.zeros((BLOCK,), tl.int64)
-    for begin in range(0, width, BLOCK):
+    count = tl.zeros((BLOCK,), tl.int32)
+    for begin in tl.range(0, width, BLOCK, num_stages=STAGES):
         columns = begin + lanes
-        values = tl.load(first + columns * column_stride, mask=columns < width, other=-float("inf")).to(WIDE)
+        values = tl.load(first + columns.to(tl.int64) * column_stride, mask=columns < width, other=-float("inf")).to(WIDE)
         if ARGMAX:
             argmax = tl.where(values > max_logit, columns, argmax)
         if greater_than is not None:
-            count += (values > tl.load(greater_than + row)).to(tl.int64)
+            count += (values > tl.load(greater_than + row)).to(tl.int32)
         new_max = tl.maximum(max_logit, values, propagate_nan=_ALL)
         rescale = exponent_of(max_logit, new_max, factor, LEAST)
         exponent = exponent_of(values, new_max, factor, LEAST)
@@ -81,14 +85,14 @@ def reduce_kernel(
     if greater_than is not None:
         tl.store(num_greater + row, tl.sum(count, 0))
     if OVERWRITE:
-        for begin in range(0, width, BLOCK):
+        for begin in tl.range(0, width, BLOCK, num_stages=STAGES):
             columns = begin + lanes
             inside = columns < width
-            values = tl.load(first + columns * column_stride, mask=inside, other=-float("inf")).to(WIDE)
+            values = tl.load(first + columns.to(tl.int64) * column_stride, mask=inside, other=-float("inf")).to(WIDE)
             weight = tl.exp2(exponent_of(values, row_max, factor, LEAST))
             if min_logits is not None:
                 weight = tl.where(values < tl.load(min_logits + row), 0.0, weight)
-            tl.store(first + columns * column_stride, weight.to(logits.dtype.element_ty), mask=inside)
+            tl.store(first + columns.to(tl.int64) * column_stride, weight.to(logits.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,0 +1,235 @@
+"""Compile the Triton kernels for GPUs that this machine does not have, and print what each variant needs of one.
+
+    python packages/rl-logprobs/benchmarks/kernel_resources.py [--all] [--dtypes bfloat16] [--targets sm_80 sm_90]
+
+Registers and spilled bytes are the assembler's (ptxas of Triton's wheel; the metadata of the code object on AMD).
+Programs a multiprocessor follow from registers, shared memory and threads.  *In flight* is what a multiprocessor has
+asked the memory for: a program loads ``stages() - 1`` blocks ahead where the compiler made asynchronous copies, else one
+block.  *Needed* is bandwidth times latency over multiprocessors (Little's law).  *Bound* is the bytes of one call over
+the bandwidth, for 4,096 rows of 151,936 columns: no kernel is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rl_logprobs.dtypes import statistics_dtype
+from rl_logprobs.softmax import triton_backend
+from rl_logprobs.softmax.triton_kernels import gradient_kernel, reduce_kernel
+
+ROWS, COLUMNS = 4096, 151_936
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}
+#: Arguments of the kernels that are integers, and pointers to int64 or booleans; the others point to statistics.
+INTEGERS = ("width", "row_stride", "out_row_stride")
+INT64, BOOLEANS = ("argmaxes", "num_greater", "targets"), ("ignored",)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU's published figures: bytes a second of its memory, seconds of latency, limits of a multiprocessor."""
+
+    target: GPUTarget
+    bandwidth: float
+    latency: float
+    processors: int
+    registers: int = 65_536
+    shared_memory: int = 164 << 10
+    threads: int = 2048
+
+    @property
+    def bytes_needed(self) -> float:
+        """Bytes in flight a multiprocessor at which the memory is busy."""
+        return self.bandwidth * self.latency / self.processors
+
+
+#: Latencies under load are measured figures of publications, rounded up.
+DEVICES = {
+    "sm_80": Device(GPUTarget("cuda", 80, 32), 2.04e12, 6e-7, 108),
+    "sm_90": Device(GPUTarget("cuda", 90, 32), 3.35e12, 7e-7, 132, shared_memory=228 << 10),
+    "sm_100": Device(GPUTarget("cuda", 100, 32), 8.0e12, 8e-7, 148, shared_memory=228 << 10),
+    "gfx942": Device(GPUTarget("hip", "gfx942", 64), 5.3e12, 8e-7, 304, registers=131_072, shared_memory=64 << 10),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel, the dtype of its logits, the arguments that are not None, and constants of the kernel that are set."""
+
+    kernel: Any
+    dtype: torch.dtype
+    given: frozenset[str]
+    constants: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        """Return the kernel's name and what is computed, as a row of the table names it."""
+        parts = sorted(self.given) + sorted(name.lower() for name in self.constants)
+        return f"{self.kernel.fn.__name__}({', '.join(parts)}) {str(self.dtype).removeprefix('torch.')}"
+
+    def source(self, device: Device) -> tuple[ASTSource, int]:
+        """Return the kernel with the types that a call of ``COLUMNS`` contiguous columns gives it, and its warps."""
+        wide = statistics_dtype(self.dtype)
+        launch = triton_backend.launch_options(wide, COLUMNS, device.target.warp_size)
+        warps = launch.pop("num_warps")
+        flags = {"WEIGHTED_SUM", "ARGMAX", "OVERWRITE"}
+        constants = {**{name: name in self.constants for name in flags}, **launch, "STAGES": triton_backend.stages(device.target.warp_size)}
+        constants |= {"column_stride": 1, "out_column_stride": 1}
+        signature = {}
+        for name in self.kernel.arg_names:
+            if name in constants or (name in OPTIONAL[self.kernel] and name not in self.given):
+                signature[name] = "constexpr"
+                constants.setdefault(name, None)
+            else:
+                signature[name] = _type(name, self.dtype, wide)
+        values = {name: constants[name] for name, kind in signature.items() if kind == "constexpr"}
+        aligned = [["tt.divisibility", 16]]
+        attributes = {(i,): aligned for i, kind in enumerate(signature.values()) if kind != "constexpr"}
+        return ASTSource(self.kernel, signature, values, attributes), warps
+
+    def bytes_moved(self) -> int:
+        """Return the bytes of the logits that a call of ``ROWS`` rows reads and writes."""
+        passes = 2 if self.kernel is gradient_kernel else 3 if "OVERWRITE" in self.constants else 1
+        return passes * ROWS * COLUMNS * self.dtype.itemsize
+
+
+OPTIONAL = {
+    reduce_kernel: ("greater_than", "min_logits"),
+    gradient_kernel: ("max_logits", "weighted_coefs", "min_logits"),
+}
+
+
+def _type(name: str, logits: torch.dtype, wide: torch.dtype) -> str:
+    if name in ("logits", "out"):
+        return POINTERS[logits]
+    if name in INTEGERS:
+        return "i32"
+    if name in INT64:
+        return "*i64"
+    return "*i1" if name in BOOLEANS else POINTERS[wide]
+
+
+def training_variants(dtype: torch.dtype) -> list[Variant]:
+    """Return log-probs, the same with entropy, with every statistic, and the gradients of the first two."""
+    every_option, nothing = frozenset({"greater_than", "min_logits"}), frozenset[str]()
+    return [
+        Variant(reduce_kernel, dtype, nothing),
+        Variant(reduce_kernel, dtype, nothing, frozenset({"WEIGHTED_SUM"})),
+        Variant(reduce_kernel, dtype, every_option, frozenset({"WEIGHTED_SUM", "ARGMAX"})),
+        Variant(gradient_kernel, dtype, frozenset({"max_logits"})),
+        Variant(gradient_kernel, dtype, frozenset({"max_logits", "weighted_coefs"})),
+    ]
+
+
+def all_variants(dtype: torch.dtype) -> list[Variant]:
+    """Return every variant of both kernels that a call can reach."""
+    flags = {reduce_kernel: ("WEIGHTED_SUM", "ARGMAX", "OVERWRITE"), gradient_kernel: ()}
+    found = [
+        Variant(kernel, dtype, given, constants)
+        for kernel, names in flags.items()
+        for given, constants in itertools.product(subsets(OPTIONAL[kernel]), subsets(names))
+    ]
+    return [v for v in found if v.kernel is reduce_kernel or "max_logits" in v.given or not v.given]
+
+
+def subsets(names: Sequence[str]) -> list[frozenset[str]]:
+    """Return all subsets of some names, smaller ones first."""
+    return [frozenset(found) for count in range(len(names) + 1) for found in itertools.combinations(names, count)]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The needs of one program of a compiled kernel, and what they allow on a device."""
+
+    device: Device
+    registers: int
+    spilled: int
+    shared_memory: int
+    warps: int
+    bytes_ahead: int
+
+    @property
+    def programs(self) -> int:
+        """Programs that one multiprocessor runs at a time."""
+        threads = self.warps * self.device.target.warp_size
+        registers = -(-self.registers // 8) * 8 * threads
+        by_memory = self.device.shared_memory // (self.shared_memory + 1024)
+        return min(self.device.registers // registers, self.device.threads // threads, by_memory, 32)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes of logits that a multiprocessor waits for while all its programs load."""
+        return self.programs * self.bytes_ahead
+
+
+def compile_for(variant: Variant, device: Device) -> Resources:
+    """Compile a variant for a device that need not be there, with Triton's own assembler."""
+    source, warps = variant.source(device)
+    compiled = triton.compile(source, target=device.target, options={"num_warps": warps})
+    if device.target.backend == "cuda":
+        registers, spilled = _assemble(compiled.asm["ptx"], device.target.arch)
+    else:
+        counts = {name: int(n) for name, n in re.findall(r"\.(\w+_count):\s+(\d+)", compiled.asm["amdgcn"])}
+        registers = counts["vgpr_count"]
+        spilled = 4 * (counts["vgpr_spill_count"] + counts["sgpr_spill_count"])
+    asynchronous = "async_copy" in compiled.asm["ttgir"]
+    blocks = triton_backend.stages(device.target.warp_size) - 1 if asynchronous else 1
+    ahead = blocks * source.constants[(variant.kernel.arg_names.index("BLOCK"),)] * variant.dtype.itemsize
+    return Resources(device, registers, spilled, compiled.metadata.shared, warps, ahead)
+
+
+def _assemble(ptx: str, architecture: int) -> tuple[int, int]:
+    """Return registers a thread and bytes spilled, as ptxas reports them with the options that Triton gives it."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        name = f"--gpu-name={sm_arch_from_capability(architecture)}"
+        command = [get_ptxas(architecture).path, "-v", "--regAllocOptLevel=2", name, file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = re.search(r"Used (\d+) registers", log)
+    stores = re.search(r"(\d+) bytes spill stores", log)
+    if registers is None or stores is None:
+        raise RuntimeError(f"ptxas reported no registers or spills: {log}")
+    return int(registers[1]), int(stores[1])
+
+
+def table(variants: Sequence[Variant], targets: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a Markdown table with a row for each variant and target."""
+    yield "| kernel | target | registers | spilled | programs | in flight | needed | bound |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for variant, target in itertools.product(variants, targets):
+        found = compile_for(variant, device := DEVICES[target])
+        seconds = variant.bytes_moved() / device.bandwidth
+        yield (
+            f"| {variant} | {target} | {found.registers} | {found.spilled} bytes | {found.programs} "
+            f"| {found.bytes_in_flight / 1024:.0f} KiB | {device.bytes_needed / 1024:.0f} KiB | {seconds * 1e3:.2f} ms |"
+        )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every variant; else those of calls that train a policy")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--targets", nargs="+", default=list(DEVICES), choices=list(DEVICES))
+    arguments = parser.parse_args()
+    choose = all_variants if arguments.all else training_variants
+    variants = [variant for name in arguments.dtypes for variant in choose(getattr(torch, name))]
+    for line in table(variants, arguments.targets):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
