@@ -115,6 +115,17 @@ def discard_environment(session: nox.Session) -> None:
     shutil.rmtree(session.env_dir)
 
 
+def compile_kernels(session: nox.Session, *options: str) -> None:
+    """Compile the Triton kernels for GPUs that need not be there; fail if one spills registers.
+
+    Triton is installed beside the environment: torch would import it in every process of the tests.
+    """
+    folder = Path(session.create_tmp(), "triton").absolute()
+    session.install("--target", str(folder), "--no-deps", *group("kernels"))
+    script = "packages/rl-logprobs/benchmarks/kernel_resources.py"
+    session.run("python", script, *options, env={"PYTHONPATH": str(folder)})
+
+
 def install_alone(session: nox.Session, path: Path) -> None:
     """Install one artifact with its requirements: torch at the pinned version, our packages from ``dist``."""
     constraints = Path(session.create_tmp(), "constraints.txt")
@@ -138,7 +149,8 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run every package's tests and the integration tests on the pinned torch, without the slow combinations."""
-    install_editable(session, "test", "kernels")
+    install_editable(session, "test")
+    compile_kernels(session)
     session.run("pytest", *PARALLEL, "--junitxml=reports/all.xml", *session.posargs, env=ONE_THREAD)
 
 
@@ -246,11 +258,19 @@ def vllm(session: nox.Session) -> None:
 def triton(session: nox.Session) -> None:
     """Run the log-probability tests on the Triton kernels in Triton's interpreter; compile every variant for GPUs."""
     install_editable(session, "test", "kernels")
-    session.run("python", "packages/rl-logprobs/benchmarks/kernel_resources.py", "--all", "--dtypes=bfloat16", "float32")
+    compile_kernels(session, "--all", "--dtypes", "bfloat16", "float32")
+    session.run("pytest", "packages/rl-logprobs/tests/with_triton/kernel_resources.py")
     files = ("with_triton/triton_backend", "softmax/test_torch_kernels", "test_logprobs", "softmax/test_vocab_parallel")
     paths = [f"packages/rl-logprobs/tests/{name}.py" for name in files]
     environment = {"TRITON_INTERPRET": "1", "RL_LOGPROBS_BACKEND": "triton", **ONE_THREAD}
     session.run("pytest", *paths, *session.posargs, env=environment)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Check this machine's GPUs: parity, kernels, memory, speed, weight sync; writes gpu-check.md (-- --device cpu)."""
+    install_editable(session, "hugging-face", "kernels")
+    session.run("python", "-m", "fsdp_runtime.gpu_check", *session.posargs)
 
 
 @nox.session

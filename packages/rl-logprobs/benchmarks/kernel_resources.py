@@ -4,9 +4,9 @@
 
 Registers and spilled bytes are the assembler's (ptxas of Triton's wheel; the metadata of the code object on AMD).
 Programs a multiprocessor follow from registers, shared memory and threads.  *In flight* is what a multiprocessor has
-asked the memory for: a program loads ``stages() - 1`` blocks ahead where the compiler made asynchronous copies, else one
-block.  *Needed* is bandwidth times latency over multiprocessors (Little's law).  *Bound* is the bytes of one call over
-the bandwidth, for 4,096 rows of 151,936 columns: no kernel is faster.
+asked the memory for: a program loads ``stages() - 1`` blocks ahead where the compiler made asynchronous copies, and one
+block elsewhere.  *Needed* is bandwidth times latency over multiprocessors (Little's law).  *Bound* is the bytes of one
+call over the bandwidth, for 4,096 rows of 151,936 columns: no kernel is faster.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import itertools
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,8 @@ class Variant:
         launch = triton_backend.launch_options(wide, COLUMNS, device.target.warp_size)
         warps = launch.pop("num_warps")
         flags = {"WEIGHTED_SUM", "ARGMAX", "OVERWRITE"}
-        constants = {**{name: name in self.constants for name in flags}, **launch, "STAGES": triton_backend.stages(device.target.warp_size)}
+        constants: dict[str, Any] = {**{name: name in self.constants for name in flags}, **launch}
+        constants["STAGES"] = triton_backend.stages(device.target.warp_size)
         constants |= {"column_stride": 1, "out_column_stride": 1}
         signature = {}
         for name in self.kernel.arg_names:
@@ -205,21 +207,25 @@ def _assemble(ptx: str, architecture: int) -> tuple[int, int]:
     return int(registers[1]), int(stores[1])
 
 
+def spilling(variants: Sequence[Variant], targets: Sequence[str]) -> list[str]:
+    """Return the rows of the table whose kernels spill registers."""
+    return [line for line in list(table(variants, targets))[2:] if "| 0 bytes |" not in line]
+
+
 def table(variants: Sequence[Variant], targets: Sequence[str]) -> Iterator[str]:
     """Yield the lines of a Markdown table with a row for each variant and target."""
     yield "| kernel | target | registers | spilled | programs | in flight | needed | bound |"
     yield "|---|---|---|---|---|---|---|---|"
     for variant, target in itertools.product(variants, targets):
         found = compile_for(variant, device := DEVICES[target])
-        seconds = variant.bytes_moved() / device.bandwidth
-        yield (
-            f"| {variant} | {target} | {found.registers} | {found.spilled} bytes | {found.programs} "
-            f"| {found.bytes_in_flight / 1024:.0f} KiB | {device.bytes_needed / 1024:.0f} KiB | {seconds * 1e3:.2f} ms |"
-        )
+        in_flight, needed = found.bytes_in_flight / 1024, device.bytes_needed / 1024
+        bound = 1e3 * variant.bytes_moved() / device.bandwidth
+        cells = (str(variant), target, str(found.registers), f"{found.spilled} bytes", str(found.programs))
+        yield f"| {' | '.join(cells)} | {in_flight:.0f} KiB | {needed:.0f} KiB | {bound:.2f} ms |"
 
 
-def main() -> None:
-    """Print the table."""
+def main() -> int:
+    """Print the table; return 1 if a kernel of a call that trains a policy spills registers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every variant; else those of calls that train a policy")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
@@ -229,7 +235,10 @@ def main() -> None:
     variants = [variant for name in arguments.dtypes for variant in choose(getattr(torch, name))]
     for line in table(variants, arguments.targets):
         print(line, flush=True)
+    found = spilling(training_variants(torch.bfloat16), arguments.targets)  # from Triton's cache
+    print(*(f"spills: {line}" for line in found), sep="\n", end="")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

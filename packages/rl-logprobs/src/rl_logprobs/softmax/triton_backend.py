@@ -22,8 +22,8 @@ from rl_logprobs.softmax.triton_kernels import gradient_kernel, reduce_kernel
 
 #: The most columns that a program processes at once.
 LARGEST_BLOCK = 2048
-#: Columns a thread.  With 8 no variant spills registers on sm_80, sm_90, sm_100 and gfx942; with 32 the variant with all
-#: statistics spilled 700 bytes (``nox -s triton`` compiles them all for each target and asserts it).
+#: Columns a thread.  With 8 no variant that trains a policy spills registers on sm_80, sm_90, sm_100 and gfx942; with
+#: 32 the one with all statistics spilled 700 bytes (``benchmarks/kernel_resources.py`` compiles each for each target).
 COLUMNS_PER_THREAD = 8
 #: Threads of a warp: of AMD's accelerators 64.
 WARP_SIZE = 64 if torch.version.hip else 32

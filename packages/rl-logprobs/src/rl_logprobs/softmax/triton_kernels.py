@@ -46,7 +46,7 @@ def reduce_kernel(
 ):
     """Reduce row ``program_id(0)`` of the logits: a running maximum and sums per lane, combined at the end.
 
-    With ``STAGES`` above 1, ``STAGES - 1`` blocks of the row are loaded ahead.  Lanes count in int32: a lane has fewer registers than with int64.
+    ``STAGES - 1`` blocks of the row are loaded ahead.  Lanes count in int32, which needs fewer registers than int64.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
@@ -59,7 +59,9 @@ def reduce_kernel(
     count = tl.zeros((BLOCK,), tl.int32)
     for begin in tl.range(0, width, BLOCK, num_stages=STAGES):
         columns = begin + lanes
-        values = tl.load(first + columns.to(tl.int64) * column_stride, mask=columns < width, other=-float("inf")).to(WIDE)
+        values = tl.load(first + columns.to(tl.int64) * column_stride, mask=columns < width, other=-float("inf")).to(
+            WIDE
+        )
         if ARGMAX:
             argmax = tl.where(values > max_logit, columns, argmax)
         if greater_than is not None:

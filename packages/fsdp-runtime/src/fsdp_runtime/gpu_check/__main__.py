@@ -1,0 +1,74 @@
+"""The command ``python -m fsdp_runtime.gpu_check``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.gpu_check.finding import Finding
+from fsdp_runtime.gpu_check.kernels import check_kernels
+from fsdp_runtime.gpu_check.machine import World, accelerator, machine, worlds
+from fsdp_runtime.gpu_check.memory import check_memory, compare
+from fsdp_runtime.gpu_check.parity import check_parity
+from fsdp_runtime.gpu_check.ranks import Check, run_checks
+from fsdp_runtime.gpu_check.report import markdown, verdict
+from fsdp_runtime.gpu_check.speed import check_speed
+from fsdp_runtime.gpu_check.transfer import check_transfer
+
+#: What a world of one rank is asked, and what every world is; each line has processes of its own.
+ALONE: list[list[Check]] = [[check_kernels, check_speed], [check_memory]]
+EVERY: list[list[Check]] = [[check_parity], [check_transfer]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all checks that the machine allows and write the report.
+
+    Returns:
+        0 if nothing failed, also without an accelerator; 1 if a check failed; 2 for wrong arguments.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp_runtime.gpu_check",
+        description="Run parity on every axis, kernels, memory, speed and weight sync on this machine's GPUs.",
+    )
+    parser.add_argument("--device", help="cuda (ROCm too) or another accelerator; cpu runs all that needs none")
+    parser.add_argument("--max-ranks", type=int, default=8, metavar="N", help="the most ranks (default: 8)")
+    parser.add_argument("--output", type=Path, default=Path("gpu-check.md"), help="the report (default: gpu-check.md)")
+    options = parser.parse_args(arguments)
+    device = options.device or accelerator()
+    if device is None:
+        print("No CUDA or ROCm device was found: nothing was checked. --device cpu runs what needs none.")
+        return 0
+    try:
+        chosen = worlds(device, options.max_ranks)
+    except OptionError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 2
+    findings = machine(device)
+    for world in chosen:
+        for checks in [*(ALONE if world.size == 1 else []), *EVERY]:
+            findings += _run(world, checks)
+    page = markdown(compare(findings))
+    options.output.write_text(page, encoding="utf-8")
+    print(f"{page}\nReport: {options.output}")
+    return 1 if any(finding.state == "failed" for finding in findings) else 0
+
+
+def _run(world: World, checks: list[Check]) -> list[Finding]:
+    found = run_checks(world, checks, lambda line: print(line, file=sys.stderr, flush=True))
+    if world.backend == "gloo" and world.device_type != "cpu":  # gloo has few collectives of tensors on a device
+        reasons = [f"{f.figure} (gloo on a device)" if f.state == "failed" else f.figure for f in found]
+        states = ["not run" if f.state == "failed" else f.state for f in found]
+        found = [
+            Finding(f.section, f.what, reason, f.bound, state)  # type: ignore[arg-type]
+            for f, reason, state in zip(found, reasons, states, strict=True)
+        ]
+    lines = [f"  {verdict(found)}", *(f"  failed: {f.what}: {f.figure}" for f in found if f.state == "failed")]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""One line of the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    Args:
+        section: the heading that it stands under.
+        what: the setting, such as ``"LlamaForCausalLM, tp=2, float32"``.
+        figure: what was measured, with its unit.
+        bound: what it was compared with; empty if nothing is expected.
+        state: ``"failed"`` if the figure is out of its bound or the check raised; ``"not run"`` says why in ``figure``.
+    """
+
+    section: str
+    what: str
+    figure: str
+    bound: str = ""
+    state: Literal["passed", "failed", "measured", "not run"] = "measured"
+
+
+def within(section: str, what: str, value: float, bound: float, unit: str = "") -> Finding:
+    """Return a finding that passes if ``value`` is at most ``bound``."""
+    state: Literal["passed", "failed"] = "passed" if value <= bound else "failed"  # NaN fails
+    return Finding(section, what, f"{value:.2g}{unit}", f"at most {bound:.2g}{unit}", state)

@@ -1,0 +1,99 @@
+"""Devices and versions of this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.gpu_check.finding import Finding
+
+PACKAGES = ("tp-plans", "fsdp-runtime", "rl-logprobs", "torch", "transformers", "triton")
+_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of one run of checks.
+
+    Args:
+        device_type: ``"cuda"`` (ROCm too), another accelerator's, or ``"cpu"``.
+        size: number of ranks.
+        devices: number of devices; ranks share them in turn if there are fewer.
+    """
+
+    device_type: str
+    size: int
+    devices: int
+
+    @property
+    def backend(self) -> str:
+        """The accelerator's own backend if each rank has a device of its own; gloo otherwise."""
+        return _BACKENDS.get(self.device_type, "gloo") if self.size <= self.devices else "gloo"
+
+    @property
+    def name(self) -> str:
+        """How the report names it."""
+        shared = "" if self.device_type == "cpu" or self.size <= self.devices else ", sharing a device"
+        return f"{self.size} rank{'s' if self.size > 1 else ''} on {self.device_type}, {self.backend}{shared}"
+
+    def device(self, rank: int) -> torch.device:
+        """Return the device of a rank."""
+        return torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, rank % self.devices)
+
+
+def accelerator() -> str | None:
+    """Return the type of this machine's accelerators, or ``None``."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def worlds(device_type: str, largest: int = 8) -> list[World]:
+    """Return the worlds that a device type allows: one rank, then doubled as far as there are devices.
+
+    Two ranks are tried on a single accelerator too, since gloo takes some collectives of tensors on a device.
+
+    Raises:
+        OptionError: there is no such accelerator.
+    """
+    if device_type == "cpu":
+        return [World("cpu", size, size) for size in (1, 2, 4) if size <= largest]
+    if accelerator() != device_type:
+        raise OptionError(f"--device {device_type}: this machine has {accelerator() or 'no accelerator'}; use cpu")
+    devices = torch.accelerator.device_count()
+    sizes = [size for size in (1, 2, 4, 8) if size <= min(devices, largest)]
+    if devices == 1 and largest > 1:
+        sizes.append(2)
+    return [World(device_type, size, devices) for size in sizes]
+
+
+def machine(device_type: str) -> list[Finding]:
+    """Return the devices and versions."""
+    found = [Finding("Machine", "system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")]
+    if device_type != "cpu":
+        for index in range(torch.accelerator.device_count()):
+            found.append(Finding("Machine", f"device {index}", _describe(device_type, index)))
+    for package in PACKAGES:
+        try:
+            found.append(Finding("Machine", package, version(package)))
+        except PackageNotFoundError:
+            found.append(Finding("Machine", package, "not installed"))
+    if device_type == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+        built = torch.version.hip or torch.version.cuda
+        found.append(Finding("Machine", "CUDA or ROCm of torch, NCCL", f"{built}, {nccl}"))
+    return found
+
+
+def _describe(device_type: str, index: int) -> str:
+    if device_type != "cuda":
+        return device_type
+    properties = torch.cuda.get_device_properties(index)
+    return (
+        f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, {properties.multi_processor_count} processors"
+    )

@@ -1,0 +1,81 @@
+"""The peak of a step on one device beside the dry run's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fsdp_runtime import MeshSpec, parallelize
+from fsdp_runtime.gpu_check.finding import Finding
+from fsdp_runtime.gpu_check.machine import World
+
+LENGTH, BATCH = 2048, 2
+#: The dry run is expected within this part of the allocator's peak.
+TOLERANCE = 0.05
+
+
+def check_memory(world: World, device: torch.device) -> Iterator[Finding]:
+    """Yield the allocated peak of forward, loss, backward and AdamW on one rank; the dry run runs elsewhere."""
+    if device.type == "cpu":
+        yield Finding("Memory", "a step beside the dry run", "a CPU has no allocator that counts", state="not run")
+        return
+    measured = _peak(device)
+    yield Finding("Memory", f"measured peak of a step ({world.name})", str(measured))
+
+
+def config() -> Any:
+    """Return a Llama of 0.4 G parameters."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=1536,
+        intermediate_size=4096,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        vocab_size=32_000,
+        use_cache=False,
+    )
+
+
+def expected_peak() -> int:
+    """Return the bytes that the dry run predicts; call it in a process without a process group."""
+    from fsdp_runtime.dry_run import estimate
+
+    found = estimate(config(), {"dp_shard": 1}, seq_len=LENGTH, micro_batch=BATCH, clip=False)
+    return found.memory.peak.total
+
+
+def compare(findings: list[Finding]) -> list[Finding]:
+    """Return the findings with the measured peak beside the dry run's."""
+    result = []
+    for finding in findings:
+        if finding.section == "Memory" and finding.what.startswith("measured peak"):
+            measured, expected = int(finding.figure), expected_peak()
+            ratio = expected / measured
+            figure = f"{measured / 2**30:.3f} GiB; the dry run says {expected / 2**30:.3f} GiB, {ratio:.3f} of it"
+            state: Any = "passed" if abs(ratio - 1) <= TOLERANCE else "failed"
+            finding = Finding("Memory", finding.what, figure, f"within {TOLERANCE:.0%}", state)
+        result.append(finding)
+    return result
+
+
+def _peak(device: torch.device) -> int:
+    from transformers import AutoModelForCausalLM
+
+    torch.cuda.reset_peak_memory_stats(device)
+    with device:
+        model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+    parallelize(model, MeshSpec(dp_shard=1).build(device_type=device.type))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 32_000, (BATCH, LENGTH), device=device)
+    for _ in range(2):  # the second has the optimizer's state from its beginning
+        import rl_logprobs
+
+        logits = model(input_ids=tokens).logits
+        rl_logprobs.token_logprobs(logits, tokens, shift=True).mean().neg().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cuda.max_memory_allocated(device)

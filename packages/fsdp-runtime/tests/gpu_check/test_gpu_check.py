@@ -1,0 +1,81 @@
+"""The GPU check on the CPU: what it finds, what it says without a device, and that a wrong gradient is a failure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_runtime.gpu_check import parity
+from fsdp_runtime.gpu_check.__main__ import main
+from fsdp_runtime.gpu_check.finding import Finding, within
+from fsdp_runtime.gpu_check.machine import World, accelerator
+from fsdp_runtime.gpu_check.memory import compare
+from fsdp_runtime.gpu_check.report import markdown
+from harness.ranks import RankPool
+
+
+def test_one_rank_on_the_cpu_passes_and_writes_a_page(tmp_path, capsys):
+    page = tmp_path / "report.md"
+    assert main(["--device", "cpu", "--max-ranks", "1", "--output", str(page)]) == 0
+    text = page.read_text()
+    assert "0 failed" in text
+    assert "| LlamaForCausalLM, dp_shard=1, float32 (1 rank on cpu, gloo) |" in text
+    assert "| log-probabilities, triton | Triton needs an accelerator |  | not run |" in text
+
+
+@pytest.mark.skipif(accelerator() is not None, reason="this machine has an accelerator")
+def test_a_machine_without_a_device_is_told_so(capsys):
+    assert main([]) == 0
+    assert "nothing was checked" in capsys.readouterr().out
+    assert main(["--device", "cuda"]) == 2
+    assert "this machine has no accelerator; use cpu" in capsys.readouterr().err
+
+
+def _parity(setting: parity.Setting, factor: float) -> float:
+    """The largest difference, with the gradient of one norm multiplied after ``parallelize``."""
+    parallelize = parity.parallelize
+
+    def _scale(parameter):
+        parameter.grad.mul_(factor)
+
+    def planted(*args, **options):
+        model = parallelize(*args, **options)
+        model.model.norm.weight.register_post_accumulate_grad_hook(_scale)
+        return model
+
+    parity.parallelize = planted
+    try:
+        return parity.largest_difference(parity.build(setting.experts).float(), setting, torch.device("cpu"))
+    finally:
+        parity.parallelize = parallelize
+
+
+@pytest.mark.parametrize("setting", parity.settings(2), ids=str)
+def test_two_ranks_equal_one_process(two_ranks: RankPool, setting):
+    assert max(two_ranks.run(_parity, setting, 1.0)) <= parity.BOUNDS[torch.float32]
+
+
+def test_a_wrong_gradient_is_found(two_ranks: RankPool):
+    assert min(two_ranks.run(_parity, parity.settings(2)[1], 1.5)) > parity.BOUNDS[torch.bfloat16]
+
+
+def test_bounds_decide():
+    assert within("Parity", "a", 0.1, 0.2).state == "passed"
+    assert within("Parity", "a", float("nan"), 0.2).state == "failed"
+    assert within("Parity", "a", 0.3, 0.2).state == "failed"
+
+
+def test_a_peak_far_from_the_dry_run_fails(monkeypatch):
+    monkeypatch.setattr("fsdp_runtime.gpu_check.memory.expected_peak", lambda: 2**30)
+    near, far = (Finding("Memory", "measured peak of a step", str(int(2**30 * f))) for f in (1.01, 1.2))
+    assert [f.state for f in compare([near, far])] == ["passed", "failed"]
+
+
+def test_worlds_name_their_backend():
+    assert World("cuda", 2, 2).backend == "nccl"
+    assert World("cuda", 2, 1).backend == "gloo"
+    assert World("cuda", 2, 1).name == "2 ranks on cuda, gloo, sharing a device"
+
+
+def test_cells_of_the_page_hold_their_text():
+    assert "| a \\| b | two lines |" in markdown([Finding("S", "a | b", "two\nlines")])
