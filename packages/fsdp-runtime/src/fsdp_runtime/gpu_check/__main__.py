@@ -62,7 +62,7 @@ def _run(world: World, checks: list[Check]) -> list[Finding]:
         reasons = [f"{f.figure} (gloo on a device)" if f.state == "failed" else f.figure for f in found]
         states = ["not run" if f.state == "failed" else f.state for f in found]
         found = [
-            Finding(f.section, f.what, reason, f.bound, state)  # type: ignore[arg-type]
+            Finding(f.section, f.what, reason, f.bound, state)
             for f, reason, state in zip(found, reasons, states, strict=True)
         ]
     lines = [f"  {verdict(found)}", *(f"  failed: {f.what}: {f.figure}" for f in found if f.state == "failed")]

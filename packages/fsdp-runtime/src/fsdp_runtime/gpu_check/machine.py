@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.gpu_check.finding import Finding
@@ -45,6 +46,14 @@ class World:
     def device(self, rank: int) -> torch.device:
         """Return the device of a rank."""
         return torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, rank % self.devices)
+
+
+def optional(name: str) -> Any:
+    """Return a module that need not be installed, ``None`` where it is not."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        return None
 
 
 def accelerator() -> str | None:
@@ -84,7 +93,7 @@ def machine(device_type: str) -> list[Finding]:
         except PackageNotFoundError:
             found.append(Finding("Machine", package, "not installed"))
     if device_type == "cuda":
-        nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         built = torch.version.hip or torch.version.cuda
         found.append(Finding("Machine", "CUDA or ROCm of torch, NCCL", f"{built}, {nccl}"))
     return found

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from fsdp_runtime import MeshSpec, parallelize
 from fsdp_runtime.gpu_check.finding import Finding
-from fsdp_runtime.gpu_check.machine import World
+from fsdp_runtime.gpu_check.machine import World, optional
 
 LENGTH, BATCH = 2048, 2
 #: The dry run is expected within this part of the allocator's peak.
@@ -21,7 +21,11 @@ def check_memory(world: World, device: torch.device) -> Iterator[Finding]:
     if device.type == "cpu":
         yield Finding("Memory", "a step beside the dry run", "a CPU has no allocator that counts", state="not run")
         return
-    measured = _peak(device)
+    rl_logprobs = optional("rl_logprobs")
+    if rl_logprobs is None:
+        yield Finding("Memory", "a step beside the dry run", "rl-logprobs is not installed", state="not run")
+        return
+    measured = _peak(device, rl_logprobs.token_logprobs)
     yield Finding("Memory", f"measured peak of a step ({world.name})", str(measured))
 
 
@@ -62,20 +66,18 @@ def compare(findings: list[Finding]) -> list[Finding]:
     return result
 
 
-def _peak(device: torch.device) -> int:
+def _peak(device: torch.device, score: Callable[..., Any]) -> int:
     from transformers import AutoModelForCausalLM
 
     torch.cuda.reset_peak_memory_stats(device)
     with device:
-        model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     parallelize(model, MeshSpec(dp_shard=1).build(device_type=device.type))
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(0, 32_000, (BATCH, LENGTH), device=device)
     for _ in range(2):  # the second has the optimizer's state from its beginning
-        import rl_logprobs
-
         logits = model(input_ids=tokens).logits
-        rl_logprobs.token_logprobs(logits, tokens, shift=True).mean().neg().backward()
+        score(logits, tokens, shift=True).mean().neg().backward()
         optimizer.step()
         optimizer.zero_grad()
     return torch.cuda.max_memory_allocated(device)

@@ -37,7 +37,7 @@ def run_checks(world: World, checks: list[Check], show: Callable[[str], None]) -
         show(f"{world.name}: {names}")
         failure = ""
         try:
-            mp.spawn(_run_rank, (world, checks, folder), nprocs=world.size)  # type: ignore[no-untyped-call]
+            mp.spawn(_run_rank, (world, checks, folder), nprocs=world.size)  # type: ignore[attr-defined, no-untyped-call]
         except Exception as error:  # noqa: BLE001  # whatever ended a rank belongs into the report
             failure = str(error).strip().splitlines()[-1]
         lines = Path(folder, "findings").read_text().splitlines() if Path(folder, "findings").exists() else []
@@ -54,7 +54,7 @@ def _run_rank(rank: int, world: World, checks: list[Check], folder: str) -> None
         torch.set_num_threads(1)
     else:
         torch.accelerator.set_device_index(device.index)
-    store = dist.FileStore(str(Path(folder, "store")), world.size)
+    store = dist.FileStore(str(Path(folder, "store")), world.size)  # type: ignore[attr-defined]
     dist.init_process_group(world.backend, store=store, rank=rank, world_size=world.size, timeout=TIMEOUT)
     try:
         with Path(folder, "findings").open("a") as file:

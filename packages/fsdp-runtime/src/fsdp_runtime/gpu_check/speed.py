@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_runtime.gpu_check.finding import Finding
-from fsdp_runtime.gpu_check.machine import World
+from fsdp_runtime.gpu_check.machine import World, optional
 
 REPEATS = 10
 #: Elements of a gradient; rows and columns of logits.  A CPU is given 1/64.
@@ -19,9 +19,8 @@ GRADIENT, ROWS, COLUMNS = 2**28, 2048, 151_936
 
 def check_speed(world: World, device: torch.device) -> Iterator[Finding]:
     """Yield GiB/s of a copy, of the norm of gradients in bfloat16, and of log-probabilities of logits in bfloat16."""
-    try:
-        import rl_logprobs
-    except ModuleNotFoundError:
+    rl_logprobs = optional("rl_logprobs")
+    if rl_logprobs is None:
         yield Finding("Speed", "norm and log-probabilities", "rl-logprobs is not installed", state="not run")
         return
     share = 64 if device.type == "cpu" else 1

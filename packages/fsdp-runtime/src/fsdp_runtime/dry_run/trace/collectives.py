@@ -1,84 +1,13 @@
-"""Recognize collective operators: kind, ranks and bytes; and summarize their traffic by axis."""
+"""Summarize the traffic of a traced step by axis."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime._torch_compat import group_of, tree_leaves
 from fsdp_runtime.dry_run.types import PHASES, Phase, Traffic
-from fsdp_runtime.mesh.experts import expert_axis_size
-from fsdp_runtime.mesh.spec import FLATTENED, submesh
-
-_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor", "_c10d_functional_autograd")
-
-#: Parts of operator names, in the order in which they are searched.
-_KINDS = {
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "all_to_all": "all_to_all",
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "gather": "all_gather",
-    "broadcast": "broadcast",
-    "scatter": "scatter",
-    "send": "send",
-    "recv": "recv",
-    "barrier": "barrier",
-}
-
-
-@dataclass(frozen=True)
-class CollectiveCall:
-    """One call of a collective.
-
-    Args:
-        kind: ``"all_gather"``, …
-        ranks: global ranks of the group.
-        nbytes: bytes of this rank's input.
-        kept: bytes of it that stay on this rank, where the call has uneven parts that say so.
-    """
-
-    kind: str
-    ranks: tuple[int, ...]
-    nbytes: int
-    kept: int | None = None
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank sends at least."""
-        return min_bytes_sent(self.kind, self.nbytes, len(self.ranks)) if self.kept is None else self.nbytes - self.kept
-
-
-def collective_call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> CollectiveCall | None:
-    """Return the collective that an operator runs, functional or in place; ``None`` for other operators."""
-    if function.namespace not in _NAMESPACES:
-        return None
-    name = _name(function)
-    kind = next((kind for part, kind in _KINDS.items() if part in name), None)
-    if kind is None:
-        return None
-    groups = (group_of(value) for value in (*args, *kwargs.values()))
-    ranks = next((_ranks(group) for group in groups if group is not None), ())
-    tensors = [value for value in args if isinstance(value, (Tensor, list))]
-    # In-place operators on one flat tensor take the output first; all others take the input first.
-    inputs = tensors[1] if name.endswith("_base_") else tensors[0]
-    nbytes = sum(leaf.nbytes for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-    kept = _kept(inputs, args[4], ranks) if name == "alltoall_base_" and isinstance(inputs, Tensor) else None
-    return CollectiveCall(kind, ranks, nbytes, kept)
-
-
-def _kept(values: Tensor, parts: list[int], ranks: tuple[int, ...]) -> int | None:
-    """Return the bytes of the part of an all-to-all's input that is for this rank; ``None`` for equal parts."""
-    if not parts:
-        return None
-    return values.nbytes // max(values.shape[0], 1) * parts[ranks.index(dist.get_rank())]
+from fsdp_runtime.mesh.collectives import axis_names
 
 
 def summarize_traffic(
@@ -113,37 +42,3 @@ def summarize_traffic(
     order = list(dict.fromkeys(axes.values()))
     position = {axis: index for index, axis in enumerate(order)}
     return tuple(sorted(found, key=lambda t: (position.get(t.axis, len(order)), t.axis, PHASES.index(t.phase), t.kind)))
-
-
-def axis_names(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
-    """Return the axis of each group of ranks; the mesh's own axes take precedence over flattened ones."""
-    names = [*(mesh.mesh_dim_names or ()), *FLATTENED, *(("efsdp", "ep") if expert_axis_size(mesh) > 1 else ())]
-    found: dict[tuple[int, ...], str] = {}
-    for name in names:
-        found.setdefault(tuple(submesh(mesh, name).mesh.flatten().tolist()), name)
-    found.setdefault(tuple(range(dist.get_world_size())), "world")
-    return found
-
-
-def min_bytes_sent(kind: str, nbytes: int, ranks: int) -> int:
-    """Return the least bytes that a rank sends, by the ring algorithm (Patarasuk and Yuan, 2009)."""
-    if ranks < 2:
-        return 0
-    match kind:
-        case "all_gather":
-            return nbytes * (ranks - 1)
-        case "all_reduce":
-            return 2 * nbytes * (ranks - 1) // ranks
-        case "reduce_scatter" | "all_to_all":
-            return nbytes * (ranks - 1) // ranks
-        case "recv":
-            return 0
-    return nbytes
-
-
-def _name(function: Any) -> str:
-    return str(function.name()).split("::")[1].split(".")[0]
-
-
-def _ranks(group: ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))

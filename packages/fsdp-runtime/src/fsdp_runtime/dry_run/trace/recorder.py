@@ -20,7 +20,6 @@ from fsdp_runtime._torch_compat import (
     storage_key,
     tree_leaves,
 )
-from fsdp_runtime.dry_run.trace.collectives import CollectiveCall, collective_call
 from fsdp_runtime.dry_run.trace.data_dependent_ops import (
     DATA_DEPENDENT,
     GROUPED_MM,
@@ -32,6 +31,7 @@ from fsdp_runtime.dry_run.trace.flops import flops_of
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.types import Phase
 from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.mesh.collectives import CollectiveCall, collective_call
 
 
 class UntraceableError(EstimateError):

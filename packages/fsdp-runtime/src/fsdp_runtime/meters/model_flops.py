@@ -1,0 +1,158 @@
+"""Count the floating-point operations that a model needs, whatever the ranks compute on top of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fsdp_runtime.errors import ModelError
+from fsdp_runtime.model.structure import ModelStructure, inspect_model
+from fsdp_runtime.routing.routers import routers_of
+
+#: A multiply-add is two operations.
+_MULTIPLY_ADD = 2
+#: Of a product with a weight that is trained: forward, gradient of its input, gradient of the weight.
+_TRAINED, _FROZEN = 3, 2
+
+
+@dataclass(frozen=True)
+class AttentionFlops:
+    """The attention of one block.
+
+    Args:
+        per_pair: operations of the forward for one query and one key that it attends to, over all heads.
+        causal: a query attends to itself and what is before it; else to the whole sequence.
+        window: the most keys of a query; ``None`` without a bound.
+        chunk: attention stays within chunks of so many tokens; ``None`` without chunks.
+    """
+
+    per_pair: int
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+
+    def pairs(self, length: int) -> int:
+        """Return the pairs of a query and a key in one sequence."""
+        if self.chunk is not None and length > self.chunk:
+            return length // self.chunk * self.pairs(self.chunk) + self.pairs(length % self.chunk)
+        if not self.causal:
+            return length * length
+        near = length if self.window is None else min(length, self.window)
+        return near * (near + 1) // 2 + (length - near) * near
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """The operations of forward and backward of a model's text, without recomputation.
+
+    Counted are products with weights and attention, as in `PaLM's appendix B <https://arxiv.org/abs/2204.02311>`_, but
+    with the mask that is used: causal attention has half of the pairs, a sliding window fewer, and documents of packed
+    rows do not see one another.  A token uses ``top_k`` of a mixture's experts.  A frozen weight has no gradient.  Left
+    out are norms, activation functions, recurrences of linear attention, and towers of images and sound.
+
+    Args:
+        per_token: of the products with weights for one token, forward and backward.
+        attention: of each block with attention.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        ...     vocab_size=64)
+        >>> flops = ModelFlops.of(AutoModelForCausalLM.from_config(config))
+        >>> flops.per_token == 6 * (2 * (4 * 32 * 32 + 3 * 32 * 64) + 64 * 32)
+        True
+        >>> flops.attention[0].pairs(4)
+        10
+    """
+
+    per_token: float
+    attention: tuple[AttentionFlops, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelFlops:
+        """Count those of a model, before or after ``parallelize``.
+
+        Raises:
+            ModelError: the model has no blocks, or a router does not tell how many experts a token has.
+        """
+        structure = inspect_model(model)
+        return cls(sum(_of_weights(structure)), tuple(_of_attention(structure)))
+
+    def step(self, lengths: Iterable[int]) -> float:
+        """Return the operations of forward and backward for sequences of these lengths, in tokens."""
+        total = 0.0
+        for length in lengths:
+            pairs = sum(each.per_pair * each.pairs(length) for each in self.attention)
+            total += self.per_token * length + _TRAINED * pairs
+        return total
+
+
+def _of_weights(structure: ModelStructure) -> Iterator[float]:
+    tree = structure.tree
+    towers = _towers(structure)
+    shares = dict(_expert_shares(structure))
+    head = structure.lm_head
+    for path, module in tree.modules.items():
+        if path.startswith(towers) or (isinstance(module, nn.Embedding) and path != head):
+            continue
+        share = next((share for prefix, share in shares.items() if f"{path}.".startswith(f"{prefix}.")), 1.0)
+        for parameter in tree.own_parameters(path).values():
+            if parameter.ndim >= 2:
+                passes = _TRAINED if parameter.requires_grad else _FROZEN
+                yield passes * _MULTIPLY_ADD * parameter.numel() * share
+
+
+def _towers(structure: ModelStructure) -> tuple[str, ...]:
+    """Return the prefixes of the modules around blocks that the token embedding does not feed."""
+    decoder = structure.decoder
+    found = set()
+    for block in structure.blocks:
+        if block in decoder:
+            continue
+        parts = block.split(".")
+        prefixes = [".".join(parts[:count]) + "." for count in range(1, len(parts))]
+        outside = [p for p in prefixes if not any(f"{each}.".startswith(p) for each in decoder)]
+        found.update(outside[:1])
+    return tuple(found) or ("\0",)
+
+
+def _expert_shares(structure: ModelStructure) -> Iterator[tuple[str, float]]:
+    """Yield the path of each mixture's experts and the share of them that a token uses."""
+    for router in routers_of(structure).by_path.values():
+        if router.top_k is None:
+            raise ModelError(
+                f"{router.path} ({type(router.module).__name__}) does not tell how many experts a token has: set its "
+                "attribute top_k, or give StepMeter flops=ModelFlops(per_token=..., attention=...)"
+            )
+        parent = router.path.rpartition(".")[0]
+        yield (f"{parent}.experts" if parent else "experts", router.top_k / router.experts)
+
+
+def _of_attention(structure: ModelStructure) -> Iterator[AttentionFlops]:
+    for index, block in enumerate(structure.decoder):
+        heads = structure.heads.get(block)
+        for path in (block, *structure.tree.below(block)):
+            module = structure.tree.modules[path]
+            dims = (getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None))
+            count = getattr(module, "num_heads", None)
+            if all(isinstance(each, int) for each in (*dims, count)):  # latent attention
+                yield _attention(module, index, _MULTIPLY_ADD * count * sum(dims))  # type: ignore[operator, arg-type]
+                break
+            if heads is not None and isinstance(getattr(module, "head_dim", None), int):
+                yield _attention(module, index, 2 * _MULTIPLY_ADD * heads.query * heads.dim)
+                break
+
+
+def _attention(module: nn.Module, index: int, per_pair: int) -> AttentionFlops:
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    kind = kinds[index] if index < len(kinds) else None
+    window = getattr(module, "sliding_window", None) if hasattr(module, "sliding_window") else None
+    if window is None and kind in (None, "sliding_attention") and not hasattr(module, "sliding_window"):
+        window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+    causal = bool(getattr(module, "is_causal", True))
+    return AttentionFlops(per_pair, causal, window if isinstance(window, int) else None, chunk)

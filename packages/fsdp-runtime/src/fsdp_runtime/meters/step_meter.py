@@ -1,0 +1,216 @@
+"""Time a step and its phases, and relate them to tokens, operations, memory and traffic."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._torch_compat import TorchDispatchMode
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.mesh.collectives import axis_names, collective_call
+from fsdp_runtime.mesh.spec import submesh
+from fsdp_runtime.meters.model_flops import ModelFlops
+
+#: Dense bfloat16 operations a second, as the makers publish them without sparsity.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12, "MI325X": 1307e12}
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What one step took.
+
+    Args:
+        seconds: wall time on this rank.
+        phases: seconds by phase.
+        tokens: tokens of all ranks.
+        ranks: ranks that shared the work.
+        flops: operations that the model needs for the tokens of all ranks (:class:`ModelFlops`).
+        peak_flops: of one device, a second; ``None`` if unknown.
+        peak_bytes: the largest allocated memory of this rank's device by phase; empty on a CPU.
+        bytes_sent: bytes that this rank sent at least, by axis, in the last step whose traffic was counted.
+    """
+
+    seconds: float
+    phases: dict[str, float]
+    tokens: int
+    ranks: int
+    flops: float
+    peak_flops: float | None = None
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: ``flops`` over what all devices could have done in the time."""
+        return None if self.peak_flops is None else self.flops / (self.seconds * self.ranks * self.peak_flops)
+
+    def to_dict(self) -> dict[str, float]:
+        """Return flat numbers by name, for a logger."""
+        found = {"seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
+        found["tokens_per_second_per_rank"] = self.tokens_per_second / self.ranks
+        found["tflops_per_second_per_rank"] = self.flops / (self.seconds * self.ranks) / 1e12
+        found |= {} if self.mfu is None else {"mfu": self.mfu}
+        found |= {f"seconds/{name}": seconds for name, seconds in self.phases.items()}
+        found |= {f"peak_bytes/{name}": float(count) for name, count in self.peak_bytes.items()}
+        return found | {f"bytes_sent/{axis}": float(count) for axis, count in self.bytes_sent.items()}
+
+
+class StepMeter:
+    """Measure training steps of a parallelized model.
+
+    The end of each step and phase waits for the device, so that its time is its own; leave ``phase`` out where that
+    would cost overlap.  One small all-reduce over ``dp`` a step adds up tokens and operations.
+
+    Args:
+        model: the model, after ``parallelize`` or on one process.
+        mesh: its mesh; ``None`` on one process.
+        peak_flops: operations a second of one device for the dtype in use; by default those of bfloat16 that its maker
+            publishes, and none for a device that is not known.
+        flops: the model's operations, where they are not to be counted from its modules.
+
+    Raises:
+        ModelError: the operations cannot be counted; see :meth:`ModelFlops.of`.
+        OptionError: ``peak_flops`` is not positive.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> model = AutoModelForCausalLM.from_config(LlamaConfig(hidden_size=32, intermediate_size=64,
+        ...     num_hidden_layers=2, num_attention_heads=4, vocab_size=64))
+        >>> meter = StepMeter(model, peak_flops=1e12)
+        >>> tokens = torch.zeros(2, 8, dtype=torch.long)
+        >>> with meter.step(lengths=[8, 8]):
+        ...     with meter.phase("forward"):
+        ...         loss = model(tokens, labels=tokens).loss
+        ...     loss.backward()
+        >>> meter.last.tokens, sorted(meter.last.to_dict())[:2]
+        (16, ['mfu', 'seconds'])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh | None = None,
+        *,
+        peak_flops: float | None = None,
+        flops: ModelFlops | None = None,
+    ) -> None:
+        if peak_flops is not None and not peak_flops > 0:
+            raise OptionError(f"peak_flops={peak_flops}: give the operations a second of one device, such as 989e12")
+        self._flops = ModelFlops.of(model) if flops is None else flops
+        self._mesh = mesh
+        self._device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+        self._peak_flops = peak_flops or _published(self._device)
+        self._phases: dict[str, float] = {}
+        self._peaks: dict[str, int] = {}
+        self._traffic: dict[str, int] = {}
+        self._last: StepValues | None = None
+
+    @property
+    def last(self) -> StepValues:
+        """The last finished step.
+
+        Raises:
+            OptionError: no step has finished.
+        """
+        if self._last is None:
+            raise OptionError("no step has finished: read StepMeter.last after `with meter.step(...)`")
+        return self._last
+
+    @contextmanager
+    def step(self, lengths: Sequence[int], *, count_traffic: bool = False) -> Iterator[None]:
+        """Measure one step; nothing is kept of a step that raises.
+
+        Args:
+            lengths: tokens of each sequence of this data-parallel rank, all micro-batches together; of packed rows the
+                documents' lengths. The same on ranks of ``tp`` and ``cp``.
+            count_traffic: count the bytes of every collective. The step is slower: do so in one step of many.
+        """
+        self._phases, self._peaks = {}, {}
+        counter = _CountTraffic(self._mesh) if count_traffic and self._mesh is not None else None
+        _wait(self._device)
+        begin = time.perf_counter()
+        with nullcontext() if counter is None else counter:
+            yield
+        _wait(self._device)
+        seconds = time.perf_counter() - begin
+        if counter is not None:
+            self._traffic = dict(counter.sent)
+        tokens, flops = self._over_dp(float(sum(lengths)), self._flops.step(lengths))
+        self._last = StepValues(
+            seconds=seconds,
+            phases=self._phases,
+            tokens=round(tokens),
+            ranks=1 if self._mesh is None else self._mesh.size(),
+            flops=flops,
+            peak_flops=self._peak_flops,
+            peak_bytes=self._peaks,
+            bytes_sent=self._traffic,
+        )
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure a part of a step; several with one name are added up, and the largest of their peaks counts."""
+        counts = self._device.type == "cuda"
+        _wait(self._device)
+        if counts:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        begin = time.perf_counter()
+        yield
+        _wait(self._device)
+        self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - begin
+        if counts:
+            self._peaks[name] = max(self._peaks.get(name, 0), torch.cuda.max_memory_allocated(self._device))
+
+    def _over_dp(self, *values: float) -> list[float]:
+        data = None if self._mesh is None else submesh(self._mesh, "dp")
+        if data is None or data.size() == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(total, group=data.get_group())
+        return [float(value) for value in total.tolist()]
+
+
+class _CountTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Add up the bytes that this rank sends by the axis of the mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent: Counter[str] = Counter()
+        self._axes = axis_names(mesh)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local operators come here afterwards
+        call = collective_call(func, args, kwargs or {})
+        if call is not None:
+            self.sent[self._axes.get(call.ranks, f"{len(call.ranks)} ranks")] += call.bytes_sent
+        return func(*args, **(kwargs or {}))
+
+
+def _published(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
