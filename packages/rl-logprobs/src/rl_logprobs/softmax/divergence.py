@@ -2,7 +2,7 @@
 
 Either side is logits or hidden states with an LM head; tiles of both cover the same tokens and columns.  A KL
 divergence needs one pass and one collective forward.  The mixture of a Jensen-Shannon divergence needs both partition
-sums before it can be computed, hence a second pass and a second collective.  The backward pass computes the tiles again.
+sums before it can be computed, hence a second pass and a second collective.  Backward computes the tiles again.
 
 Notation: ``p`` and ``q`` are the two softmaxes, ``y`` and ``v`` their exponents (see ``log2_scale``).
 """
