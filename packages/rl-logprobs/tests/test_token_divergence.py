@@ -112,6 +112,21 @@ def test_any_pair_of_logits_gives_the_float64_divergence(vocab, dtypes, beta, sc
 
 
 @pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_heads_of_other_dtypes_keep_float32_accuracy(dtypes, beta):
+    student, teacher = (side(200, 6, seed, dtype) for seed, dtype in zip((1, 2), dtypes, strict=True))
+    leaves = [part.requires_grad_() for part in student]
+    found = gradients(lambda: token_divergence(LinearLogits(*leaves), LinearLogits(*teacher), beta=beta), leaves)
+    wide = [[part.detach().double().requires_grad_() for part in parts] for parts in (student, teacher)]
+    expected = gradients(lambda: exact(logits_of(*wide[0]), logits_of(*wide[1]), beta), wide[0])
+    assert found[0].dtype is torch.float32
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-5)
+    for actual, desired in zip(found[1:], expected[1:], strict=True):
+        assert actual.dtype is dtypes[0]
+        torch.testing.assert_close(actual.double(), desired, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("beta", BETAS)
 def test_gradients_are_the_derivatives_for_a_temperature_per_token(small_tiles, beta):
     student, teacher = side(11, 3, 1, tokens=(1, 3)), side(11, 4, 2, tokens=(1, 3))
     temperature = torch.tensor([[0.5, 1.0, 2.0]])
