@@ -60,7 +60,7 @@ SUBSET_WITHOUT = [
         ("rl-logprobs", "test_linear_logprobs.py::test_gradients_are_the_derivatives"),
     )
 ]
-BENCH_PEERS = ["verl==0.9.1", "megatron-core==0.16.1", "liger-kernel==0.8.5", "nemo-automodel==0.7.0"]
+BENCH_PEERS = ["verl==0.9.1", "megatron-core==0.16.1", "liger-kernel==0.8.5", "nemo-automodel==0.7.0", "trl==1.16.0"]
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 DIST, REPORTS = Path("dist"), Path("reports")
 #: Test processes: one more than cores, since some tests wait, at most four. Each has its own ranks and runs all tests

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch.distributed.tensor import DTensor, Replicate
 
 HOW = (
-    "python -m pip install --no-deps verl megatron-core liger-kernel nemo-automodel, and numpy packaging "
+    "python -m pip install --no-deps verl megatron-core liger-kernel nemo-automodel trl, and numpy packaging "
     "einops transformers for them"
 )
 
@@ -83,6 +86,35 @@ def liger() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 
     function, width = fused_linear_ppo._ChunkedSelectiveLogProbFunction, 4096
     return lambda hidden, head, targets: function.apply(hidden, head, targets, None, 1.0, width)
+
+
+Divergence = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def trl() -> Divergence | None:
+    """TRL's chunked divergence of ``DistillationTrainer``, in torch alone; its Triton kernels do not run on a CPU.
+
+    It knows no vocabulary parallelism: over a shard of the heads it does one rank's work and exchanges nothing.
+    """
+    found = importlib.util.find_spec("trl")
+    if found is None:
+        return None
+    (folder,) = found.submodule_search_locations or []
+    for name in ("trl", "trl.kernels", "trl.trainer"):  # the packages themselves would import datasets and accelerate
+        sys.modules[name] = module = ModuleType(name)
+        module.__path__ = [os.path.join(folder, *name.split(".")[1:])]
+    utils: Any = ModuleType("trl.trainer.utils")
+    utils.maybe_gather_lm_head_ctx = lambda *_: contextlib.nullcontext()  # gathers nothing without DeepSpeed
+    sys.modules[utils.__name__] = utils
+    function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+
+    def divergence(
+        hidden: torch.Tensor, weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor, beta: float
+    ) -> torch.Tensor:
+        values: torch.Tensor = function.apply(hidden, weight, None, teacher, teacher_weight, None, beta)[0]
+        return values
+
+    return divergence
 
 
 def automodel() -> Clip | None:

@@ -1,6 +1,7 @@
 """NeMo RL's algorithms, in our words: no package that can be installed carries its functions.
 
-They do what NeMo RL's ``DistributedLogprob`` and ``ChunkedDistributedHiddenStatesToLogprobs`` do step by step: a
+They do what NeMo RL's ``DistributedLogprob``, ``ChunkedDistributedHiddenStatesToLogprobs`` and
+``ChunkedDistributedReverseKLToFixedLogits`` do step by step: a
 float32 log-softmax over the ranks with one collective for the peak and one for the sum, a third for the chosen
 values, and a softmax that is kept (logits) or computed again a chunk of tokens at a time (hidden states).
 """
@@ -81,3 +82,32 @@ class FromHidden(torch.autograd.Function):
         d_hidden = torch.cat(parts)
         dist.all_reduce(d_hidden)
         return d_hidden.to(hidden.dtype), d_weight, None
+
+
+class ReverseKL(torch.autograd.Function):
+    """``[tokens, width]`` logits of student and teacher on this rank to ``KL(student || teacher)``."""
+
+    @staticmethod
+    def forward(ctx: Any, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(student, teacher)
+        return torch.cat(
+            [_reverse_kl(*rows)[2] for rows in zip(student.split(CHUNK), teacher.split(CHUNK), strict=True)]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        student, teacher = ctx.saved_tensors
+        out = torch.empty_like(student, dtype=torch.float32)
+        parts = (tensor.split(CHUNK) for tensor in (student, teacher, gradients[0], out))
+        for rows, teacher_rows, strength, result in zip(*parts, strict=True):
+            probability, gap, mean = _reverse_kl(rows, teacher_rows)
+            result.copy_(probability.mul_(gap - mean[:, None])).mul_(strength[:, None])
+        return out.to(student.dtype), None
+
+
+def _reverse_kl(student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logprobs = _log_softmax(student.float())
+    probability, gap = logprobs.exp(), logprobs - _log_softmax(teacher.float())
+    mean = (probability * gap).sum(-1)
+    dist.all_reduce(mean)
+    return probability, gap, mean

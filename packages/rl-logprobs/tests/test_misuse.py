@@ -36,6 +36,10 @@ def hidden():
     return {"hidden": floats(*TOKENS, FEATURES), "weight": floats(VOCAB, FEATURES), "targets": ids(*TOKENS)}
 
 
+def linear():
+    return rl_logprobs.LinearLogits(floats(*TOKENS, FEATURES), floats(VOCAB, FEATURES))
+
+
 def parameters():
     found = [torch.nn.Parameter(floats(2, 3)), torch.nn.Parameter(floats(3))]
     for parameter in found:
@@ -84,6 +88,7 @@ def sequence(name):
 
 CALLS = {
     "RatioMetrics.values": Call(rl_logprobs.ratio_metrics(**metrics()).values, lambda: {"group": dist.group.WORLD}),
+    "LinearLogits": Call(rl_logprobs.LinearLogits, lambda: {"hidden": floats(2, 3), "weight": floats(VOCAB, 3)}),
     "SamplingFilter": Call(rl_logprobs.SamplingFilter),
     "VocabShard": Call(rl_logprobs.VocabShard, lambda: {"vocab_size": VOCAB, "group": dist.group.WORLD, "start": 0}),
     "Support": Call(rl_logprobs.Support, lambda: {"ids": ids(4), "offsets": torch.tensor([0, 1, 4])}),
@@ -146,6 +151,18 @@ CALLS = {
     ),
     "sequence_shard": Call(rl_logprobs.sequence_shard, lambda: sequence("full")),
     "should_skip_step": Call(rl_logprobs.should_skip_step, lambda: {"total_norm": torch.tensor(2.0)}),
+    "token_divergence": Call(
+        rl_logprobs.token_divergence,
+        lambda: {"student": floats(*TOKENS, VOCAB), "teacher": floats(*TOKENS, VOCAB), "beta": 0.5},
+    ),
+    "token_divergence of hidden states": Call(
+        rl_logprobs.token_divergence,
+        lambda: {"student": linear(), "teacher": linear(), "temperature": 2.0, "mask": ones()},
+    ),
+    "token_divergence of a top-k": Call(
+        rl_logprobs.token_divergence,
+        lambda: {"student": linear(), "teacher": rl_logprobs.topk_logprobs(floats(*TOKENS, VOCAB), 3)},
+    ),
     "token_kl": Call(rl_logprobs.token_kl, lambda: {**logits(), "reference_logits": floats(*TOKENS, VOCAB)}),
     "token_logprobs": Call(rl_logprobs.token_logprobs, scored),
     "token_statistics": Call(rl_logprobs.token_statistics, scored),
@@ -161,7 +178,7 @@ def world_of_one():
 def test_the_table_of_contents_names_what_is_public():
     named = set(re.findall(r"``(\w+)``", rl_logprobs.__doc__))
     assert named - {"rl_logprobs"} == set(rl_logprobs.__all__)
-    assert len(rl_logprobs.__all__) <= 37
+    assert len(rl_logprobs.__all__) <= 39
 
 
 def test_every_public_function_is_called():

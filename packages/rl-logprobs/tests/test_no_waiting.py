@@ -61,6 +61,15 @@ def policy_step():
         rl_logprobs.global_mean(loss, mask, plan, segments=given.get("segments")).backward(retain_graph=True)
 
 
+def divergence(beta):
+    def head(features):
+        shapes = (*SHAPE, features), (300, features)
+        return [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+
+    student, teacher = (rl_logprobs.LinearLogits(*head(features), softcap=3.0) for features in (8, 12))
+    return rl_logprobs.token_divergence(student, teacher, beta=beta, mask=ids())
+
+
 STEPS = {
     "entropy": lambda: statistics(entropy=True).sum().backward(),
     "inplace_backward": lambda: statistics(inplace_backward=True).sum().backward(),
@@ -71,6 +80,8 @@ STEPS = {
     "topk_logprobs": lambda: rl_logprobs.topk_logprobs(logits(), 4),
     "logprobs_at": lambda: rl_logprobs.logprobs_at(logits(), ids(*SHAPE, 2)).sum().backward(),
     "token_kl": lambda: rl_logprobs.token_kl(logits(), logits(), mask=ids()).sum().backward(),
+    "token_divergence": lambda: divergence(beta=1.0).sum().backward(),
+    "token_divergence of a mixture": lambda: divergence(beta=0.5).sum().backward(),
     "from hidden": lambda: from_hidden(shift=True, softcap=3.0).sum().backward(),
     "kept sets": lambda: statistics(entropy=True, support=kept()).sum().backward(),
     "kept sets from hidden": lambda: from_hidden(shift=True, softcap=3.0, support=kept()).sum().backward(),

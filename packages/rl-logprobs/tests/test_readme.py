@@ -36,6 +36,8 @@ def values_of_a_trainer():
         "reference_logits": logits(),
         "reference_logprobs": torch.zeros(BATCH, LENGTH),
         "hidden": torch.randn(BATCH, LENGTH, FEATURES),
+        "teacher_hidden": torch.randn(BATCH, LENGTH, 2 * FEATURES),
+        "teacher_weight": torch.randn(VOCAB, 2 * FEATURES),
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters()),
         "input_ids": ids,

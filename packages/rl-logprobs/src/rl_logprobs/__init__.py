@@ -6,7 +6,7 @@ From hidden states:  ``linear_token_logprobs``, ``linear_token_statistics``
 Sampling:            ``SamplingFilter``, ``sample_tokens``
 Kept sets:           ``Support``, ``sampling_support``, ``kept_logprobs``
 Distillation:        ``topk_logprobs``, ``logprobs_at``
-Divergence:          ``kl_estimate``, ``token_kl``
+Divergence:          ``token_divergence``, ``LinearLogits``, ``token_kl``, ``kl_estimate``
 One loss:            ``mean_weights``, ``MeanWeights``, ``global_mean``
 Policy gradients:    ``group_advantages``, ``ppo_loss``, ``gspo_loss``, ``cispo_loss``, ``importance_weights``,
                      ``rejection_mask``, ``ratio_metrics``
@@ -21,7 +21,7 @@ Import names from ``rl_logprobs``; the modules below it may move.
 
 from rl_logprobs.context_parallel import gather_sequence, headtail_permutation, sequence_shard
 from rl_logprobs.distillation import kept_logprobs, logprobs_at, topk_logprobs
-from rl_logprobs.divergence import kl_estimate, token_kl
+from rl_logprobs.divergence import kl_estimate, token_divergence, token_kl
 from rl_logprobs.drift.explain import explain_drift
 from rl_logprobs.drift.report import DriftReport
 from rl_logprobs.errors import LogprobsError
@@ -38,6 +38,7 @@ from rl_logprobs.sampling import sample_tokens
 from rl_logprobs.sampling_filter import SamplingFilter
 from rl_logprobs.scoring import TokenStatistics
 from rl_logprobs.softmax.vocab_shard import VocabShard
+from rl_logprobs.sources import LinearLogits
 from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.support.record import sampling_support
 from rl_logprobs.targets import next_token_targets
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DriftReport",
+    "LinearLogits",
     "LogprobsError",
     "MeanWeights",
     "SamplingFilter",
@@ -78,6 +80,7 @@ __all__ = [
     "sampling_support",
     "sequence_shard",
     "should_skip_step",
+    "token_divergence",
     "token_kl",
     "token_logprobs",
     "token_statistics",

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from rl_logprobs._torch_compat import apply_function
 from rl_logprobs.devices import require_same_device
-from rl_logprobs.dtypes import statistics_dtype, wide_dtype
+from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
-from rl_logprobs.softmax.log2_scale import TemperatureScale, check_temperature, log2_weights, rescale_exponent
-from rl_logprobs.softmax.partial_softmax import PartialSoftmax, merge
-from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
-from rl_logprobs.softmax.torch_kernels import zero_tokens_
-from rl_logprobs.softmax.vocab_parallel import all_gather
-from rl_logprobs.softmax.vocab_shard import LocalLogits, VocabColumns, VocabShard, locate_logits
+from rl_logprobs.softmax.divergence import softmax_divergence
+from rl_logprobs.softmax.log2_scale import check_temperature
+from rl_logprobs.softmax.vocab_shard import LocalLogits, TokenSlice, VocabColumns, VocabShard, locate_logits
+from rl_logprobs.sources import HeadSource, LinearLogits, LogitSource
 from rl_logprobs.support.entries import kept_entries
 from rl_logprobs.support.kept_logits import kept_logits
 from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.support.statistics import kept_divergence, kept_softmax
 from rl_logprobs.targets import local_targets
+from rl_logprobs.topk_divergence import topk_divergence
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -148,18 +144,106 @@ def token_kl(
     reference = locate_logits(reference_logits, shard)
     _check_same_shard(policy, reference)
     require_same_device(logits=policy.values, reference_logits=reference.values)
-    shape = policy.values.shape[:-1]
-    counted = policy.values.new_ones(shape, dtype=torch.uint8)
-    if mask is not None:
-        counted = local_targets((mask != 0).to(torch.uint8), policy.tokens, name="mask").to(counted.device)
-    flat_temperature = check_temperature(temperature, counted)
+    ignored = _ignored(mask, policy.tokens, policy.values.device)
+    flat_temperature = check_temperature(temperature, ignored)
     if support is not None:
-        return _kept_kl(policy, reference, flat_temperature, counted == 0, support)
-    ignored = None if mask is None else counted.reshape(-1) == 0
-    found: torch.Tensor = apply_function(
-        _Divergence, policy.values, reference.values, policy.vocab, flat_temperature, ignored
-    )
-    return found.view(shape)
+        return _kept_kl(policy, reference, flat_temperature, ignored, support)
+    student, teacher = (LogitSource(side).side(flat_temperature) for side in (policy, reference))
+    return softmax_divergence(student, teacher, ignored.reshape(-1), beta=1.0).view(ignored.shape)
+
+
+def token_divergence(
+    student: torch.Tensor | LinearLogits,
+    teacher: torch.Tensor | LinearLogits | tuple[torch.Tensor, torch.Tensor],
+    *,
+    beta: float = 0.0,
+    temperature: float | torch.Tensor = 1.0,
+    teacher_temperature: float | torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    shard: VocabShard | None = None,
+    tail: bool = True,
+) -> torch.Tensor:
+    """Return the divergence of student and teacher at each token, the loss of on-policy distillation.
+
+    With ``s`` and ``t`` their softmaxes over the full vocabulary and ``m = (1 - beta) * s + beta * t``: forward KL
+    ``KL(t || s)`` for ``beta=0``, reverse KL ``KL(s || t)`` for ``beta=1``, and between them the generalised
+    Jensen-Shannon divergence ``(1 - beta) * KL(s || m) + beta * KL(t || m)`` (Agarwal et al., "On-Policy Distillation
+    of Language Models", arXiv:2306.13649; TRL's ``beta``).  It goes to 0 with ``beta`` and ``1 - beta``, unlike the
+    two KL divergences.
+
+    From hidden states (:class:`LinearLogits`) the logits of both are computed tile by tile, forward and backward, and
+    never held.  One collective forward, and a second one for ``0 < beta < 1``; backward one for the student's hidden
+    gradient.  A teacher's head that is sharded over other ranks or in other parts sends its rows to the ranks that
+    need them, in two collectives more and once for each call.  Only the student has gradients.
+
+    Args:
+        student: ``[..., tokens, vocab]`` logits as ``token_statistics`` takes them, or :class:`LinearLogits`.
+        teacher: either of the same vocabulary, of any dtype and hidden size: for the student's tokens on this rank, or
+            for its full batch.  A head may be plain or sharded over any group that this rank is in; logits are in
+            full or sharded as the student's.  Or ``(ids, logprobs)``, ``[..., k]`` each: the ``k`` most probable ids
+            and their log-probabilities over the full vocabulary at the teacher's temperature, as ``topk_logprobs`` and
+            engines return them; ids whose log-probability is ``-inf`` are left out.
+        beta: from 0 to 1.
+        temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
+        teacher_temperature: that of the teacher, by default the same.
+        mask: bool or integers of the student's leading shape, the full batch or this rank's part; 0 at tokens that do
+            not count (such as prompt and padding): value 0 and gradient 0, whatever their logits.
+        shard: of logits, for either side; :class:`LinearLogits` has its own.
+        tail: with a teacher's ``k`` ids, the mass outside of them is one outcome more (TRL's ``loss_add_tail``).  False
+            normalises both over the ``k`` ids.
+
+    Returns:
+        Nats, of the student's leading shape, float32 (float64 if either side is float64).
+
+    Raises:
+        ShapeError: the two have different vocabularies or tokens, or shapes contradict each other.
+        PlacementError: the teacher's logits are sharded otherwise, or this rank is not in the group of its head.
+        DtypeError: an input is not floating point, or ids are not integers.
+        OptionError: ``beta``, a temperature or another option is outside its range, or the teacher's values are no
+            log-probabilities.
+        SupportError: a teacher's id occurs twice at a token, or is outside the vocabulary.  All errors but a wrong
+            ``start`` of a shard are raised before any collective starts.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import token_divergence
+        >>> student, teacher = torch.zeros(1, 3), torch.tensor([[0.0, 2.0, 1.0]])
+        >>> token_divergence(student, teacher), token_divergence(student, teacher, beta=0.5)
+        (tensor([0.2662]), tensor([0.0687]))
+    """
+    if not 0 <= beta <= 1:
+        raise OptionError(f"beta must be from 0 (forward KL) to 1 (reverse KL), got {beta}")
+    source = _source(student, shard)
+    values = student.hidden if isinstance(student, LinearLogits) else student
+    ignored = _ignored(mask, source.tokens, values.device)
+    flat_temperature = check_temperature(temperature, ignored)
+    if isinstance(teacher, tuple):
+        if teacher_temperature is not None:
+            raise OptionError("log-probabilities of a teacher have its temperature: leave out teacher_temperature")
+        return topk_divergence(source, teacher, flat_temperature, ignored, beta, tail=tail)
+    reference = _source(teacher, shard)
+    if reference.vocab.vocab_size != source.vocab.vocab_size:
+        raise ShapeError(
+            f"the student's vocabulary has {source.vocab.vocab_size} ids and the teacher's "
+            f"{reference.vocab.vocab_size}; a divergence needs one vocabulary (if one is padded, give it a "
+            f"VocabShard with the number of ids)"
+        )
+    require_same_device(student=values, teacher=teacher.hidden if isinstance(teacher, LinearLogits) else teacher)
+    other = flat_temperature if teacher_temperature is None else check_temperature(teacher_temperature, ignored)
+    side = reference.reference_side(source.tokens, source.vocab, other)
+    found = softmax_divergence(source.side(flat_temperature), side, ignored.reshape(-1), float(beta))
+    return found.view(ignored.shape)
+
+
+def _source(given: torch.Tensor | LinearLogits, shard: VocabShard | None) -> LogitSource | HeadSource:
+    return given.located() if isinstance(given, LinearLogits) else LogitSource(locate_logits(given, shard))
+
+
+def _ignored(mask: torch.Tensor | None, tokens: TokenSlice, device: torch.device) -> torch.Tensor:
+    """Return a bool tensor of this rank's tokens, true where the mask is 0."""
+    if mask is None:
+        return torch.zeros(tokens.shape, dtype=torch.bool, device=device)
+    return local_targets((mask != 0).to(torch.uint8), tokens, name="mask").to(device) == 0
 
 
 def _kept_kl(
@@ -196,140 +280,3 @@ def _check_same_shard(policy: LocalLogits, reference: LocalLogits) -> None:
 def _described(shard: VocabColumns) -> str:
     where = "on one rank" if shard.group is None else f"over ranks {dist.get_process_group_ranks(shard.group)}"
     return f"columns {shard.start} to {shard.start + shard.width} of {shard.vocab_size} {where}"
-
-
-class _DivergenceTotals(NamedTuple):
-    """Values over the full vocabulary, ``[tokens]``: maximum and sum of weights of both, and the divergence in bits."""
-
-    max_logit: torch.Tensor
-    sum_exp2: torch.Tensor
-    ref_max_logit: torch.Tensor
-    ref_sum_exp2: torch.Tensor
-    bits: torch.Tensor
-
-
-class _Divergence(torch.autograd.Function):
-    """With ``p`` and ``q`` the two softmaxes, ``KL = sum p (log p - log q)``.
-
-    ``d x_j = p_j (log p_j - log q_j - KL) / T`` for the policy and ``(q_j - p_j) / T`` for the reference.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        reference: torch.Tensor,
-        shard: VocabColumns,
-        temperature: float | torch.Tensor,
-        ignored: torch.Tensor | None,
-    ) -> torch.Tensor:
-        dtype = statistics_dtype(torch.promote_types(logits.dtype, reference.dtype))
-        scale = TemperatureScale.of(temperature, dtype)
-        local = _local_sums(logits[..., : shard.width], reference[..., : shard.width], scale, dtype)
-        totals = _combine_ranks(all_gather(local, shard.group), scale)
-        ctx.save_for_backward(logits, reference, ignored, *totals)
-        ctx.scale, ctx.width, ctx.dtype = scale, shard.width, dtype
-        divergence = (totals.bits * scale.ln_factor).to(dtype)
-        return divergence if ignored is None else divergence.masked_fill_(ignored, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, reference, ignored, *totals = ctx.saved_tensors
-        d_logits, d_reference = (
-            torch.zeros_like(tensor, memory_format=torch.contiguous_format) if needed else None
-            for tensor, needed in zip((logits, reference), ctx.needs_input_grad[:2], strict=True)
-        )
-        d_divergence = gradients[0].to(totals[0].dtype) * ctx.scale.inv_temperature
-        columns = slice(0, ctx.width)
-        _write_gradients(
-            logits[..., columns],
-            reference[..., columns],
-            _DivergenceTotals(*totals),
-            d_divergence,
-            ctx.scale,
-            ctx.dtype,
-            None if d_logits is None else d_logits[..., columns],
-            None if d_reference is None else d_reference[..., columns],
-        )
-        for out in (d_logits, d_reference):
-            if out is not None and ignored is not None:
-                zero_tokens_(out, ignored.view(out.shape[:-1]))
-        return d_logits, d_reference, None, None, None
-
-
-def _local_sums(
-    logits: torch.Tensor, reference: torch.Tensor, scale: TemperatureScale, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return ``[5, tokens]``: maximum and sum of weights of both, and the sum of ``2**y * (y - v)``.
-
-    ``y`` and ``v`` are the exponents of policy and reference, relative to the two maxima.
-    """
-    sums = logits.new_zeros(5, logits.shape[:-1].numel(), dtype=dtype)
-    max_logit, sum_exp2, ref_max_logit, ref_sum_exp2, cross = sums.unbind(0)
-    if logits.shape[-1] == 0:
-        max_logit.fill_(-math.inf)
-        ref_max_logit.fill_(-math.inf)
-        return sums
-    rows = rows_per_workspace(logits.shape[-1], logits.device)
-    for span, (block, ref_block) in row_blocks(rows, logits, reference):
-        values, ref_values = block.to(dtype), ref_block.to(dtype)
-        torch.amax(values, -1, out=max_logit[span])
-        torch.amax(ref_values, -1, out=ref_max_logit[span])
-        block_scale = scale.slice_tokens(span)
-        y = log2_weights(values, max_logit[span], block_scale)
-        v = log2_weights(ref_values, ref_max_logit[span], block_scale)
-        weights = y.exp2()
-        torch.sum(weights, -1, out=sum_exp2[span])
-        torch.sum(v.exp2(), -1, out=ref_sum_exp2[span])
-        torch.sum(_weighted(weights, y - v), -1, out=cross[span])
-    return sums
-
-
-def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return ``weights * values``, and 0 where the weight is 0, even if the value is infinite or NaN."""
-    return torch.where(weights == 0, 0, weights * values)
-
-
-def _combine_ranks(gathered: torch.Tensor, scale: TemperatureScale) -> _DivergenceTotals:
-    max_logit, sum_exp2, ref_max_logit, ref_sum_exp2, cross = gathered.to(wide_dtype(gathered.device)).unbind(1)
-    zeros = torch.zeros_like(sum_exp2)
-    reference = merge(PartialSoftmax(ref_max_logit, ref_sum_exp2, zeros), scale)
-    # Where all columns of a rank have probability 0 under the reference, its cross sum is infinite already, or its
-    # policy weights are 0.
-    rescale = rescale_exponent(ref_max_logit, reference.max_logit, scale)
-    rescale = rescale.masked_fill(ref_max_logit == -math.inf, 0)
-    policy = merge(PartialSoftmax(max_logit, sum_exp2, zeros, cross - sum_exp2 * rescale), scale)
-    mean_difference = zeros[0] if policy.weighted_sum is None else policy.weighted_sum / policy.sum_exp2
-    bits = mean_difference - policy.sum_exp2.log2() + reference.sum_exp2.log2()
-    return _DivergenceTotals(policy.max_logit, policy.sum_exp2, reference.max_logit, reference.sum_exp2, bits)
-
-
-def _write_gradients(
-    logits: torch.Tensor,
-    reference: torch.Tensor,
-    totals: _DivergenceTotals,
-    d_divergence: torch.Tensor,
-    scale: TemperatureScale,
-    dtype: torch.dtype,
-    d_logits: torch.Tensor | None,
-    d_reference: torch.Tensor | None,
-) -> None:
-    if logits.shape[-1] == 0:
-        return
-    offset = (totals.ref_sum_exp2 / totals.sum_exp2).log2() - totals.bits
-    weight_coef = (d_divergence / totals.sum_exp2).to(dtype)
-    ref_weight_coef = (d_divergence / totals.ref_sum_exp2).to(dtype)
-    policy_coef = (d_divergence * scale.ln_factor / totals.sum_exp2).to(dtype)
-    rows = rows_per_workspace(logits.shape[-1], logits.device)
-    outputs = [out for out in (d_logits, d_reference) if out is not None]
-    for span, (block, ref_block, *out_blocks) in row_blocks(rows, logits, reference, *outputs):
-        block_scale = scale.slice_tokens(span)
-        y = log2_weights(block.to(dtype), totals.max_logit[span].to(dtype), block_scale)
-        v = log2_weights(ref_block.to(dtype), totals.ref_max_logit[span].to(dtype), block_scale)
-        weights = y.exp2()
-        if d_logits is not None:
-            excess = (y - v).add_(offset[span, None].to(dtype))
-            out_blocks[0].copy_(_weighted(weights, excess) * policy_coef[span, None])
-        if d_reference is not None:
-            out_blocks[-1].copy_(v.exp2() * ref_weight_coef[span, None] - weights * weight_coef[span, None])

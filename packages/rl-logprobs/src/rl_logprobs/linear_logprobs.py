@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from rl_logprobs.devices import require_same_device
-from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
 from rl_logprobs.scoring import TokenStatistics, score
-from rl_logprobs.softmax.fused_linear import LMHead, linear_softmax_statistics
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
-from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics
-from rl_logprobs.softmax.vocab_shard import (
-    TokenSlice,
-    VocabColumns,
-    VocabShard,
-    columns_of_dtensor,
-    columns_of_plain,
-    token_slice,
-)
-from rl_logprobs.support.entries import KeptEntries
-from rl_logprobs.support.kept_linear import kept_linear_logits
+from rl_logprobs.softmax.vocab_shard import VocabShard
+from rl_logprobs.sources import LinearLogits
 from rl_logprobs.support.kept_sets import Support
-from rl_logprobs.targets import Targets, scored_targets
+from rl_logprobs.targets import scored_targets
 
 
 def linear_token_logprobs(
@@ -159,136 +142,8 @@ def linear_token_statistics(
         >>> found.logprobs, found.entropy
         (tensor([-1.4076]), tensor([0.8324]))
     """
-    _check_dtypes(hidden, weight, bias)
-    _check_shapes(hidden, weight, bias)
-    require_same_device(hidden=hidden, weight=weight, bias=bias, targets=targets)
-    _check_logit_options(logit_scale, softcap)
-    vocab = _locate_weight(weight, shard)
-    tokens = _tokens_after_gather(hidden, vocab.group)
-    scored = scored_targets(targets, tokens, vocab.vocab_size, shift=shift, ignore_index=ignore_index)
+    source = LinearLogits(hidden, weight, bias, logit_scale, softcap, shard).located()
+    require_same_device(hidden=hidden, targets=targets)
+    scored = scored_targets(targets, source.tokens, source.vocab.vocab_size, shift=shift, ignore_index=ignore_index)
     options = SoftmaxOptions(check_temperature(temperature, scored.ids), entropy, argmax)
-    return score(_LMHeadLogits(hidden, weight, bias, tokens, vocab, logit_scale, softcap), scored, support, options)
-
-
-@dataclass(frozen=True)
-class _LMHeadLogits:
-    """Hidden states and an LM head as a source of statistics."""
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    tokens: TokenSlice
-    vocab: VocabColumns
-    logit_scale: float
-    softcap: float | None
-
-    def full_statistics(self, targets: Targets, options: SoftmaxOptions) -> SoftmaxStatistics:
-        operands, head = self._gathered()
-        return linear_softmax_statistics(*operands, targets.flat_ids, targets.flat_ignored, head, options)
-
-    def entry_logits(self, entries: KeptEntries) -> torch.Tensor:
-        operands, head = self._gathered()
-        return kept_linear_logits(*operands, entries, head)
-
-    def _gathered(self) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], LMHead]:
-        """Return hidden states of all tokens and this rank's rows of the head, and how its logits are computed."""
-        rows, reduce_hidden_grad = _gather_tokens(self.hidden, self.vocab.group)
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        bias = self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
-        head = LMHead(self.vocab, self.logit_scale, self.softcap, reduce_hidden_grad)
-        return (rows.reshape(-1, rows.shape[-1]), weight, bias), head
-
-
-def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is not None and not tensor.is_floating_point():
-            raise DtypeError(f"{name} must be floating point, got {tensor.dtype}")
-
-
-def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if hidden.dim() < 2 or 0 in hidden.shape[:-1]:
-        raise ShapeError(f"hidden must be [..., tokens, features] with at least one token, got {tuple(hidden.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ShapeError(
-            f"weight must be [vocab, {hidden.shape[-1]}] for hidden {tuple(hidden.shape)}, got {tuple(weight.shape)}"
-        )
-    if bias is None:
-        return
-    if isinstance(bias, DTensor) != isinstance(weight, DTensor) or bias.shape != weight.shape[:1]:
-        raise ShapeError(
-            f"bias {tuple(bias.shape)} must have one element per row of weight {tuple(weight.shape)}, and both must be "
-            f"DTensors or both local"
-        )
-    if isinstance(bias, DTensor) and isinstance(weight, DTensor) and bias.placements != weight.placements:
-        raise PlacementError(
-            f"bias has {bias.placements} and weight {weight.placements}; give them the same placements"
-        )
-
-
-def _check_logit_options(logit_scale: float, softcap: float | None) -> None:
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        raise OptionError(f"softcap must be positive and finite, got {softcap}; leave it out for no cap")
-    if not math.isfinite(logit_scale):
-        raise OptionError(f"logit_scale must be finite, got {logit_scale}")
-
-
-def _locate_weight(weight: torch.Tensor, shard: VocabShard | None) -> VocabColumns:
-    if not isinstance(weight, DTensor):
-        return columns_of_plain(weight.shape[0], shard)
-    sharded = sum(not isinstance(placement, Replicate) for placement in weight.placements)
-    if sharded > 1 or weight.to_local().shape[1] != weight.shape[1]:
-        raise PlacementError(
-            f"weight has {weight.placements}; only its rows may be sharded, over one axis (the vocabulary's), "
-            f"so call this while an FSDP head is unsharded (module.unshard(), or inside forward)"
-        )
-    return columns_of_dtensor(weight, 0, shard)
-
-
-def _vocab_mesh_dim(hidden: DTensor, group: dist.ProcessGroup | None) -> int | None:
-    """Return the dim of hidden's mesh with the ranks of the vocabulary's group; None without a group."""
-    if group is None:
-        return None
-    ranks = dist.get_process_group_ranks(group)
-    mesh = hidden.device_mesh
-    for dim in range(mesh.ndim):
-        if dist.get_process_group_ranks(mesh.get_group(dim)) == ranks:
-            return dim
-    raise PlacementError(
-        f"the weight's vocabulary is sharded over ranks {ranks}, which hidden's mesh {mesh} has no axis for; place "
-        f"hidden on a mesh with that axis, or pass its local tensor"
-    )
-
-
-def _gathered_placements(hidden: DTensor, vocab_dim: int | None) -> list[Placement]:
-    """Return hidden's placements after the gather over the vocabulary's axis."""
-    placements = list(hidden.placements)
-    if vocab_dim is not None:
-        placements[vocab_dim] = Replicate()
-    for placement in placements:
-        if isinstance(placement, Partial) or getattr(placement, "dim", 0) % hidden.dim() == hidden.dim() - 1:
-            raise PlacementError(
-                f"hidden has {hidden.placements}; every rank must hold all features of its tokens, so "
-                f"redistribute it to Replicate() or to a shard of the tokens"
-            )
-    return placements
-
-
-def _tokens_after_gather(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> TokenSlice:
-    if not isinstance(hidden, DTensor):
-        return TokenSlice.all_of(hidden.shape[:-1])
-    return token_slice(hidden, _gathered_placements(hidden, _vocab_mesh_dim(hidden, group)))
-
-
-def _gather_tokens(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, bool]:
-    """Return hidden states of all tokens of the vocabulary's group, and whether their gradient needs an all-reduce.
-
-    The gradient of gathered tokens is returned as a partial sum, which the backward pass of the gather reduce-scatters.
-    """
-    if not isinstance(hidden, DTensor):
-        return hidden, True
-    vocab_dim = _vocab_mesh_dim(hidden, group)
-    placements = _gathered_placements(hidden, vocab_dim)
-    if vocab_dim is None or not isinstance(hidden.placements[vocab_dim], Shard):
-        return hidden.redistribute(placements=placements).to_local(), True
-    grad_placements = [Partial() if dim == vocab_dim else placement for dim, placement in enumerate(placements)]
-    return hidden.redistribute(placements=placements).to_local(grad_placements=grad_placements), False
+    return score(source, scored, support, options)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import OptionError
-from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
+from rl_logprobs.sampling_filter import SamplingFilter
 from rl_logprobs.scoring import TokenStatistics, score
-from rl_logprobs.softmax.backends import Backend, Kernels, kernels
+from rl_logprobs.softmax.backends import Backend, kernels
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
-from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics, softmax_statistics
-from rl_logprobs.softmax.vocab_shard import LocalLogits, TokenSlice, VocabColumns, VocabShard, locate_logits
-from rl_logprobs.support.entries import KeptEntries
-from rl_logprobs.support.kept_logits import kept_logits
+from rl_logprobs.softmax.vocab_shard import VocabShard, locate_logits
+from rl_logprobs.sources import LogitSource
 from rl_logprobs.support.kept_sets import Support
-from rl_logprobs.targets import Targets, scored_targets
+from rl_logprobs.targets import scored_targets
 
 
 def token_logprobs(
@@ -167,32 +163,5 @@ def token_statistics(
         inplace_backward=inplace_backward or (support is not None and inplace_forward),
         inplace_forward=inplace_forward and located.values.requires_grad and torch.is_grad_enabled(),
     )
-    source = _Logits(located, sampling, kernels(backend, located.values.device), options.inplace_backward)
+    source = LogitSource(located, sampling, kernels(backend, located.values.device), options.inplace_backward)
     return score(source, scored, support, options)
-
-
-@dataclass(frozen=True)
-class _Logits:
-    """Logits as a source of statistics, under a sampler's filter."""
-
-    located: LocalLogits
-    sampling: SamplingFilter | None
-    kernels: Kernels
-    inplace_backward: bool
-
-    @property
-    def vocab(self) -> VocabColumns:
-        return self.located.vocab
-
-    @property
-    def tokens(self) -> TokenSlice:
-        return self.located.tokens
-
-    def full_statistics(self, targets: Targets, options: SoftmaxOptions) -> SoftmaxStatistics:
-        values, vocab = self.located.values, self.located.vocab
-        min_logit = min_kept_logit(values, vocab, options.temperature, self.sampling)
-        options = replace(options, min_logit=min_logit)
-        return softmax_statistics(values, targets.flat_ids, targets.flat_ignored, vocab, options, self.kernels)
-
-    def entry_logits(self, entries: KeptEntries) -> torch.Tensor:
-        return kept_logits(self.located.values, entries, self.located.vocab, inplace_backward=self.inplace_backward)

@@ -216,3 +216,26 @@ def test_a_layout_survives_json_and_other_text_is_refused():
             tp_plans.transfer.TransferLayout.from_json(wrong)
     with pytest.raises(TransferError, match="in one layout and"):
         layout.union(tp_plans.transfer.mesh_layout({"w": CheckpointTensor((4, 3))}, (1,), {"w": [Replicate()]}))
+
+
+class CountedBlocks(dict):
+    """Blocks by tensor, which counts how often all of them are gone through."""
+
+    passes = 0
+
+    def items(self):
+        type(self).passes += 1
+        return super().items()
+
+    def values(self):
+        type(self).passes += 1
+        return super().values()
+
+
+def test_questions_about_every_rank_read_the_blocks_of_all_ranks_once():
+    tensors = {f"layers.{i}.weight": CheckpointTensor((64, 2)) for i in range(4)}
+    layout = tp_plans.transfer.mesh_layout(tensors, (32,), {name: [Shard(0)] for name in tensors})
+    layout._blocks = CountedBlocks(layout._blocks)
+    assert {layout.bytes_stored(rank) for rank in layout.ranks} == {4 * 2 * 2 * 2}
+    assert all(set(layout.local_shapes(rank).values()) == {(2, 2)} for rank in layout.ranks)
+    assert CountedBlocks.passes == 1

@@ -8,7 +8,7 @@ fused bfloat16 head loses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,19 @@ from rl_logprobs.softmax.torch_kernels import exp2_weights_, reduce_logits, writ
 from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics, SoftmaxTotals, combine_ranks, logit_gradient
 from rl_logprobs.softmax.vocab_shard import VocabColumns
 
+#: Writes the gradient of a tile's logits, given them, their tokens and columns, to a tensor that may be the logits.
+TileGradient = Callable[[torch.Tensor, slice, slice, torch.Tensor], None]
+Gradients = tuple[torch.Tensor | None, ...]
+
 #: Tokens and vocabulary ids of one tile: 4 MiB of float32 on a CPU; 128 MiB on an accelerator, enough to keep its
 #: matrix units busy.
 CPU_TILE = (1024, 1024)
 ACCELERATOR_TILE = (4096, 8192)
+
+
+def tile_size(device: torch.device) -> tuple[int, int]:
+    """Return the tokens and vocabulary ids of one tile."""
+    return CPU_TILE if has_cpu_costs(device) else ACCELERATOR_TILE
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class _Tiles:
+class HeadTiles:
     """The tiles of one head's logits, computed on demand in the statistics dtype."""
 
     hidden: torch.Tensor
@@ -95,30 +104,39 @@ class _Tiles:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
         return product_dtype(self.hidden, self.weight)
 
     @property
     def operand_dtype(self) -> torch.dtype:
+        """The dtype of the operands of products."""
         return operand_dtype(self.hidden, self.weight)
 
     @property
-    def _size(self) -> tuple[int, int]:
-        return CPU_TILE if has_cpu_costs(self.weight.device) else ACCELERATOR_TILE
+    def size(self) -> tuple[int, int]:
+        """Tokens and vocabulary ids of one tile."""
+        return tile_size(self.weight.device)
 
     def vocab_tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield ranges of this rank's columns, with the head's rows for them."""
         width = self.head.shard.width
-        for index in tile_indices(-(-width // self._size[1])):
-            start = index * self._size[1]
-            cols = slice(start, min(width, start + self._size[1]))
+        for index in tile_indices(-(-width // self.size[1])):
+            start = index * self.size[1]
+            cols = slice(start, min(width, start + self.size[1]))
             yield cols, self.weight[cols].to(self.operand_dtype)
 
     def token_tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield ranges of tokens, with their hidden states; 0 for ignored tokens, so that no NaN enters a product."""
-        for index in tile_indices(-(-self.hidden.shape[0] // self._size[0])):
-            span = slice(index * self._size[0], (index + 1) * self._size[0])
-            rows = self.hidden[span].to(self.operand_dtype)
-            yield span, rows.masked_fill(self.ignored[span, None], 0)
+        for index in tile_indices(-(-self.hidden.shape[0] // self.size[0])):
+            span = slice(index * self.size[0], (index + 1) * self.size[0])
+            yield span, self._rows(span)
+
+    def _rows(self, span: slice) -> torch.Tensor:
+        return self.hidden[span].to(self.operand_dtype).masked_fill(self.ignored[span, None], 0)
+
+    def tile(self, span: slice, cols: slice) -> torch.Tensor:
+        """Return the logits of some tokens and columns, a new tensor."""
+        return self.logits(self._rows(span), cols, self.weight[cols].to(self.operand_dtype))
 
     def logits(self, rows: torch.Tensor, cols: slice, weight: torch.Tensor) -> torch.Tensor:
         """Return the logits of one tile, before the temperature."""
@@ -136,9 +154,46 @@ class _Tiles:
         scale, softcap = self.head.logit_scale, self.head.softcap
         return scale if softcap is None else (logits / softcap).square_().neg_().add_(1).mul_(scale)
 
+    def gradients(self, needed: Sequence[bool], write: TileGradient) -> Gradients:
+        """Return the gradients of hidden, weight and bias, tile by tile; that of hidden is all-reduced.
+
+        The weight gradient of each range of columns is summed over all tokens before it is rounded.
+        """
+        hidden, weight, bias = self.hidden, self.weight, self.bias
+        d_hidden = hidden.new_zeros(hidden.shape, dtype=self.dtype) if needed[0] else None
+        d_weight = torch.zeros_like(weight) if needed[1] else None
+        d_bias = torch.zeros_like(bias, dtype=self.dtype) if bias is not None and needed[2] else None
+        for cols, tile_weight in self.vocab_tiles():
+            d_tile_weight = tile_weight.new_zeros(tile_weight.shape, dtype=self.dtype)
+            for span, rows in self.token_tiles():
+                tile = self.logits(rows, cols, tile_weight)
+                derivative = self.derivative(tile)
+                write(tile, span, cols, tile)
+                tile *= derivative
+                operand = tile.to(tile_weight.dtype)
+                if d_hidden is not None:
+                    add_product_(d_hidden[span], operand, tile_weight)
+                if d_weight is not None:
+                    add_product_(d_tile_weight, operand.t(), rows)
+                if d_bias is not None:
+                    d_bias[cols] += tile.sum(0)
+            if d_weight is not None:
+                d_weight[cols] = d_tile_weight
+        if d_bias is not None and bias is not None:
+            d_bias = d_bias.to(bias.dtype)
+        return self.reduced(d_hidden), d_weight, d_bias
+
+    def reduced(self, d_hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the sum of the ranks' parts of the hidden gradient, if nobody else sums them, in hidden's dtype."""
+        if d_hidden is None:
+            return None
+        if self.head.shard.group is not None and self.head.reduce_hidden_grad:
+            dist.all_reduce(d_hidden, group=self.head.shard.group)
+        return d_hidden.to(self.hidden.dtype)
+
 
 def _reduce_tiles(
-    tiles: _Tiles,
+    tiles: HeadTiles,
     targets: torch.Tensor,
     scale: TemperatureScale,
     options: SoftmaxOptions,
@@ -191,7 +246,7 @@ class _LinearSoftmax(torch.autograd.Function):
         head: LMHead,
         options: SoftmaxOptions,
     ) -> SoftmaxStatistics:
-        tiles = _Tiles(hidden, weight, bias, ignored, head)
+        tiles = HeadTiles(hidden, weight, bias, ignored, head)
         scale = TemperatureScale.of(options.temperature, tiles.dtype)
         d_hidden, d_weight, d_bias, *_ = ctx.needs_input_grad
         frozen = d_hidden and not (d_weight or d_bias or options.entropy)
@@ -213,24 +268,19 @@ class _LinearSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, ignored, expected_rows, target_logit, *totals = ctx.saved_tensors
-        tiles = _Tiles(hidden, weight, bias, ignored, ctx.head)
+        tiles = HeadTiles(hidden, weight, bias, ignored, ctx.head)
         gradient = logit_gradient(SoftmaxTotals(*totals), ignored, ctx.scale, gradients)
         if expected_rows is None:
-            needed = ctx.needs_input_grad[:3]
-            d_hidden, d_weight, d_bias = _tiled_gradients(tiles, targets, gradient, ctx.scale, needed)
+            write = _write_tiles(tiles, targets, gradient, ctx.scale)
+            found = tiles.gradients(ctx.needs_input_grad[:3], write)
         else:
             d_hidden = _frozen_head_gradient(tiles, targets, gradient, expected_rows, target_logit)
-            d_weight = d_bias = None
-        group = ctx.head.shard.group
-        if d_hidden is not None:
-            if group is not None and ctx.head.reduce_hidden_grad:
-                dist.all_reduce(d_hidden, group=group)
-            d_hidden = d_hidden.to(hidden.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None
+            found = tiles.reduced(d_hidden), None, None
+        return *found, None, None, None, None
 
 
 def _frozen_head_gradient(
-    tiles: _Tiles,
+    tiles: HeadTiles,
     targets: torch.Tensor,
     gradient: LogitGradient,
     expected_rows: torch.Tensor,
@@ -246,39 +296,14 @@ def _frozen_head_gradient(
     return d_hidden.masked_fill_(gradient.ignored[:, None], 0)
 
 
-def _tiled_gradients(
-    tiles: _Tiles,
-    targets: torch.Tensor,
-    gradient: LogitGradient,
-    scale: TemperatureScale,
-    needed: tuple[bool, bool, bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of hidden (in the statistics dtype, this rank's part), weight and bias, tile by tile.
+def _write_tiles(
+    tiles: HeadTiles, targets: torch.Tensor, gradient: LogitGradient, scale: TemperatureScale
+) -> TileGradient:
+    """Return the function that writes the gradient of one tile of logits."""
 
-    The weight gradient of each range of columns is summed over all tokens before it is rounded.
-    """
-    shard, hidden, weight, bias = tiles.head.shard, tiles.hidden, tiles.weight, tiles.bias
-    d_hidden = hidden.new_zeros(hidden.shape, dtype=tiles.dtype) if needed[0] else None
-    d_weight = torch.zeros_like(weight) if needed[1] else None
-    d_bias = torch.zeros_like(bias, dtype=tiles.dtype) if bias is not None and needed[2] else None
-    for cols, tile_weight in tiles.vocab_tiles():
-        columns = TargetColumns.locate(targets, tiles.ignored, shard.start + cols.start, tile_weight.shape[0])
-        d_tile_weight = tile_weight.new_zeros(tile_weight.shape, dtype=tiles.dtype)
-        for span, rows in tiles.token_tiles():
-            tile = tiles.logits(rows, cols, tile_weight)
-            derivative = tiles.derivative(tile)
-            tile_gradient, tile_scale = gradient.slice_tokens(span), scale.slice_tokens(span)
-            write_gradient(tile, columns.slice_tokens(span), tile_gradient, tile_scale, out=tile)
-            tile *= derivative
-            operand = tile.to(tile_weight.dtype)
-            if d_hidden is not None:
-                add_product_(d_hidden[span], operand, tile_weight)
-            if d_weight is not None:
-                add_product_(d_tile_weight, operand.t(), rows)
-            if d_bias is not None:
-                d_bias[cols] += tile.sum(0)
-        if d_weight is not None:
-            d_weight[cols] = d_tile_weight
-    if d_bias is not None and bias is not None:
-        d_bias = d_bias.to(bias.dtype)
-    return d_hidden, d_weight, d_bias
+    def write(tile: torch.Tensor, span: slice, cols: slice, out: torch.Tensor) -> None:
+        start = tiles.head.shard.start + cols.start
+        columns = TargetColumns.locate(targets[span], tiles.ignored[span], start, tile.shape[1])
+        write_gradient(tile, columns, gradient.slice_tokens(span), scale.slice_tokens(span), out=out)
+
+    return write

@@ -61,6 +61,15 @@ def tile_indices(count: int) -> Iterator[int]:
         _multiplicity.set(outer)
 
 
+def tile_spans(tokens: int, width: int, size: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
+    """Yield the tokens and the columns of each tile of ``[tokens, width]``, tiles of the same columns in a row."""
+    rows, columns = size
+    for column in tile_indices(-(-width // columns)):
+        cols = slice(column * columns, min(width, (column + 1) * columns))
+        for row in tile_indices(-(-tokens // rows)):
+            yield slice(row * rows, min(tokens, (row + 1) * rows)), cols
+
+
 def rows_per_workspace(width: int, device: torch.device, *, fraction: float = 1.0) -> int:
     """Return the number of rows of ``width`` columns that fit a ``fraction`` of one workspace, at least one."""
     elements = CPU_WORKSPACE if has_cpu_costs(device) else ACCELERATOR_WORKSPACE
@@ -89,14 +98,15 @@ def row_blocks(max_rows: int, *tensors: torch.Tensor) -> Iterator[tuple[slice, l
 
 def _merged_views(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield views ``[tokens, width]`` that cover the tensors in token order."""
-    if all(_leading_dims_merge(tensor) for tensor in tensors):
+    if all(leading_dims_merge(tensor) for tensor in tensors):
         yield [tensor.view(tensor.shape[:-1].numel(), tensor.shape[-1]) for tensor in tensors]
     else:
         for slices in zip(*(tensor.unbind(0) for tensor in tensors), strict=True):
             yield from _merged_views(slices)
 
 
-def _leading_dims_merge(tensor: torch.Tensor) -> bool:
+def leading_dims_merge(tensor: torch.Tensor) -> bool:
+    """Return whether a view can merge all dims but the last."""
     sizes, strides = tensor.shape[:-1], tensor.stride()[:-1]
     dims = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]
     return all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(dims))

@@ -149,19 +149,20 @@ class TransferLayout:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that store something, in order."""
-        return tuple(sorted({block.rank for stored in self._blocks.values() for block in stored}))
+        return tuple(sorted(self._by_rank))
 
     @cached_property
-    def _by_rank(self) -> Mapping[tuple[int, str], Sequence[StoredBlock]]:
-        found: dict[tuple[int, str], list[StoredBlock]] = defaultdict(list)
+    def _by_rank(self) -> Mapping[int, Mapping[str, Sequence[StoredBlock]]]:
+        """Each rank's blocks by tensor, so that a question about a rank reads its own blocks alone."""
+        found: dict[int, dict[str, list[StoredBlock]]] = defaultdict(dict)
         for name, stored in self._blocks.items():
             for block in stored:
-                found[block.rank, name].append(block)
-        return found
+                found[block.rank].setdefault(name, []).append(block)
+        return dict(found)
 
     def stored(self, rank: int, tensor: str) -> Sequence[StoredBlock]:
         """Return the blocks of a tensor that a rank stores."""
-        return self._by_rank.get((rank, tensor), ())
+        return self._by_rank.get(rank, {}).get(tensor, ())
 
     def within(self, rank: int, tensor: str, box: Box) -> list[tuple[Box, StoredBlock]]:
         """Return the parts of a box that a rank stores, each with its block."""
@@ -171,21 +172,19 @@ class TransferLayout:
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the least shapes of a rank's local tensors: those that its blocks reach, without padding."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for stored in self._blocks.values():
+        for stored in self._by_rank.get(rank, {}).values():
             for block in stored:
-                if block.rank == rank:
-                    reached = tuple(stop for _, stop in block.local_box(block.box))
-                    known = shapes.get(block.local, reached)
-                    shapes[block.local] = tuple(map(max, reached, known))
+                reached = tuple(stop for _, stop in block.local_box(block.box))
+                known = shapes.get(block.local, reached)
+                shapes[block.local] = tuple(map(max, reached, known))
         return shapes
 
     def bytes_stored(self, rank: int) -> int:
         """Bytes of checkpoint values that a rank stores, in the dtypes that are sent; a copy counts again."""
         return sum(
             volume(block.box) * self._tensors[name].itemsize
-            for name, stored in self._blocks.items()
+            for name, stored in self._by_rank.get(rank, {}).items()
             for block in stored
-            if block.rank == rank
         )
 
     def shifted(self, by: int) -> TransferLayout:

@@ -1,0 +1,339 @@
+"""Divergence of two softmaxes over a vocabulary that is sharded across ranks, one small tile of each at a time.
+
+Either side is logits or hidden states with an LM head; tiles of both cover the same tokens and columns.  A KL
+divergence needs one pass and one collective forward.  The mixture of a Jensen-Shannon divergence needs both partition
+sums before it can be computed, hence a second pass and a second collective.  Backward computes the tiles again.
+
+Notation: ``p`` and ``q`` are the two softmaxes, ``y`` and ``v`` their exponents (see ``log2_scale``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rl_logprobs._torch_compat import apply_function
+from rl_logprobs.dtypes import statistics_dtype, wide_dtype
+from rl_logprobs.softmax.fused_linear import Gradients, HeadTiles, LMHead, TileGradient, tile_size
+from rl_logprobs.softmax.log2_scale import TemperatureScale, log2_weights, rescale_exponent
+from rl_logprobs.softmax.logit_tiles import LogitTiles
+from rl_logprobs.softmax.partial_softmax import PartialSoftmax, merge
+from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace, tile_spans
+from rl_logprobs.softmax.torch_kernels import zero_tokens_
+from rl_logprobs.softmax.vocab_parallel import all_gather
+from rl_logprobs.softmax.vocab_shard import VocabColumns
+
+
+class Tiles(Protocol):
+    """The logits of one side, computed a tile at a time."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Tokens and columns of one tile."""
+
+    def tile(self, span: slice, cols: slice) -> torch.Tensor:
+        """Return the logits of some tokens and columns."""
+
+    def gradients(self, needed: Sequence[bool], write: TileGradient) -> Gradients:
+        """Return the gradients of this side's tensors, from the gradient of each tile's logits."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two distributions: ``(logits,)``, or ``(hidden, weight, bias or None)`` with ``head``.
+
+    ``temperature`` is a number or one number per token.  Columns of both sides are those of ``shard``.
+    """
+
+    tensors: tuple[Any, ...]
+    shard: VocabColumns
+    temperature: float | torch.Tensor = 1.0
+    head: LMHead | None = None
+
+    def tiles(self, ignored: torch.Tensor, other: Side) -> Tiles:
+        """Return the tiles of the logits, of the size that suits the other side too."""
+        if self.head is None:
+            (logits,) = self.tensors
+            width, device = self.shard.width, logits.device
+            whole_rows = rows_per_workspace(width, device), max(1, width)
+            return LogitTiles(logits, width, whole_rows if other.head is None else tile_size(device))
+        hidden, weight, bias = self.tensors
+        return HeadTiles(hidden, weight, bias, ignored, self.head)
+
+
+def softmax_divergence(student: Side, teacher: Side, ignored: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the generalised Jensen-Shannon divergence of each token in nats, ``[tokens]``.
+
+    ``KL(teacher || student)`` for ``beta=0`` and ``KL(student || teacher)`` for ``beta=1``.  Between them, with ``m``
+    the mixture ``(1 - beta) * student + beta * teacher``, ``(1 - beta) * KL(student || m) + beta * KL(teacher || m)``.
+
+    Args:
+        student: one side, with the group over which the vocabulary is sharded.
+        teacher: the other, with the same columns.
+        ignored: ``[tokens]`` bool; those tokens get 0 and have no gradient, whatever their logits.
+        beta: from 0 to 1.
+    """
+    sides = replace(student, tensors=()), replace(teacher, tensors=())
+    found: torch.Tensor = apply_function(
+        _Divergence, sides, len(student.tensors), ignored, beta, *student.tensors, *teacher.tensors
+    )
+    return found
+
+
+class _Totals(NamedTuple):
+    """Values over the full vocabulary, ``[tokens]``: maximum and sum of weights of both, and up to two divergences.
+
+    ``bits``: ``KL(p || q)``, or with a mixture that of ``p`` from it.  ``other_bits``: that of ``q`` from the mixture.
+    """
+
+    p_max: torch.Tensor
+    p_sum: torch.Tensor
+    q_max: torch.Tensor
+    q_sum: torch.Tensor
+    bits: torch.Tensor
+    other_bits: torch.Tensor
+
+    def swapped(self) -> _Totals:
+        return _Totals(self.q_max, self.q_sum, self.p_max, self.p_sum, self.other_bits, self.bits)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Tiles and temperatures of ``p`` and ``q``, in the dtype of the wider."""
+
+    p: Tiles
+    q: Tiles
+    p_scale: TemperatureScale
+    q_scale: TemperatureScale
+    ignored: torch.Tensor
+    shard: VocabColumns
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, p: Side, q: Side, ignored: torch.Tensor) -> _Pair:
+        tiles = p.tiles(ignored, q), q.tiles(ignored, p)
+        dtype = statistics_dtype(torch.promote_types(tiles[0].dtype, tiles[1].dtype))
+        p_scale, q_scale = (TemperatureScale.of(side.temperature, dtype) for side in (p, q))
+        return cls(*tiles, p_scale, q_scale, ignored, p.shard, dtype)
+
+    def swapped(self) -> _Pair:
+        return _Pair(self.q, self.p, self.q_scale, self.p_scale, self.ignored, self.shard, self.dtype)
+
+    def spans(self) -> Iterator[tuple[slice, slice]]:
+        """Yield tokens and columns of the tiles."""
+        return tile_spans(self.ignored.shape[0], self.shard.width, self.p.size)
+
+    def exponents(
+        self, p_tile: torch.Tensor, q_tile: torch.Tensor, span: slice, totals: _Totals
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield ``y`` and ``v`` of a few tokens of a tile at a time, with the slice of those tokens within the tile."""
+        p_max, q_max = (value[span].to(self.dtype) for value in (totals.p_max, totals.q_max))
+        p_scale, q_scale = self.p_scale.slice_tokens(span), self.q_scale.slice_tokens(span)
+        rows = rows_per_workspace(p_tile.shape[1], p_tile.device)
+        for part, (p_block, q_block) in row_blocks(rows, p_tile, q_tile):
+            y = log2_weights(p_block.to(self.dtype), p_max[part], p_scale.slice_tokens(part))
+            v = log2_weights(q_block.to(self.dtype), q_max[part], q_scale.slice_tokens(part))
+            yield part, y, v
+
+
+class _Divergence(torch.autograd.Function):
+    """The teacher is ``p`` for ``beta=0``, and the student otherwise."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        sides: tuple[Side, Side],
+        split: int,
+        ignored: torch.Tensor,
+        beta: float,
+        *tensors: torch.Tensor | None,
+    ) -> torch.Tensor:
+        pair = _pair(sides, split, tensors, ignored, beta)
+        mixture = 0 < beta < 1
+        sums = _sums(pair, cross=not mixture)
+        gathered = all_gather(sums.to(pair.dtype), pair.shard.group)
+        totals = _totals(_combine(gathered, pair.p_scale, pair.q_scale))
+        if mixture:
+            found = all_gather(_mixture_sums(pair, totals, beta), pair.shard.group).sum(0)
+            totals = totals._replace(bits=found[0], other_bits=found[1])
+        ctx.save_for_backward(ignored, *totals, *tensors)
+        ctx.sides, ctx.split, ctx.beta = sides, split, beta
+        nats = totals.bits * pair.p_scale.ln_factor
+        if mixture:
+            nats = nats * (1 - beta) + totals.other_bits * pair.q_scale.ln_factor * beta
+        return nats.to(pair.dtype).masked_fill_(ignored, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ignored, *saved = ctx.saved_tensors
+        count = len(saved) - len(ctx.needs_input_grad[4:])
+        totals, tensors = _Totals(*saved[:count]), saved[count:]
+        pair = _pair(ctx.sides, ctx.split, tensors, ignored, ctx.beta)
+        d_divergence = gradients[0].to(totals.p_sum.dtype).masked_fill(ignored, 0)
+        needed, split = ctx.needs_input_grad[4:], ctx.split
+        p_needed, q_needed = needed[:split], needed[split:]
+        if ctx.beta == 0:
+            p_needed, q_needed = q_needed, p_needed
+        p_write, q_write = (_write_mixed, _write_mixed) if 0 < ctx.beta < 1 else (_write_p, _write_q)
+        found = [
+            _side_gradients(pair.p, p_needed, p_write(pair, totals, d_divergence, 1 - ctx.beta)),
+            _side_gradients(pair.q, q_needed, q_write(pair.swapped(), totals.swapped(), d_divergence, ctx.beta)),
+        ]
+        if ctx.beta == 0:
+            found.reverse()
+        return None, None, None, None, *found[0], *found[1]
+
+
+def _side_gradients(tiles: Tiles, needed: Sequence[bool], write: TileGradient) -> Gradients:
+    return tiles.gradients(needed, write) if any(needed) else (None,) * len(needed)
+
+
+def _pair(
+    sides: tuple[Side, Side],
+    split: int,
+    tensors: Sequence[torch.Tensor | None],
+    ignored: torch.Tensor,
+    beta: float,
+) -> _Pair:
+    student, teacher = sides
+    student = replace(student, tensors=tuple(tensors[:split]))
+    teacher = replace(teacher, tensors=tuple(tensors[split:]))
+    return _Pair.of(teacher, student, ignored) if beta == 0 else _Pair.of(student, teacher, ignored)
+
+
+def _sums(pair: _Pair, *, cross: bool) -> torch.Tensor:
+    """Return this rank's ``[5, tokens]``: maximum and sum of weights of both, and the sum of ``2**y * (y - v)``."""
+    tokens, device = pair.ignored.shape[0], pair.ignored.device
+    running = torch.zeros(5, tokens, dtype=wide_dtype(device), device=device)
+    running[0] = running[2] = -math.inf
+    for span, cols in pair.spans():
+        local = _tile_sums(pair, span, cols, cross=cross).to(running.dtype)
+        scales = pair.p_scale.slice_tokens(span), pair.q_scale.slice_tokens(span)
+        running[:, span] = _combine(torch.stack([running[:, span], local]), *scales)
+    return running
+
+
+def _tile_sums(pair: _Pair, span: slice, cols: slice, *, cross: bool) -> torch.Tensor:
+    p_tile, q_tile = pair.p.tile(span, cols), pair.q.tile(span, cols)
+    sums = torch.zeros(5, p_tile.shape[0], dtype=pair.dtype, device=p_tile.device)
+    p_scale, q_scale = pair.p_scale.slice_tokens(span), pair.q_scale.slice_tokens(span)
+    for part, (p_block, q_block) in row_blocks(rows_per_workspace(p_tile.shape[1], p_tile.device), p_tile, q_tile):
+        p_values, q_values = p_block.to(pair.dtype), q_block.to(pair.dtype)
+        torch.amax(p_values, -1, out=sums[0, part])
+        torch.amax(q_values, -1, out=sums[2, part])
+        y = log2_weights(p_values, sums[0, part], p_scale.slice_tokens(part))
+        v = log2_weights(q_values, sums[2, part], q_scale.slice_tokens(part))
+        weights = y.exp2()
+        torch.sum(weights, -1, out=sums[1, part])
+        torch.sum(v.exp2(), -1, out=sums[3, part])
+        if cross:
+            torch.sum(_weighted(weights, y - v), -1, out=sums[4, part])
+    return sums
+
+
+def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return ``weights * values``, and 0 where the weight is 0, even if the value is infinite or NaN."""
+    return torch.where(weights == 0, 0, weights * values)
+
+
+def _combine(parts: torch.Tensor, p_scale: TemperatureScale, q_scale: TemperatureScale) -> torch.Tensor:
+    """Combine ``[parts, 5, tokens]`` of disjoint columns to ``[5, tokens]``, in the widest dtype of the device."""
+    p_max, p_sum, q_max, q_sum, cross = parts.to(wide_dtype(parts.device)).unbind(1)
+    zeros = torch.zeros_like(p_sum)
+    q = merge(PartialSoftmax(q_max, q_sum, zeros), q_scale)
+    # Where all columns of a part have probability 0 under q, its cross sum is infinite already, or its weights are 0.
+    rescale = rescale_exponent(q_max, q.max_logit, q_scale).masked_fill(q_max == -math.inf, 0)
+    p = merge(PartialSoftmax(p_max, p_sum, zeros, cross - p_sum * rescale), p_scale)
+    mean_cross = zeros[0] if p.weighted_sum is None else p.weighted_sum
+    return torch.stack([p.max_logit, p.sum_exp2, q.max_logit, q.sum_exp2, mean_cross])
+
+
+def _totals(combined: torch.Tensor) -> _Totals:
+    p_max, p_sum, q_max, q_sum, cross = combined.unbind(0)
+    bits = cross / p_sum - p_sum.log2() + q_sum.log2()
+    return _Totals(p_max, p_sum, q_max, q_sum, bits, bits)
+
+
+def _mixture_sums(pair: _Pair, totals: _Totals, beta: float) -> torch.Tensor:
+    """Return this rank's part of ``[2, tokens]``: the divergences of ``p`` and ``q`` from their mixture in bits."""
+    sums = torch.zeros(2, pair.ignored.shape[0], dtype=totals.p_sum.dtype, device=totals.p_sum.device)
+    for span, cols in pair.spans():
+        blocks = pair.exponents(pair.p.tile(span, cols), pair.q.tile(span, cols), span, totals)
+        for part, y, v in blocks:
+            log2_p, log2_q, log2_mixture = _mixture(y, v, span, part, totals, 1 - beta)
+            of_part = sums[:, span][:, part]
+            of_part[0] += _weighted(log2_p.exp2(), log2_p - log2_mixture).sum(-1)
+            of_part[1] += _weighted(log2_q.exp2(), log2_q - log2_mixture).sum(-1)
+    return sums
+
+
+def _mixture(
+    y: torch.Tensor, v: torch.Tensor, span: slice, part: slice, totals: _Totals, p_share: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the base-2 logarithms of ``p``, ``q`` and ``p_share * p + (1 - p_share) * q``."""
+    log2_p = y.sub_(totals.p_sum[span][part, None].log2().to(y.dtype))
+    log2_q = v.sub_(totals.q_sum[span][part, None].log2().to(y.dtype))
+    return log2_p, log2_q, torch.logaddexp2(log2_p + math.log2(p_share), log2_q + math.log2(1 - p_share))
+
+
+def _writer(
+    pair: _Pair, totals: _Totals, values: Callable[[slice, slice, torch.Tensor, torch.Tensor], torch.Tensor]
+) -> TileGradient:
+    """Return the function that writes the gradient of a tile of ``p``'s logits.
+
+    ``values(span, part, y, v)`` is that of the tokens ``part`` of ``span``.
+    """
+
+    def write(tile: torch.Tensor, span: slice, cols: slice, out: torch.Tensor) -> None:
+        for part, y, v in pair.exponents(tile, pair.q.tile(span, cols), span, totals):
+            out[part].copy_(values(span, part, y, v))
+        zero_tokens_(out, pair.ignored[span])
+
+    return write
+
+
+def _write_p(pair: _Pair, totals: _Totals, d_divergence: torch.Tensor, share: float) -> TileGradient:
+    """Write the gradient of ``KL(p || q)`` by ``p``'s logits: ``p_j (log p_j - log q_j - KL) / T``."""
+    offset = ((totals.q_sum / totals.p_sum).log2() - totals.bits).to(pair.dtype)
+    coef = d_divergence * pair.p_scale.inv_temperature * pair.p_scale.ln_factor / totals.p_sum
+    coef = coef.to(pair.dtype)
+
+    def values(span: slice, part: slice, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        excess = (y - v).add_(offset[span][part, None])
+        return _weighted(y.exp2(), excess).mul_(coef[span][part, None])
+
+    return _writer(pair, totals, values)
+
+
+def _write_q(pair: _Pair, totals: _Totals, d_divergence: torch.Tensor, share: float) -> TileGradient:
+    """Write the gradient of ``KL(q || p)`` by ``p``'s logits: ``(p_j - q_j) / T``."""
+    d_logits = d_divergence * pair.p_scale.inv_temperature
+    p_coef, q_coef = ((d_logits / total).to(pair.dtype) for total in (totals.p_sum, totals.q_sum))
+
+    def values(span: slice, part: slice, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return y.exp2_().mul_(p_coef[span][part, None]).sub_(v.exp2_().mul_(q_coef[span][part, None]))
+
+    return _writer(pair, totals, values)
+
+
+def _write_mixed(pair: _Pair, totals: _Totals, d_divergence: torch.Tensor, share: float) -> TileGradient:
+    """Write the gradient by ``p``'s logits: ``share * p_j (log p_j - log m_j - KL(p || m)) / T``."""
+    coef = (d_divergence * share * pair.p_scale.inv_temperature * pair.p_scale.ln_factor).to(pair.dtype)
+    bits = totals.bits.to(pair.dtype)
+
+    def values(span: slice, part: slice, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        log2_p, _, log2_mixture = _mixture(y, v, span, part, totals, share)
+        excess = (log2_p - log2_mixture).sub_(bits[span][part, None])
+        return _weighted(log2_p.exp2(), excess).mul_(coef[span][part, None])
+
+    return _writer(pair, totals, values)

@@ -1,0 +1,323 @@
+"""Where logits come from: a tensor of them, or hidden states and an LM head; each located on its mesh and checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from rl_logprobs.devices import require_same_device
+from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
+from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
+from rl_logprobs.softmax.backends import TORCH, Kernels
+from rl_logprobs.softmax.divergence import Side
+from rl_logprobs.softmax.fused_linear import LMHead, linear_softmax_statistics
+from rl_logprobs.softmax.head_rows import head_rows, sharded_alike
+from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
+from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics, softmax_statistics
+from rl_logprobs.softmax.vocab_shard import (
+    LocalLogits,
+    TokenSlice,
+    VocabColumns,
+    VocabShard,
+    columns_of_dtensor,
+    columns_of_plain,
+    token_slice,
+)
+from rl_logprobs.support.entries import KeptEntries
+from rl_logprobs.support.kept_linear import kept_linear_logits
+from rl_logprobs.support.kept_logits import kept_logits
+from rl_logprobs.targets import Targets
+
+
+@dataclass(frozen=True)
+class LogitSource:
+    """Logits as a source of statistics, under a sampler's filter."""
+
+    located: LocalLogits
+    sampling: SamplingFilter | None = None
+    kernels: Kernels = TORCH
+    inplace_backward: bool = False
+
+    @property
+    def vocab(self) -> VocabColumns:
+        """The columns of this rank."""
+        return self.located.vocab
+
+    @property
+    def tokens(self) -> TokenSlice:
+        """The tokens of this rank."""
+        return self.located.tokens
+
+    def full_statistics(self, targets: Targets, options: SoftmaxOptions) -> SoftmaxStatistics:
+        """Return flat statistics over the full vocabulary."""
+        values, vocab = self.located.values, self.located.vocab
+        min_logit = min_kept_logit(values, vocab, options.temperature, self.sampling)
+        options = replace(options, min_logit=min_logit)
+        return softmax_statistics(values, targets.flat_ids, targets.flat_ignored, vocab, options, self.kernels)
+
+    def entry_logits(self, entries: KeptEntries) -> torch.Tensor:
+        """Return the logits of kept entries."""
+        return kept_logits(self.located.values, entries, self.located.vocab, inplace_backward=self.inplace_backward)
+
+    def side(self, temperature: float | torch.Tensor) -> Side:
+        """Return these logits as one side of a divergence."""
+        return Side((self.located.values,), self.vocab, temperature)
+
+    def reference_side(self, tokens: TokenSlice, vocab: VocabColumns, temperature: float | torch.Tensor) -> Side:
+        """Return the logits of other tokens and columns, without gradient, as the other side of a divergence."""
+        values, own = tokens_of(self.located.values.detach(), self.tokens, tokens), self.vocab
+        if own.group is None:
+            values = values[..., vocab.start : vocab.start + vocab.width]
+        elif not sharded_alike(own, vocab):
+            raise PlacementError(
+                f"this rank holds the teacher's logits of ids {own.start} to {own.start + own.width} over ranks "
+                f"{dist.get_process_group_ranks(own.group)} and the student's of {vocab.start} to "
+                f"{vocab.start + vocab.width}; shard both vocabularies the same way, give the teacher's logits in "
+                f"full, or its hidden states and head as LinearLogits"
+            )
+        return Side((values,), vocab, temperature)
+
+
+class Head(Protocol):
+    """What ``fsdp_runtime.forward_with_lm_head`` hands out."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """``[vocab, features]``."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """``[vocab]`` or None."""
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor on the products."""
+
+    @property
+    def softcap(self) -> float | None:
+        """Bound of the logits, or None."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinearLogits:
+    """The logits ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, computed tile by tile.
+
+    Attributes:
+        hidden: ``[batch, seq, features]`` or ``[tokens, features]``, as ``linear_token_statistics`` takes them.
+        weight: ``[vocab, features]``: plain, a DTensor with its rows sharded over one axis, or, with ``shard``, a part.
+        bias: ``[vocab]``, with the placements of the weight's rows.
+        logit_scale: factor on the products.
+        softcap: positive bound of the logits.
+        shard: which ids the rows of a local weight are, or how many ids are no padding; see ``VocabShard``.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import LinearLogits, token_divergence
+        >>> student, teacher = torch.nn.Linear(4, 9), torch.nn.Linear(6, 9)
+        >>> pair = LinearLogits(torch.ones(5, 4), student.weight), LinearLogits(torch.ones(5, 6), teacher.weight)
+        >>> token_divergence(*pair).shape
+        torch.Size([5])
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    shard: VocabShard | None = None
+
+    @classmethod
+    def of(cls, hidden: torch.Tensor, head: Head, shard: VocabShard | None = None) -> LinearLogits:
+        """Return the logits of a head with ``weight``, ``bias``, ``logit_scale`` and ``softcap``.
+
+        Args:
+            hidden: as the field.
+            head: as ``fsdp_runtime.forward_with_lm_head`` hands it to a function.
+            shard: as the field.
+
+        Example:
+            Within ``forward_with_lm_head(model, function, tokens)``:
+            ``def function(hidden, head): return token_divergence(LinearLogits.of(hidden, head), teacher)``.
+        """
+        return cls(hidden, head.weight, head.bias, head.logit_scale, head.softcap, shard)
+
+    def located(self) -> HeadSource:
+        """Check everything that follows from shapes and placements, and return the source of statistics.
+
+        Raises:
+            LogprobsError: as ``linear_token_statistics`` of hidden states and head.
+        """
+        _check_dtypes(self.hidden, self.weight, self.bias)
+        _check_shapes(self.hidden, self.weight, self.bias)
+        require_same_device(hidden=self.hidden, weight=self.weight, bias=self.bias)
+        _check_logit_options(self.logit_scale, self.softcap)
+        vocab = _locate_weight(self.weight, self.shard)
+        return HeadSource(self, _tokens_after_gather(self.hidden, vocab.group), vocab)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadSource:
+    """Hidden states and an LM head as a source of statistics."""
+
+    logits: LinearLogits
+    tokens: TokenSlice
+    vocab: VocabColumns
+
+    def full_statistics(self, targets: Targets, options: SoftmaxOptions) -> SoftmaxStatistics:
+        """Return flat statistics over the full vocabulary."""
+        operands, head = self._gathered()
+        return linear_softmax_statistics(*operands, targets.flat_ids, targets.flat_ignored, head, options)
+
+    def entry_logits(self, entries: KeptEntries) -> torch.Tensor:
+        """Return the logits of kept entries."""
+        operands, head = self._gathered()
+        return kept_linear_logits(*operands, entries, head)
+
+    def side(self, temperature: float | torch.Tensor) -> Side:
+        """Return these logits as one side of a divergence."""
+        operands, head = self._gathered()
+        return Side(operands, self.vocab, temperature, head)
+
+    def reference_side(self, tokens: TokenSlice, vocab: VocabColumns, temperature: float | torch.Tensor) -> Side:
+        """Return the logits of other tokens and columns, without gradient, as the other side of a divergence.
+
+        A head that is sharded otherwise sends its rows to the ranks that need them.
+        """
+        states, _ = _gather_tokens(self.logits.hidden.detach(), self.vocab.group)
+        states = tokens_of(states, self.tokens, tokens)
+        parts = [part.detach() for part in self._local_head() if part is not None]
+        weight, *bias = head_rows(parts, self.vocab, vocab)
+        operands = states.reshape(-1, states.shape[-1]), weight, bias[0] if bias else None
+        return Side(operands, vocab, temperature, LMHead(vocab, self.logits.logit_scale, self.logits.softcap))
+
+    def _gathered(self) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], LMHead]:
+        """Return hidden states of all tokens and this rank's rows of the head, and how its logits are computed."""
+        rows, reduce_hidden_grad = _gather_tokens(self.logits.hidden, self.vocab.group)
+        head = LMHead(self.vocab, self.logits.logit_scale, self.logits.softcap, reduce_hidden_grad)
+        return (rows.reshape(-1, rows.shape[-1]), *self._local_head()), head
+
+    def _local_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight, bias = self.logits.weight, self.logits.bias
+        return (
+            weight.to_local() if isinstance(weight, DTensor) else weight,
+            bias.to_local() if isinstance(bias, DTensor) else bias,
+        )
+
+
+def tokens_of(values: torch.Tensor, held: TokenSlice, wanted: TokenSlice) -> torch.Tensor:
+    """Return the teacher's values ``[..., columns]`` of the student's tokens: all of them, or a part of a full batch.
+
+    Raises:
+        ShapeError: it holds other tokens.
+    """
+    same_batch = held.full == wanted.full and wanted.full != wanted.shape
+    if held.shape == wanted.shape and not (same_batch and held.offset != wanted.offset):
+        return values
+    if held.shape == wanted.full:
+        return wanted.local(values)
+    raise ShapeError(
+        f"the teacher has tokens {held.shape} from {held.offset} of {held.full} on this rank, and the student "
+        f"{wanted.shape} from {wanted.offset} of {wanted.full}; give the teacher's for the same tokens, or for the "
+        f"full batch"
+    )
+
+
+def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise DtypeError(f"{name} must be floating point, got {tensor.dtype}")
+
+
+def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if hidden.dim() < 2 or 0 in hidden.shape[:-1]:
+        raise ShapeError(f"hidden must be [..., tokens, features] with at least one token, got {tuple(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ShapeError(
+            f"weight must be [vocab, {hidden.shape[-1]}] for hidden {tuple(hidden.shape)}, got {tuple(weight.shape)}"
+        )
+    if bias is None:
+        return
+    if isinstance(bias, DTensor) != isinstance(weight, DTensor) or bias.shape != weight.shape[:1]:
+        raise ShapeError(
+            f"bias {tuple(bias.shape)} must have one element per row of weight {tuple(weight.shape)}, and both must be "
+            f"DTensors or both local"
+        )
+    if isinstance(bias, DTensor) and isinstance(weight, DTensor) and bias.placements != weight.placements:
+        raise PlacementError(
+            f"bias has {bias.placements} and weight {weight.placements}; give them the same placements"
+        )
+
+
+def _check_logit_options(logit_scale: float, softcap: float | None) -> None:
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise OptionError(f"softcap must be positive and finite, got {softcap}; leave it out for no cap")
+    if not math.isfinite(logit_scale):
+        raise OptionError(f"logit_scale must be finite, got {logit_scale}")
+
+
+def _locate_weight(weight: torch.Tensor, shard: VocabShard | None) -> VocabColumns:
+    if not isinstance(weight, DTensor):
+        return columns_of_plain(weight.shape[0], shard)
+    sharded = sum(not isinstance(placement, Replicate) for placement in weight.placements)
+    if sharded > 1 or weight.to_local().shape[1] != weight.shape[1]:
+        raise PlacementError(
+            f"weight has {weight.placements}; only its rows may be sharded, over one axis (the vocabulary's), "
+            f"so call this while an FSDP head is unsharded (module.unshard(), or inside forward)"
+        )
+    return columns_of_dtensor(weight, 0, shard)
+
+
+def _vocab_mesh_dim(hidden: DTensor, group: dist.ProcessGroup | None) -> int | None:
+    """Return the dim of hidden's mesh with the ranks of the vocabulary's group; None without a group."""
+    if group is None:
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    mesh = hidden.device_mesh
+    for dim in range(mesh.ndim):
+        if dist.get_process_group_ranks(mesh.get_group(dim)) == ranks:
+            return dim
+    raise PlacementError(
+        f"the weight's vocabulary is sharded over ranks {ranks}, which hidden's mesh {mesh} has no axis for; place "
+        f"hidden on a mesh with that axis, or pass its local tensor"
+    )
+
+
+def _gathered_placements(hidden: DTensor, vocab_dim: int | None) -> list[Placement]:
+    """Return hidden's placements after the gather over the vocabulary's axis."""
+    placements = list(hidden.placements)
+    if vocab_dim is not None:
+        placements[vocab_dim] = Replicate()
+    for placement in placements:
+        if isinstance(placement, Partial) or getattr(placement, "dim", 0) % hidden.dim() == hidden.dim() - 1:
+            raise PlacementError(
+                f"hidden has {hidden.placements}; every rank must hold all features of its tokens, so "
+                f"redistribute it to Replicate() or to a shard of the tokens"
+            )
+    return placements
+
+
+def _tokens_after_gather(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> TokenSlice:
+    if not isinstance(hidden, DTensor):
+        return TokenSlice.all_of(hidden.shape[:-1])
+    return token_slice(hidden, _gathered_placements(hidden, _vocab_mesh_dim(hidden, group)))
+
+
+def _gather_tokens(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, bool]:
+    """Return hidden states of all tokens of the vocabulary's group, and whether their gradient needs an all-reduce.
+
+    The gradient of gathered tokens is returned as a partial sum, which the backward pass of the gather reduce-scatters.
+    """
+    if not isinstance(hidden, DTensor):
+        return hidden, True
+    vocab_dim = _vocab_mesh_dim(hidden, group)
+    placements = _gathered_placements(hidden, vocab_dim)
+    if vocab_dim is None or not isinstance(hidden.placements[vocab_dim], Shard):
+        return hidden.redistribute(placements=placements).to_local(), True
+    grad_placements = [Partial() if dim == vocab_dim else placement for dim, placement in enumerate(placements)]
+    return hidden.redistribute(placements=placements).to_local(grad_placements=grad_placements), False
