@@ -7,15 +7,14 @@ file in memory at once; :class:`SafetensorsWriter` needs one.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,6 +39,10 @@ _DTYPE_NAMES = {
 }
 
 
+#: Bytes of one system call; the kernel ends a call at 2 GiB.
+_WRITTEN_AT_ONCE = 2**26
+
+
 @dataclass(frozen=True)
 class TensorHeader:
     """Name, shape, dtype and size of a tensor that a file is going to hold."""
@@ -50,21 +53,20 @@ class TensorHeader:
     nbytes: int
 
 
-class SafetensorsWriter:
-    """Write one safetensors file whose tensors are known beforehand and arrive in any order.
+class SafetensorsLayout:
+    """Where each tensor of a safetensors file lies, known before the first byte is written.
 
     Args:
-        path: the file to create.
         tensors: the headers of all its tensors.
 
     Raises:
         WeightsError: the format lacks a tensor's dtype.
     """
 
-    def __init__(self, path: Path, tensors: Sequence[TensorHeader]) -> None:
+    def __init__(self, tensors: Sequence[TensorHeader]) -> None:
         # Wider elements first, so that every tensor begins at a multiple of its element's size.
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-        self._offsets: dict[str, int] = {}
+        offsets: dict[str, int] = {}
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for tensor in ordered:
@@ -76,35 +78,102 @@ class SafetensorsWriter:
                 "shape": list(tensor.shape),
                 "data_offsets": [offset, end],
             }
-            self._offsets[tensor.name], offset = offset, end
+            offsets[tensor.name], offset = offset, end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._data_start = 8 + len(text)
-        self._path, self._nbytes = path, self._data_start + offset
-        with naming_write_errors(path, self._nbytes):
-            self._file: BinaryIO = path.open("xb")
-            self._file.write(len(text).to_bytes(8, "little") + text)
+        self.header = len(text).to_bytes(8, "little") + text
+        self.nbytes = len(self.header) + offset
+        self._offsets = offsets
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, from any device."""
-        tensor = tensor.detach().contiguous().cpu()
-        with naming_write_errors(self._path, self._nbytes):
-            self._file.seek(self._data_start + self._offsets[name])
-            if tensor.nbytes:
-                self._file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    def offset(self, name: str) -> int:
+        """The position of a tensor's first byte in the file."""
+        return len(self.header) + self._offsets[name]
+
+
+class SafetensorsWriter:
+    """Write a safetensors file whose tensors are known beforehand, in any order, alone or with other processes.
+
+    Args:
+        path: the file.
+        tensors: the headers of all its tensors, or their layout.
+        create: create the file, with its header and its full size; else another process has created it, and it is
+            opened at the first write.
+
+    Raises:
+        WeightsError: the format lacks a tensor's dtype.
+        OSError: the file cannot be created, or exists; at the first write, it cannot be opened.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[TensorHeader] | SafetensorsLayout, *, create: bool = True) -> None:
+        self._layout = tensors if isinstance(tensors, SafetensorsLayout) else SafetensorsLayout(tensors)
+        self._path, self._descriptor = path, -1
+        if create:
+            with self._naming_errors():
+                self._descriptor = _open(path, os.O_CREAT | os.O_EXCL)
+            try:
+                with self._naming_errors():
+                    _write_all(self._descriptor, self._layout.header, 0)
+                    os.ftruncate(self._descriptor, self._layout.nbytes)
+            except BaseException:
+                self.close()
+                raise
+
+    def write(self, name: str, tensor: Tensor, start: int = 0) -> int:
+        """Write a tensor or a run of its elements, from any device, and return the bytes.
+
+        Args:
+            name: the tensor's name.
+            tensor: its elements, or a run of them in row-major order.
+            start: the run's first element.
+        """
+        flat = tensor.detach().contiguous().cpu().reshape(-1)
+        flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride
+        content: Any = flat.view(torch.uint8).numpy() if flat.nbytes else b""
+        with self._naming_errors():
+            if self._descriptor < 0:
+                self._descriptor = _open(self._path)
+            offset = self._layout.offset(name) + start * flat.itemsize
+            _write_all(self._descriptor, memoryview(content), offset)
+        return flat.nbytes
+
+    def fsync(self) -> None:
+        """Return once what this process has written is on the disk."""
+        if self._descriptor >= 0:
+            with self._naming_errors():
+                os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file without waiting for the disk."""
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _naming_errors(self) -> AbstractContextManager[None]:
+        return naming_write_errors(self._path, self._layout.nbytes)
 
     def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Return once the file is on the disk, unless writing failed."""
-        if error is not None:
-            with suppress(OSError):  # what is left in the buffer cannot be written either
-                self._file.close()
-            return
-        with naming_write_errors(self._path, self._nbytes), self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        try:
+            if error is None:
+                self.fsync()
+        finally:
+            self.close()
+
+
+def _open(path: Path, flags: int = 0) -> int:
+    return os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0) | flags, 0o666)
+
+
+def _write_all(descriptor: int, content: bytes | memoryview, offset: int) -> None:
+    """Write bytes at an offset; one system call writes at most 2 GiB."""
+    view = memoryview(content)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    while view:
+        view = view[os.write(descriptor, view[:_WRITTEN_AT_ONCE]) :]
 
 
 class SafetensorsReader:

@@ -87,7 +87,7 @@ def load_weights(
         >>> from torch import nn
         >>> from fsdp_runtime import load_weights, save_weights
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     save_weights(nn.Linear(2, 3), directory)
+        ...     _ = save_weights(nn.Linear(2, 3), directory)
         ...     load_weights(nn.Linear(2, 3), directory)
         LoadReport(tensors=2, bytes_read=36, unexpected=())
     """
