@@ -17,9 +17,9 @@ from fsdp_runtime.sharded.file_systems import FilePlace, _type_at, by_host, may_
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.sync import Quantization, WeightExport
 from fsdp_runtime.weights.export import ExportedTensor
+from fsdp_runtime.weights.file_plan import Area, Piece, file_runs, plan_pieces
 from fsdp_runtime.weights.stream import split_by_bytes
 from fsdp_runtime.weights.write_blocks import SaveReport
-from fsdp_runtime.weights.write_plan import Area, Piece, file_runs, plan_pieces
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -136,7 +136,7 @@ def test_areas_of_any_layout_fill_the_tensor_once_from_ranks_that_have_the_parts
         written = torch.zeros(shape, dtype=torch.int64)
         for step in steps:
             for area in step.areas:
-                assert writer in (None, area.writer)
+                assert writer in (None, area.file_rank)
                 _assert_filled(area, step.held)
                 assert step.held == 0 or volume(area.box) * 4 <= max(limit, 4)
                 flat = written.view(-1)
@@ -149,7 +149,7 @@ def _assert_filled(area: Area, held: int) -> None:
     assert sum(volume(part.box) for part in area.parts) == volume(area.box)
     for part in area.parts:
         assert part.rank in part.piece.owners
-        assert area.writer not in part.piece.owners or part.rank == area.writer
+        assert area.file_rank not in part.piece.owners or part.rank == area.file_rank
         assert intersection(part.box, area.box) == part.box
         assert intersection(part.box, part.piece.block.box) == part.box
     assert held or (area.is_local and len(area.parts) == 1)
@@ -192,12 +192,12 @@ def test_rows_need_no_exchange_and_columns_one_copy_at_most() -> None:
     ):
         steps = plan_pieces(item, _pieces(shape, (2, 4, 2), layouts), 0, None, 2**26)
         areas = [area for step in steps for area in step.areas]
-        moved = sum(volume(p.box) * 2 for area in areas for p in area.parts if p.rank != area.writer)
+        moved = sum(volume(p.box) * 2 for area in areas for p in area.parts if p.rank != area.file_rank)
         assert moved == sent * nbytes
         by_writer: dict[int, int] = {}
         for area in areas:
-            by_writer[area.writer] = by_writer.get(area.writer, 0) + volume(area.box) * 2
+            by_writer[area.file_rank] = by_writer.get(area.file_rank, 0) + volume(area.box) * 2
         assert len(by_writer) >= 8
         assert max(by_writer.values()) <= 2 * nbytes // len(by_writer)
         for area in areas:  # parts come from the same replica
-            assert len({part.rank // 8 for part in area.parts} | {area.writer // 8}) == 1
+            assert len({part.rank // 8 for part in area.parts} | {area.file_rank // 8}) == 1

@@ -7,6 +7,7 @@ file in memory at once; :class:`SafetensorsWriter` needs one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -39,8 +40,11 @@ _DTYPE_NAMES = {
 }
 
 
+#: The dtypes that files can be read in, by safetensors' names.
+STORED_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
 #: Bytes of one system call; the kernel ends a call at 2 GiB.
-_WRITTEN_AT_ONCE = 2**26
+_MOVED_AT_ONCE = 2**26
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ def _write_all(descriptor: int, content: bytes | memoryview, offset: int) -> Non
     view = memoryview(content)
     os.lseek(descriptor, offset, os.SEEK_SET)
     while view:
-        view = view[os.write(descriptor, view[:_WRITTEN_AT_ONCE]) :]
+        view = view[os.write(descriptor, view[:_MOVED_AT_ONCE]) :]
 
 
 class SafetensorsReader:
@@ -186,6 +190,7 @@ class SafetensorsReader:
     def __init__(self, advice: str) -> None:
         self._advice = advice
         self._files: dict[Path, Any] = {}
+        self._descriptors: dict[Path, int] = {}
         self._exit_stack = ExitStack()
 
     def headers(self, file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -207,22 +212,71 @@ class SafetensorsReader:
             ) from error
         return tensor
 
+    def starts(self, file: Path) -> dict[str, int]:
+        """Return the position of each tensor's first byte in a file."""
+        self._open(file)
+        size = int.from_bytes(os.pread(self._descriptors[file], 8, 0), "little")
+        header = json.loads(os.pread(self._descriptors[file], size, 8))
+        return {name: 8 + size + item["data_offsets"][0] for name, item in header.items() if name != "__metadata__"}
+
+    def read_into(self, file: Path, start: int, values: Tensor) -> None:
+        """Fill a contiguous tensor on the CPU with the bytes of a file from ``start`` on, in large reads."""
+        flat = values.reshape(-1)
+        content: Any = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy() if flat.nbytes else b""
+        view = memoryview(content)
+        try:
+            while view:
+                if not (count := os.preadv(self._descriptors[file], [view[:_MOVED_AT_ONCE]], start)):
+                    raise EOFError("it ends early")
+                view, start = view[count:], start + count
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{_describe(file)} is truncated or corrupt ({error}): {self._advice}") from error
+
+    def identity(self) -> tuple[tuple[str, int, bytes, tuple[int, int]], ...]:
+        """Return what is the same on two ranks that have opened the same files.
+
+        For each file its name, size, and a hash of its header; and its inode and time of change, which other copies of
+        it do not share.
+        """
+        found = []
+        for file, descriptor in sorted(self._descriptors.items()):
+            status = os.fstat(descriptor)
+            size = min(int.from_bytes(os.pread(descriptor, 8, 0), "little"), status.st_size)
+            digest = hashlib.blake2b(os.pread(descriptor, size, 8), digest_size=16).digest()
+            found.append((file.name, status.st_size, digest, (status.st_ino, status.st_mtime_ns)))
+        return tuple(found)
+
     def close(self) -> None:
         """Close all files."""
         self._files.clear()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
         self._exit_stack.close()
 
     def _open(self, file: Path) -> Any:
-        if file not in self._files:
+        while file not in self._files:
             try:
-                self._files[file] = self._exit_stack.enter_context(safe_open(file, framework="pt"))
+                descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            except FileNotFoundError as error:
+                raise self._missing(file) from error
+            try:
+                opened = self._exit_stack.enter_context(safe_open(file, framework="pt"))
+                if os.path.samestat(os.fstat(descriptor), os.stat(file)):  # else another process has replaced the file
+                    self._files[file], self._descriptors[file] = opened, descriptor
             except (FileNotFoundError, RuntimeError) as error:  # torch opens it once more, with an error of its own
                 if file.exists():
                     raise
-                raise CheckpointError(
-                    f"{file} is missing: {self._advice}; if another job has replaced the checkpoint, load it again"
-                ) from error
+                raise self._missing(file) from error
+            finally:
+                if file not in self._descriptors:
+                    os.close(descriptor)
         return self._files[file]
+
+    def _missing(self, file: Path) -> CheckpointError:
+        return CheckpointError(
+            f"{file} is missing: {self._advice}; if another job has replaced the checkpoint, load it again"
+        )
 
 
 def _describe(file: Path) -> str:

@@ -38,12 +38,12 @@ from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWr
 from fsdp_runtime.sharded.work_directory import others_at_work, work_directory
 from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.export import ExportedTensor
+from fsdp_runtime.weights.file_plan import ExportedPieces, FilePlanner, WriteStep
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
 from fsdp_runtime.weights.merged_shards import MergedShards
 from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, ExportedModel, WeightExport, split_by_bytes
 from fsdp_runtime.weights.write_blocks import BlockWriter, SaveReport
-from fsdp_runtime.weights.write_plan import WritePlanner, WriteStep
 
 _SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
@@ -169,7 +169,7 @@ def _write_files(
     layouts = _create(files, work, ranks, rank, first)
     blocks = BlockWriter(rank, ranks, bucket_bytes, required_device(ranks.groups) or torch.device("cpu"))
     writers = (each.writer for each in files for _ in each.items)
-    tensors = _planned(export, WritePlanner(everyone, bucket_bytes // 4), bucket_bytes, writers)
+    tensors = _planned(export, everyone, bucket_bytes, writers)
     unchecked = 0
     with ThreadPoolExecutor(1, "fsync") as pool:
         on_disk = []
@@ -210,19 +210,24 @@ def _create(files: Sequence[_File], work: Path, ranks: ModelRanks, rank: int, fi
 
 
 def _planned(
-    export: ExportedModel, planner: WritePlanner, bucket_bytes: int, writers: Iterator[int | None]
+    export: ExportedModel, everyone: Sequence[int], bucket_bytes: int, writers: Iterator[int | None]
 ) -> Iterator[tuple[ExportedTensor, Sequence[WriteStep], Mapping[str, Tensor]]]:
     """Yield every exported tensor with its plan and this rank's local tensors.  Collective.
 
     Only what a conversion computes, and what is quantized, is gathered.
     """
+    planner, pieces_of = FilePlanner(everyone, bucket_bytes // 4), ExportedPieces(everyone)
     for gathered, run in groupby(export.groups, lambda group: not export.is_rearranged(group)):
         groups = list(run)
         if gathered:
             for batch in split_by_bytes(groups, bucket_bytes):
                 for item, tensor in export.gather(batch):
                     whole, local = replace(item, chunks=[identity_chunk(item.name, item.shape)]), {item.name: tensor}
-                    yield whole, planner.plan(whole, local, writer=next(writers), gathered=True), local
+                    yield (
+                        whole,
+                        planner.plan(whole, *pieces_of(whole, local, gathered=True), writer=next(writers)),
+                        local,
+                    )
                     del tensor, local
             continue
         for group in groups:
@@ -235,7 +240,7 @@ def _planned(
                 merged.refresh()
                 local |= merged.local
             for item in group.tensors:
-                yield item, planner.plan(item, group.sources, writer=next(writers)), local
+                yield item, planner.plan(item, *pieces_of(item, group.sources), writer=next(writers)), local
 
 
 def _fsync_and_close(file: SafetensorsWriter) -> None:

@@ -12,7 +12,7 @@ from fsdp_runtime.sharded.collectives import ModelRanks, exchange_bytes
 from fsdp_runtime.sharded.rank_boxes import block_view
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.weights.export import ExportedTensor
-from fsdp_runtime.weights.write_plan import Area, Part, WriteStep, file_runs
+from fsdp_runtime.weights.file_plan import Area, Part, WriteStep, file_runs
 from tp_plans.transfer import Box, box_shape, split_box, volume
 
 #: Bytes that are converted, or copied from a device, before they are written.
@@ -99,9 +99,9 @@ class BlockWriter:
             self._held += step.held
             for area in step.areas:
                 if step.held == 0:
-                    if area.writer == self._rank:
+                    if area.file_rank == self._rank:
                         self._write_local(item, area, local, file)
-                elif self._rank == area.writer or any(part.rank == self._rank for part in area.parts):
+                elif self._rank == area.file_rank or any(part.rank == self._rank for part in area.parts):
                     self._pending.append(_Pending(item, area, local, file))
 
     def flush(self) -> None:
@@ -110,8 +110,8 @@ class BlockWriter:
         sizes_out: dict[int, int] = {}
         sizes_in: dict[int, int] = {}
         for each, part in _sent(pending):
-            if self._rank in (part.rank, each.area.writer):
-                sizes, peer = (sizes_out, each.area.writer) if part.rank == self._rank else (sizes_in, part.rank)
+            if self._rank in (part.rank, each.area.file_rank):
+                sizes, peer = (sizes_out, each.area.file_rank) if part.rank == self._rank else (sizes_in, part.rank)
                 sizes[peer] = sizes.get(peer, 0) + _aligned(each.item, part.box)
         outgoing, incoming = (
             {peer: torch.empty(size, dtype=torch.uint8, device=self._device) for peer, size in sizes.items()}
@@ -123,7 +123,7 @@ class BlockWriter:
         offsets = dict.fromkeys(outgoing, 0)
         for each, part in _sent(pending):
             if part.rank == self._rank:
-                peer = each.area.writer
+                peer = each.area.file_rank
                 run = outgoing[peer][offsets[peer] : offsets[peer] + _bytes(each.item, part.box)]
                 _shaped(run, each.item, part.box).copy_(_view(each.local, part))
                 offsets[peer] += _aligned(each.item, part.box)
@@ -131,7 +131,7 @@ class BlockWriter:
         outgoing.clear()
         offsets = dict.fromkeys(incoming, 0)
         for each in pending:
-            if each.area.writer != self._rank:
+            if each.area.file_rank != self._rank:
                 continue
             received = []
             for part in each.area.parts:
@@ -180,7 +180,7 @@ class BlockWriter:
 
 def _sent(pending: Sequence[_Pending]) -> Iterator[tuple[_Pending, Part]]:
     """The parts that go from one rank to another, in an order that both know."""
-    return ((each, part) for each in pending for part in each.area.parts if part.rank != each.area.writer)
+    return ((each, part) for each in pending for part in each.area.parts if part.rank != each.area.file_rank)
 
 
 def _view(local: Mapping[str, Tensor], part: Part) -> Tensor:

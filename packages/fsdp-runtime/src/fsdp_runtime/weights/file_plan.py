@@ -1,4 +1,4 @@
-"""Plan who writes which part of each tensor into a checkpoint's files, and who sends it what.
+"""Plan which rank writes or reads which part of a checkpoint's files, and what it exchanges with others for that.
 
 A block whose bytes are contiguous in the file, or lie there in long runs, is written by a rank that has it, without
 network.  Blocks that interleave in the file, such as the columns of ``tp``, are exchanged by the ranks that have one
@@ -52,16 +52,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """A box of an exported tensor that one rank writes, and the parts that it is made of."""
+    """A box of a stored tensor that one rank writes or reads, and the parts that it is made of."""
 
-    writer: int
+    file_rank: int
     box: Box
     parts: tuple[Part, ...]
 
     @property
     def is_local(self) -> bool:
         """Whether the writer has all of it."""
-        return all(part.rank == self.writer for part in self.parts)
+        return all(part.rank == self.file_rank for part in self.parts)
 
     @property
     def is_whole(self) -> bool:
@@ -82,77 +82,94 @@ class WriteStep:
     held: int
 
 
-class WritePlanner:
-    """Plans exported tensors one after another; what several tensors have in common is planned once.
+class FilePlanner:
+    """Plans tensors one after another; what several tensors have in common is planned once.
 
     Args:
-        everyone: the ranks of the model, in order.
+        everyone: the ranks that write or read, in order.
         limit: the most bytes of an area that is put together from parts.
+        partial: plan what ``pieces`` have of a tensor; else they have to have every element once.
     """
 
-    def __init__(self, everyone: Sequence[int], limit: int) -> None:
-        self._everyone, self._limit = tuple(everyone), max(limit, 16)
-        self._written: dict[int, int] = dict.fromkeys(everyone, 0)
-        self._pieces: dict[Hashable, tuple[Piece, ...]] = {}
+    def __init__(self, everyone: Sequence[int], limit: int, *, partial: bool = False) -> None:
+        self._limit, self._partial = max(limit, 16), partial
+        self._load: dict[int, int] = dict.fromkeys(everyone, 0)
         self._steps: dict[Hashable, tuple[tuple[WriteStep, ...], dict[int, int]]] = {}
 
     def plan(
-        self,
-        item: ExportedTensor,
-        sources: Mapping[str, Tensor],
-        *,
-        writer: int | None = None,
-        gathered: bool = False,
+        self, item: ExportedTensor, key: Hashable, pieces: Sequence[Piece], *, writer: int | None = None
     ) -> Sequence[WriteStep]:
-        """Return the steps in which a tensor is written, equal on every rank, without communication.
+        """Return the steps in which a tensor is written or read, equal on every rank, without communication.
 
         Args:
-            item: the tensor, with chunks.
-            sources: the model's tensors that its chunks are of, by name.  A plain tensor is the first rank's.
+            item: the tensor.
+            key: equal for tensors of one shape, dtype and equal pieces.
+            pieces: its blocks.
             writer: the one rank that may write to the tensor's file; ``None`` if all may.
-            gathered: every rank has the plain tensors of ``sources`` with the same values.
         """
-        key, pieces = self._pieces_of(item, sources, self._everyone if gathered else self._everyone[:1])
-        turn = self._least_written(pieces)
+        turn = self._least_loaded(pieces)
         if (key, turn, writer) not in self._steps:
-            steps = plan_pieces(item, pieces, turn, writer, self._limit)
-            written: dict[int, int] = {}
+            steps = plan_pieces(item, pieces, turn, writer, self._limit, partial=self._partial)
+            load: dict[int, int] = {}
             for area in (area for step in steps for area in step.areas):
-                written[area.writer] = written.get(area.writer, 0) + volume(area.box) * item.dtype.itemsize
-            self._steps[key, turn, writer] = steps, written
-        steps, written = self._steps[key, turn, writer]
-        for rank, nbytes in written.items():
-            self._written[rank] += nbytes
+                load[area.file_rank] = load.get(area.file_rank, 0) + volume(area.box) * item.dtype.itemsize
+            self._steps[key, turn, writer] = steps, load
+        steps, load = self._steps[key, turn, writer]
+        for rank, nbytes in load.items():
+            self._load[rank] += nbytes
         return steps
 
-    def _least_written(self, pieces: Sequence[Piece]) -> int:
-        """The number of the replica that has written least, of all or of about 64 of them."""
+    def _least_loaded(self, pieces: Sequence[Piece]) -> int:
+        """The number of the replica that has written or read least, of all or of about 64 of them."""
         owners = max((piece.owners for piece in pieces), key=len, default=())
         tried = range(0, len(owners), max(len(owners) // 64, 1))
-        return min(tried, key=lambda copy: (self._written[owners[copy]], copy), default=0)
+        return min(tried, key=lambda copy: (self._load[owners[copy]], copy), default=0)
 
-    def _pieces_of(
-        self, item: ExportedTensor, sources: Mapping[str, Tensor], holders: Sequence[int]
+
+class ExportedPieces:
+    """The pieces of exported tensors in the shards of a model.
+
+    Args:
+        everyone: the ranks of the model, in order.
+    """
+
+    def __init__(self, everyone: Sequence[int]) -> None:
+        self._everyone = tuple(everyone)
+        self._found: dict[Hashable, tuple[Piece, ...]] = {}
+
+    def __call__(
+        self, item: ExportedTensor, sources: Mapping[str, Tensor], *, gathered: bool = False
     ) -> tuple[Hashable, tuple[Piece, ...]]:
+        """Return the pieces of a tensor with chunks, and a key that equal ones share.
+
+        Args:
+            item: the tensor.
+            sources: the model's tensors that its chunks are of, by name.
+            gathered: every rank has the plain tensors of ``sources`` with the same values; else the first rank's
+                copy of a plain tensor counts.
+        """
+        holders = self._everyone if gathered else self._everyone[:1]
         chunks = tuple(item.chunks or ())
-        key = (
-            item.shape,
-            item.dtype,
-            holders,
-            tuple((_sides(chunk), chunk.start, chunk.dims, _layout_key(sources[chunk.source])) for chunk in chunks),
-        )
-        if key not in self._pieces:
-            self._pieces[key] = tuple(
+        layouts = tuple((chunk_key(chunk), layout_key(sources[chunk.source])) for chunk in chunks)
+        key = item.shape, item.dtype, holders, layouts
+        if key not in self._found:
+            self._found[key] = tuple(
                 Piece(number, block, owners)
                 for number, chunk in enumerate(chunks)
-                for held, owners in _owners(sources[chunk.source], holders).items()
+                for held, owners in owners_by_box(sources[chunk.source], holders).items()
                 for block in stored_part(chunk, owners[0], held)
             )
-        return key, self._pieces[key]
+        return key, self._found[key]
 
 
 def plan_pieces(
-    item: ExportedTensor, pieces: Sequence[Piece], turn: int, writer: int | None, limit: int
+    item: ExportedTensor,
+    pieces: Sequence[Piece],
+    turn: int,
+    writer: int | None,
+    limit: int,
+    *,
+    partial: bool = False,
 ) -> tuple[WriteStep, ...]:
     """Return the steps of a tensor.
 
@@ -162,11 +179,12 @@ def plan_pieces(
         turn: the number of the replica whose turn it is.
         writer: the one rank that may write; ``None`` if all may.
         limit: the most bytes of an area that is put together from parts.
+        partial: plan what the pieces have; else they have to have every element once.
     """
-    return tuple(_Tensor(item, turn, writer, limit).steps(pieces))
+    return tuple(_Tensor(item, turn, writer, limit).steps(pieces, partial=partial))
 
 
-def _owners(tensor: Tensor, holders: Sequence[int]) -> dict[Box, tuple[int, ...]]:
+def owners_by_box(tensor: Tensor, holders: Sequence[int]) -> dict[Box, tuple[int, ...]]:
     """The boxes of a tensor, each with the ranks that have it; ``holders`` have a plain one."""
     owners: dict[Box, list[int]] = {}
     for rank, box in rank_boxes(tensor, holders):
@@ -174,11 +192,13 @@ def _owners(tensor: Tensor, holders: Sequence[int]) -> dict[Box, tuple[int, ...]
     return {box: tuple(ranks) for box, ranks in owners.items()}
 
 
-def _sides(chunk: Chunk) -> tuple[tuple[int, int], ...]:
-    return tuple((side.start, side.stop) for side in chunk.target)
+def chunk_key(chunk: Chunk) -> Hashable:
+    """Equal for chunks that lie alike in their source and their target."""
+    return tuple((side.start, side.stop) for side in chunk.target), chunk.start, chunk.dims
 
 
-def _layout_key(tensor: Tensor) -> Hashable:
+def layout_key(tensor: Tensor) -> Hashable:
+    """Equal for tensors of one shape and placements on one mesh."""
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape)
     return tuple(tensor.shape), tensor.placements, tensor.device_mesh
@@ -192,11 +212,11 @@ class _Tensor:
         self._itemsize = item.dtype.itemsize
         self._limit = max(limit // self._itemsize, 1)
 
-    def steps(self, pieces: Sequence[Piece]) -> Iterator[WriteStep]:
+    def steps(self, pieces: Sequence[Piece], *, partial: bool) -> Iterator[WriteStep]:
         """Yield the steps; what needs no exchange comes first."""
         whole = full_box(self._item.shape)
         found = sum(volume(piece.block.box) for piece in pieces)
-        if found != volume(whole):
+        if found != volume(whole) and not partial:
             raise WeightsError(
                 f"{self._item.name} has {volume(whole)} elements and the ranks' blocks of it have {found}: the model's "
                 "shards have to hold every element exactly once"
@@ -222,20 +242,23 @@ class _Tensor:
         if self._writer is not None:
             yield self._of_one_writer(box, parts)
             return
-        if len(parts) == 1:
+        if len(parts) == 1 and (parts[0].box == box or self._in_long_runs(parts)):
             yield from self._shared_out(parts[0])
             return
         dim = _first_long(box)
         cuts = sorted({border for part in parts for border in part.box[dim]})
-        if len(cuts) > 2:
+        if len(cuts) > 2 or (cuts[0], cuts[1]) != box[dim]:
             for low, high in pairwise(cuts):
                 inner = (*box[:dim], (low, high), *box[dim + 1 :])
                 yield from self._areas(inner, list(_clipped(parts, inner)))
-        elif all(_run(part.box, self._item.shape) * self._itemsize >= _LONG_RUN for part in parts):
+        elif self._in_long_runs(parts):
             for part in parts:
                 yield from self._shared_out(part)
         else:
             yield from self._interleaved(box, parts)
+
+    def _in_long_runs(self, parts: Sequence[Part]) -> bool:
+        return all(_run(part.box, self._item.shape) * self._itemsize >= _LONG_RUN for part in parts)
 
     def _shared_out(self, part: Part) -> Iterator[list[Area]]:
         """A box that lies in long runs in the file: the ranks that have it share it out."""
@@ -337,9 +360,9 @@ def _in_turn(ranks: Sequence[int], turn: int) -> int:
 def _most_held(areas: Sequence[Area], itemsize: int) -> int:
     held: dict[int, int] = {}
     for area in areas:
-        held[area.writer] = held.get(area.writer, 0) + volume(area.box) * itemsize
+        held[area.file_rank] = held.get(area.file_rank, 0) + volume(area.box) * itemsize
         for part in area.parts:
-            if part.rank != area.writer:
-                for rank in (part.rank, area.writer):
+            if part.rank != area.file_rank:
+                for rank in (part.rank, area.file_rank):
                     held[rank] = held.get(rank, 0) + volume(part.box) * itemsize
     return max(held.values(), default=0)
