@@ -69,9 +69,9 @@ class InjectedFault:
     def _in_save(self) -> None:
         write = SafetensorsWriter.write
 
-        def strike_and_write(file: SafetensorsWriter, name: str, tensor: Tensor) -> None:
+        def strike_and_write(file: SafetensorsWriter, name: str, tensor: Tensor, start: int = 0) -> int:
             self._strike()
-            write(file, name, tensor)
+            return write(file, name, tensor, start)
 
         SafetensorsWriter.write = strike_and_write  # type: ignore[method-assign]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import tp_plans
 from fsdp_runtime import OptionError
 from fsdp_runtime.sharded.chunks import Chunk
-from fsdp_runtime.sync.model_layout import stored_part
+from fsdp_runtime.sharded.rank_boxes import stored_part
 from fsdp_runtime.sync.schedule import aligned, schedule_rounds, split_transfers
 from fsdp_runtime.sync.tensor_views import Sides, box_views, inside, message_values
 from tp_plans import Replicate, Shard

@@ -289,17 +289,19 @@ def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint_complete(
 # A first rank that fails.
 
 
-def _failing_save(directory: Path, *, tensors_before_failure: int) -> str:
-    """Return this rank's error when the first rank's disk is full after some tensors."""
-    model = parallelize(_model(seed=2), mesh_for({"dp_shard": 2}))
+def _failing_save(
+    directory: Path, *, writes_before_failure: int, failing: int = 0, axes: dict[str, int] | None = None
+) -> str:
+    """Return this rank's error when one rank's disk is full after some writes."""
+    model = parallelize(_model(seed=2), mesh_for(axes or {"dp_shard": 2}))
     written = []
     original = SafetensorsWriter.write
 
-    def write(self: SafetensorsWriter, name: str, tensor: Tensor) -> None:
-        if len(written) == tensors_before_failure:
+    def write(self: SafetensorsWriter, name: str, tensor: Tensor, start: int = 0) -> int:
+        if dist.get_rank() == failing and len(written) == writes_before_failure:
             raise OSError("no space left on device")
         written.append(name)
-        original(self, name, tensor)
+        return original(self, name, tensor, start)
 
     SafetensorsWriter.write = write  # type: ignore[method-assign]
     try:
@@ -312,19 +314,20 @@ def _failing_save(directory: Path, *, tensors_before_failure: int) -> str:
     return "saved"
 
 
-@pytest.mark.parametrize("tensors", [0, 7, 20])
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize(("writes", "failing"), [(0, 0), (7, 1), (20, 0)])
 def test_a_full_disk_ends_every_rank_and_leaves_the_old_checkpoint(
-    two_ranks: RankPool, tmp_path: Path, tensors: int
+    two_ranks: RankPool, tmp_path: Path, writes: int, failing: int, axes: dict[str, int]
 ) -> None:
     save_weights(_model(seed=1), tmp_path, max_shard_bytes=100_000)
     before = sorted(file.name for file in tmp_path.iterdir())
-    first, second = two_ranks.run(_failing_save, tmp_path, tensors_before_failure=tensors)
-    assert first == "OSError: no space left on device"
-    assert second == f"OtherRankError: rank 0: {first}"
+    errors = two_ranks.run(_failing_save, tmp_path, writes_before_failure=writes, failing=failing, axes=axes)
+    assert errors[failing] == "OSError: no space left on device"
+    assert errors[1 - failing] == f"OtherRankError: rank {failing}: {errors[failing]}"
     assert sorted(file.name for file in tmp_path.iterdir()) == before
     _assert_equal(_tensors(tmp_path), dict(_model(seed=1).state_dict()))
-    if tensors == 7:  # there is room again
-        assert two_ranks.run(_failing_save, tmp_path, tensors_before_failure=10**6) == ["saved"] * 2
+    if writes == 7:  # there is room again
+        assert two_ranks.run(_failing_save, tmp_path, writes_before_failure=10**6, axes=axes) == ["saved"] * 2
         _assert_equal(_tensors(tmp_path), dict(_model(seed=2).state_dict()))
 
 
@@ -360,6 +363,6 @@ def test_a_refused_write_names_file_and_bytes_and_leaves_no_part_of_a_file(tmp_p
 
 def test_a_directory_that_cannot_be_made_ends_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    first, second = two_ranks.run(_failing_save, tmp_path / "file", tensors_before_failure=0)
+    first, second = two_ranks.run(_failing_save, tmp_path / "file", writes_before_failure=0)
     assert first.startswith(("FileExistsError", "NotADirectoryError"))
     assert second.startswith(f"OtherRankError: rank 0: {first[:10]}")

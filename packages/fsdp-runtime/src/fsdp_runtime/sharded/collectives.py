@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,10 +119,18 @@ def require_equal_on_all(name: str, values: dict[int, Any]) -> None:
             )
 
 
-#: Backends, or parts of their names, that reduce tensors on the CPU.
+#: Backends, or parts of their names, that take tensors on the CPU.
 _CPU_BACKENDS = ("gloo", "mpi", "cpu", "fake")
 #: Elements that are reduced at once.
 _REDUCED = 2**24
+
+
+def required_device(groups: Sequence[ProcessGroup]) -> torch.device | None:
+    """The accelerator that groups need tensors to be on; ``None`` where they take tensors on the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if not groups or accelerator is None or any(name in dist.get_backend(groups[0]) for name in _CPU_BACKENDS):
+        return None
+    return accelerator
 
 
 def all_reduce_over(groups: Sequence[ProcessGroup], tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
@@ -132,11 +140,7 @@ def all_reduce_over(groups: Sequence[ProcessGroup], tensor: Tensor, op: dist.Red
     """
     if not tensor.numel():
         return tensor
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    where = tensor.device
-    if groups and accelerator is not None and not any(name in dist.get_backend(groups[0]) for name in _CPU_BACKENDS):
-        where = accelerator
-    reduced = tensor.to(where)
+    reduced = tensor.to(required_device(groups) or tensor.device)
     for group in groups:
         for start in range(0, len(reduced), _REDUCED):
             dist.all_reduce(reduced[start : start + _REDUCED], op, group=group)
@@ -151,3 +155,22 @@ def all_gather_objects(ranks: ModelRanks, value: Any) -> dict[int, Any]:
         dist.all_gather_object(gathered, values, group=group)
         values = {rank: item for part in gathered for rank, item in part.items()}
     return values
+
+
+#: Keeps these messages apart from those of transfers of weights.
+_EXCHANGE_TAG = 3000
+
+
+def exchange_bytes(ranks: ModelRanks, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+    """Send one tensor to each of some ranks and fill one from each of some, all at once; ranks are global.
+
+    Pairs that one axis connects use its group, whose connections other collectives have made already.
+    """
+    members = [set(dist.get_process_group_ranks(group)) for group in ranks.groups]
+    by_group: dict[ProcessGroup | None, list[dist.P2POp]] = {}
+    for way, tensors in ((dist.isend, outgoing), (dist.irecv, incoming)):
+        for peer, tensor in sorted(tensors.items()):
+            group = next((each for each, known in zip(ranks.groups, members, strict=True) if peer in known), None)
+            by_group.setdefault(group, []).append(dist.P2POp(way, tensor, peer, group, _EXCHANGE_TAG))
+    for work in [work for operations in by_group.values() for work in dist.batch_isend_irecv(operations)]:
+        work.wait()

@@ -7,15 +7,15 @@ file in memory at once; :class:`SafetensorsWriter` needs one.
 
 from __future__ import annotations
 
-import ctypes
+import hashlib
 import json
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,6 +40,13 @@ _DTYPE_NAMES = {
 }
 
 
+#: The dtypes that files can be read in, by safetensors' names.
+STORED_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+#: Bytes of one system call; the kernel ends a call at 2 GiB.
+_MOVED_AT_ONCE = 2**26
+
+
 @dataclass(frozen=True)
 class TensorHeader:
     """Name, shape, dtype and size of a tensor that a file is going to hold."""
@@ -50,21 +57,20 @@ class TensorHeader:
     nbytes: int
 
 
-class SafetensorsWriter:
-    """Write one safetensors file whose tensors are known beforehand and arrive in any order.
+class SafetensorsLayout:
+    """Where each tensor of a safetensors file lies, known before the first byte is written.
 
     Args:
-        path: the file to create.
         tensors: the headers of all its tensors.
 
     Raises:
         WeightsError: the format lacks a tensor's dtype.
     """
 
-    def __init__(self, path: Path, tensors: Sequence[TensorHeader]) -> None:
+    def __init__(self, tensors: Sequence[TensorHeader]) -> None:
         # Wider elements first, so that every tensor begins at a multiple of its element's size.
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-        self._offsets: dict[str, int] = {}
+        offsets: dict[str, int] = {}
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for tensor in ordered:
@@ -76,35 +82,102 @@ class SafetensorsWriter:
                 "shape": list(tensor.shape),
                 "data_offsets": [offset, end],
             }
-            self._offsets[tensor.name], offset = offset, end
+            offsets[tensor.name], offset = offset, end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._data_start = 8 + len(text)
-        self._path, self._nbytes = path, self._data_start + offset
-        with naming_write_errors(path, self._nbytes):
-            self._file: BinaryIO = path.open("xb")
-            self._file.write(len(text).to_bytes(8, "little") + text)
+        self.header = len(text).to_bytes(8, "little") + text
+        self.nbytes = len(self.header) + offset
+        self._offsets = offsets
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, from any device."""
-        tensor = tensor.detach().contiguous().cpu()
-        with naming_write_errors(self._path, self._nbytes):
-            self._file.seek(self._data_start + self._offsets[name])
-            if tensor.nbytes:
-                self._file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    def offset(self, name: str) -> int:
+        """The position of a tensor's first byte in the file."""
+        return len(self.header) + self._offsets[name]
+
+
+class SafetensorsWriter:
+    """Write a safetensors file whose tensors are known beforehand, in any order, alone or with other processes.
+
+    Args:
+        path: the file.
+        tensors: the headers of all its tensors, or their layout.
+        create: create the file, with its header and its full size; else another process has created it, and it is
+            opened at the first write.
+
+    Raises:
+        WeightsError: the format lacks a tensor's dtype.
+        OSError: the file cannot be created, or exists; at the first write, it cannot be opened.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[TensorHeader] | SafetensorsLayout, *, create: bool = True) -> None:
+        self._layout = tensors if isinstance(tensors, SafetensorsLayout) else SafetensorsLayout(tensors)
+        self._path, self._descriptor = path, -1
+        if create:
+            with self._naming_errors():
+                self._descriptor = _open(path, os.O_CREAT | os.O_EXCL)
+            try:
+                with self._naming_errors():
+                    _write_all(self._descriptor, self._layout.header, 0)
+                    os.ftruncate(self._descriptor, self._layout.nbytes)
+            except BaseException:
+                self.close()
+                raise
+
+    def write(self, name: str, tensor: Tensor, start: int = 0) -> int:
+        """Write a tensor or a run of its elements, from any device, and return the bytes.
+
+        Args:
+            name: the tensor's name.
+            tensor: its elements, or a run of them in row-major order.
+            start: the run's first element.
+        """
+        flat = tensor.detach().contiguous().cpu().reshape(-1)
+        flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride
+        content: Any = flat.view(torch.uint8).numpy() if flat.nbytes else b""
+        with self._naming_errors():
+            if self._descriptor < 0:
+                self._descriptor = _open(self._path)
+            offset = self._layout.offset(name) + start * flat.itemsize
+            _write_all(self._descriptor, memoryview(content), offset)
+        return flat.nbytes
+
+    def fsync(self) -> None:
+        """Return once what this process has written is on the disk."""
+        if self._descriptor >= 0:
+            with self._naming_errors():
+                os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file without waiting for the disk."""
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _naming_errors(self) -> AbstractContextManager[None]:
+        return naming_write_errors(self._path, self._layout.nbytes)
 
     def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Return once the file is on the disk, unless writing failed."""
-        if error is not None:
-            with suppress(OSError):  # what is left in the buffer cannot be written either
-                self._file.close()
-            return
-        with naming_write_errors(self._path, self._nbytes), self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        try:
+            if error is None:
+                self.fsync()
+        finally:
+            self.close()
+
+
+def _open(path: Path, flags: int = 0) -> int:
+    return os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0) | flags, 0o666)
+
+
+def _write_all(descriptor: int, content: bytes | memoryview, offset: int) -> None:
+    """Write bytes at an offset; one system call writes at most 2 GiB."""
+    view = memoryview(content)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    while view:
+        view = view[os.write(descriptor, view[:_MOVED_AT_ONCE]) :]
 
 
 class SafetensorsReader:
@@ -117,6 +190,7 @@ class SafetensorsReader:
     def __init__(self, advice: str) -> None:
         self._advice = advice
         self._files: dict[Path, Any] = {}
+        self._descriptors: dict[Path, int] = {}
         self._exit_stack = ExitStack()
 
     def headers(self, file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -138,22 +212,71 @@ class SafetensorsReader:
             ) from error
         return tensor
 
+    def starts(self, file: Path) -> dict[str, int]:
+        """Return the position of each tensor's first byte in a file."""
+        self._open(file)
+        size = int.from_bytes(os.pread(self._descriptors[file], 8, 0), "little")
+        header = json.loads(os.pread(self._descriptors[file], size, 8))
+        return {name: 8 + size + item["data_offsets"][0] for name, item in header.items() if name != "__metadata__"}
+
+    def read_into(self, file: Path, start: int, values: Tensor) -> None:
+        """Fill a contiguous tensor on the CPU with the bytes of a file from ``start`` on, in large reads."""
+        flat = values.reshape(-1)
+        content: Any = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy() if flat.nbytes else b""
+        view = memoryview(content)
+        try:
+            while view:
+                if not (count := os.preadv(self._descriptors[file], [view[:_MOVED_AT_ONCE]], start)):
+                    raise EOFError("it ends early")
+                view, start = view[count:], start + count
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{_describe(file)} is truncated or corrupt ({error}): {self._advice}") from error
+
+    def identity(self) -> tuple[tuple[str, int, bytes, tuple[int, int]], ...]:
+        """Return what is the same on two ranks that have opened the same files.
+
+        For each file its name, size, and a hash of its header; and its inode and time of change, which other copies of
+        it do not share.
+        """
+        found = []
+        for file, descriptor in sorted(self._descriptors.items()):
+            status = os.fstat(descriptor)
+            size = min(int.from_bytes(os.pread(descriptor, 8, 0), "little"), status.st_size)
+            digest = hashlib.blake2b(os.pread(descriptor, size, 8), digest_size=16).digest()
+            found.append((file.name, status.st_size, digest, (status.st_ino, status.st_mtime_ns)))
+        return tuple(found)
+
     def close(self) -> None:
         """Close all files."""
         self._files.clear()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
         self._exit_stack.close()
 
     def _open(self, file: Path) -> Any:
-        if file not in self._files:
+        while file not in self._files:
             try:
-                self._files[file] = self._exit_stack.enter_context(safe_open(file, framework="pt"))
+                descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            except FileNotFoundError as error:
+                raise self._missing(file) from error
+            try:
+                opened = self._exit_stack.enter_context(safe_open(file, framework="pt"))
+                if os.path.samestat(os.fstat(descriptor), os.stat(file)):  # else another process has replaced the file
+                    self._files[file], self._descriptors[file] = opened, descriptor
             except (FileNotFoundError, RuntimeError) as error:  # torch opens it once more, with an error of its own
                 if file.exists():
                     raise
-                raise CheckpointError(
-                    f"{file} is missing: {self._advice}; if another job has replaced the checkpoint, load it again"
-                ) from error
+                raise self._missing(file) from error
+            finally:
+                if file not in self._descriptors:
+                    os.close(descriptor)
         return self._files[file]
+
+    def _missing(self, file: Path) -> CheckpointError:
+        return CheckpointError(
+            f"{file} is missing: {self._advice}; if another job has replaced the checkpoint, load it again"
+        )
 
 
 def _describe(file: Path) -> str:

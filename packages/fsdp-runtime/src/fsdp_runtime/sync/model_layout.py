@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
+from fsdp_runtime.sharded.chunks import identity_chunk
 from fsdp_runtime.sharded.collectives import mesh_ranks, model_mesh
-from fsdp_runtime.sharded.shard_offsets import dtensor_slices, mesh_layout_of
-from fsdp_runtime.sync.merged_shards import MergedShards
+from fsdp_runtime.sharded.rank_boxes import rank_boxes, stored_part
 from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.weights.adapters import adapter_tensors
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
+from fsdp_runtime.weights.merged_shards import MergedShards
 from fsdp_runtime.weights.stream import WeightExport
-from tp_plans.transfer import Box, CheckpointTensor, StoredBlock, TransferLayout, intersection, mesh_boxes
+from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferLayout
 
 
 class ModelShards:
@@ -76,7 +73,7 @@ class ModelShards:
         local: dict[str, Tensor] = {}
         for group in groups:
             _require_blocks(group)
-            boxes = {name: _boxes(tensor, everyone) for name, tensor in group.sources.items()}
+            boxes = {name: rank_boxes(tensor, everyone) for name, tensor in group.sources.items()}
             adapters = {part for each in group.adapters.values() for f in each for part in (f.a_name, f.b_name)}
             for name, tensor in group.sources.items():
                 if name in adapters:
@@ -156,52 +153,3 @@ def _require_blocks(group: ExportGroup) -> None:
             f"{converted} is computed from the model's tensors, not a rearrangement of blocks of them: send it with "
             'stream_weights, or use names="model"'
         )
-
-
-def _boxes(tensor: Tensor, everyone: Sequence[int]) -> list[tuple[int, Box]]:
-    """The box of a model's tensor on each rank that has one."""
-    if not isinstance(tensor, DTensor):
-        return [(rank, tuple((0, size) for size in tensor.shape)) for rank in everyone]
-    dtensor_slices(tensor)  # raises if the local tensor does not have the shape its placements imply
-    mesh = tensor.device_mesh
-    boxes = mesh_boxes(tensor.shape, mesh.shape, [mesh_layout_of(placement) for placement in tensor.placements])
-    by_rank = dict(zip(mesh.mesh.flatten().tolist(), boxes, strict=True))
-    return [(rank, by_rank[twin]) for rank, twin in _twins(mesh).items()]
-
-
-def _twins(mesh: DeviceMesh) -> dict[int, int]:
-    """The rank of a mesh that holds the same as each rank of its root mesh.
-
-    A tensor on a submesh, as FSDP2 puts what ``tp`` does not shard, is replicated over the axes that the submesh lacks:
-    a rank holds the same as the one of the submesh with its coordinate on all other axes.
-    """
-    ranks = root_mesh(mesh).mesh
-    places = {
-        int(rank): place
-        for rank, place in zip(ranks.flatten(), itertools.product(*map(range, ranks.shape)), strict=True)
-    }
-    members = [places[rank] for rank in mesh.mesh.flatten().tolist()]
-    fixed = [len({place[axis] for place in members}) == 1 for axis in range(ranks.ndim)]
-    return {
-        rank: int(ranks[tuple(members[0][axis] if fixed[axis] else place[axis] for axis in range(ranks.ndim))])
-        for rank, place in places.items()
-    }
-
-
-def stored_part(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
-    """Yield the part of an exported chunk that a rank has, as a block of the exported tensor."""
-    wanted = tuple((side.start, side.stop) for side in chunk.source_slices)
-    common = intersection(wanted, held)
-    if common is None:
-        return
-    box = tuple(
-        (side.start, side.stop)
-        if dim is None
-        else (
-            side.start + common[dim][0] - chunk.start[dim],
-            side.start + common[dim][1] - chunk.start[dim],
-        )
-        for side, dim in zip(chunk.target, chunk.dims, strict=True)
-    )
-    offset = tuple(start - first for (start, _), (first, _) in zip(common, held, strict=True))
-    yield StoredBlock(rank, box, chunk.source, offset, chunk.dims)

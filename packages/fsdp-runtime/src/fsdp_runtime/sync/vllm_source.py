@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
+from fsdp_runtime.sharded.rank_boxes import block_view
 from fsdp_runtime.sync.model_layout import ModelShards
-from fsdp_runtime.sync.tensor_views import block_view
 from fsdp_runtime.weights.stream import WeightExport, WeightInfo
 from tp_plans.transfer import Box, TransferLayout
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded.paths import file_version, is_file_name, require_path
-from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
+from fsdp_runtime.sharded.safetensors_io import STORED_DTYPES, SafetensorsReader
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -21,11 +22,24 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class HubTensor:
-    """Header of a checkpoint's tensor; ``dtype`` in safetensors' notation (``"BF16"``)."""
+    """Header of a checkpoint's tensor.
+
+    Args:
+        file: the file that has it.
+        shape: its shape.
+        dtype: its dtype in safetensors' notation (``"BF16"``).
+        start: the position of its first byte in the file.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    start: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """Its dtype; ``None`` if it cannot be read in blocks."""
+        return STORED_DTYPES.get(self.dtype)
 
 
 class HubCheckpoint:
@@ -66,6 +80,19 @@ class HubCheckpoint:
         self.bytes_read += tensor.nbytes
         return tensor
 
+    def read_into(self, stored: HubTensor, first: int, values: Tensor) -> None:
+        """Fill a contiguous tensor of one dim on the CPU with a run of a stored tensor's elements from ``first`` on.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        self._reader.read_into(stored.file, stored.start + first * values.itemsize, values)
+        self.bytes_read += values.nbytes
+
+    def identity(self) -> object:
+        """Return what two ranks compare: as :meth:`SafetensorsReader.identity`, picklable."""
+        return self._reader.identity()
+
     def _read_headers(self, path: str | os.PathLike[str]) -> dict[str, HubTensor]:
         """Return every header, all of one checkpoint: from here on its files are open, and may be replaced."""
         while True:
@@ -95,7 +122,9 @@ class HubCheckpoint:
     def _header(self, file: Path) -> dict[str, HubTensor]:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing: the checkpoint is incomplete; download or save it again")
-        return {name: HubTensor(file, shape, dtype) for name, (shape, dtype) in self._reader.headers(file).items()}
+        headers = self._reader.headers(file)
+        starts = self._reader.starts(file)
+        return {name: HubTensor(file, shape, dtype, starts[name]) for name, (shape, dtype) in headers.items()}
 
 
 def _resolve(path: str | os.PathLike[str]) -> Path:

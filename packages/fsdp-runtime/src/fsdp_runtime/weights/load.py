@@ -1,26 +1,33 @@
-"""Load a Hugging Face checkpoint into a sharded model; every rank reads its own slices."""
+"""Load a Hugging Face checkpoint into a sharded model; each byte is read by one rank of a host."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.conversions import Conversion, remember_rules
-from fsdp_runtime.errors import MismatchError
+from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import Chunk, ReadSlices, Slices, fill_local, identity_chunk, local_part
-from fsdp_runtime.sharded.collectives import mesh_ranks, raise_on_all
+from fsdp_runtime.sharded.collectives import ModelRanks, mesh_ranks, raise_on_all, required_device
+from fsdp_runtime.sharded.file_systems import FilePlace, file_place
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, HubTensor
 from fsdp_runtime.weights.naming import TensorOrigin, WeightMap, map_weights
+from fsdp_runtime.weights.read_blocks import BlockReader
+from fsdp_runtime.weights.read_plan import plan_reads
+from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +40,15 @@ class LoadReport:
         tensors: number of the model's tensors that were loaded, tied ones counted once.
         bytes_read: bytes of tensors that this rank read from the files.
         unexpected: names in the checkpoint that the model lacks.
+        bytes_sent: bytes of tensors that this rank gave to others.
+        bytes_received: bytes of tensors that others gave to this rank.
     """
 
     tensors: int
     bytes_read: int
     unexpected: tuple[str, ...]
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
 
 def load_weights(
@@ -47,13 +58,17 @@ def load_weights(
     device: torch.device | str | None = None,
     strict: bool = False,
     training: bool | None = None,
+    readers: Literal["host", "job"] = "host",
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> LoadReport:
     """Load a Hugging Face safetensors checkpoint into a model, in place.
 
-    Every rank opens the files itself and reads only the slices of its shards, also of tensors that the model fuses or
-    merges (such as experts); a conversion that does more than rearrange slices reads full tensors.  A model on the meta
-    device is materialized first.  Values are converted to the parameter's dtype.  Collective over the model's mesh:
-    a rank that cannot read makes all ranks raise.
+    Every rank opens the files; each byte that shards need is read by one rank of each host, in large sequential reads
+    and ahead of what is being sent, and goes to the other ranks that need it, also for tensors that the model fuses or
+    merges (such as experts).  For a conversion that does more than rearrange slices every rank reads full tensors.  A
+    model on the meta device is materialized first.  Values are converted to the parameter's dtype.  Collective over
+    the model's mesh: a rank that cannot read, or has opened another checkpoint than the first rank, makes all ranks
+    raise.
 
     A model of ``from_config`` is in training mode, with dropout active, and a load does not change that;
     ``from_pretrained`` returns its model in evaluation mode.  Pass ``training=False`` for the latter.
@@ -66,13 +81,18 @@ def load_weights(
             :func:`materialize`.
         strict: raise if the checkpoint has tensors that the model lacks; otherwise they are listed in a warning.
         training: call ``model.train(training)`` after the load; ``None`` leaves the mode.
+        readers: ``"host"`` reads each byte once on every host that needs it, ``"job"`` once in all, for a file system
+            that is slower than the network between hosts.
+        bucket_bytes: the most bytes that a rank holds for others, and reads ahead for them.
 
     Returns:
-        The number of tensors loaded, the bytes that this rank read, and the names that the model lacks.
+        The number of tensors loaded, the bytes that this rank read, sent and received, and the names that the model
+        lacks.
 
     Raises:
-        CheckpointError: a file is missing, truncated or corrupt, or the index names one outside its directory.
-        OptionError: the path is empty.
+        CheckpointError: a file is missing, truncated or corrupt, the index names one outside its directory, or another
+            process replaced the checkpoint while ranks opened it.
+        OptionError: the path is empty, ``readers`` unknown, or ``bucket_bytes`` not positive.
         MismatchError: tensors are missing or of another shape, all listed; or the checkpoint has several tensors for
             one tied tensor of the model, and their values differ.
         ConversionError: tensors to be fused, merged or split for the model do not fit together, or the model's weights
@@ -87,15 +107,18 @@ def load_weights(
         >>> from torch import nn
         >>> from fsdp_runtime import load_weights, save_weights
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     save_weights(nn.Linear(2, 3), directory)
+        ...     _ = save_weights(nn.Linear(2, 3), directory)
         ...     load_weights(nn.Linear(2, 3), directory)
-        LoadReport(tensors=2, bytes_read=36, unexpected=())
+        LoadReport(tensors=2, bytes_read=36, unexpected=(), bytes_sent=0, bytes_received=0)
     """
+    if readers not in ("host", "job") or bucket_bytes < 1:
+        raise OptionError(
+            f"readers={readers!r}, bucket_bytes={bucket_bytes}: write 'host' or 'job', and a positive number"
+        )
     with leave_inference_mode():
         entries = state_entries(model)
         ranks = mesh_ranks(entries)
-        with raise_on_all(ranks):
-            checkpoint = HubCheckpoint(path)
+        checkpoint, places = _open_on_all(path, ranks)
         with checkpoint:
             with raise_on_all(ranks) as step:
                 base_entries = base_state_entries(model, entries)
@@ -106,15 +129,84 @@ def load_weights(
             with raise_on_all(ranks):
                 materialize_entries(model, entries, device)
             reshard_all(model)
-            with raise_on_all(ranks):
-                for entry in refresh_buffers(base_entries):
-                    name = next(name for name in entry.names if name in weights.by_model_name)
-                    chunks, read = _source(name, weights, checkpoint, converter)
-                    fill_local(entry.tensor, chunks, read)
+            near = _readers(places, readers)
+            sent, received = _fill(refresh_buffers(base_entries), weights, checkpoint, near, ranks, bucket_bytes)
     remember_rules(base_model(model), weights.rules)
     if training is not None:
         model.train(training)
-    return LoadReport(len(base_entries), checkpoint.bytes_read, tuple(weights.unexpected))
+    return LoadReport(len(base_entries), checkpoint.bytes_read, tuple(weights.unexpected), sent, received)
+
+
+#: How often ranks open a checkpoint that another process replaces meanwhile.
+_ATTEMPTS = 5
+
+
+def _open_on_all(path: str | os.PathLike[str], ranks: ModelRanks) -> tuple[HubCheckpoint, dict[int, FilePlace]]:
+    """Open one checkpoint on all ranks, again if another process replaces it meanwhile; return where ranks see it."""
+    for _ in range(_ATTEMPTS):
+        with raise_on_all(ranks) as step:
+            checkpoint = HubCheckpoint(path)
+            step.value = checkpoint.identity(), file_place(Path(path))
+        if _are_one([value for value, _ in step.values.values()], [place for _, place in step.values.values()]):
+            return checkpoint, {rank: place for rank, (_, place) in step.values.items()}
+        with checkpoint:
+            pass
+    raise CheckpointError(
+        f"{os.fspath(path)} is not the same checkpoint on every rank, {_ATTEMPTS} times: another job saves to it, or "
+        "hosts have different copies of it; load it when it is complete, from the same files on every host"
+    )
+
+
+def _are_one(identities: Sequence[Any], places: Sequence[FilePlace]) -> bool:
+    """Whether ranks have opened the same files; hosts may have copies of their own on their own disks."""
+    if len({tuple(file[:3] for file in files) for files in identities}) > 1:
+        return False
+    seen: dict[str, set[Any]] = {}
+    for files, place in zip(identities, places, strict=True):
+        seen.setdefault(place.host, set()).add(tuple(file[3] for file in files))
+    return all(len(found) == 1 for found in seen.values())
+
+
+def _readers(places: Mapping[int, FilePlace], readers: Literal["host", "job"]) -> list[int]:
+    """The ranks that read for this one: those of its host, or all."""
+    own = _own_rank()
+    host = places[own].host
+    if readers == "job":
+        return list(places)
+    return [rank for rank, place in places.items() if place.host == host] if host else [own]
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _fill(
+    entries: Sequence[StateEntry],
+    weights: WeightMap,
+    checkpoint: HubCheckpoint,
+    readers: Sequence[int],
+    ranks: ModelRanks,
+    bucket_bytes: int,
+) -> tuple[int, int]:
+    """Fill every tensor of the model; return the bytes sent and received."""
+    in_blocks: list[tuple[Tensor, Sequence[Chunk]]] = []
+    others: list[tuple[Tensor, str]] = []
+    for entry in entries:
+        name = next(name for name in entry.names if name in weights.by_model_name)
+        chunks = weights.by_model_name[name].chunks
+        if chunks is None or any(checkpoint.tensors[chunk.source].torch_dtype is None for chunk in chunks):
+            others.append((entry.tensor, name))
+        else:
+            in_blocks.append((entry.tensor, chunks))
+    device = required_device(ranks.groups) or torch.device("cpu")
+    blocks = BlockReader(_own_rank(), ranks, bucket_bytes, device, checkpoint)
+    blocks.run(plan_reads(in_blocks, checkpoint.tensors, readers, bucket_bytes))
+    with raise_on_all(ranks):
+        blocks.raise_error()
+        converter = _Converter(checkpoint)
+        for tensor, name in others:
+            fill_local(tensor, *_source(name, weights, checkpoint, converter))
+    return blocks.bytes_sent, blocks.bytes_received
 
 
 def _match(

@@ -6,31 +6,49 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import cycle, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.checkpoints import save_config
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.collectives import ModelRanks, mesh_or_world_ranks, raise_on_all, require_equal_on_all
+from fsdp_runtime.sharded.chunks import identity_chunk
+from fsdp_runtime.sharded.collectives import (
+    ModelRanks,
+    mesh_or_world_ranks,
+    raise_on_all,
+    require_equal_on_all,
+    required_device,
+)
+from fsdp_runtime.sharded.file_systems import by_host, file_place, may_share_files
 from fsdp_runtime.sharded.fsync import fsync_path, move_into_place, write_and_fsync
 from fsdp_runtime.sharded.paths import require_path
-from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter, TensorHeader
 from fsdp_runtime.sharded.work_directory import others_at_work, work_directory
 from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.export import ExportedTensor
+from fsdp_runtime.weights.file_plan import ExportedPieces, FilePlanner, WriteStep
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
+from fsdp_runtime.weights.merged_shards import MergedShards
 from fsdp_runtime.weights.naming import Names
-from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, WeightExport, split_by_bytes
+from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, ExportedModel, WeightExport, split_by_bytes
+from fsdp_runtime.weights.write_blocks import BlockWriter, SaveReport
 
 _SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
+
+#: Bytes that each rank writes before the ranks tell one another of errors.
+_CHECKED_AFTER = 2**28
 
 
 def save_weights(
@@ -42,11 +60,15 @@ def save_weights(
     dtype: torch.dtype | None = None,
     names: Names = "checkpoint",
     quantize: Quantization | None = None,
-) -> None:
+    writers: Literal["all", "one"] | None = None,
+) -> SaveReport:
     """Save a model as safetensors, with its ``config.json`` and ``generation_config.json``, if it has them.
 
-    Collective: over the ranks of the model's mesh; for a model of plain tensors over the world.  The first rank writes;
-    no rank holds more than one bucket of full tensors.  Files are written to a temporary directory and then renamed.
+    Collective: over the ranks of the model's mesh; for a model of plain tensors over the world.  Every rank writes its
+    own blocks to their places in the files; blocks that interleave there, such as the columns of ``tp``, are exchanged
+    first, each element once at most, and replicas write a part each.  Of a plain tensor the first rank's copy is
+    written.  Only what a conversion computes, and quantized weights, are gathered, a bucket at a time.  Files are
+    written to a temporary directory, which all ranks have to see, and then renamed.
     One last rename makes the new weights take effect, so a process killed at any time leaves either the old or the new
     weights complete; the config is renamed just before.  Of jobs that save to one directory at the same time, the last
     rename is in effect.
@@ -56,20 +78,28 @@ def save_weights(
         directory: the same on every rank; created if it does not exist; other files in it, such as a tokenizer's, are
             kept.
         max_shard_bytes: bytes of a file, as transformers' ``max_shard_size``; a larger tensor has a file of its own.
-        bucket_bytes: gather parameters together up to this many bytes of full tensors.
+        bucket_bytes: the most bytes that a rank holds for exchanges; also of full tensors that are gathered together.
         dtype: convert floating-point tensors to this dtype before they are communicated, and write it to the config;
             ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
         quantize: store linear layers in low precision, with their scales, and say so in the config; other weights then
             default to bfloat16.
 
+        writers: ``"all"`` lets every rank write its blocks into every file, ``"one"`` gives each file to one rank, to
+            which the others send their blocks, for file systems where several hosts may not write to one file.
+            ``None`` takes ``"all"`` if all ranks are on one host, or the file system is known to keep their writes
+            apart (Lustre, GPFS, BeeGFS, Ceph, WekaFS), and ``"one"`` otherwise, as on NFS.
+
+    Returns:
+        The bytes that this rank wrote, sent, received and held.
+
     Raises:
         ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
-        OptionError: a size is not positive, ``dtype`` not a floating-point dtype, ``names`` unknown, or the directory
-            empty or not the same on every rank.
+        OptionError: a size is not positive, ``dtype`` not a floating-point dtype, ``names`` or ``writers`` unknown, or
+            the directory empty, not the same on every rank, or not seen by one.
         WeightsError: safetensors lacks the dtype of a tensor.
-        OSError: on the first rank, if it cannot write; the directory's old contents stay in effect.
-        OtherRankError: on the other ranks, if the first rank failed.
+        OSError: on a rank that cannot write; the directory's old contents stay in effect.
+        OtherRankError: on the other ranks.
 
     Example:
         >>> import tempfile
@@ -77,17 +107,19 @@ def save_weights(
         >>> from torch import nn
         >>> from fsdp_runtime import save_weights
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     save_weights(nn.Linear(2, 3), directory)
-        ...     [file.name for file in Path(directory).iterdir()]
-        ['model.safetensors']
+        ...     report = save_weights(nn.Linear(2, 3), directory)
+        ...     [file.name for file in Path(directory).iterdir()], report.bytes_written
+        (['model.safetensors'], 36)
     """
     if max_shard_bytes < 1 or bucket_bytes < 1:
         raise OptionError(f"max_shard_bytes={max_shard_bytes}, bucket_bytes={bucket_bytes}: give positive numbers")
+    if writers not in (None, "all", "one"):
+        raise OptionError(f"writers={writers!r}: write 'all', 'one' or None")
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(entries)
     with raise_on_all(ranks) as step:
         target = require_path("directory", directory)
-        step.value = os.path.normpath(target)
+        step.value = os.path.normpath(target), file_place(target)
         options = WeightExport(dtype=dtype, names=names, quantize=quantize, bucket_bytes=bucket_bytes)
         export = options.prepare(model, entries)
         items = export.tensors
@@ -95,9 +127,16 @@ def save_weights(
         if quantize is not None:
             config_dtype = dtype or torch.bfloat16
         shards = list(split_by_bytes(items, max_shard_bytes))
-    require_equal_on_all("directory", step.values)
+    require_equal_on_all("directory", {rank: value for rank, (value, _) in step.values.items()})
+    places = {rank: place for rank, (_, place) in step.values.items()}
+    share = may_share_files(places.values()) if writers is None else writers == "all"
+    files = [
+        _File(_shard_name(number, len(shards)), items, None if share else writer)
+        for number, (items, writer) in enumerate(zip(shards, cycle(by_host(places)), strict=False), start=1)
+    ]
     with work_directory(target, ranks) as work:
-        _write_shards(shards, export.stream(), work, ranks)
+        with leave_inference_mode():
+            report = _write_files(files, export, work, ranks, list(places), bucket_bytes)
         with raise_on_all(ranks):
             if ranks.is_first:
                 if is_transformers_model(base_model(model)):
@@ -105,27 +144,110 @@ def save_weights(
                     if quantize is not None:
                         _add_to_config(work / "config.json", quantize.config(export.kept_modules))
                 _commit(work, target, shards)
+    return report
 
 
-@torch.no_grad()
-def _write_shards(
-    shards: list[list[ExportedTensor]], stream: Iterator[tuple[str, Tensor]], work: Path, ranks: ModelRanks
-) -> None:
-    """Gather on every rank and write on the first; a write error reaches all ranks at the end of the file."""
-    for number, items in enumerate(shards, start=1):
+@dataclass(frozen=True)
+class _File:
+    """A file of the checkpoint, its tensors, and the one rank that writes to it; ``None`` if all do."""
+
+    name: str
+    items: Sequence[ExportedTensor]
+    writer: int | None
+
+
+def _write_files(
+    files: Sequence[_File],
+    export: ExportedModel,
+    work: Path,
+    ranks: ModelRanks,
+    everyone: Sequence[int],
+    bucket_bytes: int,
+) -> SaveReport:
+    """Write this rank's parts of every file; return once all of what it wrote is on the disk."""
+    rank, first = everyone[ranks.index], everyone[0]
+    layouts = _create(files, work, ranks, rank, first)
+    blocks = BlockWriter(rank, ranks, bucket_bytes, required_device(ranks.groups) or torch.device("cpu"))
+    writers = (each.writer for each in files for _ in each.items)
+    tensors = _planned(export, everyone, bucket_bytes, writers)
+    unchecked = 0
+    with ThreadPoolExecutor(1, "fsync") as pool:
+        on_disk = []
+        for each, layout in zip(files, layouts, strict=True):
+            file = SafetensorsWriter(work / each.name, layout, create=False)
+            for _ in each.items:
+                item, steps, sources = next(tensors)
+                blocks.add(item, steps, sources, file)
+                unchecked += item.nbytes
+            blocks.flush()
+            on_disk.append(pool.submit(_fsync_and_close, file))
+            if unchecked >= _CHECKED_AFTER * ranks.count:
+                unchecked = 0
+                with raise_on_all(ranks):
+                    blocks.raise_error()
         with raise_on_all(ranks):
-            tensors = islice(stream, len(items))
-            try:
-                if ranks.is_first:
-                    path = work / _shard_name(number, len(shards))
-                    headers = [TensorHeader(item.name, item.shape, item.dtype, item.nbytes) for item in items]
-                    with SafetensorsWriter(path, headers) as file:
-                        for name, tensor in tensors:
-                            file.write(name, tensor)
-            finally:
-                # The other ranks only gather.  After a write error the first rank still joins the gathers.
-                for _ in tensors:
-                    pass
+            blocks.raise_error()
+            for future in on_disk:
+                future.result()
+    return blocks.report
+
+
+def _create(files: Sequence[_File], work: Path, ranks: ModelRanks, rank: int, first: int) -> list[SafetensorsLayout]:
+    """Create every file with its header and its full size; return where the tensors lie."""
+    with raise_on_all(ranks):
+        if not work.is_dir():
+            raise OptionError(
+                f"directory: rank {rank} does not see {work}, which rank {first} created: give a directory on a file "
+                "system that all hosts share"
+            )
+        layouts = []
+        for each in files:
+            headers = [TensorHeader(item.name, item.shape, item.dtype, item.nbytes) for item in each.items]
+            layouts.append(SafetensorsLayout(headers))
+            if rank == (first if each.writer is None else each.writer):
+                SafetensorsWriter(work / each.name, layouts[-1]).close()
+    return layouts
+
+
+def _planned(
+    export: ExportedModel, everyone: Sequence[int], bucket_bytes: int, writers: Iterator[int | None]
+) -> Iterator[tuple[ExportedTensor, Sequence[WriteStep], Mapping[str, Tensor]]]:
+    """Yield every exported tensor with its plan and this rank's local tensors.  Collective.
+
+    Only what a conversion computes, and what is quantized, is gathered.
+    """
+    planner, pieces_of = FilePlanner(everyone, bucket_bytes // 4), ExportedPieces(everyone)
+    for gathered, run in groupby(export.groups, lambda group: not export.is_rearranged(group)):
+        groups = list(run)
+        if gathered:
+            for batch in split_by_bytes(groups, bucket_bytes):
+                for item, tensor in export.gather(batch):
+                    whole, local = replace(item, chunks=[identity_chunk(item.name, item.shape)]), {item.name: tensor}
+                    yield (
+                        whole,
+                        planner.plan(whole, *pieces_of(whole, local, gathered=True), writer=next(writers)),
+                        local,
+                    )
+                    del tensor, local
+            continue
+        for group in groups:
+            local = {
+                name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+                for name, tensor in group.sources.items()
+            }
+            if group.adapters:
+                merged = MergedShards([group], export.exported_dtype)
+                merged.refresh()
+                local |= merged.local
+            for item in group.tensors:
+                yield item, planner.plan(item, *pieces_of(item, group.sources), writer=next(writers)), local
+
+
+def _fsync_and_close(file: SafetensorsWriter) -> None:
+    try:
+        file.fsync()
+    finally:
+        file.close()
 
 
 def _commit(work: Path, target: Path, shards: list[list[ExportedTensor]]) -> None:

@@ -150,6 +150,15 @@ class ExportedModel:
         return self._groups
 
     @property
+    def exported_dtype(self) -> torch.dtype | None:
+        """As of :class:`WeightExport`."""
+        return self._options.exported_dtype
+
+    def is_rearranged(self, group: ExportGroup) -> bool:
+        """Whether every tensor of a group consists of blocks of the model's tensors, as they are or with adapters."""
+        return all(item.chunks is not None and self._parts(item) == [item] for item in group.tensors)
+
+    @property
     def tensors(self) -> list[ExportedTensor]:
         """Every exported tensor in order, with the chunks that it is built from."""
         return [part for group in self._groups for item in group.tensors for part in self._parts(item)]

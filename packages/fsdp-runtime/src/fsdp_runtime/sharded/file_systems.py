@@ -1,0 +1,68 @@
+"""Which processes may write to one file at a time: found out from their hosts and the type of the file system."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+#: File systems of one host, and those that keep what several hosts write to one file apart to the byte.  NFS, for one,
+#: writes whole pages back, and two hosts that write to one page may lose what one of them wrote.
+_COHERENT = frozenset(
+    (
+        *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"),
+        *("lustre", "gpfs", "beegfs", "ceph", "wekafs", "ocfs2", "gfs2"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class FilePlace:
+    """Where a rank sees a directory.
+
+    Args:
+        host: the same on all ranks of a host; empty where it is not known.
+        file_system: the type of the directory's file system, such as ``"nfs4"``; empty where it is not known.
+    """
+
+    host: str
+    file_system: str
+
+
+def file_place(path: Path) -> FilePlace:
+    """Return where this process sees a path, or the nearest directory above it that exists."""
+    try:
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        mounts = Path("/proc/self/mountinfo").read_text()
+    except OSError:
+        return FilePlace("", "")
+    return FilePlace(host, _type_at(path, mounts))
+
+
+def may_share_files(places: Iterable[FilePlace]) -> bool:
+    """Return whether the ranks of these places may all write to one file."""
+    found = set(places)
+    hosts = {place.host for place in found}
+    return ("" not in hosts and len(hosts) == 1) or all(place.file_system in _COHERENT for place in found)
+
+
+def by_host(places: Mapping[int, FilePlace]) -> list[int]:
+    """Return ranks in an order in which neighbours are on different hosts, as far as there are several."""
+    seen: dict[str, int] = {}
+    order = []
+    for rank, place in places.items():
+        seen[place.host] = seen.get(place.host, -1) + 1
+        order.append((seen[place.host], rank))
+    return [rank for _, rank in sorted(order)]
+
+
+def _type_at(path: Path, mounts: str) -> str:
+    """The type of the file system that is mounted at a path or nearest above it."""
+    resolved, best, kind = str(path.resolve()), -1, ""
+    for line in mounts.splitlines():
+        mounted, _, described = line.partition(" - ")
+        point = mounted.split()[4].replace("\\040", " ")
+        is_above = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+        if is_above and len(point) >= best:  # of two at one point, the later one is seen
+            best, kind = len(point), described.split()[0]
+    return kind

@@ -1,0 +1,88 @@
+"""Boxes that ranks hold of a tensor, blocks of checkpoint tensors in local tensors, and views of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._torch_compat import root_mesh
+from fsdp_runtime.errors import WeightSyncError
+from fsdp_runtime.sharded.chunks import Chunk
+from fsdp_runtime.sharded.shard_offsets import dtensor_slices, mesh_layout_of
+from tp_plans.transfer import Box, StoredBlock, intersection, mesh_boxes
+
+
+def rank_boxes(tensor: Tensor, everyone: Sequence[int]) -> list[tuple[int, Box]]:
+    """The box of a model's tensor on each rank that has one."""
+    if not isinstance(tensor, DTensor):
+        return [(rank, tuple((0, size) for size in tensor.shape)) for rank in everyone]
+    dtensor_slices(tensor)  # raises if the local tensor does not have the shape its placements imply
+    mesh = tensor.device_mesh
+    boxes = mesh_boxes(tensor.shape, mesh.shape, [mesh_layout_of(placement) for placement in tensor.placements])
+    by_rank = dict(zip(mesh.mesh.flatten().tolist(), boxes, strict=True))
+    return [(rank, by_rank[twin]) for rank, twin in _twins(mesh).items()]
+
+
+def _twins(mesh: DeviceMesh) -> dict[int, int]:
+    """The rank of a mesh that holds the same as each rank of its root mesh.
+
+    A tensor on a submesh, as FSDP2 puts what ``tp`` does not shard, is replicated over the axes that the submesh lacks:
+    a rank holds the same as the one of the submesh with its coordinate on all other axes.
+    """
+    ranks = root_mesh(mesh).mesh
+    places = {
+        int(rank): place
+        for rank, place in zip(ranks.flatten(), itertools.product(*map(range, ranks.shape)), strict=True)
+    }
+    members = [places[rank] for rank in mesh.mesh.flatten().tolist()]
+    fixed = [len({place[axis] for place in members}) == 1 for axis in range(ranks.ndim)]
+    return {
+        rank: int(ranks[tuple(members[0][axis] if fixed[axis] else place[axis] for axis in range(ranks.ndim))])
+        for rank, place in places.items()
+    }
+
+
+def stored_part(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
+    """Yield the part of an exported chunk that a rank has, as a block of the exported tensor."""
+    wanted = tuple((side.start, side.stop) for side in chunk.source_slices)
+    common = intersection(wanted, held)
+    if common is None:
+        return
+    box = tuple(
+        (side.start, side.stop)
+        if dim is None
+        else (
+            side.start + common[dim][0] - chunk.start[dim],
+            side.start + common[dim][1] - chunk.start[dim],
+        )
+        for side, dim in zip(chunk.target, chunk.dims, strict=True)
+    )
+    offset = tuple(start - first for (start, _), (first, _) in zip(common, held, strict=True))
+    yield StoredBlock(rank, box, chunk.source, offset, chunk.dims)
+
+
+def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, part: Box) -> Tensor:
+    """Return a view of a part of a block of a checkpoint tensor, in that tensor's dims, in the rank's local tensors."""
+    view = local.get(block.local)
+    reach = tuple(stop for _, stop in block.local_box(block.box))
+    if view is None or view.ndim != len(reach) or any(a < b for a, b in zip(view.shape, reach, strict=True)):
+        has = "is missing" if view is None else f"has shape {tuple(view.shape)}"
+        raise WeightSyncError(
+            f"the local tensor {block.local} {has} on rank {block.rank}; its layout stores part of {tensor} there, up "
+            f"to index {reach}: give the tensors that the layout was made for"
+        )
+    for dim, (start, stop) in enumerate(block.local_box(part)):
+        view = view.narrow(dim, start, stop - start)
+    used = [dim for dim in block.dims if dim is not None]
+    unused = [dim for dim in range(view.ndim) if dim not in used]
+    view = view.permute([*used, *unused])
+    for _ in unused:
+        view = view.squeeze(-1)
+    for position, local_dim in enumerate(block.dims):
+        if local_dim is None:
+            view = view.unsqueeze(position)
+    return view

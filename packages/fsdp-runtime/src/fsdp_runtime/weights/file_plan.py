@@ -1,0 +1,368 @@
+"""Plan which rank writes or reads which part of a checkpoint's files, and what it exchanges with others for that.
+
+A block whose bytes are contiguous in the file, or lie there in long runs, is written by a rank that has it, without
+network.  Blocks that interleave in the file, such as the columns of ``tp``, are exchanged by the ranks that have one
+set of them: each takes rows of the tensor, and each element is sent at most once.  Replicas share the rows out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime.errors import WeightsError
+from fsdp_runtime.sharded.chunks import Chunk
+from fsdp_runtime.sharded.rank_boxes import rank_boxes, stored_part
+from fsdp_runtime.weights.export import ExportedTensor
+from tp_plans.transfer import Box, StoredBlock, box_shape, full_box, intersection, split_box, volume
+
+#: Runs of at least this many bytes are written where they belong, without an exchange.
+_LONG_RUN = 2**16
+#: Replicas share a part of at least this many bytes each.
+_SHARED = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A block of an exported tensor, and the ranks that have it.
+
+    Args:
+        chunk: the number of the exported tensor's chunk that the block is a part of.
+        block: where it lies in a rank's local tensor of the chunk's source; its rank is the first of ``owners``.
+        owners: the ranks, in order.
+    """
+
+    chunk: int
+    block: StoredBlock
+    owners: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of an area, and the rank that has it."""
+
+    box: Box
+    rank: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A box of a stored tensor that one rank writes or reads, and the parts that it is made of."""
+
+    file_rank: int
+    box: Box
+    parts: tuple[Part, ...]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the writer has all of it."""
+        return all(part.rank == self.file_rank for part in self.parts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the area is a part of one block, so that nothing has to be put together."""
+        return len(self.parts) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class WriteStep:
+    """Areas that are exchanged together.
+
+    Args:
+        areas: of one exported tensor.
+        held: the most bytes that a rank holds for them besides its tensors; 0 if each writer has its areas already.
+    """
+
+    areas: tuple[Area, ...]
+    held: int
+
+
+class FilePlanner:
+    """Plans tensors one after another; what several tensors have in common is planned once.
+
+    Args:
+        everyone: the ranks that write or read, in order.
+        limit: the most bytes of an area that is put together from parts.
+        partial: plan what ``pieces`` have of a tensor; else they have to have every element once.
+    """
+
+    def __init__(self, everyone: Sequence[int], limit: int, *, partial: bool = False) -> None:
+        self._limit, self._partial = max(limit, 16), partial
+        self._load: dict[int, int] = dict.fromkeys(everyone, 0)
+        self._steps: dict[Hashable, tuple[tuple[WriteStep, ...], dict[int, int]]] = {}
+
+    def plan(
+        self, item: ExportedTensor, key: Hashable, pieces: Sequence[Piece], *, writer: int | None = None
+    ) -> Sequence[WriteStep]:
+        """Return the steps in which a tensor is written or read, equal on every rank, without communication.
+
+        Args:
+            item: the tensor.
+            key: equal for tensors of one shape, dtype and equal pieces.
+            pieces: its blocks.
+            writer: the one rank that may write to the tensor's file; ``None`` if all may.
+        """
+        turn = self._least_loaded(pieces)
+        if (key, turn, writer) not in self._steps:
+            steps = plan_pieces(item, pieces, turn, writer, self._limit, partial=self._partial)
+            load: dict[int, int] = {}
+            for area in (area for step in steps for area in step.areas):
+                load[area.file_rank] = load.get(area.file_rank, 0) + volume(area.box) * item.dtype.itemsize
+            self._steps[key, turn, writer] = steps, load
+        steps, load = self._steps[key, turn, writer]
+        for rank, nbytes in load.items():
+            self._load[rank] += nbytes
+        return steps
+
+    def _least_loaded(self, pieces: Sequence[Piece]) -> int:
+        """The number of the replica that has written or read least, of all or of about 64 of them."""
+        owners = max((piece.owners for piece in pieces), key=len, default=())
+        tried = range(0, len(owners), max(len(owners) // 64, 1))
+        return min(tried, key=lambda copy: (self._load[owners[copy]], copy), default=0)
+
+
+class ExportedPieces:
+    """The pieces of exported tensors in the shards of a model.
+
+    Args:
+        everyone: the ranks of the model, in order.
+    """
+
+    def __init__(self, everyone: Sequence[int]) -> None:
+        self._everyone = tuple(everyone)
+        self._found: dict[Hashable, tuple[Piece, ...]] = {}
+
+    def __call__(
+        self, item: ExportedTensor, sources: Mapping[str, Tensor], *, gathered: bool = False
+    ) -> tuple[Hashable, tuple[Piece, ...]]:
+        """Return the pieces of a tensor with chunks, and a key that equal ones share.
+
+        Args:
+            item: the tensor.
+            sources: the model's tensors that its chunks are of, by name.
+            gathered: every rank has the plain tensors of ``sources`` with the same values; else the first rank's
+                copy of a plain tensor counts.
+        """
+        holders = self._everyone if gathered else self._everyone[:1]
+        chunks = tuple(item.chunks or ())
+        layouts = tuple((chunk_key(chunk), layout_key(sources[chunk.source])) for chunk in chunks)
+        key = item.shape, item.dtype, holders, layouts
+        if key not in self._found:
+            self._found[key] = tuple(
+                Piece(number, block, owners)
+                for number, chunk in enumerate(chunks)
+                for held, owners in owners_by_box(sources[chunk.source], holders).items()
+                for block in stored_part(chunk, owners[0], held)
+            )
+        return key, self._found[key]
+
+
+def plan_pieces(
+    item: ExportedTensor,
+    pieces: Sequence[Piece],
+    turn: int,
+    writer: int | None,
+    limit: int,
+    *,
+    partial: bool = False,
+) -> tuple[WriteStep, ...]:
+    """Return the steps of a tensor.
+
+    Args:
+        item: the tensor.
+        pieces: all of its blocks.
+        turn: the number of the replica whose turn it is.
+        writer: the one rank that may write; ``None`` if all may.
+        limit: the most bytes of an area that is put together from parts.
+        partial: plan what the pieces have; else they have to have every element once.
+    """
+    return tuple(_Tensor(item, turn, writer, limit).steps(pieces, partial=partial))
+
+
+def owners_by_box(tensor: Tensor, holders: Sequence[int]) -> dict[Box, tuple[int, ...]]:
+    """The boxes of a tensor, each with the ranks that have it; ``holders`` have a plain one."""
+    owners: dict[Box, list[int]] = {}
+    for rank, box in rank_boxes(tensor, holders):
+        owners.setdefault(box, []).append(rank)
+    return {box: tuple(ranks) for box, ranks in owners.items()}
+
+
+def chunk_key(chunk: Chunk) -> Hashable:
+    """Equal for chunks that lie alike in their source and their target."""
+    return tuple((side.start, side.stop) for side in chunk.target), chunk.start, chunk.dims
+
+
+def layout_key(tensor: Tensor) -> Hashable:
+    """Equal for tensors of one shape and placements on one mesh."""
+    if not isinstance(tensor, DTensor):
+        return tuple(tensor.shape)
+    return tuple(tensor.shape), tensor.placements, tensor.device_mesh
+
+
+class _Tensor:
+    """Plans one tensor; the arguments are those of :func:`plan_pieces`."""
+
+    def __init__(self, item: ExportedTensor, turn: int, writer: int | None, limit: int) -> None:
+        self._item, self._turn, self._writer = item, turn, writer  # of the replica that writes next
+        self._itemsize = item.dtype.itemsize
+        self._limit = max(limit // self._itemsize, 1)
+
+    def steps(self, pieces: Sequence[Piece], *, partial: bool) -> Iterator[WriteStep]:
+        """Yield the steps; what needs no exchange comes first."""
+        whole = full_box(self._item.shape)
+        found = sum(volume(piece.block.box) for piece in pieces)
+        if found != volume(whole) and not partial:
+            raise WeightsError(
+                f"{self._item.name} has {volume(whole)} elements and the ranks' blocks of it have {found}: the model's "
+                "shards have to hold every element exactly once"
+            )
+        local: list[Area] = []
+        exchanged: list[list[Area]] = []
+        for areas in self._areas(whole, [Part(piece.block.box, piece.owners[0], piece) for piece in pieces]):
+            for number, area in enumerate(areas):
+                if area.is_local and area.is_whole:
+                    local.append(area)
+                    continue
+                exchanged += [[] for _ in range(number + 1 - len(exchanged))]
+                exchanged[number].append(area)
+        if local:
+            yield WriteStep(tuple(local), 0)
+        for areas in exchanged:
+            yield WriteStep(tuple(areas), _most_held(areas, self._itemsize))
+
+    def _areas(self, box: Box, parts: Sequence[Part]) -> Iterator[list[Area]]:
+        """Yield lists of areas that together fill a box; those of one list are of one writer, one after another."""
+        if not parts:
+            return
+        if self._writer is not None:
+            yield self._of_one_writer(box, parts)
+            return
+        if len(parts) == 1 and (parts[0].box == box or self._in_long_runs(parts)):
+            yield from self._shared_out(parts[0])
+            return
+        dim = _first_long(box)
+        cuts = sorted({border for part in parts for border in part.box[dim]})
+        if len(cuts) > 2 or (cuts[0], cuts[1]) != box[dim]:
+            for low, high in pairwise(cuts):
+                inner = (*box[:dim], (low, high), *box[dim + 1 :])
+                yield from self._areas(inner, list(_clipped(parts, inner)))
+        elif self._in_long_runs(parts):
+            for part in parts:
+                yield from self._shared_out(part)
+        else:
+            yield from self._interleaved(box, parts)
+
+    def _in_long_runs(self, parts: Sequence[Part]) -> bool:
+        return all(_run(part.box, self._item.shape) * self._itemsize >= _LONG_RUN for part in parts)
+
+    def _shared_out(self, part: Part) -> Iterator[list[Area]]:
+        """A box that lies in long runs in the file: the ranks that have it share it out."""
+        owners = part.piece.owners
+        for box in self._equal_rows(part.box, min(len(owners), self._bytes(part.box) // _SHARED)):
+            rank = owners[self._next_turn() % len(owners)]
+            yield [Area(rank, box, (Part(box, rank, part.piece),))]
+
+    def _interleaved(self, box: Box, parts: Sequence[Part]) -> Iterator[list[Area]]:
+        """A box whose parts interleave in the file: each rank that has one writes some rows of all of them."""
+        copies = max(len(part.piece.owners) for part in parts)
+        used = max(min(copies, self._bytes(box) // _SHARED), 1)
+        slots = []
+        for copy in (self._next_turn() for _ in range(used)):
+            senders = [part.piece.owners[copy % len(part.piece.owners)] for part in parts]
+            slots += [(rank, senders) for rank in dict.fromkeys(senders)]
+        rows = self._equal_rows(box, len(slots))
+        for (writer, senders), own in zip(slots, rows, strict=False):
+            areas = []
+            for small in split_box(own, self._limit):
+                inside = [
+                    Part(each.box, writer if writer in each.piece.owners else sender, each.piece)
+                    for part, sender in zip(parts, senders, strict=True)
+                    for each in _clipped([part], small)
+                ]
+                areas.append(Area(writer, small, tuple(inside)))
+            yield areas
+
+    def _of_one_writer(self, box: Box, parts: Sequence[Part]) -> list[Area]:
+        """A box that one rank writes, whoever has its parts."""
+        writer, turn = self._writer or 0, self._next_turn()
+        areas = []
+        for small in split_box(box, self._limit):
+            inside = [
+                Part(each.box, writer if writer in each.piece.owners else _in_turn(each.piece.owners, turn), each.piece)
+                for each in _clipped(parts, small)
+            ]
+            areas.append(Area(writer, small, tuple(inside)))
+        return areas
+
+    def _next_turn(self) -> int:
+        self._turn += 1
+        return self._turn - 1
+
+    def _bytes(self, box: Box) -> int:
+        return volume(box) * self._itemsize
+
+    def _equal_rows(self, box: Box, count: int) -> list[Box]:
+        """Cut a box along its first dim that is longer than 1 into at most ``count`` boxes of about equal size."""
+        if not box:
+            return [box]
+        dim = _first_long(box)
+        start, stop = box[dim]
+        count = max(min(count, stop - start), 1)
+        borders = [start + (stop - start) * number // count for number in range(count + 1)]
+        return [(*box[:dim], (low, high), *box[dim + 1 :]) for low, high in pairwise(borders)]
+
+
+def file_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:
+    """Yield the runs of a box in a tensor's order of elements: first element in the tensor, in the box, and length."""
+    length = _run(box, shape)
+    strides = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    sizes = box_shape(box)
+    for number in range(volume(box) // length if length else 0):
+        rest, start = number * length, 0
+        for dim in reversed(range(len(shape))):
+            rest, index = divmod(rest, sizes[dim])
+            start += (box[dim][0] + index) * strides[dim]
+        yield start, number * length, length
+
+
+def _run(box: Box, shape: Sequence[int]) -> int:
+    """The number of elements of a box that follow one another in the tensor, in each of its runs."""
+    length = 1
+    for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
+        length *= stop - start
+        if stop - start < size:
+            break
+    return length
+
+
+def _first_long(box: Box) -> int:
+    """The first dim of a box that is longer than 1; the last dim if none is."""
+    return next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), len(box) - 1)
+
+
+def _clipped(parts: Sequence[Part], box: Box) -> Iterator[Part]:
+    for part in parts:
+        if (common := intersection(part.box, box)) is not None:
+            yield Part(common, part.rank, part.piece)
+
+
+def _in_turn(ranks: Sequence[int], turn: int) -> int:
+    return ranks[turn % len(ranks)]
+
+
+def _most_held(areas: Sequence[Area], itemsize: int) -> int:
+    held: dict[int, int] = {}
+    for area in areas:
+        held[area.file_rank] = held.get(area.file_rank, 0) + volume(area.box) * itemsize
+        for part in area.parts:
+            if part.rank != area.file_rank:
+                for rank in (part.rank, area.file_rank):
+                    held[rank] = held.get(rank, 0) + volume(part.box) * itemsize
+    return max(held.values(), default=0)

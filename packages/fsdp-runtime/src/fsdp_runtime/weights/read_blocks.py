@@ -1,0 +1,204 @@
+"""Read a rank's areas of a checkpoint's files ahead, in a thread, and exchange them with the ranks that need them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.sharded.collectives import ModelRanks, exchange_bytes
+from fsdp_runtime.sharded.rank_boxes import block_view
+from fsdp_runtime.weights.file_plan import Part, file_runs
+from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
+from fsdp_runtime.weights.read_plan import Read, receivers
+from tp_plans.transfer import box_shape, split_box, volume
+
+logger = logging.getLogger(__name__)
+
+#: Bytes that are read before they are converted, or copied to a device.
+_STAGED = 2**24
+#: Alignment of a part in a message, a multiple of every dtype's size.
+_ALIGNMENT = 16
+#: Seconds between two lines about the progress of a load.
+_SAID_EVERY = 10.0
+
+
+class BlockReader:
+    """This rank's side of a load: what it reads, and what it gives to other ranks and takes from them.
+
+    A read error is kept, and the exchanges go on, so that no other rank waits for this one.
+
+    Args:
+        rank: this rank's global rank.
+        ranks: those of the model.
+        bucket_bytes: the most bytes that are read ahead for others.
+        device: where the process group takes tensors from.
+        checkpoint: the files.
+    """
+
+    def __init__(
+        self, rank: int, ranks: ModelRanks, bucket_bytes: int, device: torch.device, checkpoint: HubCheckpoint
+    ) -> None:
+        self._rank, self._ranks, self._device, self._checkpoint = rank, ranks, device, checkpoint
+        self._ahead = _Budget(bucket_bytes)
+        self._begin = self._said = time.monotonic()
+        self._total = self._read = 0
+        self._stopped = False
+        self.bytes_sent = self.bytes_received = 0
+        self.error: Exception | None = None
+
+    def run(self, batches: Sequence[Sequence[Read]]) -> None:
+        """Read, exchange and fill all batches.  Collective over the ranks that read for one another."""
+        own = [[each for each in batch if each.area.file_rank == self._rank] for batch in batches]
+        self._total = sum(each.nbytes for batch in own for each in batch)
+        with ThreadPoolExecutor(1, "read") as pool:
+            ahead = [{id(each): pool.submit(self._read_area, each) for each in batch} for batch in own]
+            try:
+                for batch, futures in zip(batches, ahead, strict=True):
+                    self._exchange(batch, futures)
+                    futures.clear()
+            except BaseException:
+                self._stopped = True
+                self._ahead.give_up()
+                raise
+
+    def raise_error(self) -> None:
+        """Raise the read error that was kept."""
+        if self.error is not None:
+            raise self.error
+
+    def _read_area(self, each: Read) -> Tensor | None:
+        """Read an area and fill what this rank needs of it; return what other ranks need."""
+        if self._stopped:
+            return None
+        sent = any(True for part in each.area.parts for _ in receivers(each.area, part))
+        if not sent and each.area.is_whole:
+            self._fill_from_file(each)
+            return None
+        if sent:
+            self._ahead.take(each.nbytes)
+        values = torch.empty(box_shape(each.area.box), dtype=each.item.dtype)
+        self._fill_buffer(each, each.area.box, values)
+        for part in each.area.parts:
+            if self._rank in part.piece.owners:
+                _view(each, part).copy_(values[_inner(each, part)])
+        return values if sent else None
+
+    def _fill_from_file(self, each: Read) -> None:
+        """Read an area into the local tensor that it is for, or by way of a buffer, where it has to be converted."""
+        (part,) = each.area.parts
+        whole = _view(each, part)
+        if whole.device.type == "cpu" and whole.dtype == each.item.dtype and whole.is_contiguous():
+            self._fill_buffer(each, part.box, whole)
+            return
+        for box in split_box(part.box, max(_STAGED // each.item.dtype.itemsize, 1)):
+            values = torch.empty(box_shape(box), dtype=each.item.dtype)
+            self._fill_buffer(each, box, values)
+            _view(each, Part(box, part.rank, part.piece)).copy_(values)
+
+    def _fill_buffer(self, each: Read, box: tuple[tuple[int, int], ...], values: Tensor) -> None:
+        flat = values.reshape(-1)
+        for start, inner, length in file_runs(each.item.shape, box):
+            self._checkpoint.read_into(each.stored, start, flat[inner : inner + length])
+            self._read += length * each.item.dtype.itemsize
+        self._say()
+
+    def _say(self) -> None:
+        now = time.monotonic()
+        if self._ranks.is_first and now - self._said > _SAID_EVERY:
+            self._said, gib = now, 2**30
+            rate = self._read / gib / (now - self._begin)
+            logger.info("read %.1f of %.1f GiB, %.2f GiB/s on this rank", self._read / gib, self._total / gib, rate)
+
+    def _exchange(self, batch: Sequence[Read], futures: Mapping[int, Future[Tensor | None]]) -> None:
+        """Send what this rank has read of a batch, and fill what others have."""
+        outgoing: dict[int, list[Tensor]] = {}
+        for each in batch:
+            if id(each) not in futures:
+                continue
+            values = self._result(each, futures[id(each)])
+            for part, receiver in _sent(each):
+                given = torch.empty(_aligned(each, part), dtype=torch.uint8)
+                if values is not None:
+                    _shaped(given, each, part).copy_(values[_inner(each, part)])
+                outgoing.setdefault(receiver, []).append(given)
+        messages = {rank: torch.cat(parts).to(self._device) for rank, parts in outgoing.items()}
+        outgoing.clear()
+        sizes: dict[int, int] = {}
+        for each, part in self._received(batch):
+            sizes[each.area.file_rank] = sizes.get(each.area.file_rank, 0) + _aligned(each, part)
+        incoming = {rank: torch.empty(size, dtype=torch.uint8, device=self._device) for rank, size in sizes.items()}
+        self.bytes_sent += sum(each.nbytes for each in messages.values())
+        self.bytes_received += sum(sizes.values())
+        exchange_bytes(self._ranks, messages, incoming)
+        offsets = dict.fromkeys(incoming, 0)
+        for each, part in self._received(batch):
+            source = each.area.file_rank
+            run = incoming[source][offsets[source] : offsets[source] + _aligned(each, part)]
+            _view(each, part).copy_(_shaped(run, each, part))
+            offsets[source] += _aligned(each, part)
+        self._ahead.give(sum(each.nbytes for each in batch if id(each) in futures and any(_sent(each))))
+
+    def _received(self, batch: Sequence[Read]) -> Iterator[tuple[Read, Part]]:
+        for each in batch:
+            if each.area.file_rank != self._rank:
+                yield from ((each, part) for part in each.area.parts if self._rank in part.piece.owners)
+
+    def _result(self, each: Read, future: Future[Tensor | None]) -> Tensor | None:
+        try:
+            return future.result()
+        except Exception as error:  # noqa: BLE001  # raised on all ranks when the exchanges are done
+            self.error = self.error or error
+            return None
+
+
+class _Budget:
+    """Bytes that a thread may hold; it waits while there are too many, unless there are none."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held, self._changed = limit, 0, threading.Condition()
+
+    def take(self, nbytes: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._held == 0 or self._held + nbytes <= self._limit)
+            self._held += nbytes
+
+    def give(self, nbytes: int) -> None:
+        with self._changed:
+            self._held -= nbytes
+            self._changed.notify()
+
+    def give_up(self) -> None:
+        """Let the thread go on, whatever it holds."""
+        with self._changed:
+            self._limit = 2**63
+            self._changed.notify()
+
+
+def _sent(each: Read) -> Iterator[tuple[Part, int]]:
+    """The parts that leave the reader and the ranks that they go to, in an order that all of them know."""
+    return ((part, rank) for part in each.area.parts for rank in receivers(each.area, part))
+
+
+def _view(each: Read, part: Part) -> Tensor:
+    block = part.piece.block
+    return block_view({block.local: each.local[part.piece.chunk]}, each.item.name, block, part.box)
+
+
+def _inner(each: Read, part: Part) -> tuple[slice, ...]:
+    sides = zip(part.box, each.area.box, strict=True)
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in sides)
+
+
+def _aligned(each: Read, part: Part) -> int:
+    return -(-volume(part.box) * each.item.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _shaped(run: Tensor, each: Read, part: Part) -> Tensor:
+    nbytes = volume(part.box) * each.item.dtype.itemsize
+    return run[:nbytes].view(each.item.dtype).view(box_shape(part.box))

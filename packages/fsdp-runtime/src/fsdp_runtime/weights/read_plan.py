@@ -1,0 +1,159 @@
+"""Plan which rank reads which part of a checkpoint's files, and which ranks it gives it to."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.sharded.chunks import Chunk, local_part
+from fsdp_runtime.weights.export import ExportedTensor
+from fsdp_runtime.weights.file_plan import Area, FilePlanner, Part, Piece, chunk_key, layout_key, owners_by_box
+from fsdp_runtime.weights.hub_checkpoint import HubTensor
+from tp_plans.transfer import Box, StoredBlock, split_box, volume
+
+
+@dataclass(frozen=True)
+class Read:
+    """An area of a stored tensor, and this rank's local tensors that its parts go to.
+
+    Args:
+        item: the stored tensor's name, shape and dtype.
+        stored: the stored tensor.
+        area: what is read at once, and by whom; each part goes to all owners of its piece.
+        local: this rank's local tensors by the number of the part's piece.
+    """
+
+    item: ExportedTensor
+    stored: HubTensor
+    area: Area
+    local: Mapping[int, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return volume(self.area.box) * self.item.dtype.itemsize
+
+
+@dataclass
+class _Stored:
+    """A stored tensor, and the chunks of the model's tensors that are filled from it."""
+
+    item: ExportedTensor
+    stored: HubTensor
+    fills: list[tuple[Chunk, Tensor]] = field(default_factory=list)
+
+
+def plan_reads(
+    filled: Sequence[tuple[Tensor, Sequence[Chunk]]],
+    stored: Mapping[str, HubTensor],
+    readers: Sequence[int],
+    bucket_bytes: int,
+) -> list[list[Read]]:
+    """Return batches of reads in the order of the files; those of a batch are exchanged together.
+
+    Equal on all of ``readers``, without communication.  Each byte is read by one of them, if any of them needs it.
+
+    Args:
+        filled: the model's tensors, each with the chunks of stored tensors that fill it.
+        stored: the stored tensors by name, all of dtypes that torch has.
+        readers: the ranks that read for one another, in order.
+        bucket_bytes: the most bytes that a rank holds for a batch.
+    """
+    planner, members = FilePlanner(readers, bucket_bytes // 4, partial=True), set(readers)
+    known: dict[Hashable, list[Piece]] = {}
+    batches: list[list[Read]] = [[]]
+    held: dict[int, int] = {}
+    for each in _by_place(filled, stored):
+        keys = tuple((chunk_key(chunk), layout_key(tensor)) for chunk, tensor in each.fills)
+        pieces = [
+            Piece(number, piece.block, piece.owners)
+            for number, (key, (chunk, tensor)) in enumerate(zip(keys, each.fills, strict=True))
+            for piece in _remembered(known, key, chunk, tensor, readers, members)
+        ]
+        steps = planner.plan(each.item, (each.item.shape, each.item.dtype, keys), pieces)
+        local = {number: local_part(tensor)[0].detach() for number, (_, tensor) in enumerate(each.fills)}
+        for area in _bounded((area for step in steps for area in step.areas), each.item, bucket_bytes // 4):
+            needed = _held(area, each.item.dtype.itemsize)
+            if any(held.get(rank, 0) + nbytes > bucket_bytes for rank, nbytes in needed.items()):
+                batches.append([])
+                held = {}
+            for rank, nbytes in needed.items():
+                held[rank] = held.get(rank, 0) + nbytes
+            batches[-1].append(Read(each.item, each.stored, area, local))
+    return batches
+
+
+def receivers(area: Area, part: Part) -> Iterator[int]:
+    """The ranks that a part is sent to."""
+    return (rank for rank in part.piece.owners if rank != area.file_rank)
+
+
+def _by_place(filled: Sequence[tuple[Tensor, Sequence[Chunk]]], stored: Mapping[str, HubTensor]) -> list[_Stored]:
+    """The stored tensors that are needed, in the order of the files."""
+    found: dict[str, _Stored] = {}
+    for tensor, chunks in filled:
+        for chunk in chunks:
+            name, given = chunk.source, stored[chunk.source]
+            dtype = given.torch_dtype or torch.uint8
+            found.setdefault(name, _Stored(ExportedTensor(name, given.shape, dtype, None), given))
+            found[name].fills.append((chunk, tensor))
+    return sorted(found.values(), key=lambda each: (each.stored.file, each.stored.start))
+
+
+def _remembered(
+    known: dict[Hashable, list[Piece]],
+    key: Hashable,
+    chunk: Chunk,
+    tensor: Tensor,
+    readers: Sequence[int],
+    members: set[int],
+) -> list[Piece]:
+    if key not in known:
+        known[key] = []
+        for held, owners in owners_by_box(tensor, readers).items():
+            near = tuple(rank for rank in owners if rank in members)
+            if near and (block := _filled_block(chunk, near[0], held)) is not None:
+                known[key].append(Piece(0, block, near))
+    return known[key]
+
+
+def _filled_block(chunk: Chunk, rank: int, held: Box) -> StoredBlock | None:
+    """The box of the stored tensor that goes into the part ``held`` of a model's tensor, and where it goes there."""
+    inside = chunk.intersect(tuple(slice(start, stop) for start, stop in held))
+    if inside is None:
+        return None
+    box = tuple((side.start, side.stop) for side in inside.source_slices)
+    offset = tuple(side.start - start for side, (start, _) in zip(inside.target, held, strict=True))
+    dims = tuple(chunk.dims.index(dim) if dim in chunk.dims else None for dim in range(len(box)))
+    return StoredBlock(rank, box, "model", offset, dims)
+
+
+def _bounded(areas: Iterator[Area], item: ExportedTensor, limit: int) -> Iterator[Area]:
+    """Cut areas that are sent to others into areas of at most ``limit`` bytes."""
+    for area in areas:
+        if not _is_sent(area):
+            yield area
+            continue
+        (part, *more) = area.parts
+        for box in split_box(area.box, max(limit // item.dtype.itemsize, 1)) if not more else [area.box]:
+            parts = area.parts if more else (Part(box, part.rank, part.piece),)
+            yield Area(area.file_rank, box, parts)
+
+
+def _is_sent(area: Area) -> bool:
+    return any(True for part in area.parts for _ in receivers(area, part))
+
+
+def _held(area: Area, itemsize: int) -> dict[int, int]:
+    """The bytes that each rank holds for an area until the exchange is done."""
+    if not _is_sent(area):
+        return {}
+    held = {area.file_rank: volume(area.box) * itemsize}
+    for part in area.parts:
+        for rank in receivers(area, part):
+            for each in (area.file_rank, rank):
+                held[each] = held.get(each, 0) + volume(part.box) * itemsize
+    return held

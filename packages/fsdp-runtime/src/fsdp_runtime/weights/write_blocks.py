@@ -1,0 +1,201 @@
+"""Write a rank's areas of exported tensors into files that all ranks write to, and exchange what areas need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.sharded.collectives import ModelRanks, exchange_bytes
+from fsdp_runtime.sharded.rank_boxes import block_view
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
+from fsdp_runtime.weights.export import ExportedTensor
+from fsdp_runtime.weights.file_plan import Area, Part, WriteStep, file_runs
+from tp_plans.transfer import Box, box_shape, split_box, volume
+
+#: Bytes that are converted, or copied from a device, before they are written.
+_STAGED = 2**26
+#: Alignment of a part in a message, a multiple of every dtype's size.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What one rank did in :func:`save_weights`, in bytes.
+
+    Args:
+        bytes_written: to the files, without their headers.
+        bytes_sent: to other ranks.
+        bytes_received: from other ranks.
+        peak_bytes: held at most besides the model's own tensors.
+    """
+
+    bytes_written: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """An area that waits for the exchange, with the local tensors of its chunks' sources."""
+
+    item: ExportedTensor
+    area: Area
+    local: Mapping[str, Tensor]
+    file: SafetensorsWriter | None
+
+
+class BlockWriter:
+    """This rank's side of a save: what it writes at once, and what it exchanges first.
+
+    A write error is kept, and the exchanges go on, so that no other rank waits for this one.
+
+    Args:
+        rank: this rank's global rank.
+        ranks: those of the model.
+        bucket_bytes: the most bytes that a rank holds for exchanges.
+        device: where the process group takes tensors from.
+    """
+
+    def __init__(self, rank: int, ranks: ModelRanks, bucket_bytes: int, device: torch.device) -> None:
+        self._ranks, self._rank, self._bucket_bytes, self._device = ranks, rank, bucket_bytes, device
+        self._pending: list[_Pending] = []
+        self._held = 0
+        self._written = self._sent = self._received = self._peak = 0
+        self.error: Exception | None = None
+
+    @property
+    def report(self) -> SaveReport:
+        """What this rank did."""
+        return SaveReport(self._written, self._sent, self._received, self._peak)
+
+    def raise_error(self) -> None:
+        """Raise the write error that was kept."""
+        if self.error is not None:
+            raise self.error
+
+    def add(
+        self,
+        item: ExportedTensor,
+        steps: Sequence[WriteStep],
+        sources: Mapping[str, Tensor],
+        file: SafetensorsWriter | None,
+    ) -> None:
+        """Write what this rank has of a tensor, and take the rest into the next exchange.  Collective.
+
+        Args:
+            item: the tensor.
+            steps: its plan.
+            sources: this rank's local tensors by the names in the tensor's chunks.
+            file: the tensor's file; ``None`` where it could not be opened.
+        """
+        local = {str(number): sources[chunk.source] for number, chunk in enumerate(item.chunks or ())}
+        for step in steps:
+            if step.held and self._held + step.held > self._bucket_bytes:
+                self.flush()
+            self._held += step.held
+            for area in step.areas:
+                if step.held == 0:
+                    if area.file_rank == self._rank:
+                        self._write_local(item, area, local, file)
+                elif self._rank == area.file_rank or any(part.rank == self._rank for part in area.parts):
+                    self._pending.append(_Pending(item, area, local, file))
+
+    def flush(self) -> None:
+        """Exchange and write what waits.  Collective."""
+        pending, self._pending, self._held = self._pending, [], 0
+        sizes_out: dict[int, int] = {}
+        sizes_in: dict[int, int] = {}
+        for each, part in _sent(pending):
+            if self._rank in (part.rank, each.area.file_rank):
+                sizes, peer = (sizes_out, each.area.file_rank) if part.rank == self._rank else (sizes_in, part.rank)
+                sizes[peer] = sizes.get(peer, 0) + _aligned(each.item, part.box)
+        outgoing, incoming = (
+            {peer: torch.empty(size, dtype=torch.uint8, device=self._device) for peer, size in sizes.items()}
+            for sizes in (sizes_out, sizes_in)
+        )
+        self._sent += sum(sizes_out.values())
+        self._received += sum(sizes_in.values())
+        self._peak = max(self._peak, sum(sizes_out.values()) + sum(sizes_in.values()))
+        offsets = dict.fromkeys(outgoing, 0)
+        for each, part in _sent(pending):
+            if part.rank == self._rank:
+                peer = each.area.file_rank
+                run = outgoing[peer][offsets[peer] : offsets[peer] + _bytes(each.item, part.box)]
+                _shaped(run, each.item, part.box).copy_(_view(each.local, part))
+                offsets[peer] += _aligned(each.item, part.box)
+        exchange_bytes(self._ranks, outgoing, incoming)
+        outgoing.clear()
+        offsets = dict.fromkeys(incoming, 0)
+        for each in pending:
+            if each.area.file_rank != self._rank:
+                continue
+            received = []
+            for part in each.area.parts:
+                if part.rank != self._rank:
+                    start = offsets[part.rank]
+                    received.append(incoming[part.rank][start : start + _bytes(each.item, part.box)])
+                    offsets[part.rank] += _aligned(each.item, part.box)
+            self._write_assembled(each, received)
+
+    def _write_local(
+        self, item: ExportedTensor, area: Area, local: Mapping[str, Tensor], file: SafetensorsWriter | None
+    ) -> None:
+        """Write a part of one of this rank's own tensors, staged only where it has to be converted or copied."""
+        (part,) = area.parts
+        whole = _view(local, part)
+        as_it_is = whole.device.type == "cpu" and whole.dtype == item.dtype and whole.is_contiguous()
+        limit = volume(area.box) if as_it_is else max(min(_STAGED, self._bucket_bytes) // item.dtype.itemsize, 1)
+        for box in split_box(area.box, max(limit, 1)):
+            values = _view(local, Part(box, part.rank, part.piece)).to(item.dtype)
+            if not as_it_is:
+                self._peak = max(self._peak, values.nbytes)
+            self._write(item, box, values, file)
+
+    def _write_assembled(self, each: _Pending, received: Sequence[Tensor]) -> None:
+        """Put an area together and write it; ``received`` are the bytes of the parts of other ranks, in order."""
+        if self.error is not None:
+            return
+        box, given = each.area.box, iter(received)
+        values = torch.empty(box_shape(box), dtype=each.item.dtype)
+        for part in each.area.parts:
+            inner = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(part.box, box, strict=True))
+            own = part.rank == self._rank
+            values[inner].copy_(_view(each.local, part) if own else _shaped(next(given), each.item, part.box))
+        self._write(each.item, box, values, each.file)
+
+    def _write(self, item: ExportedTensor, box: Box, values: Tensor, file: SafetensorsWriter | None) -> None:
+        if self.error is not None or file is None:
+            return
+        try:
+            flat = values.contiguous().reshape(-1)
+            for start, inner, length in file_runs(item.shape, box):
+                self._written += file.write(item.name, flat[inner : inner + length], start)
+        except Exception as error:  # noqa: BLE001  # raised on all ranks when the exchanges are done
+            self.error = error
+
+
+def _sent(pending: Sequence[_Pending]) -> Iterator[tuple[_Pending, Part]]:
+    """The parts that go from one rank to another, in an order that both know."""
+    return ((each, part) for each in pending for part in each.area.parts if part.rank != each.area.file_rank)
+
+
+def _view(local: Mapping[str, Tensor], part: Part) -> Tensor:
+    block = part.piece.block
+    numbered = {block.local: local[str(part.piece.chunk)]}
+    return block_view(numbered, f"chunk {part.piece.chunk}", block, part.box)
+
+
+def _bytes(item: ExportedTensor, box: Box) -> int:
+    return volume(box) * item.dtype.itemsize
+
+
+def _aligned(item: ExportedTensor, box: Box) -> int:
+    return -(-_bytes(item, box) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _shaped(run: Tensor, item: ExportedTensor, box: Box) -> Tensor:
+    return run.view(item.dtype).view(box_shape(box))

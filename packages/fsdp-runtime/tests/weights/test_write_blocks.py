@@ -1,0 +1,203 @@
+"""Files that all ranks write: the bytes of a writer that has every tensor in full, each written and sent once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from fsdp_runtime import parallelize, save_weights
+from fsdp_runtime.sharded.file_systems import FilePlace, _type_at, by_host, may_share_files
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.sync import Quantization, WeightExport
+from fsdp_runtime.weights.export import ExportedTensor
+from fsdp_runtime.weights.file_plan import Area, Piece, file_runs, plan_pieces
+from fsdp_runtime.weights.stream import split_by_bytes
+from fsdp_runtime.weights.write_blocks import SaveReport
+from harness.models import tiny_model
+from harness.parity import mesh_for
+from harness.ranks import RankPool
+from tp_plans import Replicate, Shard
+from tp_plans.transfer import Box, StoredBlock, StridedShard, box_shape, intersection, mesh_boxes, volume
+
+SHARD_BYTES, BUCKET_BYTES = 60_000, 12_000
+
+
+def _model(architecture: str) -> nn.Module:
+    model = tiny_model(architecture.removesuffix("+LoRA"), dtype=torch.float32)
+    if not architecture.endswith("+LoRA"):
+        return model
+    torch.manual_seed(1)
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return adapted  # type: ignore[no-any-return]
+
+
+def _save(architecture: str, axes: dict[str, int], directory: Path, options: dict[str, Any]) -> SaveReport:
+    model = parallelize(_model(architecture), mesh_for(axes))
+    return save_weights(model, directory, max_shard_bytes=SHARD_BYTES, bucket_bytes=BUCKET_BYTES, **options)
+
+
+def _write_in_full(model: nn.Module, directory: Path, options: dict[str, Any]) -> None:
+    """What one process writes that has every tensor in full."""
+    directory.mkdir()
+    export = WeightExport(**options).prepare(model)
+    shards = list(split_by_bytes(export.tensors, SHARD_BYTES))
+    stream = export.stream()
+    for number, items in enumerate(shards, start=1):
+        headers = [TensorHeader(item.name, item.shape, item.dtype, item.nbytes) for item in items]
+        path = directory / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        with SafetensorsWriter(path, headers) as file:
+            for name, tensor in itertools.islice(stream, len(items)):
+                file.write(name, tensor)
+
+
+CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("LlamaForCausalLM", {"dp_shard": 4}, {}),
+    ("LlamaForCausalLM", {"tp": 4}, {"dtype": torch.bfloat16}),
+    ("LlamaForCausalLM", {"dp_shard": 2, "tp": 2}, {}),
+    ("LlamaForCausalLM", {"dp_replicate": 2, "tp": 2}, {"names": "model"}),
+    ("Gemma3ForConditionalGeneration", {"dp_replicate": 2, "dp_shard": 2}, {}),
+    ("LlamaForCausalLM+LoRA", {"dp_shard": 2, "tp": 2}, {}),
+    ("LlamaForCausalLM", {"dp_shard": 2, "tp": 2}, {"quantize": Quantization(format="fp8")}),
+    ("Qwen3MoeForCausalLM", {"dp_shard": 2, "tp": 2, "ep": 4}, {}),
+    ("Qwen3MoeForCausalLM", {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dtype": torch.bfloat16}),
+    ("Qwen3MoeForCausalLM", {"tp": 4, "ep": 2}, {"names": "model"}),
+    ("Qwen3MoeForCausalLM", {"dp_shard": 2, "tp": 2, "ep": 2}, {"writers": "one"}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "axes", "options"), CASES, ids=str)
+def test_files_have_the_bytes_of_full_tensors_each_written_and_sent_once(
+    four_ranks: RankPool, tmp_path: Path, architecture: str, axes: dict[str, int], options: dict[str, Any]
+) -> None:
+    reports = four_ranks.run(_save, architecture, axes, tmp_path / "ours", options)
+    one_writer = options.pop("writers", None) == "one"
+    _write_in_full(_model(architecture), tmp_path / "full", options)
+    expected = sorted((tmp_path / "full").iterdir())
+    assert len(expected) > 1
+    assert sorted(file.name for file in (tmp_path / "ours").glob("*.safetensors")) == [file.name for file in expected]
+    for file in expected:
+        assert (tmp_path / "ours" / file.name).read_bytes() == file.read_bytes()
+    total = sum(item.nbytes for item in WeightExport(**options).prepare(_model(architecture)).tensors)
+    assert sum(report.bytes_written for report in reports) == total
+    padding = 16 * 1000
+    assert sum(report.bytes_sent for report in reports) == sum(report.bytes_received for report in reports)
+    assert sum(report.bytes_sent for report in reports) <= total + padding
+    if "quantize" not in options:
+        assert max(report.peak_bytes for report in reports) <= BUCKET_BYTES
+    assert one_writer or max(report.bytes_written for report in reports) < 0.4 * total
+    if axes.keys() <= {"dp_replicate", "dp_shard"}:
+        assert all(report.bytes_sent == 0 for report in reports)
+
+
+# Plans of any layout.
+
+
+def _pieces(shape: tuple[int, ...], mesh: tuple[int, ...], layouts: list[Any]) -> list[Piece]:
+    owners: dict[Box, list[int]] = {}
+    for rank, box in enumerate(mesh_boxes(shape, mesh, layouts)):
+        if volume(box):
+            owners.setdefault(box, []).append(rank)
+    dims = tuple(range(len(shape)))
+    return [
+        Piece(0, StoredBlock(ranks[0], box, "x", (0,) * len(shape), dims), tuple(ranks))
+        for box, ranks in owners.items()
+    ]
+
+
+def _random_layout(rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...], list[Any]]:
+    shape = tuple(rng.choice((1, 2, 3, 5, 8, 13)) for _ in range(rng.randrange(4)))
+    mesh = tuple(rng.choice((1, 2, 3)) for _ in range(rng.randrange(1, 4)))
+    kinds: list[Any] = [Replicate()]
+    if shape:
+        kinds += [Shard(rng.randrange(len(shape))), StridedShard(rng.randrange(len(shape)))]
+    return shape, mesh, [rng.choice(kinds) for _ in mesh]
+
+
+@pytest.mark.parametrize("one_writer", [False, True])
+def test_areas_of_any_layout_fill_the_tensor_once_from_ranks_that_have_the_parts(one_writer: bool) -> None:
+    rng = random.Random(0)
+    for turn in range(1500):
+        shape, mesh, layouts = _random_layout(rng)
+        pieces = _pieces(shape, mesh, layouts)
+        item = ExportedTensor("x", shape, torch.float32, None)
+        writer = turn % max(len(piece.owners) for piece in pieces) if one_writer else None
+        limit = rng.choice((16, 64, 10**6))
+        steps = plan_pieces(item, pieces, turn, writer, limit)
+        written = torch.zeros(shape, dtype=torch.int64)
+        for step in steps:
+            for area in step.areas:
+                assert writer in (None, area.file_rank)
+                _assert_filled(area, step.held)
+                assert step.held == 0 or volume(area.box) * 4 <= max(limit, 4)
+                flat = written.view(-1)
+                for start, _, length in file_runs(shape, area.box):
+                    flat[start : start + length] += 1
+        assert bool((written == 1).all()), (shape, mesh, layouts)
+
+
+def _assert_filled(area: Area, held: int) -> None:
+    assert sum(volume(part.box) for part in area.parts) == volume(area.box)
+    for part in area.parts:
+        assert part.rank in part.piece.owners
+        assert area.file_rank not in part.piece.owners or part.rank == area.file_rank
+        assert intersection(part.box, area.box) == part.box
+        assert intersection(part.box, part.piece.block.box) == part.box
+    assert held or (area.is_local and len(area.parts) == 1)
+
+
+def test_the_type_of_a_file_system_and_the_hosts_decide_who_writes() -> None:
+    nfs = [FilePlace("a", "nfs4"), FilePlace("b", "nfs4")]
+    assert may_share_files(nfs[:1] * 2)
+    assert not may_share_files(nfs)
+    assert not may_share_files([FilePlace("", "")] * 2)
+    assert may_share_files([FilePlace("a", "lustre"), FilePlace("b", "lustre")])
+    assert not may_share_files([FilePlace("a", "lustre"), FilePlace("b", "fuse.sshfs")])
+    assert by_host(dict(enumerate([nfs[0], nfs[0], nfs[1], nfs[1]]))) == [0, 2, 1, 3]
+    mounts = "1 0 8:1 / / rw - ext4 /dev/vda rw\n2 1 0:9 / /data\\040one rw shared:1 - nfs4 server:/x rw\n"
+    assert [_type_at(Path(path), mounts) for path in ("/data", "/data one/x", "/data one")] == ["ext4", "nfs4", "nfs4"]
+
+
+def test_runs_of_a_box_are_its_elements_in_the_order_of_the_tensor() -> None:
+    full = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
+    for box in (((0, 2), (1, 3), (0, 4), (0, 5)), ((1, 2), (0, 3), (1, 3), (0, 5)), ((0, 2), (0, 3), (0, 4), (2, 4))):
+        values = full[tuple(slice(*side) for side in box)].reshape(-1)
+        found = torch.full((full.numel(),), -1)
+        runs = list(file_runs(full.shape, box))
+        for start, inner, length in runs:
+            found[start : start + length] = values[inner : inner + length]
+        assert sorted(found[found >= 0].tolist()) == sorted(values.tolist())
+        assert torch.equal(found[found >= 0], full.reshape(-1)[found >= 0])
+        assert sum(length for _, _, length in runs) == volume(box)
+    assert list(file_runs((), ())) == [(0, 0, 1)]
+    assert box_shape(()) == ()
+
+
+def test_rows_need_no_exchange_and_columns_one_copy_at_most() -> None:
+    shape, nbytes = (4096, 4096), 4096 * 4096 * 2
+    item = ExportedTensor("x", shape, torch.bfloat16, None)
+    for layouts, sent in (
+        ([Replicate(), Shard(0), Replicate()], 0),
+        ([Replicate(), Shard(0), Shard(1)], 0.5),
+        ([Replicate(), Replicate(), Shard(1)], 0.5),
+    ):
+        steps = plan_pieces(item, _pieces(shape, (2, 4, 2), layouts), 0, None, 2**26)
+        areas = [area for step in steps for area in step.areas]
+        moved = sum(volume(p.box) * 2 for area in areas for p in area.parts if p.rank != area.file_rank)
+        assert moved == sent * nbytes
+        by_writer: dict[int, int] = {}
+        for area in areas:
+            by_writer[area.file_rank] = by_writer.get(area.file_rank, 0) + volume(area.box) * 2
+        assert len(by_writer) >= 8
+        assert max(by_writer.values()) <= 2 * nbytes // len(by_writer)
+        for area in areas:  # parts come from the same replica
+            assert len({part.rank // 8 for part in area.parts} | {area.file_rank // 8}) == 1
