@@ -140,12 +140,9 @@ def deltas(path: str, **options: Any) -> dict[str, int]:
 
 def replayed(path: str, *, packed: bool = True, **options: Any) -> dict[str, Any]:
     """R2: routes are recorded by compute_log_prob and replayed in the update, against a changed router."""
-    from verl.utils import tensordict_utils as tu
-
-    mode = {"_target_": "", "mode": "R2"}
     from verl.workers.config.engine import EngineRouterReplayConfig
 
-    options["router_replay"] = EngineRouterReplayConfig(mode=mode["mode"])
+    options["router_replay"] = EngineRouterReplayConfig(mode="R2")
     engine = drive.build(drive.OURS, path, model={"use_remove_padding": packed}, **options)
     every = drive.samples()
     data = drive.batch_of(engine, every, use_remove_padding=packed)
@@ -170,14 +167,12 @@ def replayed(path: str, *, packed: bool = True, **options: Any) -> dict[str, Any
     loss = torch.tensor(sum(output["loss"]))
     dist.all_reduce(loss, group=engine.get_data_parallel_group())
     norm = output["metrics"].get("grad_norm")
-    del tu
     return {"routes": gathered, "loss": float(loss) / engine.get_data_parallel_size(), "norm": norm, "missing": missing}
 
 
 def distilled(engine_name: str, path: str, **options: Any) -> dict[str, Any]:
     """Top-k distillation of verl, and the squares of probabilities."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
-    from verl.utils import tensordict_utils as tu
     from verl.workers.config import ActorConfig, DistillationConfig
 
     engine = drive.build(engine_name, path, **options)
@@ -209,7 +204,6 @@ def distilled(engine_name: str, path: str, **options: Any) -> dict[str, Any]:
         output = engine.train_batch(batch(distillation_use_topk=True, return_model_output=True), loss)
     names = ("distillation_losses", "student_mass", "teacher_mass", "overlap_count", "overlap_token_advantage")
     found = {name: drive.gathered(engine, output["model_output"][name], len(every)) for name in names}
-    del tu
     return {
         **found,
         "sum_pi_squared": drive.gathered(engine, squares, len(every)),
