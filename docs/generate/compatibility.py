@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1]
 ABOUT = (
     "Test runs on the versions that the packages support, each on Linux with CPU ranks only. "
     "A run of all tests says *all*; one of chosen tests (`nox -s torch_subset transformers_versions`) says *subset*. "
