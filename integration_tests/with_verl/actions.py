@@ -248,3 +248,31 @@ def not_a_number(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
     with engine.train_mode():
         output = engine.train_batch(drive.batch_of(engine, every), drive.loss_of("ppo", engine))
     return before, weights(engine), output["metrics"]["grad_norm"]
+
+
+def rollout_routes(path: str, **options: Any) -> tuple[float, str]:
+    """R3: the routes of a rollout, without those of each sample's last token, give its log-probabilities again."""
+    from verl.workers.config.engine import EngineRouterReplayConfig
+
+    every = drive.samples()
+
+    def scored(mode: str, routes: Any) -> tuple[Any, Any]:
+        engine = drive.build(drive.OURS, path, router_replay=EngineRouterReplayConfig(mode=mode), **options)
+        data = drive.batch_of(engine, every)
+        if routes is not None:
+            data["routed_experts"] = routes
+        with engine.eval_mode():
+            return engine, engine.infer_batch(data)["model_output"]
+
+    engine, before = scored("R2", None)
+    rows = [row.clone() for row in before["routed_experts"].unbind()]
+    for row in rows:
+        row[-1] = 0  # as verl's agent loop fills what was never run
+    _, after = scored("R3", torch.nested.as_nested_tensor(rows, layout=torch.jagged))
+    try:
+        scored("R3", None)
+        missing = "nothing was raised"
+    except Exception as error:
+        missing = str(error)
+    both = (drive.gathered(engine, each["log_probs"], len(every)) for each in (before, after))
+    return max(float((one - other).abs().max()) for one, other in zip(*both, strict=True)), missing
