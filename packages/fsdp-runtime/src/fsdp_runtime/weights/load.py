@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +61,7 @@ def load_weights(
     training: bool | None = None,
     readers: Literal["host", "job"] = "host",
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    new_modules: Mapping[str, float] | None = None,
 ) -> LoadReport:
     """Load a Hugging Face safetensors checkpoint into a model, in place.
 
@@ -84,6 +86,9 @@ def load_weights(
         readers: ``"host"`` reads each byte once on every host that needs it, ``"job"`` once in all, for a file system
             that is slower than the network between hosts.
         bucket_bytes: the most bytes that a rank holds for others, and reads ahead for them.
+        new_modules: modules that the checkpoint may lack, such as the head of a critic that starts from a language
+            model: by path the standard deviation with which their weights are drawn; vectors are zero.  The values
+            follow from the names, so that they are the same on any mesh.
 
     Returns:
         The number of tensors loaded, the bytes that this rank read, sent and received, and the names that the model
@@ -122,7 +127,9 @@ def load_weights(
         with checkpoint:
             with raise_on_all(ranks) as step:
                 base_entries = base_state_entries(model, entries)
-                weights = _match(model, base_entries, checkpoint, strict=strict, warn=ranks.is_first)
+                weights = _match(
+                    model, base_entries, checkpoint, strict=strict, warn=ranks.is_first, new=new_modules or {}
+                )
                 converter = _Converter(checkpoint)
                 step.value = list(_differing_ties(base_entries, weights, checkpoint, converter))
             _require_equal_ties([tie for ties in step.values.values() for tie in ties])
@@ -130,7 +137,13 @@ def load_weights(
                 materialize_entries(model, entries, device)
             reshard_all(model)
             near = _readers(places, readers)
-            sent, received = _fill(refresh_buffers(base_entries), weights, checkpoint, near, ranks, bucket_bytes)
+            stored, drawn = [], []
+            for entry in refresh_buffers(base_entries):
+                (stored if weights.by_model_name.keys() & {*entry.names} else drawn).append(entry)
+            sent, received = _fill(stored, weights, checkpoint, near, ranks, bucket_bytes)
+            with raise_on_all(ranks):
+                for entry in drawn:
+                    fill_local(entry.tensor, *_drawn(entry, new_modules or {}))
     remember_rules(base_model(model), weights.rules)
     if training is not None:
         model.train(training)
@@ -210,13 +223,27 @@ def _fill(
 
 
 def _match(
-    model: nn.Module, entries: Sequence[StateEntry], checkpoint: HubCheckpoint, *, strict: bool, warn: bool
+    model: nn.Module,
+    entries: Sequence[StateEntry],
+    checkpoint: HubCheckpoint,
+    *,
+    strict: bool,
+    warn: bool,
+    new: Mapping[str, float],
 ) -> WeightMap:
     """Return the origin of every tensor of the model, checked from headers alone."""
     require_materialized_adapters(model)
     require_unquantized(entries)
     weights = map_weights(base_model(model), entries, checkpoint.tensors)
-    problems = [problem for entry in entries if (problem := _problem(entry, weights, checkpoint)) is not None]
+    problems = [
+        problem
+        for entry in entries
+        if (problem := _problem(entry, weights, checkpoint)) is not None
+        and (weights.by_model_name.keys() & {*entry.names} or _deviation(entry, new) is None)
+    ]
+    drawn = [entry.names[0] for entry in entries if not weights.by_model_name.keys() & {*entry.names}]
+    if drawn and not problems and warn:
+        logger.warning("the checkpoint lacks %s: initial values are drawn", ", ".join(drawn))
     if problems:
         listed = "\n  ".join(problems)
         raise MismatchError(f"the checkpoint does not fit the model in {len(problems)} tensors:\n  {listed}")
@@ -250,6 +277,23 @@ def _problem(entry: StateEntry, weights: WeightMap, checkpoint: HubCheckpoint) -
             "dequantize the checkpoint first"
         )
     return None
+
+
+def _deviation(entry: StateEntry, new: Mapping[str, float]) -> float | None:
+    """Return the standard deviation of a tensor of a new module, ``None`` for one of any other."""
+    inside = (std for path, std in new.items() for name in entry.names if name.startswith(f"{path}."))
+    return next(inside, None)
+
+
+def _drawn(entry: StateEntry, new: Mapping[str, float]) -> tuple[Sequence[Chunk], ReadSlices]:
+    """Return a source of initial values that follow from the tensor's name."""
+    name, shape = entry.names[0], tuple(entry.tensor.shape)
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+    value = torch.zeros(shape)
+    if len(shape) > 1:
+        value.normal_(std=_deviation(entry, new) or 0.0, generator=generator)
+    return [identity_chunk(name, shape)], lambda _, slices: value[slices]
 
 
 def _is_quantized(stored: HubTensor) -> bool:
