@@ -40,3 +40,9 @@ def grad_norm(parameters: Any) -> Tensor:
 def token_statistics(logits: Tensor, targets: Tensor, **options: Any) -> Any:
     """Call ``rl_logprobs.token_statistics``."""
     return _rl_logprobs().token_statistics(logits, targets, **options)
+
+
+def gather_sequence(local: Tensor, permutation: Tensor, group: Any, *, dim: int) -> Tensor:
+    """Call ``rl_logprobs.gather_sequence``."""
+    full: Tensor = _rl_logprobs().gather_sequence(local, permutation, group, dim=dim)
+    return full
