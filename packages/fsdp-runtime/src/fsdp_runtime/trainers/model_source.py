@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: Arguments of ``from_pretrained`` that concern one process alone, or are its defaults here.
 _DROPPED = ("device_map", "low_cpu_mem_usage", "use_cache")
+#: How the attention functions begin that ``parallelize`` registers with transformers.
+_OWN_ATTENTION = "context_parallel_"
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -86,6 +88,8 @@ class ModelSource:
         settings = {name: value for name, value in settings.items() if name not in _DROPPED}
         if settings.get("quantization_config") is not None:
             raise OptionError("quantization_config: shards of quantized weights are not trained; load in bfloat16")
+        if str(settings.get("attn_implementation")).startswith(_OWN_ATTENTION):  # of a policy that is sharded
+            del settings["attn_implementation"]
         settings["dtype"] = _dtype(settings.get("dtype", "float32"))
         config = transformers.AutoConfig.from_pretrained(path, **_for_config(settings))
         saved = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0], None)
