@@ -82,3 +82,10 @@ def adds_reference_adapter(trainer_class: type, args: Any, reference: Any) -> bo
     if issubclass(trainer_class, (trl.DPOTrainer, trl.KTOTrainer)):
         return reference is None
     return issubclass(trainer_class, (trl.GRPOTrainer, trl.RLOOTrainer)) and args.beta != 0.0
+
+
+def pairs_within_batches(trainer_class: type) -> bool:
+    """Return True if ``_prepare_dataset`` pairs the samples of a batch of one process, as KTO's does for its KL."""
+    import trl
+
+    return issubclass(trainer_class, trl.KTOTrainer)

@@ -20,7 +20,7 @@ from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import axis_size, submesh
 from fsdp_runtime.steps.outputs.generation import full_logits
-from fsdp_runtime.trainers._trl_compat import adds_reference_adapter, replaced, takes_reference
+from fsdp_runtime.trainers._trl_compat import adds_reference_adapter, pairs_within_batches, replaced, takes_reference
 from fsdp_runtime.trainers.fused_head import add_fused_lm_head
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin, data_parallel_rank
 from fsdp_runtime.trainers.model_source import is_sharded, with_reference_adapter
@@ -86,6 +86,13 @@ class TrlMixin(MeshTrainerMixin):
     def _add_adapter(self, model: Any, config: Any, **options: Any) -> nn.Module:
         """Shard the model in its adapter; in the place of peft's ``get_peft_model``."""
         return model if is_peft_model(model) else self._source.shard(model, config)
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
+        """Prepare a data set; KTO's mismatched pairs are made within the samples that all ranks take at a time."""
+        if pairs_within_batches(type(self)):
+            args = copy.copy(args)
+            args.per_device_train_batch_size *= submesh(self.mesh, "dp").size()
+        return super()._prepare_dataset(dataset, processing_class, args, *rest)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
