@@ -124,7 +124,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "eval_strategy": "steps",
         "save_steps": 1,
         "eval_steps": 1,
-        "learning_rate": 0.3,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # the first checkpoint, which is not the last
     },
     "torch_compile": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
 }

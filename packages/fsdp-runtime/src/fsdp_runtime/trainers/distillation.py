@@ -41,7 +41,7 @@ class DistillationMixin(GeneratingMixin):
 
 def full_weight(weight: Any) -> Any:
     """Gather a weight that is sharded over ``tp``; other values as they are."""
-    return _FullWeight.apply(weight) if isinstance(weight, DTensor) else weight
+    return _FullWeight.apply(weight) if isinstance(weight, DTensor) else weight  # type: ignore[no-untyped-call]
 
 
 class _FullWeight(torch.autograd.Function):

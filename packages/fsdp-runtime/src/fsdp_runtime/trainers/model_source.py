@@ -130,8 +130,13 @@ def with_reference_adapter(model: Any) -> Any:
                 "parallelize"
             )
         model.add_adapter("ref", model.peft_config["default"])
-    model.__dict__["add_adapter"] = lambda name, config: None  # the trainer then copies the weights into it
     return model
+
+
+def keep_reference_adapter(model: Any) -> None:
+    """Let ``add_adapter`` of a sharded ``PeftModel`` leave ``ref`` as it is; the trainer then copies the weights in."""
+    refuse = model.add_adapter
+    model.__dict__["add_adapter"] = lambda name, *args, **kwargs: name == "ref" or refuse(name, *args, **kwargs)
 
 
 def _dtype(name: Any) -> Any:

@@ -23,7 +23,8 @@ from fsdp_runtime.steps.outputs.generation import full_logits
 from fsdp_runtime.trainers._trl_compat import adds_reference_adapter, pairs_within_batches, replaced, takes_reference
 from fsdp_runtime.trainers.fused_head import add_fused_lm_head
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin, data_parallel_rank
-from fsdp_runtime.trainers.model_source import is_sharded, with_reference_adapter
+from fsdp_runtime.trainers.model_source import is_sharded, keep_reference_adapter, with_reference_adapter
+from fsdp_runtime.trainers.vllm_server import server_generation
 
 #: Arguments with a second model, which is sharded like the first.
 _OTHER_MODELS = ("ref_model", "teacher_model")
@@ -41,7 +42,9 @@ class TrlMixin(MeshTrainerMixin):
             "add_fused_lm_head": add_fused_lm_head,
             "create_model_from_path": self._create_model,
             "get_peft_model": self._add_adapter,
+            "VLLMGeneration": server_generation(type(self)) if getattr(args, "use_vllm", False) else None,
         }
+        functions = {name: function for name, function in functions.items() if function is not None}
         self._by_name = isinstance(model, str)
         self._adapter = kwargs.get("peft_config")
         self._given_reference = kwargs.pop("ref_model", None) if not takes_reference(type(self)) else None
@@ -53,10 +56,13 @@ class TrlMixin(MeshTrainerMixin):
         if isinstance(model, nn.Module):
             if self._adapter is not None and is_sharded(model):
                 self._source.shard(model, self._adapter)  # raises
-            if is_peft_model(model) and self._adds_reference:
+            copied = self._adds_reference and is_peft_model(model)
+            if copied:
                 model = with_reference_adapter(model)
             if self._adapter is None:
                 model = self._source.shard(model)
+            if copied:
+                keep_reference_adapter(model)
         elif not isinstance(model, str):
             raise ModelError(f"model={model!r}: pass a model or its path")
         for name in _OTHER_MODELS:
@@ -129,6 +135,8 @@ class GeneratingMixin(TrlMixin):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with FSDP2's parameters gathered and plain logits, the same tokens on all ranks of ``tp``."""
+        if getattr(self, "use_vllm", False):
+            return self._from_first([super()._generate_single_turn(*args, **kwargs)])[0]
         self.accelerator.share_random_state()
         model = self.model
         with torch.no_grad(), unsharded(model), full_logits(base_model(model)):
@@ -149,9 +157,13 @@ class GeneratingMixin(TrlMixin):
 
 def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     """Raise :class:`OptionError` for what a trainer that generates cannot do on a mesh."""
+    if getattr(args, "use_vllm", False) and args.vllm_mode != "server":
+        raise OptionError(
+            f"use_vllm=True with vllm_mode={args.vllm_mode!r} cannot be used on a model that parallelize has sharded: "
+            "start a server and set vllm_mode='server', or generate in an engine of your own (rollout_func) and send "
+            "it the weights with fsdp_runtime.sync.send_weights"
+        )
     refused = {
-        "use_vllm": "it reads parameters that are sharded: generate in an engine of your own (rollout_func) and send "
-        "it the weights with fsdp_runtime.sync.send_weights",
         "use_transformers_continuous_batching": "it is not covered: leave it off",
         "sync_ref_model": "it is not covered: leave it off",
         "cast_lm_head_to_fp32": "it replaces the sharded head: leave it off, or load float32 weights",
@@ -163,10 +175,10 @@ def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     for name in ("tools", "environment_factory"):
         if tp > 1 and kwargs.get(name):
             raise OptionError(f"{name} would act once on every rank of tp={tp}: use a mesh with tp=1")
-    if axis_size(mesh, "cp") > 1 and not kwargs.get("rollout_func"):
+    if axis_size(mesh, "cp") > 1 and not (kwargs.get("rollout_func") or getattr(args, "use_vllm", False)):
         raise OptionError(
             f"generation on cp={axis_size(mesh, 'cp')}: a rank's cache holds the keys of its own tokens; generate in "
-            "an engine (rollout_func), or use cp=1"
+            "an engine (rollout_func, use_vllm), or use cp=1"
         )
 
 
