@@ -24,7 +24,7 @@ from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
 from fsdp_runtime.trainers.rl_logprobs_backend import gather_sequence
-from fsdp_runtime.wrap import hook_model
+from fsdp_runtime.wrap import effects_of, hook_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +58,7 @@ class Rows:
         return self.shard(shifted, -100)
 
 
+_EFFECT = "takes full rows"
 _rows: ContextVar[Rows | None] = ContextVar("rows", default=None)
 
 
@@ -68,10 +69,9 @@ def rows_in_force() -> Rows | None:
 
 def take_full_rows(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let a model take full rows and labels, if it is under context parallelism; once a model."""
-    if axis_size(mesh, "cp") == 1 or not under_context_parallelism(model) or hasattr(model, "_takes_full_rows"):
+    if axis_size(mesh, "cp") == 1 or not under_context_parallelism(model) or _EFFECT in effects_of(model):
         return
-    model._takes_full_rows = True  # type: ignore[assignment]
-    hook_model(model, "takes full rows", partial(_before, attention_of(model)), _after, first=True)
+    hook_model(model, _EFFECT, partial(_before, attention_of(model)), _after, first=True)
 
 
 def _before(attention: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
