@@ -62,7 +62,7 @@ def tiny_config(architecture: str, *, tied: bool = False, **changes: Any) -> Any
         case "Qwen2ForCausalLM":
             text.pop("head_dim")
             return transformers.Qwen2Config(**text)
-        case "Qwen3ForCausalLM":
+        case "Qwen3ForCausalLM" | "Qwen3ForSequenceClassification":
             return transformers.Qwen3Config(**text)
         case "Gemma3ForCausalLM":
             return transformers.Gemma3TextConfig(**_gemma(text))

@@ -54,9 +54,9 @@ class Outcome:
         return [entry[key] for entry in self.history if key in entry]
 
 
-def write_checkpoint(folder: Path, *, architecture: str = "Qwen3ForCausalLM", seed: int = 0) -> Path:
+def write_checkpoint(folder: Path, *, architecture: str = "Qwen3ForCausalLM", seed: int = 0, **options: Any) -> Path:
     """Write a tiny float32 checkpoint and a tokenizer of words ``t0`` to ``t130``."""
-    model: Any = tiny_model(architecture, dtype=torch.float32, seed=seed)
+    model: Any = tiny_model(architecture, dtype=torch.float32, seed=seed, **options)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
@@ -100,13 +100,19 @@ def token_rows(count: int = 16, *, seed: int = 0) -> list[dict[str, list[int]]]:
 
 def model_on(folder: Path, axes: Mapping[str, int] | None, **options: Any) -> tuple[Any, Any]:
     """The checkpoint as a model on a mesh, and the mesh; without axes, plain, and ``None``."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
+    config = transformers.AutoConfig.from_pretrained(folder, dtype=torch.float32)
+    auto = transformers.AutoModelForCausalLM
+    if config.architectures[0].endswith("ForSequenceClassification"):
+        auto = transformers.AutoModelForSequenceClassification
+    elif config.architectures[0].endswith("ForConditionalGeneration"):
+        auto = transformers.AutoModelForImageTextToText
     if axes is None:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), None
+        return auto.from_pretrained(folder, dtype=torch.float32), None
     mesh = mesh_for(axes)
     with meta_device():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, dtype=torch.float32))
+        model = auto.from_config(config)
     parallelize(model, mesh, **options)
     load_weights(model, folder)
     return model, mesh

@@ -112,7 +112,12 @@ def hook_forward(
 
 
 def hook_model(
-    model: nn.Module, effect: str, before: Callable[..., Any], after: Callable[..., Any] | None = None
+    model: nn.Module,
+    effect: str,
+    before: Callable[..., Any],
+    after: Callable[..., Any] | None = None,
+    *,
+    first: bool = False,
 ) -> None:
     """Register hooks of every call that runs a model, one call of each per forward.
 
@@ -124,14 +129,15 @@ def hook_model(
         effect: what they do.
         before: as in :func:`hook_forward`.
         after: as in :func:`hook_forward`, called after an error, too.
+        first: as in :func:`hook_forward`.
     """
     base = base_model(model)
     if base is not model:
         inside = _Inside(before, after)
-        hook_forward(base, effect, before=inside.before, after=inside.after, always=True)
+        hook_forward(base, effect, before=inside.before, after=inside.after, first=first, always=True)
         model.register_forward_pre_hook(inside.enter, prepend=True)
         model.register_forward_hook(inside.leave, always_call=True)
-    hook_forward(model, effect, before=before, after=after, always=True)
+    hook_forward(model, effect, before=before, after=after, first=first, always=True)
 
 
 class _Inside:

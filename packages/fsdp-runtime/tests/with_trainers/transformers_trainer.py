@@ -12,11 +12,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from fsdp_runtime import BackendError, MeshError, ModelError, OptionError
 from fsdp_runtime.trainers import Trainer
-from harness.parity import mesh_for
 from harness.ranks import RankPool
 from harness.trainers import (
     BATCH,
@@ -188,7 +188,6 @@ def test_bf16_trains_close_to_the_autocast_of_one_process(four_ranks: RankPool, 
 REFUSED: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": True},
     "torch_compile": {"torch_compile": True},
-    "use_liger_kernel": {"use_liger_kernel": True},
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
     "bf16_full_eval": {"bf16_full_eval": True},
@@ -223,10 +222,9 @@ def _refusals(folder: Path, output: Path) -> list[str]:
             else:
                 setattr(arguments, name, value)
         expect(OptionError, words, args=arguments)
-    expect(OptionError, "model_init", model_init=lambda: model)
-    expect(ModelError, "parallelize", model=model_on(folder, None)[0])
+    expect(OptionError, "before parallelize", parallelize_kwargs={"logits": "full"})
     expect(ModelError, "load it by name", model="Qwen/Qwen3-0.6B")
-    expect(MeshError, "cp", mesh=mesh_for({"cp": 2}))
+    expect(MeshError, "rows", mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("rows",)))
     recomputing, _ = model_on(folder, {"tp": 2}, activation_checkpointing="block")
     again = TrainingArguments(output_dir=str(output), use_cpu=True, report_to=[], activation_checkpointing=True)
     expect(OptionError, "gradient_checkpointing=False", model=recomputing, args=again)

@@ -13,7 +13,7 @@ import torch
 import trl
 from datasets import Dataset
 
-from fsdp_runtime import OptionError
+from fsdp_runtime import OptionError, parallelize
 from fsdp_runtime.trainers import GRPOTrainer
 from harness.models import tiny_model
 from harness.ranks import RankPool
@@ -201,14 +201,14 @@ def _refusals(folder: Path, output: Path) -> list[str]:
     forget_accelerate()
     model, mesh = model_on(folder, {"tp": 2})
     adapted = peft.get_peft_model(tiny_model("Qwen3ForCausalLM"), peft.LoraConfig(target_modules=["q_proj"]))
+    parallelize(adapted, mesh)
     failures = []
     base = {"output_dir": str(output), "use_cpu": True, "bf16": False, "report_to": [], "gradient_checkpointing": False}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("send_weights", {"use_vllm": True}, {}),
+        ("vllm_mode=", {"use_vllm": True, "vllm_mode": "colocate"}, {}),
         ("sync_ref_model", {"sync_ref_model": True}, {}),
         ("cast_lm_head_to_fp32", {"cast_lm_head_to_fp32": True}, {}),
-        ("ref_model=", {"beta": 0.1}, {}),
-        ("with a PeftModel", {"beta": 0.1}, {"model": adapted}),
+        ("before parallelize", {"beta": 0.1}, {"model": adapted}),
         ("tp=2", {}, {"tools": [max]}),
         ("does not divide", {"per_device_train_batch_size": 2, "num_generations": 4}, {}),
     ]

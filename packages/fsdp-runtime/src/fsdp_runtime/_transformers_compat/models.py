@@ -23,6 +23,21 @@ def has_model_for(auto: Any, config: Any) -> bool:
     return type(config) in auto._model_mapping
 
 
+def model_from_config(cls: Any, config: Any, dtype: Any) -> Any:
+    """Build a model of a class with fresh weights, in ``dtype`` or the config's, as auto classes' ``from_config`` do.
+
+    ``_from_config`` since transformers 4.20; the public form wants an auto class, of which a checkpoint names none.
+    """
+    return cls._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+
+
+def auto_class_builds(auto: Any, config: Any) -> Any:
+    """Return the class that an auto class builds for a config, ``None`` if it knows none (``_model_mapping``)."""
+    return (
+        auto._model_mapping[type(config)] if hasattr(auto, "_model_mapping") and has_model_for(auto, config) else None
+    )
+
+
 def picks_one_token(model: Any) -> bool:
     """Return True if the model's class scores one token of each row: the last that is no padding, or the first.
 

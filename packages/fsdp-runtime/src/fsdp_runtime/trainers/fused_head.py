@@ -12,10 +12,11 @@ import types
 from typing import Any
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.trainers.full_rows import rows_in_force
 from fsdp_runtime.trainers.logits import per_token, scored_positions
 from fsdp_runtime.wrap import replace_forward
 
-_FIELDS = frozenset({"log_probs", "entropy", "is_top1"})
+_FIELDS = frozenset({"log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs"})
 
 
 def add_fused_lm_head(
@@ -30,7 +31,7 @@ def add_fused_lm_head(
         model: a causal language model of transformers, not a ``PeftModel`` around it.
         temperature: the logits are divided by this.
         cast_lm_head_to_fp32: not supported.
-        outputs: among ``log_probs``, ``entropy`` and ``is_top1``.
+        outputs: among ``log_probs``, ``entropy``, ``is_top1``, ``mean_logits`` and ``log_sum_sq_probs``.
 
     Raises:
         OptionError: an option that is not supported.
@@ -60,16 +61,13 @@ def add_fused_lm_head(
         if shift_labels is not None:
             raise OptionError("shift_labels come with context or sequence parallelism of accelerate: use labels")
         kwargs["use_cache"] = False
-        if takes_logits_to_keep:
+        rows = rows_in_force()
+        if rows is not None:  # the hook of full rows has taken them: the model runs on this rank's tokens
+            labels, num_items_in_batch = rows.given.get("labels"), rows.given.get("num_items_in_batch")
+        elif takes_logits_to_keep:
             kwargs["logits_to_keep"] = scored_positions(labels)
         plain = forward(*args, **kwargs)
-        found = per_token(
-            plain.logits,
-            labels,
-            temperature=temperature,
-            entropy="entropy" in outputs,
-            is_top1="is_top1" in outputs,
-        )
+        found = per_token(plain.logits, labels, temperature=temperature, fields=outputs, rows=rows)
         mask = labels[:, 1:] != -100
         count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         loss = -found["log_probs"].sum() / count

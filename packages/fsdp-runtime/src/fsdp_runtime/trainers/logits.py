@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.trainers.full_rows import Rows, rows_in_force
 from fsdp_runtime.trainers.rl_logprobs_backend import token_statistics
 
 
@@ -41,7 +42,8 @@ def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if not isinstance(logits, DTensor):
+        rows = rows_in_force()
+        if rows is None and not isinstance(logits, DTensor):
             options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **kwargs}
             if shift_labels is not None:
                 options["shift_labels"] = shift_labels
@@ -49,10 +51,14 @@ def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor
         targets = labels if shift_labels is None else shift_labels
         if targets is None:
             raise OptionError("a loss needs labels or shift_labels")
-        statistics = token_statistics(logits, targets, shift=shift_labels is None, ignore_index=ignore_index)
         scored = targets[..., 1:] if shift_labels is None else targets
         count = (scored != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        total: Tensor = -statistics.logprobs.sum()
+        if rows is not None:
+            own = rows.shard(targets, ignore_index) if shift_labels is not None else rows.targets(targets)
+            logprobs = rows.gather(token_statistics(logits, own, ignore_index=ignore_index).logprobs)
+        else:
+            logprobs = token_statistics(logits, targets, shift=shift_labels is None, ignore_index=ignore_index).logprobs
+        total: Tensor = -logprobs.sum()
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
     return loss
@@ -107,27 +113,49 @@ def scored_positions(labels: Tensor) -> int:
     return max(1, labels.size(1) - max(first, 1) + 1)
 
 
-def per_token(logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool, is_top1: bool) -> dict[str, Any]:
+def per_token(
+    logits: Tensor, labels: Tensor, *, temperature: float, fields: tuple[str, ...], rows: Rows | None = None
+) -> dict[str, Any]:
     """Return log-probabilities and what else is asked, all ``[batch, seq - 1]``, zero where there is no label.
 
     Args:
-        logits: ``[batch, kept, vocab]``, those of the last positions; sharded on the vocabulary, or plain.
+        logits: ``[batch, kept, vocab]``, those of the last positions; sharded on the vocabulary, or plain.  With
+            ``rows``, those of this rank's tokens.
         labels: ``[batch, seq]``, not shifted; -100 where there is none.
         temperature: the logits are divided by this.
-        entropy: compute the entropy, in nats.
-        is_top1: tell where the label is the most probable token.
+        fields: besides ``log_probs`` among ``entropy`` (nats), ``is_top1`` (the label is the most probable token), and
+            without gradient ``mean_logits`` (over the vocabulary) and ``log_sum_sq_probs``.
+        rows: the rows of full length, under context parallelism.
     """
+    if rows is not None:
+        found = _statistics(logits, rows.targets(labels), temperature, fields)
+        return {name: rows.gather(value)[:, :-1] for name, value in found.items()}
     targets = labels[:, 1:]
     kept = min(logits.size(1) - 1, targets.size(1))
     recent = nn.functional.pad(targets[:, targets.size(1) - kept :], (0, logits.size(1) - kept), value=-100)
-    found = token_statistics(logits, recent, temperature=temperature, entropy=entropy, argmax=is_top1)
-    fields = {
-        "log_probs": found.logprobs,
-        "entropy": found.entropy,
-        "is_top1": ((found.argmax == recent) & (recent != -100)).to(torch.float32) if is_top1 else None,
-    }
     unscored = targets.size(1) - kept
     return {
-        name: None if value is None else nn.functional.pad(value[:, :kept], (unscored, 0))
-        for name, value in fields.items()
+        name: nn.functional.pad(value[:, :kept], (unscored, 0))
+        for name, value in _statistics(logits, recent, temperature, fields).items()
     }
+
+
+def _statistics(logits: Tensor, targets: Tensor, temperature: float, fields: tuple[str, ...]) -> dict[str, Tensor]:
+    found = token_statistics(
+        logits, targets, temperature=temperature, entropy="entropy" in fields, argmax="is_top1" in fields
+    )
+    scored = targets != -100
+    values: dict[str, Tensor] = {"log_probs": found.logprobs}
+    if "entropy" in fields:
+        values["entropy"] = found.entropy
+    if "is_top1" in fields:
+        values["is_top1"] = (found.argmax == targets) & scored
+    with torch.no_grad():
+        if "log_sum_sq_probs" in fields:  # log of the sum of squared probabilities, from two partition sums
+            twice = token_statistics(logits.detach(), targets, temperature=temperature / 2)
+            values["log_sum_sq_probs"] = twice.logsumexp - 2 * found.logsumexp.detach()
+        if "mean_logits" in fields:
+            total = logits.detach().sum(-1, dtype=torch.float32)
+            plain = total.full_tensor() if isinstance(total, DTensor) else total
+            values["mean_logits"] = (plain / (logits.size(-1) * temperature)).masked_fill(~scored, 0.0)
+    return values

@@ -1,7 +1,7 @@
 """accelerate's ``Accelerator`` over the data-parallel ranks of a mesh instead of the world.
 
 A trainer asks its accelerator which part of the batch is its own and how to bring the parts together.  Ranks that
-differ only in ``tp`` compute on the same batch, so to a trainer they are one process.
+differ only in ``cp`` or ``tp`` compute on the same batch, so to a trainer they are one process.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_runtime._torch_compat import flatten_axes
 from fsdp_runtime.errors import BackendError
 from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.mesh.spec import axis_size, submesh
@@ -91,7 +92,7 @@ class MeshAccelerator(Accelerator):
         return [each for part in heard for each in part]
 
     def gather_from_first(self, tensor: Tensor) -> Tensor:
-        """Gather, and give every rank of ``tp`` the values of the first one, bit for bit.
+        """Gather, and give every rank of ``cp`` and ``tp`` the values of the first one, bit for bit.
 
         For values that need not be the same on all of them, such as rewards from a sampled judge.
         """
@@ -115,10 +116,13 @@ class MeshAccelerator(Accelerator):
     @property
     def model_group(self) -> ProcessGroup | None:
         """The ranks that hold one replica of the batch, or ``None`` where each rank has its own."""
-        return self.mesh["tp"].get_group() if axis_size(self.mesh, "tp") > 1 else None
+        ways = tuple(axis for axis in ("cp", "tp") if axis_size(self.mesh, axis) > 1)
+        if len(ways) < 2:
+            return self.mesh[ways[0]].get_group() if ways else None
+        return flatten_axes(self.mesh, ways, "cp_tp").get_group()
 
     def share_random_state(self) -> None:
-        """Give every rank of ``tp`` the random state of the first one, so that they sample the same tokens."""
+        """Give every rank of ``cp`` and ``tp`` the random state of the first, so that they sample the same tokens."""
         if (group := self.model_group) is None:
             return
         states: list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]] = [
@@ -146,6 +150,7 @@ def over_mesh(accelerator: Accelerator, mesh: DeviceMesh) -> MeshAccelerator:
     accelerator.__class__ = MeshAccelerator
     over: MeshAccelerator = accelerator
     over.mesh = mesh
+    _ = over.model_group  # makes the group, on all ranks at once
     return over
 
 

@@ -12,13 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model, is_peft_model
-from fsdp_runtime.errors import CheckpointError, OptionError
+from fsdp_runtime.errors import CheckpointError, ModelError, OptionError
+from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.trainers.full_rows import take_full_rows
 from fsdp_runtime.trainers.logits import full, label_smoother_for, take_sharded_logits
 from fsdp_runtime.trainers.mesh_accelerator import MeshAccelerator, over_mesh
+from fsdp_runtime.trainers.model_source import ModelSource, is_sharded
 from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_, grad_norm, require_rl_logprobs
-from fsdp_runtime.trainers.training_arguments import check_arguments, check_mesh, check_model, check_optimizer
+from fsdp_runtime.trainers.training_arguments import (
+    adapted,
+    check_arguments,
+    check_mesh,
+    check_model,
+    check_optimizer,
+)
 from fsdp_runtime.training_state import load_training_state, save_training_state
 from fsdp_runtime.weights import load_weights, save_weights
 
@@ -37,47 +46,91 @@ class MeshTrainerMixin(_AnyTrainer):
 
     Put it before the trainer's class: ``class MyTrainer(MeshTrainerMixin, TheirTrainer)``.  What it changes:
 
-    - Ranks that differ only in ``tp`` get the same batches; batches are divided over ``dp``.
+    - Ranks that differ only in ``tp`` or ``cp`` get the same batches; batches are divided over ``dp``.
     - accelerate neither wraps the model nor moves it.
     - The loss with ``labels`` is computed from logits that are sharded on the vocabulary.
     - The norm of the gradients, and clipping by it, count every shard once.
     - ``save_model`` writes what ``from_pretrained`` reads; checkpoints resume on this mesh or another.
 
     Args:
-        model: a model after ``parallelize`` and ``load_weights``.
-        mesh: the mesh that it was parallelized on; ``dp_replicate``, ``dp_shard`` and ``tp`` may be larger than 1.
+        model: a model after ``parallelize`` and ``load_weights``; or one that is not sharded yet, with its weights,
+            which the trainer then parallelizes.
+        mesh: the mesh that it was, or is to be, parallelized on.
         args: the trainer's training arguments.
+        parallelize_kwargs: keywords of ``parallelize`` for the models that the trainer shards itself: this one, those
+            of ``model_init``, references and teachers.
         kwargs: the trainer's other arguments, by keyword.
 
     Raises:
         BackendError: rl-logprobs is not installed.
-        MeshError: the mesh has an axis that batches cannot be divided over.
-        ModelError: the model is not parallelized on this mesh, or has no weights yet.
+        MeshError: the mesh has other axes.
+        ModelError: the model is parallelized on another mesh, or has no weights yet.
         OptionError: an option that cannot be right on a sharded model.
     """
 
     accelerator: MeshAccelerator
     mesh: DeviceMesh
 
-    def __init__(self, model: nn.Module | None = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
-        if kwargs.get("model_init") is not None:
-            raise OptionError("model_init makes models that are not sharded: pass a model after parallelize")
-        if kwargs.get("peft_config") is not None:
-            raise OptionError("peft_config wraps the model too late: call peft.get_peft_model before parallelize")
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        mesh: DeviceMesh,
+        args: Any = None,
+        parallelize_kwargs: Options | None = None,
+        **kwargs: Any,
+    ) -> None:
         check_mesh(mesh)
+        options: Options = {**(parallelize_kwargs or {})}
+        sharded = isinstance(model, nn.Module) and is_sharded(model)
+        if sharded and parallelize_kwargs:
+            raise OptionError("parallelize_kwargs for a model that is sharded already: pass it before parallelize")
         if args is not None:
+            args = adapted(args, options, sharded=sharded)
             check_arguments(args)
             if kwargs.get("optimizers", (None, None))[0] is None and kwargs.get("optimizer_cls_and_kwargs") is None:
                 check_optimizer(args)
-        check_model(model, mesh, recompute=bool(getattr(args, "activation_checkpointing", False)))
         require_rl_logprobs()
         self.mesh = mesh
-        if hasattr(base_model(model), "loss_function"):
-            take_sharded_logits(base_model(model))
+        self._source = ModelSource(mesh, options, seed=getattr(args, "seed", 0))
+        if isinstance(model, nn.Module):
+            self._check(model, args)
+        model, kwargs = self._shard_models(model, kwargs)
         super().__init__(model=model, args=args, **kwargs)
+        self._adopt(self.model)
         attributes: dict[str, Any] = self.__dict__
         if (label_smoother := attributes["label_smoother"]) is not None:
-            attributes["label_smoother"] = label_smoother_for(label_smoother, base_model(model))
+            attributes["label_smoother"] = label_smoother_for(label_smoother, base_model(self.model))
+
+    def _shard_models(self, model: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the model and the other arguments, with sharded models in place of plain ones."""
+        if model is None and kwargs.get("model_init") is not None:
+            return None, kwargs
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                f"model={model!r}: build it and pass it on, sharded or not; this trainer does not load it by name"
+            )
+        return self._source.shard(model), kwargs
+
+    def _check(self, model: nn.Module, args: Any) -> None:
+        if is_sharded(model):
+            check_model(model, self.mesh, recompute=bool(getattr(args, "activation_checkpointing", False)))
+        elif on_meta := next((name for name, tensor in model.named_parameters() if tensor.is_meta), None):
+            raise ModelError(f"{on_meta} is on the meta device: call parallelize and load_weights before the trainer")
+
+    def _adopt(self, model: nn.Module) -> None:
+        """Let a sharded model compute its loss from sharded logits, and from full rows under context parallelism."""
+        if hasattr(base_model(model), "loss_function"):
+            take_sharded_logits(base_model(model))
+        take_full_rows(model, self.mesh)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Make a model by ``model_init``, and shard it."""
+        model: nn.Module = super().call_model_init(trial)
+        self._check(model, self.args)
+        model = self._source.shard(model)
+        self._adopt(model)
+        return model
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, over the ranks of ``dp``."""

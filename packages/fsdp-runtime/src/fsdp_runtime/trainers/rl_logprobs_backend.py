@@ -25,7 +25,7 @@ def rl_logprobs() -> Any:
         ) from error
 
 
-def require_rl_logprobs() -> None:
+def requirerl_logprobs() -> None:
     """Raise :class:`BackendError` unless rl-logprobs is installed."""
     rl_logprobs()
 
@@ -45,3 +45,9 @@ def grad_norm(parameters: Any) -> Tensor:
 def token_statistics(logits: Tensor, targets: Tensor, **options: Any) -> Any:
     """Call ``rl_logprobs.token_statistics``."""
     return rl_logprobs().token_statistics(logits, targets, **options)
+
+
+def gather_sequence(local: Tensor, permutation: Tensor, group: Any, *, dim: int) -> Tensor:
+    """Call ``rl_logprobs.gather_sequence``."""
+    full: Tensor = rl_logprobs().gather_sequence(local, permutation, group, dim=dim)
+    return full

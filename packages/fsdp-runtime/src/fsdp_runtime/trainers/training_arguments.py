@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.errors import MeshError, ModelError, OptionError
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh.spec import axis_size, require_axes
 from fsdp_runtime.steps.checkpointing import recomputes
+
+logger = logging.getLogger(__name__)
 
 #: Optimizers that work elementwise, so that a shard is stepped as the full tensor would be.
 _OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
@@ -33,8 +38,6 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
         "fp16_full_eval and bf16_full_eval",
         "they convert the shards: load the model in that dtype",
     ),
-    (lambda args: args.torch_compile, "torch_compile", "parallelize(..., compile=True)"),
-    (lambda args: args.use_liger_kernel, "use_liger_kernel", "it replaces layers that are sharded"),
     (
         lambda args: args.auto_find_batch_size,
         "auto_find_batch_size",
@@ -79,15 +82,43 @@ def check_optimizer(args: Any) -> None:
         )
 
 
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise :class:`MeshError` unless every axis larger than 1 is ``dp_replicate``, ``dp_shard`` or ``tp``."""
-    require_axes(mesh)
-    for axis in mesh.mesh_dim_names or ():
-        if axis not in ("dp_replicate", "dp_shard", "tp") and axis_size(mesh, axis) > 1:
-            raise MeshError(
-                f"the trainers do not shard batches over {axis} (size {axis_size(mesh, axis)}): use dp_replicate, "
-                "dp_shard and tp, or a training loop of your own"
+def adapted(args: Any, options: Options, *, sharded: bool) -> Any:
+    """Return the arguments without what the package does in its own way, which goes to the options of ``parallelize``.
+
+    Args:
+        args: the ``TrainingArguments``; not changed.
+        options: keywords of ``parallelize``, for a model that the trainer shards; changed.
+        sharded: the model is sharded already.
+
+    Raises:
+        OptionError: ``torch_compile`` for a model that is sharded already.
+    """
+    args = copy.copy(args)
+    if getattr(args, "use_liger_kernel", False):
+        logger.warning(
+            "use_liger_kernel=True: its layers and loss would replace sharded ones; losses and log-probabilities are "
+            "computed from sharded logits or hidden states by rl_logprobs instead"
+        )
+        args.use_liger_kernel = False
+    if args.torch_compile:
+        if sharded:
+            raise OptionError(
+                "torch_compile cannot be used on a model that parallelize has sharded: parallelize(..., compile=True)"
             )
+        given = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+        options.setdefault("compile", {name: value for name, value in given.items() if value is not None} or True)
+        args.torch_compile = False
+        for name in (
+            "ACCELERATE_DYNAMO_BACKEND",
+            "ACCELERATE_DYNAMO_MODE",
+        ):  # set by the arguments: for the model whole
+            os.environ.pop(name, None)
+    return args
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raise :class:`MeshError` unless the mesh has axes that a trainer knows."""
+    require_axes(mesh)
 
 
 def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:
@@ -98,11 +129,6 @@ def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:
         mesh: the trainer's mesh.
         recompute: the arguments ask for activation checkpointing too.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"model={model!r}: build it, pass it to parallelize and load_weights, and pass it on; the trainer does not "
-            "load it by name"
-        )
     if on_meta := next((name for name, tensor in model.named_parameters() if tensor.is_meta), None):
         raise ModelError(f"{on_meta} is on the meta device: call load_weights before the trainer")
     submodule = next((path for path, module in model.named_modules() if recomputes(module)), None)

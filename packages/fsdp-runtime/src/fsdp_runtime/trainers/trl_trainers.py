@@ -1,96 +1,133 @@
-"""TRL's trainers on a mesh.
+"""TRL's trainers on a mesh: what they share, and those that sample from the model that they train.
 
-Written for TRL 1.16, whose trainers take log-probabilities from a patched ``model.forward`` (see ``fused_head``).
+They take log-probabilities from a patched ``model.forward`` (see ``fused_head``).
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-import trl
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._peft_compat import base_model, is_peft_model
-from fsdp_runtime.errors import OptionError
+from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import axis_size, submesh
 from fsdp_runtime.steps.outputs.generation import full_logits
+from fsdp_runtime.trainers._trl_compat import adds_reference_adapter, pairs_within_batches, replaced, takes_reference
 from fsdp_runtime.trainers.fused_head import add_fused_lm_head
-from fsdp_runtime.trainers.mesh_accelerator import replaced_globals
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin, data_parallel_rank
-from fsdp_runtime.trainers.training_arguments import check_model
+from fsdp_runtime.trainers.model_source import is_sharded, keep_reference_adapter, with_reference_adapter
+from fsdp_runtime.trainers.vllm_server import server_generation
+
+#: Arguments with a second model, which is sharded like the first.
+_OTHER_MODELS = ("ref_model", "teacher_model")
 
 
-class SFTTrainer(MeshTrainerMixin, trl.SFTTrainer):
-    """``trl.SFTTrainer`` for a model that ``parallelize`` has sharded.
+class TrlMixin(MeshTrainerMixin):
+    """Let a trainer of TRL train on a mesh; see :class:`MeshTrainerMixin`.
 
-    It takes the same arguments, by keyword, and ``mesh``; see :class:`MeshTrainerMixin` for what differs.
-    Log-probabilities, entropy and token accuracy come from the sharded logits.
+    The model may be a path, which every rank then reads its shards of, and ``peft_config`` wraps it before it is
+    sharded.  References and teachers that TRL loads come onto the same mesh.
     """
 
-    def __init__(self, model: nn.Module | None = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
-        with replaced_globals(trl.SFTTrainer.__init__, add_fused_lm_head=add_fused_lm_head):
+    def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
+        functions = {
+            "add_fused_lm_head": add_fused_lm_head,
+            "create_model_from_path": self._create_model,
+            "get_peft_model": self._add_adapter,
+            "VLLMGeneration": server_generation(type(self)) if getattr(args, "use_vllm", False) else None,
+        }
+        functions = {name: function for name, function in functions.items() if function is not None}
+        self._by_name = isinstance(model, str)
+        self._adapter = kwargs.get("peft_config")
+        self._given_reference = kwargs.pop("ref_model", None) if not takes_reference(type(self)) else None
+        self._adds_reference = adds_reference_adapter(type(self), args, kwargs.get("ref_model"))
+        with replaced(type(self), functions):
             super().__init__(model, mesh=mesh, args=args, **kwargs)
+
+    def _shard_models(self, model: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if isinstance(model, nn.Module):
+            if self._adapter is not None and is_sharded(model):
+                self._source.shard(model, self._adapter)  # raises
+            copied = self._adds_reference and is_peft_model(model)
+            if copied:
+                model = with_reference_adapter(model)
+            if self._adapter is None:
+                model = self._source.shard(model)
+            if copied:
+                keep_reference_adapter(model)
+        elif not isinstance(model, str):
+            raise ModelError(f"model={model!r}: pass a model or its path")
+        for name in _OTHER_MODELS:
+            if isinstance(kwargs.get(name), nn.Module):
+                kwargs = {**kwargs, name: self._shard_other(kwargs[name])}
+        return model, kwargs
+
+    def _shard_other(self, model: nn.Module) -> nn.Module:
+        self._check(model, None)
+        model = self._source.shard(model)
+        self._adopt(model)
+        return model
+
+    def _create_model(self, path: str, architecture: Any = None, **settings: Any) -> nn.Module:
+        """Load the trainer's model, or a reference or teacher; in the place of TRL's ``create_model_from_path``."""
+        if self._by_name:
+            self._by_name = False
+            return self._source.load(path, architecture, self._adapter, **settings)
+        if self._given_reference is not None:
+            return self._shard_other(self._given_reference)
+        if not path:
+            raise OptionError("the model's config does not say where it was loaded from: pass ref_model=...")
+        model = self._source.load(path, architecture, **settings)
+        self._adopt(model)
+        return model
+
+    def _add_adapter(self, model: Any, config: Any, **options: Any) -> nn.Module:
+        """Shard the model in its adapter; in the place of peft's ``get_peft_model``."""
+        return model if is_peft_model(model) else self._source.shard(model, config)
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
+        """Prepare a data set; KTO's mismatched pairs are made within the samples that all ranks take at a time."""
+        if pairs_within_batches(type(self)):
+            args = copy.copy(args)
+            args.per_device_train_batch_size *= submesh(self.mesh, "dp").size()
+        return super()._prepare_dataset(dataset, processing_class, args, *rest)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss; in evaluation too, divide it by the labels of all ranks, as the trainer of one process."""
         if num_items_in_batch is None and not self.model.training and self.args.average_tokens_across_devices:
-            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+            num_items_in_batch = (
+                self._get_num_items_in_batch([inputs], self.args.device) if "labels" in inputs else None
+            )
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
-class GRPOTrainer(MeshTrainerMixin, trl.GRPOTrainer):
-    """``trl.GRPOTrainer`` for a model that ``parallelize`` has sharded.
+class GeneratingMixin(TrlMixin):
+    """Let a trainer of TRL that samples completions, such as GRPO's, train on a mesh.
 
-    It takes the same arguments, by keyword, ``mesh`` and ``ref_model``; see :class:`MeshTrainerMixin` for what differs.
     Prompts are divided over ``dp``.  The ranks of one ``tp`` group generate the same completions together, with FSDP2's
     parameters gathered meanwhile, and use the same rewards: those of the group's first rank.
 
-    Args:
-        model: see :class:`MeshTrainerMixin`.
-        mesh: see :class:`MeshTrainerMixin`.
-        args: a ``trl.GRPOConfig``; its ``generation_batch_size`` is set to ``per_device_train_batch_size *
-            steps_per_generation`` times the size of ``dp``.
-        ref_model: with ``beta != 0``, the reference model, parallelized on the same mesh.
-        kwargs: the trainer's other arguments, ``reward_funcs`` among them.
+    ``generation_batch_size`` is set to ``per_device_train_batch_size * steps_per_generation`` times the size of ``dp``.
     """
 
     rollout_func: Any
 
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        *,
-        mesh: DeviceMesh,
-        args: Any = None,
-        ref_model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
         if args is None:
-            raise OptionError("pass args=trl.GRPOConfig(...)")
-        _check(args, kwargs, tp=axis_size(mesh, "tp"))
-        if args.beta != 0.0:
-            if is_peft_model(model):  # type: ignore[arg-type]
-                raise OptionError(
-                    f"beta={args.beta} with a PeftModel: TRL would add a reference adapter to a model that is sharded "
-                    "already: set beta=0, or train without adapters and pass ref_model=..."
-                )
-            if ref_model is None:
-                raise OptionError(
-                    f"beta={args.beta} needs the reference model: pass ref_model=..., parallelized on the same mesh"
-                )
-            check_model(ref_model, mesh, recompute=False)
-        replacements = {"add_fused_lm_head": add_fused_lm_head, "create_model_from_path": lambda *_, **__: ref_model}
-        with replaced_globals(trl.GRPOTrainer.__init__, **replacements):
-            super().__init__(model, mesh=mesh, args=_generation_over_dp(args, mesh), **kwargs)
-        rollout = self.rollout_func
+            raise OptionError("pass args=, such as trl.GRPOConfig(...)")
+        _check(args, kwargs, mesh)
+        super().__init__(model, mesh=mesh, args=_generation_over_dp(args, mesh), **kwargs)
+        rollout = getattr(self, "rollout_func", None)
         if rollout is not None:
             self.rollout_func = lambda prompts, trainer: self._from_first([rollout(prompts, trainer)])[0]
         # TRL seeds every process of the world differently; the ranks of tp must draw the same numbers.
@@ -98,29 +135,35 @@ class GRPOTrainer(MeshTrainerMixin, trl.GRPOTrainer):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with FSDP2's parameters gathered and plain logits, the same tokens on all ranks of ``tp``."""
+        if getattr(self, "use_vllm", False):
+            return self._from_first([super()._generate_single_turn(*args, **kwargs)])[0]
         self.accelerator.share_random_state()
         model = self.model
         with torch.no_grad(), unsharded(model), full_logits(base_model(model)):
-            completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
-        return self._from_first([completion_ids, logprobs])
+            found = super()._generate_single_turn(*args, **kwargs)
+        return self._from_first([found])[0]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         gathering = {"gather": self.accelerator.gather_from_first, "gather_object": self.accelerator.gather_objects}
-        with replaced_globals(trl.GRPOTrainer.__init__, **gathering):
+        with replaced(type(self), gathering):
             return super()._generate_and_score_completions(inputs)
 
     def _from_first(self, values: list[Any]) -> list[Any]:
-        """What the first rank of the ``tp`` group holds."""
+        """What the first rank of the ``cp`` and ``tp`` group holds."""
         if (group := self.accelerator.model_group) is not None:
             dist.broadcast_object_list(values, group=group, group_src=0)
         return values
 
 
-def _check(args: Any, kwargs: dict[str, Any], *, tp: int) -> None:
-    """Raise :class:`OptionError` for what GRPO cannot do on a mesh."""
+def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    """Raise :class:`OptionError` for what a trainer that generates cannot do on a mesh."""
+    if getattr(args, "use_vllm", False) and args.vllm_mode != "server":
+        raise OptionError(
+            f"use_vllm=True with vllm_mode={args.vllm_mode!r} cannot be used on a model that parallelize has sharded: "
+            "start a server and set vllm_mode='server', or generate in an engine of your own (rollout_func) and send "
+            "it the weights with fsdp_runtime.sync.send_weights"
+        )
     refused = {
-        "use_vllm": "it reads parameters that are sharded: generate in an engine of your own (rollout_func) and send "
-        "it the weights with fsdp_runtime.sync.send_weights",
         "use_transformers_continuous_batching": "it is not covered: leave it off",
         "sync_ref_model": "it is not covered: leave it off",
         "cast_lm_head_to_fp32": "it replaces the sharded head: leave it off, or load float32 weights",
@@ -128,14 +171,22 @@ def _check(args: Any, kwargs: dict[str, Any], *, tp: int) -> None:
     for name, instead in refused.items():
         if getattr(args, name, False):
             raise OptionError(f"{name}=True cannot be used on a model that parallelize has sharded: {instead}")
+    tp = axis_size(mesh, "tp")
     for name in ("tools", "environment_factory"):
         if tp > 1 and kwargs.get(name):
             raise OptionError(f"{name} would act once on every rank of tp={tp}: use a mesh with tp=1")
+    if axis_size(mesh, "cp") > 1 and not (kwargs.get("rollout_func") or getattr(args, "use_vllm", False)):
+        raise OptionError(
+            f"generation on cp={axis_size(mesh, 'cp')}: a rank's cache holds the keys of its own tokens; generate in "
+            "an engine (rollout_func, use_vllm), or use cp=1"
+        )
 
 
 def _generation_over_dp(args: Any, mesh: DeviceMesh) -> Any:
     """The arguments with the generation batch counted over ``dp`` instead of the world."""
     args = copy.copy(args)
+    if getattr(args, "steps_per_generation", None) is None:
+        return args
     dp = submesh(mesh, "dp").size()
     args.generation_batch_size = args.per_device_train_batch_size * args.steps_per_generation * dp
     if args.generation_batch_size % args.num_generations:

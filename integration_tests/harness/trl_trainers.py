@@ -1,0 +1,131 @@
+"""TRL's trainers with data of words, for tests on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+
+from fsdp_runtime.trainers import on_mesh
+from harness.models import VOCAB
+from harness.trainers import BATCH, COMMON, tokenizer
+
+#: Completions of every prompt, two each.
+SAMPLED = 2
+
+
+def _words(generator: torch.Generator, number: int) -> str:
+    return " ".join(f"t{index}" for index in torch.randint(4, VOCAB, (number,), generator=generator).tolist())
+
+
+def _rows(row: Callable[[Callable[[int], str], int], dict[str, Any]], count: int = 16) -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    return Dataset.from_list([row(partial(_words, generator), index) for index in range(count)])
+
+
+def preferences() -> Dataset:
+    """Prompts with a chosen and a rejected completion, of several lengths."""
+    return _rows(
+        lambda words, i: {"prompt": words(2 + i % 3), "chosen": " " + words(3 + i % 4), "rejected": " " + words(5)}
+    )
+
+
+def judged() -> Dataset:
+    """Prompts with a completion that is wanted or not."""
+    return _rows(lambda words, i: {"prompt": words(2), "completion": " " + words(3 + i % 4), "label": i % 3 > 0})
+
+
+def texts() -> Dataset:
+    return _rows(lambda words, i: {"prompt": words(2 + i % 3), "completion": " " + words(4 + i % 5)})
+
+
+def prompts() -> Dataset:
+    return _rows(lambda words, i: {"prompt": words(2 + i % 3)})
+
+
+def greedy(**more: Any) -> dict[str, Any]:
+    """Settings under which sampling draws the same tokens on every mesh."""
+    return {"max_completion_length": 6, "generation_kwargs": {"do_sample": False}, **more}
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [sum(int(word[1:]) for word in text.split() if word[1:].isdigit()) / 100 for text in completions]
+
+
+def trainers() -> dict[str, tuple[type, type, Callable[[], Dataset], dict[str, Any], dict[str, Any], tuple[str, ...]]]:
+    """By name: the class, its config's, the data, settings, other arguments, and figures that are compared."""
+    return {
+        "SFT": (trl.SFTTrainer, trl.SFTConfig, texts, {}, {}, ("entropy", "mean_token_accuracy", "num_tokens")),
+        "DPO": (
+            trl.DPOTrainer,
+            trl.DPOConfig,
+            preferences,
+            {"use_weighting": True},
+            {},
+            ("entropy", "rewards/margins", "logps/chosen", "logits/chosen", "logits/rejected", "mean_token_accuracy"),
+        ),
+        "KTO": (
+            trl.KTOTrainer,
+            trl.KTOConfig,
+            judged,
+            {},
+            {},
+            ("kl", "logps/chosen", "rewards/chosen", "logits/chosen"),
+        ),
+        "RLOO": (
+            trl.RLOOTrainer,
+            trl.RLOOConfig,
+            prompts,
+            greedy(num_generations=SAMPLED, beta=0.1),
+            {"reward_funcs": reward},
+            ("reward", "kl", "entropy"),
+        ),
+        "GRPO": (
+            trl.GRPOTrainer,
+            trl.GRPOConfig,
+            prompts,
+            greedy(num_generations=SAMPLED, beta=0.1),
+            {"reward_funcs": reward},
+            ("reward", "kl", "entropy"),
+        ),
+        "Reward": (trl.RewardTrainer, trl.RewardConfig, preferences, {}, {}, ("accuracy", "margin", "mean_reward")),
+        "Distillation": (
+            trl.DistillationTrainer,
+            trl.DistillationConfig,
+            prompts,
+            greedy(),
+            {"teacher_model": None},
+            ("entropy",),
+        ),
+    }
+
+
+def build(model: Any, mesh: Any, dp: int, *, name: str, output: str, teacher: Any = None, **options: Any) -> Any:
+    """A trainer of two steps, on a mesh or, for ``mesh=None``, TRL's own."""
+    cls, config, data, settings, others, _ = trainers()[name]
+    given = {
+        **COMMON,
+        "output_dir": output,
+        "per_device_train_batch_size": BATCH // dp,
+        "per_device_eval_batch_size": BATCH // dp,
+        "max_steps": 2,
+        "gradient_checkpointing": False,
+        "disable_dropout": True,
+        **settings,
+        **options,
+    }
+    more = {key: options[key] for key in ("peft_config", "parallelize_kwargs") if key in options}
+    given = {key: value for key, value in given.items() if key in config.__dataclass_fields__ or key in COMMON}
+    common = {
+        "model": model,
+        "args": config(**given),
+        "train_dataset": data(),
+        "processing_class": tokenizer(),
+        **more,
+        **{key: teacher if key == "teacher_model" else value for key, value in others.items()},
+    }
+    return cls(**common) if mesh is None else on_mesh(cls)(**common, mesh=mesh)

@@ -1,0 +1,91 @@
+"""Every use of what TRL keeps to itself, with its reason; tested on TRL 1.13 to 1.16.
+
+TRL's trainers build models, wrap them in adapters and gather over the world by functions of other modules, found under
+global names of the trainer's own.  Inside of :func:`replaced` those names stand for functions of a mesh.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+
+def is_trl(trainer_class: type) -> bool:
+    """Return True if a trainer derives from one of TRL's."""
+    return any(cls.__module__.startswith("trl.") for cls in trainer_class.__mro__)
+
+
+def modules_of(trainer_class: type) -> list[ModuleType]:
+    """Return TRL's modules that define a trainer and those that it derives from."""
+    names = dict.fromkeys(cls.__module__ for cls in trainer_class.__mro__ if cls.__module__.startswith("trl."))
+    return [sys.modules[name] for name in names]
+
+
+@contextmanager
+def replaced(trainer_class: type, functions: Mapping[str, Any]) -> Iterator[None]:
+    """Let a trainer's modules find these functions under global names, those that they have, inside the ``with``."""
+    changes = [
+        (vars(module), name, vars(module)[name], function)
+        for module in modules_of(trainer_class)
+        for name, function in functions.items()
+        if name in vars(module)
+    ]
+    for namespace, name, _, function in changes:
+        namespace[name] = function
+    try:
+        yield
+    finally:
+        for namespace, name, before, _ in changes:
+            namespace[name] = before
+
+
+def scores_by_fused_head(trainer_class: type) -> bool:
+    """Return True if a trainer calls ``model(..., fused_lm_head=True)`` (TRL 1.15; some in 1.14), not for logits."""
+    return any("add_fused_lm_head" in vars(module) for module in modules_of(trainer_class))
+
+
+def generates(trainer_class: type) -> bool:
+    """Return True if a trainer samples from the model that it trains."""
+    return hasattr(trainer_class, "_generate_single_turn")
+
+
+#: The function to which TRL's distillation trainer hands hidden states and the weights of both heads.
+DIVERGENCE = "_chunked_divergence_loss"
+
+
+def reads_head_weights(trainer_class: type) -> bool:
+    """Return True if a trainer computes its loss from hidden states and the weights of two heads."""
+    return generates(trainer_class) and any(DIVERGENCE in vars(module) for module in modules_of(trainer_class))
+
+
+def global_of(trainer_class: type, name: str) -> Any:
+    """Return what a trainer's modules have under a global name."""
+    return next(vars(module)[name] for module in modules_of(trainer_class) if name in vars(module))
+
+
+def takes_reference(trainer_class: type) -> bool:
+    """Return True if a trainer has the argument ``ref_model``; GRPO's and RLOO's load theirs by the model's name."""
+    own: Any = next(
+        cls for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.") and "__init__" in vars(cls)
+    )
+    return "ref_model" in inspect.signature(own.__init__).parameters
+
+
+def adds_reference_adapter(trainer_class: type, args: Any, reference: Any) -> bool:
+    """Return True if a trainer adds the adapter ``ref`` to a ``PeftModel``, a copy of the one that it trains."""
+    import trl
+
+    if issubclass(trainer_class, (trl.DPOTrainer, trl.KTOTrainer)):
+        return reference is None
+    return issubclass(trainer_class, (trl.GRPOTrainer, trl.RLOOTrainer)) and args.beta != 0.0
+
+
+def pairs_within_batches(trainer_class: type) -> bool:
+    """Return True if ``_prepare_dataset`` pairs the samples of a batch of one process, as KTO's does for its KL."""
+    import trl
+
+    return issubclass(trainer_class, trl.KTOTrainer)

@@ -1,0 +1,61 @@
+"""A trainer's class, made to train on a mesh."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import transformers
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.trainers._trl_compat import generates, is_trl, reads_head_weights
+from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin
+
+_DOC = """``{module}.{name}`` on a mesh.
+
+It takes the same arguments, by keyword, ``mesh`` and ``parallelize_kwargs``; see ``MeshTrainerMixin``.
+"""
+
+
+@cache
+def on_mesh(trainer_class: type) -> Any:
+    """Return a trainer of transformers or TRL, or one that derives from them, as a class that trains on a mesh.
+
+    Its instances take the arguments of ``trainer_class`` by keyword, but the model, and
+
+    - ``mesh``: the ``DeviceMesh``.  Batches are divided over its ``dp``; the ranks of ``tp`` and ``cp`` get the same.
+    - ``parallelize_kwargs``: keywords of ``parallelize``, for models that are not sharded yet.  A model that is has its
+      own.
+
+    Losses, gradient norms and weights are those of the trainer of one process with the same samples a step.
+
+    Args:
+        trainer_class: a class that derives from ``transformers.Trainer``.
+
+    Raises:
+        OptionError: it does not.
+
+    Example:
+        Under ``torchrun --nproc-per-node=4``::
+
+            mesh = MeshSpec(dp_shard=2, tp=2).build()
+            trainer = on_mesh(trl.DPOTrainer)(
+                model="Qwen/Qwen3-0.6B", mesh=mesh, args=trl.DPOConfig(...), train_dataset=dataset
+            )
+            trainer.train()
+    """
+    if not issubclass(trainer_class, transformers.Trainer):
+        raise OptionError(f"{trainer_class!r} does not derive from transformers.Trainer")
+    if issubclass(trainer_class, MeshTrainerMixin):
+        return trainer_class
+    mixin: type = MeshTrainerMixin
+    if is_trl(trainer_class):
+        from fsdp_runtime.trainers.distillation import DistillationMixin
+        from fsdp_runtime.trainers.trl_trainers import GeneratingMixin, TrlMixin
+
+        mixin = GeneratingMixin if generates(trainer_class) else TrlMixin
+        if reads_head_weights(trainer_class):
+            mixin = DistillationMixin
+    name = trainer_class.__name__
+    doc = _DOC.format(module=trainer_class.__module__.partition(".")[0], name=name)
+    return type(name, (mixin, trainer_class), {"__doc__": doc, "__module__": trainer_class.__module__})

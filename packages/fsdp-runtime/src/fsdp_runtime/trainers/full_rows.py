@@ -1,0 +1,134 @@
+"""Full rows for a model under context parallelism: trainers give every rank of ``cp`` the same batch.
+
+A hook in front of the model's own takes this rank's tokens of the inputs, padded to a length that divides.  What is
+computed of each token, such as a log-probability, is gathered, so that every rank has the loss of the full rows and
+each its own tokens' part of the gradient, which FSDP2 sums over ``cp``.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.mesh.spec import axis_size
+from fsdp_runtime.steps.context.sharding import SequenceLayout
+from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
+from fsdp_runtime.trainers.rl_logprobs_backend import gather_sequence
+from fsdp_runtime.wrap import effects_of, hook_model
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of one forward.
+
+    Args:
+        layout: the tokens of each rank, of rows with padding.
+        length: tokens of a row without it.
+        group: the ranks of ``cp``.
+        given: what the model's own code cannot take of a part of a row: ``labels`` and how to count them.
+    """
+
+    layout: SequenceLayout
+    length: int
+    group: dist.ProcessGroup
+    given: dict[str, Any]
+
+    def shard(self, values: Tensor, fill: int = 0) -> Tensor:
+        """Return this rank's tokens of ``[batch, length, ...]``."""
+        return self.layout.shard(_padded(values, self.layout.length, fill))
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return ``[batch, length, ...]`` from this rank's tokens; each rank keeps its own part of the gradient."""
+        permutation = self.layout.permutation.to(values.device)
+        return gather_sequence(values, permutation, self.group, dim=1)[:, : self.length]
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return, of labels that are not shifted, those that this rank's tokens predict."""
+        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        return self.shard(shifted, -100)
+
+
+_EFFECT = "takes full rows"
+_rows: ContextVar[Rows | None] = ContextVar("rows", default=None)
+
+
+def rows_in_force() -> Rows | None:
+    """Return the rows that a forward is computing parts of, ``None`` without context parallelism."""
+    return _rows.get()
+
+
+def take_full_rows(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a model take full rows and labels, if it is under context parallelism; once a model."""
+    if axis_size(mesh, "cp") == 1 or not under_context_parallelism(model) or _EFFECT in effects_of(model):
+        return
+    hook_model(model, _EFFECT, partial(_before, attention_of(model)), _after, first=True)
+
+
+def _before(attention: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+    if tokens is None:
+        return args, kwargs  # the hook of context parallelism says what is missing
+    ranks, length = dist.get_world_size(attention.group), tokens.shape[1]
+    multiple = attention.layout(1 if attention.load_balancer is None else 2).multiple
+    layout = attention.layout(-(-length // multiple) * multiple // ranks)
+    taken = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
+    rows = Rows(layout, length, attention.group, {name: kwargs[name] for name in taken if kwargs.get(name) is not None})
+    kwargs = {name: value for name, value in kwargs.items() if name not in taken}
+    if layout.length > length and kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None:
+        kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+    for name, value in kwargs.items():
+        if name == "position_ids" and isinstance(value, Tensor):
+            kwargs[name] = _positions(value, layout)
+        elif isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]:
+            kwargs[name] = rows.shard(value)
+    _rows.set(rows)
+    return args, kwargs
+
+
+def _after(module: nn.Module, args: Any, output: Any) -> Any:
+    rows = _rows.get()
+    _rows.set(None)
+    if rows is None or output is None or not isinstance(getattr(output, "logits", None), Tensor):
+        return output
+    model: Any = base_model(module)
+    if "labels" in rows.given:
+        loss = getattr(model, "loss_function", None)
+        if not getattr(loss, "takes_sharded_logits", False):
+            raise OptionError(f"the loss of {type(model).__name__} is not that of causal language models: use cp=1")
+        options = {name: rows.given[name] for name in ("num_items_in_batch", "shift_labels") if name in rows.given}
+        token = _rows.set(rows)
+        try:
+            output.loss = cast(Any, loss)(output.logits, rows.given["labels"], **options)
+        finally:
+            _rows.reset(token)
+        if getattr(output, "aux_loss", None) is not None:
+            output.loss = output.loss + model.config.get_text_config().router_aux_loss_coef * output.aux_loss
+    if not model.training or "labels" not in rows.given:
+        logits = output.logits.full_tensor() if isinstance(output.logits, DTensor) else output.logits
+        kept = rows.given.get("logits_to_keep", 0)
+        full = rows.gather(logits)
+        output.logits = full[:, -kept:] if isinstance(kept, int) else full[:, kept]
+    return output
+
+
+def _padded(values: Tensor, length: int, fill: int) -> Tensor:
+    missing = length - values.shape[1]
+    return nn.functional.pad(values, (*((0, 0) * (values.dim() - 2)), 0, missing), value=fill) if missing else values
+
+
+def _positions(values: Tensor, layout: SequenceLayout) -> Tensor:
+    """This rank's position ids ``[..., batch, length]``; padding is a document of its own."""
+    if missing := layout.length - values.shape[-1]:
+        more = torch.arange(missing, device=values.device, dtype=values.dtype)
+        values = torch.cat([values, more.expand(*values.shape[:-1], missing)], dim=-1)
+    return layout.shard(values, dim=-1)

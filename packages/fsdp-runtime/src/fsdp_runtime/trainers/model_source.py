@@ -1,0 +1,155 @@
+"""From what a trainer is given to a sharded model: a path, a model that is not sharded yet, or one with adapters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._transformers_compat.models import auto_class_builds, model_from_config
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.keywords import Options
+from fsdp_runtime.model.buffers import meta_device
+from fsdp_runtime.parallelize import parallelize
+from fsdp_runtime.steps.context.step import under_context_parallelism
+from fsdp_runtime.weights import init_adapters, load_weights
+
+logger = logging.getLogger(__name__)
+
+#: Arguments of ``from_pretrained`` that concern one process alone, or are its defaults here.
+_DROPPED = ("device_map", "low_cpu_mem_usage", "use_cache")
+#: How the attention functions begin that ``parallelize`` registers with transformers.
+_OWN_ATTENTION = "context_parallel_"
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if a model has been parallelized, by this package or another."""
+    return (
+        isinstance(model, FSDPModule)
+        or under_context_parallelism(model)
+        or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    )
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """How a trainer's models come onto its mesh.
+
+    Args:
+        mesh: the trainer's mesh.
+        options: keywords of ``parallelize``.
+        seed: of adapters that are drawn on the meta device.
+    """
+
+    mesh: DeviceMesh
+    options: Options
+    seed: int = 0
+
+    def shard(self, model: nn.Module, adapter: Any = None) -> nn.Module:
+        """Parallelize a model with data or on the meta device, in a new adapter if a peft config is given.
+
+        Raises:
+            OptionError: an adapter is asked for on a model that is sharded already.
+        """
+        if is_sharded(model):
+            if adapter is not None:
+                raise OptionError(
+                    "peft_config on a model that is sharded already: pass the model before parallelize, with "
+                    "parallelize_kwargs=..., or call peft.get_peft_model before parallelize"
+                )
+            return model
+        if adapter is not None:
+            import peft
+
+            model = cast(nn.Module, peft.get_peft_model(model, adapter))
+        parallelize(model, self.mesh, **self.options)
+        return model
+
+    def load(self, path: str, architecture: Any = None, adapter: Any = None, **settings: Any) -> nn.Module:
+        """Build a model under ``meta_device``, shard it and load the checkpoint: every rank reads its own slices.
+
+        A class that the checkpoint was not saved from, as one with a fresh score head, is loaded in full and then
+        sharded.
+
+        Args:
+            path: a folder or hub id.
+            architecture: the class, an auto class of transformers, or ``None`` for the checkpoint's own.
+            adapter: a peft config, or ``None``.
+            settings: keywords of ``from_pretrained``.
+        """
+        import transformers
+
+        settings = {name: value for name, value in settings.items() if name not in _DROPPED}
+        if settings.get("quantization_config") is not None:
+            raise OptionError("quantization_config: shards of quantized weights are not trained; load in bfloat16")
+        if str(settings.get("attn_implementation")).startswith(_OWN_ATTENTION):  # of a policy that is sharded
+            del settings["attn_implementation"]
+        settings["dtype"] = _dtype(settings.get("dtype", "float32"))
+        config = transformers.AutoConfig.from_pretrained(path, **_for_config(settings))
+        saved = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0], None)
+        cls = architecture or saved or transformers.AutoModelForCausalLM
+        if saved is None or not _builds(cls, config, saved):
+            return self.shard(cls.from_pretrained(path, **settings), adapter)
+        with meta_device():
+            model = model_from_config(saved, config, None if settings["dtype"] == "auto" else settings["dtype"])
+        _take_generation_config(model, path)
+        sharded = self.shard(model, adapter)
+        if adapter is not None:
+            init_adapters(sharded, seed=self.seed)
+        load_weights(sharded, path, training=False)
+        return sharded
+
+
+def _take_generation_config(model: Any, path: str) -> None:
+    """Give a model the checkpoint's generation settings, if it has any, as ``from_pretrained`` does."""
+    import transformers
+
+    try:
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    except OSError:
+        logger.debug("%s has no generation_config.json", path)
+
+
+def with_reference_adapter(model: Any) -> Any:
+    """Add a copy of a ``PeftModel``'s adapter as ``ref``, before it is sharded, where TRL would do so afterwards.
+
+    Raises:
+        OptionError: the model is sharded already, and has no such adapter.
+    """
+    if "ref" not in model.peft_config:
+        if is_sharded(model):
+            raise OptionError(
+                "the trainer keeps a copy of the adapter as reference, and this PeftModel is sharded already: pass it "
+                "before parallelize, with parallelize_kwargs=..., or call model.add_adapter('ref', config) before "
+                "parallelize"
+            )
+        model.add_adapter("ref", model.peft_config["default"])
+    return model
+
+
+def keep_reference_adapter(model: Any) -> None:
+    """Let ``add_adapter`` of a sharded ``PeftModel`` leave ``ref`` as it is; the trainer then copies the weights in."""
+    refuse = model.add_adapter
+    model.__dict__["add_adapter"] = lambda name, *args, **kwargs: name == "ref" or refuse(name, *args, **kwargs)
+
+
+def _dtype(name: Any) -> Any:
+    import torch
+
+    return getattr(torch, name) if isinstance(name, str) and name != "auto" else name
+
+
+def _for_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("revision", "trust_remote_code", "num_labels", "attn_implementation")
+    return {name: settings[name] for name in names if settings.get(name) is not None}
+
+
+def _builds(cls: Any, config: Any, saved: type) -> bool:
+    """Return True if a class, or what an auto class stands for, is the one that the checkpoint was saved from."""
+    return cls is saved or auto_class_builds(cls, config) is saved

@@ -1,0 +1,10 @@
+"""Short names of the TRL trainers that are used most."""
+
+from __future__ import annotations
+
+import trl
+
+from fsdp_runtime.trainers.factory import on_mesh
+
+SFTTrainer = on_mesh(trl.SFTTrainer)
+GRPOTrainer = on_mesh(trl.GRPOTrainer)

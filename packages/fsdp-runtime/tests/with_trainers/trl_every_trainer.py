@@ -1,0 +1,77 @@
+"""TRL's trainers on a mesh against those of one process, with dense models and mixtures; run by ``nox -s trainers``."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.ranks import RankPool
+from harness.trainers import Outcome, compare, differences, write_checkpoint
+from harness.trl_trainers import build, trainers
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def scoring(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scoring")
+    return write_checkpoint(folder, architecture="Qwen3ForSequenceClassification", num_labels=1)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("mixture"), architecture="Qwen3MoeForCausalLM")
+
+
+def _compare(
+    pool: RankPool, name: str, folder: Path, axes: dict[str, int], output: Path, **options: Any
+) -> tuple[Outcome, Outcome, tuple[str, ...]]:
+    set_up = partial(build, name=name, output=str(output), teacher=str(folder), **options)
+    found, expected = compare(pool, set_up, folder, axes, key=f"{name} {folder} {options}")
+    return found, expected, ("loss", "grad_norm", *trainers()[name][-1])
+
+
+MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2})
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("name", trainers())
+def test_losses_norms_and_weights_are_those_of_one_process(
+    two_ranks: RankPool,
+    four_ranks: RankPool,
+    dense: Path,
+    scoring: Path,
+    tmp_path: Path,
+    name: str,
+    axes: dict[str, int],
+) -> None:
+    if name == "KTO" and "dp_replicate" in axes:
+        axes = {"dp_replicate": 2, "tp": 2}  # its ranks take two samples or more
+    pool = four_ranks if len(axes) > 1 else two_ranks
+    found, expected, figures = _compare(pool, name, scoring if name == "Reward" else dense, axes, tmp_path)
+    assert differences(found, expected, figures) == {}
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2, "ep": 2}, {"dp_shard": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "GRPO"])
+def test_they_are_with_experts_divided_over_ranks(
+    two_ranks: RankPool, mixture: Path, tmp_path: Path, name: str, axes: dict[str, int]
+) -> None:
+    # The auxiliary loss is that of each rank's own batch, as under DDP; over dp it is not that of one process.
+    options = {"router_aux_loss_coef": 0.0} if "dp_shard" in axes else {}
+    found, expected, figures = _compare(two_ranks, name, mixture, axes, tmp_path, **options)
+    assert differences(found, expected, figures) == {}
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO"])
+def test_they_are_with_sequences_divided_over_ranks(
+    four_ranks: RankPool, dense: Path, tmp_path: Path, name: str
+) -> None:
+    found, expected, figures = _compare(four_ranks, name, dense, {"cp": 2, "tp": 2}, tmp_path)
+    assert differences(found, expected, figures) == {}
