@@ -25,7 +25,7 @@ def rl_logprobs() -> Any:
         ) from error
 
 
-def requirerl_logprobs() -> None:
+def require_rl_logprobs() -> None:
     """Raise :class:`BackendError` unless rl-logprobs is installed."""
     rl_logprobs()
 
