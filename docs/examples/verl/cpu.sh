@@ -5,7 +5,7 @@
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export WORK=${WORK:-${TMPDIR:-/tmp}/verl-toy} ENGINE=${ENGINE:-fsdp_runtime}
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-export VERL_USE_EXTERNAL_MODULES=cpu_platform,hf_rollout${MORE_MODULES:+,$MORE_MODULES}
+export VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=fsdp_runtime.trainers.verl.cpu_platform,hf_rollout
 [ "$ENGINE" = fsdp_runtime ] || export VERL_ENGINE_DEVICE=cuda # verl registers its own for cuda and npu alone
 [ -e "$WORK/sft.parquet" ] || python "$here/toy_task.py" "$WORK" >/dev/null
 

@@ -1,7 +1,8 @@
-"""The CPU as a platform of verl 0.9, for recipes on a laptop: ``VERL_USE_EXTERNAL_MODULES=cpu_platform``.
+"""The CPU as a platform of verl 0.9, for recipes on a laptop.
 
-Nothing but that variable registers it, since verl takes a registered CPU platform on every machine without a GPU, also
-on the driver nodes of a GPU cluster.
+``VERL_USE_EXTERNAL_MODULES=fsdp_runtime.trainers.verl.cpu_platform`` registers it, and nothing else does: verl takes a
+registered CPU platform on every machine without a GPU, also on the driver nodes of a GPU cluster.  verl imports this
+file while it is imported itself, so that nothing here imports more of verl than is used.
 """
 
 from __future__ import annotations
@@ -41,45 +42,58 @@ class CPUPlatform(PlatformBase):
     device_module = _Device("cpu_device")
 
     def is_available(self) -> bool:
+        """Every machine has one."""
         return True
 
     def current_device(self) -> Any:
-        return "cpu"  # what verl passes to Tensor.to(); an integer would be a GPU
+        """The name: verl passes it to ``Tensor.to``, where an integer is a GPU."""
+        return "cpu"
 
     def device_count(self) -> int:
+        """One."""
         return 1
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        """None."""
         return None, None
 
     def communication_backend_name(self) -> str:
+        """gloo."""
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
+        """A name that nothing reads."""
         return "CPU_VISIBLE_DEVICES"
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # verl counts these; ray.init(num_gpus=...) declares as many as there are ranks
+        """``GPU``, which verl counts: ``ray.init(num_gpus=...)`` declares as many as there are ranks."""
+        return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
+        """None."""
         return []
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
+        """As for GPUs."""
         return {"num_gpus": num_gpus}
 
     def is_ipc_supported(self) -> bool:
+        """Weights go through host memory."""
         return False
 
     def cudart(self) -> None:
-        return None
+        """None."""
+        return
 
     def manual_seed(self, seed: int) -> None:
+        """Seed the CPU."""
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
+        """No ranges."""
         yield
 
     def _nothing(self, *args: Any) -> None:

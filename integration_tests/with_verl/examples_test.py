@@ -1,0 +1,93 @@
+"""The scripts of docs/examples/verl with few steps; SFT and GRPO beside the engine of verl itself on the same tokens.
+
+Runs with Ray take up to 11 GB and one to three minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "verl"
+
+
+def _run(script: str, work: Path, *settings: str, engine: str = "fsdp_runtime", steps: int = 3) -> list[dict[str, Any]]:
+    """Run a script; returns the metrics of each step."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "WORK": str(work), "ENGINE": engine, "STEPS": str(steps)}
+    command = ["bash", str(EXAMPLES / f"{script}.sh"), *settings]
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-6000:]
+    return [json.loads(line)["data"] for line in (work / f"{script}-{engine}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the scripts share."""
+    return tmp_path_factory.mktemp("verl")
+
+
+def _values(steps: list[dict[str, Any]], metric: str) -> list[float]:
+    return [step[metric] for step in steps if metric in step]
+
+
+def test_sft_equals_verls_own_engine(work: Path) -> None:
+    ours, theirs = (_run("sft", work, engine=engine, steps=8) for engine in ("fsdp_runtime", "fsdp2"))
+    assert len(_values(ours, "train/loss")) == 8
+    for metric, within in (("train/loss", 1e-5), ("train/grad_norm", 1e-4)):
+        assert _values(ours, metric) == pytest.approx(_values(theirs, metric), rel=within)
+    assert _values(ours, "train/loss")[-1] < _values(ours, "train/loss")[0] / 2
+
+
+def test_grpo_equals_verls_own_engine_on_the_same_tokens(work: Path) -> None:
+    ours, theirs = (_run("grpo", work, engine=engine) for engine in ("fsdp_runtime", "fsdp2"))
+    assert _values(ours, "critic/score/mean") == _values(theirs, "critic/score/mean")
+    assert _values(ours, "response_length/mean") == _values(theirs, "response_length/mean")
+    for metric in ("actor/grad_norm", "actor/entropy"):
+        assert _values(ours, metric) == pytest.approx(_values(theirs, metric), rel=1e-4)
+    for steps in (ours, theirs):  # the rollout has the engine's weights after each update
+        assert max(_values(steps, "training/rollout_probs_diff_max")) < 1e-6
+
+
+def test_grpo_with_a_reference_in_small_dynamic_batches(work: Path) -> None:
+    kl = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.01")
+    cut = tuple(
+        f"actor_rollout_ref.{each}_max_token_len_per_gpu=100"
+        for each in ("actor.ppo", "rollout.log_prob", "ref.log_prob")
+    )
+    steps = _run("grpo", work, *kl, *cut)
+    divergence = _values(steps, "actor/kl_loss")
+    assert divergence[0] == pytest.approx(0, abs=1e-5)
+    assert divergence[-1] > 1e-4
+    assert max(_values(steps, "training/rollout_probs_diff_max")) < 1e-6
+
+
+def test_grpo_with_lora_sends_its_factors_and_is_its_own_reference(work: Path) -> None:
+    lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8")
+    kl = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.optim.lr=1e-2")
+    steps = _run("grpo", work, *lora, *kl, "actor_rollout_ref.model.target_modules=all-linear")
+    divergence = _values(steps, "actor/kl_loss")
+    assert divergence[0] == pytest.approx(0, abs=1e-5)  # the factors start as zero
+    assert divergence[-1] > 1e-4
+    assert max(_values(steps, "training/rollout_probs_diff_max")) < 1e-6
+
+
+def test_ppo_trains_its_critic(work: Path) -> None:
+    steps = _run("ppo", work, steps=4)
+    losses = _values(steps, "critic/vf_loss")
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert all(norm > 0 for metric in ("actor/grad_norm", "critic/grad_norm") for norm in _values(steps, metric))
+
+
+@pytest.mark.slow
+def test_the_reward_of_grpo_rises(work: Path) -> None:
+    rewards = _values(_run("grpo", work, steps=24), "critic/score/mean")
+    assert len(rewards) == 24
+    assert sum(rewards[-4:]) > 3 * sum(rewards[:4])
