@@ -219,6 +219,15 @@ def trainers(session: nox.Session) -> None:
 
 
 @nox.session
+def verl(session: nox.Session) -> None:
+    """Compare the engine for verl with verl's own and with one process, on the transformers that verl takes."""
+    install_editable(session, "verl")
+    session.env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    files = sorted(map(str, Path("integration_tests/with_verl").glob("*_test.py")))
+    session.run("pytest", *files, *session.posargs)
+
+
+@nox.session
 def vllm(session: nox.Session) -> None:
     """Sync sharded trainers to a real vLLM on the CPU, in an environment of its own, and run the GRPO example on it."""
     install_editable(session, "test")

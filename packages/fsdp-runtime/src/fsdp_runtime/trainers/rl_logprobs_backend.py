@@ -10,7 +10,12 @@ from torch import Tensor
 from fsdp_runtime.errors import BackendError
 
 
-def _rl_logprobs() -> Any:
+def rl_logprobs() -> Any:
+    """Return the package.
+
+    Raises:
+        BackendError: it is not installed.
+    """
     try:
         return import_module("rl_logprobs")
     except ModuleNotFoundError as error:
@@ -22,21 +27,21 @@ def _rl_logprobs() -> Any:
 
 def require_rl_logprobs() -> None:
     """Raise :class:`BackendError` unless rl-logprobs is installed."""
-    _rl_logprobs()
+    rl_logprobs()
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Call ``rl_logprobs.clip_grad_norm_``."""
-    norm: Tensor = _rl_logprobs().clip_grad_norm_(parameters, max_norm, norm_type)
+    norm: Tensor = rl_logprobs().clip_grad_norm_(parameters, max_norm, norm_type)
     return norm
 
 
 def grad_norm(parameters: Any) -> Tensor:
     """Call ``rl_logprobs.grad_norm``."""
-    norm: Tensor = _rl_logprobs().grad_norm(parameters)
+    norm: Tensor = rl_logprobs().grad_norm(parameters)
     return norm
 
 
 def token_statistics(logits: Tensor, targets: Tensor, **options: Any) -> Any:
     """Call ``rl_logprobs.token_statistics``."""
-    return _rl_logprobs().token_statistics(logits, targets, **options)
+    return rl_logprobs().token_statistics(logits, targets, **options)

@@ -1,0 +1,64 @@
+"""Small checkpoints of each class of models, float32, with jittered parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 317  # odd, so that shards of the vocabulary are uneven
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+_HYBRID = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def _qwen3(name: str, **more: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **more})
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def _hybrid() -> Any:
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**{**SIZES, **_HYBRID}))
+
+
+def _value() -> Any:
+    return transformers.Qwen3ForTokenClassification(transformers.Qwen3Config(**SIZES, num_labels=1))
+
+
+_MODELS = {
+    "dense": lambda: _qwen3("Qwen3"),
+    "mixture": lambda: _qwen3("Qwen3Moe", **_EXPERTS, decoder_sparse_step=1, norm_topk_prob=True),
+    "hybrid": _hybrid,
+    "value": _value,
+}
+
+
+def write(kind: str, folder: Path) -> str:
+    """Write the checkpoint of one class and return its path."""
+    torch.manual_seed(0)
+    model = _MODELS[kind]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    model.save_pretrained(folder / kind)
+    return str(folder / kind)

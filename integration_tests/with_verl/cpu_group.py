@@ -1,0 +1,3 @@
+from with_verl import cpu_platform
+
+cpu_platform.patch_process_group()

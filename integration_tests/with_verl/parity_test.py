@@ -1,0 +1,101 @@
+"""The engine against verl's own FSDP2 engine, or against one process; run by ``nox -s verl``, which has verl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.ranks import RankPool
+
+pytest.importorskip("verl", reason="verl 0.9.1 and the transformers that it takes are installed by nox -s verl only")
+
+from with_verl import checkpoints_on_disk, drive  # after the check
+
+#: AdamW divides gradients near zero by their own size; this epsilon keeps their rounding apart from the weights.
+OPTIM = {"optim": {"override_optimizer_config": {"eps": 1e-3}}}
+BOUND = 1e-5
+MESHES: Mapping[str, Mapping[str, Any]] = {
+    "dp": {},
+    "tp": {"tp": 2},
+    "sp": {"tp": 2, "sequence_parallel": True},
+    "cp": {"cp": 2},
+    "ulysses": {"ulysses_sequence_parallel_size": 2},
+    "hsdp": {"fsdp_size": 1},
+}
+PADDED = {"model": {"use_remove_padding": False}}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    return {kind: checkpoints_on_disk.write(kind, folder) for kind in ("dense", "mixture", "hybrid", "value")}
+
+
+def agree(one: Mapping[str, Any], other: Mapping[str, Any], *, scores: tuple[str, ...]) -> None:
+    """Scores of every token, losses, norms and weights."""
+    for name in scores:
+        for index, (first, second) in enumerate(zip(one[name], other[name], strict=True)):
+            torch.testing.assert_close(
+                second, first, atol=BOUND, rtol=BOUND, msg=lambda m, n=name, i=index: f"{n} {i}: {m}"
+            )
+    assert other["losses"] == pytest.approx(one["losses"], rel=BOUND, abs=BOUND)
+    assert other["norms"] == pytest.approx(one["norms"], rel=BOUND)
+    assert set(other["weights"]) == set(one["weights"])
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(
+            other["weights"][name], weight, atol=BOUND, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.fixture(scope="module")
+def of_verl(two_ranks: RankPool, checkpoints: dict[str, str]) -> dict[str, Any]:
+    """What verl's FSDP2 engine returns on two ranks."""
+    return two_ranks.run(drive.run, drive.VERLS, checkpoints["dense"], **OPTIM, timeout=500)[0]
+
+
+@pytest.mark.parametrize("padding", ["packed", "padded"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_dense_model_is_trained_as_by_verls_engine(
+    mesh: str, padding: str, two_ranks: RankPool, checkpoints: dict[str, str], of_verl: dict[str, Any]
+) -> None:
+    options = {**MESHES[mesh], **(PADDED if padding == "padded" else {}), **OPTIM}
+    found = two_ranks.run(drive.run, drive.OURS, checkpoints["dense"], **options, timeout=500)[0]
+    agree(of_verl, found, scores=("log_probs", "entropy"))
+
+
+def test_products_of_axes(four_ranks: RankPool, checkpoints: dict[str, str], of_verl: dict[str, Any]) -> None:
+    for mesh in ({"tp": 2}, {"tp": 2, "cp": 2, "sequence_parallel": True}):
+        found = four_ranks.run(drive.run, drive.OURS, checkpoints["dense"], **mesh, **OPTIM, timeout=500)[0]
+        agree(of_verl, found, scores=("log_probs", "entropy"))
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"ep": 2}, {"tp": 2, "ep": 2}], ids=str)
+def test_a_mixture(mesh: dict[str, Any], two_ranks: RankPool, checkpoints: dict[str, str]) -> None:
+    path = checkpoints["mixture"]
+    expected = _verls(two_ranks, path)
+    agree(expected, two_ranks.run(drive.run, drive.OURS, path, **mesh, **OPTIM)[0], scores=("log_probs", "entropy"))
+
+
+_known: dict[str, Any] = {}
+
+
+def _verls(ranks: RankPool, path: str, **options: Any) -> dict[str, Any]:
+    if path not in _known:
+        _known[path] = ranks.run(drive.run, drive.VERLS, path, **options, **OPTIM, timeout=500)[0]
+    return _known[path]
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"cp": 2}], ids=str)
+def test_a_hybrid_with_packed_rows_is_trained_as_one_sample_at_a_time(
+    mesh: dict[str, Any], two_ranks: RankPool, checkpoints: dict[str, str]
+) -> None:
+    """verl's own engine lets delta nets read the sample before in packed rows."""
+    path, alone = checkpoints["hybrid"], {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+    if path not in _known:
+        _known[path] = two_ranks.run(drive.run, drive.VERLS, path, batch=alone, **PADDED, **OPTIM, timeout=500)[0]
+    found = two_ranks.run(drive.run, drive.OURS, path, **mesh, **OPTIM)[0]
+    agree(_known[path], found, scores=("log_probs", "entropy"))

@@ -1,0 +1,123 @@
+"""verl's checkpoints: training states that load on any mesh, Hugging Face weights, and the newest few kept."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_runtime.errors import CheckpointError, OptionError
+from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.training_state import load_training_state, save_training_state
+from fsdp_runtime.weights import load_weights, save_weights
+
+_STATE, _HUGGING_FACE, _ADAPTER = "training_state", "huggingface", "lora_adapter"
+_DEFAULT = ("model", "optimizer", "extra")
+
+
+def contents_of(config: Any, name: str) -> list[str]:
+    """Return what verl's checkpoint config says to save or to load."""
+    return list((config or {}).get(name, None) or ()) if config is not None else list(_DEFAULT)
+
+
+class Checkpoints:
+    """Saves and loads one engine's state.
+
+    Args:
+        model: the parallelized model.
+        optimizer: its optimizer, or ``None``.
+        scheduler: its schedule, or ``None``.
+        model_config: verl's model config, for the tokenizer and the model's config.
+        config: verl's checkpoint config, or ``None`` for its default.
+        dp: ranks that read different samples.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Any, scheduler: Any, model_config: Any, config: Any, *, dp: int
+    ) -> None:
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._model_config, self._config, self._dp = model_config, config, dp
+        self._saved: list[Path] = []
+
+    def save(self, folder: Path, *, step: int, keep: int | None) -> None:
+        """Save to a folder; of those that this process saved, remove older ones after.  Collective."""
+        contents = contents_of(self._config, "save_contents")
+        if "model" in contents:
+            save_training_state(
+                folder / _STATE,
+                self._model,
+                self._optimizer if "optimizer" in contents else None,
+                step=step,
+                scheduler=self._scheduler if "extra" in contents else None,
+                extra={"dp": self._dp},
+                keep=0,
+            )
+        if "hf_model" in contents:
+            save_weights(self._model, folder / _HUGGING_FACE)
+        if hasattr(self._model, "peft_config"):
+            save_adapter(self._model, folder / _ADAPTER)
+        if dist.get_rank() == 0:
+            self._save_configs(folder / _HUGGING_FACE)
+            self._remove_older(folder, keep)
+        dist.barrier()
+
+    def _save_configs(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (processor := self._model_config.get_processor()) is not None:
+            processor.save_pretrained(folder)
+        self._model_config.hf_config.save_pretrained(folder)
+        if (generation := self._model_config.get("generation_config", None)) is not None:
+            generation.save_pretrained(folder)
+
+    def _remove_older(self, folder: Path, keep: int | None) -> None:
+        self._saved = [*(each for each in self._saved if each != folder), folder]
+        while keep and len(self._saved) > keep:
+            shutil.rmtree(self._saved.pop(0), ignore_errors=True)
+
+    def load(self, folder: Path) -> None:
+        """Load a checkpoint of this engine, saved on any mesh, or the Hugging Face weights of one of verl's own.
+
+        Raises:
+            CheckpointError: the folder has no state of this engine, and no weights that may stand for one.
+            OptionError: verl's state of the data was saved with another number of ranks of ``dp``.
+        """
+        contents = contents_of(self._config, "load_contents")
+        if not (folder / _STATE).is_dir():
+            self._load_foreign(folder, contents)
+            return
+        state = load_training_state(
+            folder / _STATE,
+            self._model,
+            self._optimizer if "optimizer" in contents else None,
+            scheduler=self._scheduler if "extra" in contents else None,
+        )
+        self._require_same_data(folder, state.extra.get("dp", self._dp))
+
+    def _require_same_data(self, folder: Path, dp: int) -> None:
+        files = sorted(folder.glob("data_*.pt"))
+        if dp != self._dp and files:
+            raise OptionError(
+                f"{folder} was saved with {dp} ranks of dp and this run has {self._dp}: verl's {files[0].name} counts "
+                "the samples that one rank has read, so that its loop would end early or read samples twice. Resume "
+                f"on a mesh with dp={dp} (tp, cp and ep may change), or move data_*.pt away, which starts the data anew"
+            )
+
+    def _load_foreign(self, folder: Path, contents: list[str]) -> None:
+        weights = folder / _HUGGING_FACE
+        theirs = sorted(each.name for each in folder.glob("*_world_size_*_rank_*.pt"))
+        found = f"{theirs[0]} and others of verl's FSDP engine" if theirs else "no training_state/"
+        if not any(weights.glob("*.safetensors")):
+            raise CheckpointError(
+                f"{folder} has {found}, and no weights in {_HUGGING_FACE}/: save it with "
+                "checkpoint.save_contents=[...,hf_model], or merge it by verl.model_merger, and give its "
+                f"{_HUGGING_FACE}/ as model.path"
+            )
+        if {"optimizer", "extra"} & {*contents}:
+            raise CheckpointError(
+                f"{folder} has {found}: optimizer and schedule cannot be read from it. Load its weights alone by "
+                "checkpoint.load_contents=[model], which starts both anew"
+            )
+        load_weights(self._model, weights)

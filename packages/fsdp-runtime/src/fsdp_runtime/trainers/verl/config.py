@@ -1,0 +1,269 @@
+"""The engine's config as verl's dataclasses: axes of ``MeshSpec`` and options of the steps, by their own names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.mesh.spec import MeshSpec
+from fsdp_runtime.trainers.verl.verl_api import ActorConfig, CriticConfig, EngineConfig, PrecisionType
+
+STRATEGY = "fsdp_runtime"
+#: Fields of verl's other engines, and what says the same here.
+ELSEWHERE = {
+    "fsdp_config": "fsdp_runtime",
+    "tensor_model_parallel_size": "tp",
+    "tensor_parallel_size": "tp",
+    "context_parallel_size": "cp",
+    "ulysses_parallel_size": "cp, with context_parallel=ulysses",
+    "expert_model_parallel_size": "ep",
+    "expert_parallel_size": "ep",
+    "data_parallel_replicate_size": "dp_replicate",
+    "data_parallel_shard_size": "dp_shard",
+    "data_parallel_size": "dp_replicate and dp_shard",
+    "activation_checkpoint": "activation_checkpointing",
+    "attn_type": "model.override_config.attn_implementation",
+}
+
+
+@dataclass
+class FsdpRuntimeEngineConfig(EngineConfig):
+    """``engine=fsdp_runtime`` in SFT; ``fsdp_runtime`` of actor, reference and critic in PPO.
+
+    Args:
+        dp_replicate: as all axes, that of :class:`fsdp_runtime.MeshSpec`; one of them may be -1.
+        dp_shard: ranks that parameters are sharded over.
+        cp: ranks that a sequence is sharded over.
+        tp: ranks that layers are sharded over.
+        ep: ranks that experts are divided over.
+        plan: as all options down to ``compile``, that of :func:`fsdp_runtime.parallelize`.
+        sequence_parallel: shard activations between blocks over ``tp``.
+        context_parallel: ``allgather``, ``ulysses`` or ``ring``.
+        load_balancer: ``headtail``, or null for contiguous chunks.
+        exchange: how tokens travel to the experts of ``ep``.
+        activation_checkpointing: ``none``, ``mlp``, ``block`` or ``selective``; null follows
+            ``model.enable_gradient_checkpointing``: ``block`` or ``none``.
+        compile: compile every block.
+        model_dtype: dtype of the parameters; null for float32, and for ``param_dtype`` of a model that is not trained.
+        param_dtype: dtype to compute in; null for verl's ``dtype``.
+        reduce_dtype: dtype of the reduction of gradients.
+        offload_policy: as all further options of FSDP2, that of :class:`fsdp_runtime.FSDPOptions`: keep shards,
+            gradients and optimizer state on the host.
+        reshard_after_forward: free gathered parameters after each block.
+        reshard_last_block: also of the last one.
+        prefetch_forward: blocks gathered ahead in forward.
+        prefetch_backward: blocks gathered ahead in backward.
+        frozen_params: ``layer``, ``root`` or ``replicate``.
+        freeze_vision_tower: do not train the vision tower.
+        sync_dtype: dtype of weights for the rollout; null for that of the parameters.
+        fsdp_size: verl's: the number of ranks of ``dp_shard``, with the others in ``dp_replicate``.
+        ulysses_sequence_parallel_size: verl's: ``cp`` with ``context_parallel=ulysses``.
+        mixed_precision: verl's: ``param_dtype`` and ``reduce_dtype``.
+        use_no_sync_for_gradient_accumulation: reduce gradients after the last micro-batch only.
+        pad_to_length: round packed rows up to a multiple of ``pad_to_length_bucket`` tokens.
+        pad_to_length_bucket: that multiple.
+        entropy_from_logits_with_chunking: always so here: entropies are computed a tile of logits at a time.
+        entropy_from_logits_chunk_size: not used by the tiles, whose size follows from the device.
+        entropy_checkpointing: always so here: backward computes the tiles again.
+        use_torch_compile: refused: it compiles verl's entropy function; ``compile`` compiles the blocks.
+        wrap_policy: refused: FSDP2 wraps each block.
+        forward_prefetch: refused: ``prefetch_forward``.
+        use_orig_params: always so with FSDP2.
+        qat: refused.
+    """
+
+    _mutable_fields = EngineConfig._mutable_fields | {"freeze_vision_tower", "pad_to_length", "cp", "context_parallel"}
+
+    strategy: str = STRATEGY
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    plan: str | None = "auto"
+    sequence_parallel: bool = False
+    context_parallel: str = "allgather"
+    load_balancer: str | None = "headtail"
+    exchange: str = "all_to_all"
+    activation_checkpointing: str | None = None
+    compile: bool = False
+    model_dtype: str | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str = "fp32"
+    offload_policy: bool = False
+    reshard_after_forward: bool = True
+    reshard_last_block: bool = False
+    prefetch_forward: int = 0
+    prefetch_backward: int = 1
+    frozen_params: str = "layer"
+    freeze_vision_tower: bool = False
+    sync_dtype: str | None = None
+    fsdp_size: int = -1
+    ulysses_sequence_parallel_size: int = 1
+    mixed_precision: dict[str, Any] | None = None
+    use_no_sync_for_gradient_accumulation: bool = True
+    pad_to_length: bool = False
+    pad_to_length_bucket: int = 1024
+    entropy_from_logits_with_chunking: bool = False
+    entropy_from_logits_chunk_size: int = 2048
+    entropy_checkpointing: bool = False
+    use_torch_compile: bool = False
+    wrap_policy: dict[str, Any] = field(default_factory=dict)
+    forward_prefetch: bool = False
+    use_orig_params: bool = False
+    qat: Any = None
+
+    @property
+    def axes(self) -> MeshSpec:
+        """The mesh, with verl's ``fsdp_size`` and ``ulysses_sequence_parallel_size``.
+
+        Raises:
+            OptionError: these contradict the axes.
+            MeshError: a size is not allowed.
+        """
+        replicate, shard, cp = self.dp_replicate, self.dp_shard, self.cp
+        if self.fsdp_size != -1:
+            if (replicate, shard) not in ((1, -1), (-1, self.fsdp_size)):
+                raise OptionError(f"fsdp_size={self.fsdp_size} with dp_shard={shard}: give one of the two")
+            replicate, shard = -1, self.fsdp_size
+        if (ulysses := self.ulysses_sequence_parallel_size) > 1:
+            if cp not in (1, ulysses) or self.context_parallel not in ("allgather", "ulysses"):
+                raise OptionError(
+                    f"ulysses_sequence_parallel_size={ulysses} means cp={ulysses} and context_parallel=ulysses, but "
+                    f"cp={cp} and context_parallel={self.context_parallel} are given: leave one out"
+                )
+            cp = ulysses
+        return MeshSpec(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=self.tp, ep=self.ep)
+
+    @property
+    def context_method(self) -> Any:
+        """How attention spans the ranks of ``cp``."""
+        return "ulysses" if self.ulysses_sequence_parallel_size > 1 else self.context_parallel
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype to compute in."""
+        return to_dtype(
+            "param_dtype", (self.mixed_precision or {}).get("param_dtype") or self.param_dtype or self.dtype
+        )
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype of the reduction of gradients."""
+        return to_dtype("reduce_dtype", (self.mixed_precision or {}).get("reduce_dtype") or self.reduce_dtype)
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        if self.model_dtype is not None:
+            return to_dtype("model_dtype", self.model_dtype)
+        return self.compute_dtype if self.forward_only else torch.float32
+
+
+@dataclass
+class FsdpRuntimeActorConfig(ActorConfig):
+    """verl's actor and reference with this engine."""
+
+    strategy: str = STRATEGY
+    fsdp_runtime: FsdpRuntimeEngineConfig = field(default_factory=FsdpRuntimeEngineConfig)
+    use_remove_padding: bool = False
+    grad_clip: float | None = None
+    ulysses_sequence_parallel_size: int = 1
+    entropy_from_logits_with_chunking: bool = False
+    entropy_from_logits_chunk_size: int = 2048
+    entropy_checkpointing: bool = False
+    pad_to_length: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.use_prefix_grouper:
+            raise OptionError(
+                "actor.use_prefix_grouper=True replaces attention in verl's own engines: leave it out with fsdp_runtime"
+            )
+        _require_no_qat("actor.qat", self.qat)
+        self.fsdp_runtime.freeze_vision_tower |= self.freeze_vision_tower
+        self.fsdp_runtime.pad_to_length |= self.pad_to_length
+        _join(self)
+
+
+@dataclass
+class FsdpRuntimeCriticConfig(CriticConfig):
+    """verl's critic with this engine."""
+
+    strategy: str = STRATEGY
+    fsdp_runtime: FsdpRuntimeEngineConfig = field(default_factory=FsdpRuntimeEngineConfig)
+    grad_clip: float | None = None
+    ulysses_sequence_parallel_size: int = 1
+    forward_micro_batch_size: int | None = None
+    forward_micro_batch_size_per_gpu: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _join(self)
+
+
+def _join(role: Any) -> None:
+    """Hand what verl's commands set on the role to its engine and optimizer."""
+    if role.grad_clip is not None:
+        role.optim.clip_grad = role.grad_clip
+    if (size := role.ulysses_sequence_parallel_size) > 1:
+        object.__setattr__(role.fsdp_runtime, "ulysses_sequence_parallel_size", size)
+    role.engine = role.fsdp_runtime
+
+
+def engine_config(**given: Any) -> FsdpRuntimeEngineConfig:
+    """Return the config of fields by name; the ``_target_`` of the config group.
+
+    Raises:
+        OptionError: a field does not exist; the message has the one of the same meaning.
+    """
+    known = {each.name for each in fields(FsdpRuntimeEngineConfig)}
+    unknown = [
+        f"{name} (here: {ELSEWHERE[name]})" if name in ELSEWHERE else name for name in given if name not in known
+    ]
+    if unknown:
+        raise OptionError(f"engine fsdp_runtime has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    return FsdpRuntimeEngineConfig(**given)
+
+
+def to_dtype(name: str, value: Any) -> torch.dtype:
+    """Return a dtype of verl's names.
+
+    Raises:
+        OptionError: it is not float32 or bfloat16.
+    """
+    try:
+        dtype: torch.dtype = PrecisionType.to_dtype(value)
+    except RuntimeError:
+        raise OptionError(f"{name}={value!r} is no dtype: write fp32 or bf16") from None
+    if dtype == torch.float16:
+        raise OptionError(f"{name}={value!r} needs a scaler of gradients, which this engine does not have: write bf16")
+    return dtype
+
+
+def _require_no_qat(name: str, qat: Any) -> None:
+    if qat is not None and qat.get("enable", False):
+        raise OptionError(f"{name}.enable=True: quantization-aware training needs verl's own engine; set it to False")
+
+
+def check_flags(config: FsdpRuntimeEngineConfig) -> None:
+    """Refuse the flags of verl's FSDP engine that have no counterpart.
+
+    Raises:
+        OptionError: one is set; the message has the way out.
+    """
+    _require_no_qat("qat", config.qat)
+    if config.use_torch_compile:
+        raise OptionError("use_torch_compile=True compiles verl's entropy function: set compile=True for the blocks")
+    if config.forward_prefetch:
+        raise OptionError("forward_prefetch=True is FSDP1's: set prefetch_forward=1")
+    if any(config.wrap_policy.values()):
+        raise OptionError(f"wrap_policy={dict(config.wrap_policy)}: FSDP2 wraps each block here; leave it out")
+    buffer_dtype = (config.mixed_precision or {}).get("buffer_dtype")
+    if buffer_dtype is not None and to_dtype("mixed_precision.buffer_dtype", buffer_dtype) != torch.float32:
+        raise OptionError(f"mixed_precision.buffer_dtype={buffer_dtype!r}: buffers keep their dtype; leave it out")
+    if config.pad_to_length and config.pad_to_length_bucket < 1:
+        raise OptionError(f"pad_to_length_bucket={config.pad_to_length_bucket}: give a positive number of tokens")

@@ -1,0 +1,391 @@
+"""The engine: verl's ``BaseEngine`` over ``parallelize``, for language models and for critics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.memory.gradient_accumulation import no_sync
+from fsdp_runtime.mesh.spec import submesh
+from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_, grad_norm
+from fsdp_runtime.trainers.verl import export
+from fsdp_runtime.trainers.verl.checkpoints import Checkpoints
+from fsdp_runtime.trainers.verl.config import check_flags, to_dtype
+from fsdp_runtime.trainers.verl.micro_batches import cut
+from fsdp_runtime.trainers.verl.model import (
+    build_module,
+    optimizer_of,
+    parallelized,
+    scheduler_of,
+    trained_parameters,
+)
+from fsdp_runtime.trainers.verl.model_flags import check_checkpoint_flags, check_model_flags, require_own_config
+from fsdp_runtime.trainers.verl.replay import nested_routes, recorded_or_replayed, way_of
+from fsdp_runtime.trainers.verl.residency import Residency, parts_of
+from fsdp_runtime.trainers.verl.rows import Rows, idle_rows, rows_of
+from fsdp_runtime.trainers.verl.scores import TokenScores, values_of
+from fsdp_runtime.trainers.verl.verl_api import (
+    BaseEngine,
+    BaseEngineCtx,
+    detach_tree,
+    enable_full_determinism,
+    get_device_id,
+    get_device_name,
+    postprocess_batch_func,
+    tensordict_utils,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class FsdpRuntimeEngine(BaseEngine):
+    """What both kinds of models share.
+
+    Args:
+        model_config: verl's ``HFModelConfig``.
+        engine_config: :class:`fsdp_runtime.trainers.verl.config.FsdpRuntimeEngineConfig`.
+        optimizer_config: verl's ``FSDPOptimizerConfig``.
+        checkpoint_config: verl's ``CheckpointConfig``, or ``None``.
+
+    Raises:
+        OptionError: a flag has no counterpart here; the message has the way out.
+        MeshError: the mesh does not fill the world.
+    """
+
+    value_head = False
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        super().__init__()
+        require_own_config(engine_config)
+        check_flags(engine_config)
+        check_model_flags(model_config)
+        check_checkpoint_flags(checkpoint_config)
+        self.model_config, self.engine_config = model_config, engine_config
+        self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
+        self.mode: str | None = None
+        self.module: Any = None
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self._adapter_is_off = False
+        self._shards: export.Shards | None = None
+        if engine_config.full_determinism:
+            enable_full_determinism(engine_config.seed)
+        # verl's worker asks for ranks of dp before initialize().
+        self.mesh = engine_config.axes.build(device_type=get_device_name())
+        self._dp = submesh(self.mesh, "dp")
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        """Whether parameters are on the host between phases."""
+        return bool(self.engine_config.param_offload) and not self.engine_config.offload_policy
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        """Whether the optimizer's state is on the host between phases."""
+        return bool(self.engine_config.optimizer_offload) and not self.engine_config.offload_policy
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's index among those that read different samples."""
+        return self._dp.get_local_rank()
+
+    def get_data_parallel_size(self) -> int:
+        """How many ranks read different samples."""
+        return self._dp.size()
+
+    def get_data_parallel_group(self) -> Any:
+        """The group of the ranks that read different samples."""
+        return self._dp.get_group()
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Whether this rank hands verl the outputs of the ranks that share its samples."""
+        return all(int(self.mesh[axis].get_local_rank()) == 0 for axis in ("tp", "cp"))
+
+    def initialize(self) -> None:
+        """Build model, optimizer and schedule, and load the weights; a second call starts anew."""
+        module = build_module(self.model_config, self.engine_config, value_head=self.value_head)
+        self.module = parallelized(module, self.mesh, self.model_config, self.engine_config)
+        self.optimizer = self.lr_scheduler = self._shards = None
+        if not self.engine_config.forward_only:
+            self.optimizer = optimizer_of(self.module, self.optimizer_config)
+            self.lr_scheduler = scheduler_of(self.optimizer, self.optimizer_config)
+        self._residency = Residency(self.module, self.optimizer)
+        self._checkpoints = Checkpoints(
+            self.module,
+            self.optimizer,
+            self.lr_scheduler,
+            self.model_config,
+            self.checkpoint_config,
+            dp=self.get_data_parallel_size(),
+        )
+        self._prepare_scores()
+        offloads, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
+        self.to("cpu", model=offloads, optimizer=optimizer, grad=offloads)
+
+    def _prepare_scores(self) -> None:
+        """Prepare what :meth:`_scores` needs of the model."""
+
+    def _scores(self, rows: Rows, micro_batch: Any, loss_function: Any) -> dict[str, Tensor]:
+        """Return values of this rank's tokens, by verl's names."""
+        raise NotImplementedError
+
+    def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
+        """Return the context of training: parts on the device, ``module.train()``."""
+        return _Mode(self, "train", **kwargs)
+
+    def eval_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
+        """Return the context of evaluation: parameters on the device, ``module.eval()``."""
+        return _Mode(self, "eval", **kwargs)
+
+    def optimizer_zero_grad(self) -> None:
+        """Clear gradients."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def optimizer_step(self) -> float:
+        """Clip gradients and step, or skip the step where their norm is not finite.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+        """
+        limit, parameters = self.optimizer_config.clip_grad, trained_parameters(self.module)
+        norm = grad_norm(parameters) if limit is None else clip_grad_norm_(parameters, limit)
+        found = float(norm)
+        if torch.isfinite(norm):
+            self.optimizer.step()
+        else:
+            logger.warning("the norm of the gradients is %s: this step is skipped", found)
+            self.optimizer.zero_grad()
+        return found
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule and return the learning rate of the first group."""
+        self.lr_scheduler.step()
+        rate: float = self.lr_scheduler.get_last_lr()[0]
+        return rate
+
+    def forward_backward_batch(
+        self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> Any:
+        """Run a batch by micro-batches.
+
+        Args:
+            data: verl's nested batch of this rank's samples.
+            loss_function: verl's loss of a micro-batch; ``None`` for outputs alone.
+            forward_only: no backward.
+
+        Returns:
+            verl's dict of ``model_output``, ``loss`` and ``metrics``, by sample and by micro-batch.
+
+        Raises:
+            OptionError: the batch cannot be cut, on every rank.
+        """
+        if loss_function is None and not forward_only:
+            raise OptionError("a backward needs a loss_function")
+        found = cut(data, self.get_data_parallel_group(), cp=self.engine_config.axes.cp)
+        keeps = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
+        outputs = []
+        for index in range(found.count):
+            idle = index >= len(found.batches)
+            syncs = forward_only or index == found.count - 1 or not self._accumulates
+            with (
+                torch.set_grad_enabled(not forward_only),
+                nullcontext() if syncs else no_sync(self.module),
+                torch.profiler.record_function(f"micro_batch{index}"),
+            ):
+                if idle:
+                    self._idle(forward_only=forward_only)
+                    continue
+                loss, output = self._forward(found.batches[index], loss_function, forward_only)
+                if not forward_only:
+                    loss.backward()
+            if not keeps:
+                output.pop("model_output")
+            outputs.append(output)
+        return postprocess_batch_func(output_lst=outputs, indices=found.indices, data=data)
+
+    @property
+    def _accumulates(self) -> bool:
+        return bool(self.engine_config.use_no_sync_for_gradient_accumulation)
+
+    def _forward(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> tuple[Any, dict[str, Any]]:
+        """Run one micro-batch and its loss."""
+        micro_batch = micro_batch.to(get_device_id())
+        packs = bool(self.model_config.use_remove_padding)
+        rows = rows_of(micro_batch, self.mesh, self.engine_config, packs=packs)
+        asked = tensordict_utils.get_non_tensor_data(micro_batch, "enable_routing_replay", None)
+        way = way_of(
+            "disabled" if self._adapter_is_off else self.engine_config.router_replay.mode,
+            forward_only=forward_only,
+            has_loss=loss_function is not None,
+            asked=asked,
+        )
+        with recorded_or_replayed(way, self.module, rows, micro_batch) as routes:
+            scores = self._scores(rows, micro_batch, loss_function)
+        output = {name: rows.nested(values) for name, values in scores.items()}
+        if routes is not None:
+            output["routed_experts"] = nested_routes(routes, rows)
+        loss, metrics = torch.tensor(1.0), {}
+        if loss_function is not None:
+            group = self.get_data_parallel_group()
+            loss, metrics = loss_function(model_output=output, data=micro_batch, dp_group=group)
+        return loss, {"model_output": detach_tree(output), "loss": float(loss.detach()), "metrics": metrics}
+
+    def _idle(self, *, forward_only: bool) -> None:
+        """Take part in the collectives of a micro-batch that this rank does not have, with gradients of zero."""
+        scores = self._scores(idle_rows(self.mesh, self.engine_config), {}, None)
+        if not forward_only:
+            torch.autograd.backward(torch.stack([values.sum() * 0 for values in scores.values()]).sum())
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move parts to the host (``"cpu"``) or back (the device's name); a part that is there stays.
+
+        Raises:
+            OptionError: gradients would move without the model.
+        """
+        if grad and not model:
+            raise OptionError("gradients move with the model: give model=True")
+        if self.engine_config.offload_policy or get_device_name() == "cpu":
+            return  # FSDP2 keeps them on the host, or there is no other memory
+        parts = parts_of(model=model, optimizer=optimizer and self.optimizer is not None, grad=grad)
+        (self._residency.offload if device == "cpu" else self._residency.onload)(parts)
+
+    def _sync_dtype(self) -> torch.dtype | None:
+        name = self.engine_config.sync_dtype
+        return None if name is None else to_dtype("sync_dtype", name)
+
+    def _streamed(self, weights: Iterator[Any]) -> Iterator[Any]:
+        with self._residency.present("parameters", "buffers"):
+            yield from weights
+
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
+        """Return the weights for the rollout, and the config of an adapter that is sent by itself.
+
+        Args:
+            layered_summon: gather a part at a time; always so here.
+            base_sync_done: with an adapter that is not merged: the rollout has the base model's weights, so that the
+                adapter's factors are sent; otherwise the base model's.
+            **kwargs: what later versions of verl add.
+
+        Returns:
+            An iterator that every rank exhausts, and the adapter's config or ``None``.
+        """
+        merges = (self.model_config.get("lora", None) or {}).get("merge", False)
+        dtype = self._sync_dtype()
+        if not hasattr(self.module, "peft_config") or merges:
+            return self._streamed(export.full_weights(self.module, dtype)), None
+        config = export.adapter_config(self.module)
+        if base_sync_done:
+            return self._streamed(export.adapter_weights(self.module)), config
+        return self._streamed(export.base_weights(self.module, dtype)), config
+
+    def get_per_tensor_param_shard(self, **kwargs: Any) -> tuple[Iterator[Any], dict[str, Any] | None]:
+        """Return ``(name, flat values, ShardSpec)`` of this rank's blocks, without a gather."""
+        return self._streamed(self._own_shards().specs()), None
+
+    def prime_delta_snapshots(self) -> None:
+        """Take the present weights as those that the rollout has."""
+        with self._residency.present("parameters", "buffers"):
+            self._own_shards().remember()
+
+    def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], dict[str, Any] | None]:
+        """Return what changed since the last call or :meth:`prime_delta_snapshots`, by the checkpoint's tensors."""
+        return self._streamed(self._own_shards().changes()), None
+
+    def _own_shards(self) -> export.Shards:
+        if self._shards is None:
+            self._shards = export.Shards(self.module, self._sync_dtype())
+        return self._shards
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save what the checkpoint config lists.  Collective.
+
+        Raises:
+            OptionError: ``hdfs_path`` is given.
+        """
+        _require_no_hdfs(hdfs_path)
+        with self._residency.present("parameters", "buffers", "optimizer"):
+            self._checkpoints.save(Path(local_path), step=global_step, keep=max_ckpt_to_keep)
+
+    def load_checkpoint(
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False, **kwargs: Any
+    ) -> None:
+        """Load a checkpoint of any mesh; nothing for ``None``.  Collective.
+
+        Raises:
+            CheckpointError: it is none of this engine, and its weights alone may not be loaded.
+            OptionError: ``hdfs_path`` is given, or verl's state of the data is of another ``dp``.
+        """
+        if local_path is None:
+            return
+        _require_no_hdfs(hdfs_path)
+        with self._residency.present("parameters", "buffers", "optimizer"):
+            self._checkpoints.load(Path(local_path))
+        if del_local_after_load:
+            logger.warning("del_local_after_load: %s is kept; remove it when no job needs it", local_path)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Run as the base model inside: the reference of a policy with an adapter."""
+        if not hasattr(self.module, "peft_config"):
+            yield
+            return
+        self._adapter_is_off = True
+        try:
+            with self.module.disable_adapter():
+                yield
+        finally:
+            self._adapter_is_off = False
+
+
+class LanguageModelEngine(FsdpRuntimeEngine):
+    """Policies, references and SFT."""
+
+    def _prepare_scores(self) -> None:
+        self._token_scores = TokenScores(self.module)
+
+    def _scores(self, rows: Rows, micro_batch: Any, loss_function: Any) -> dict[str, Tensor]:
+        return self._token_scores(rows, micro_batch, loss_function)
+
+
+class ValueModelEngine(FsdpRuntimeEngine):
+    """Critics: one value a token."""
+
+    value_head = True
+
+    def _scores(self, rows: Rows, micro_batch: Any, loss_function: Any) -> dict[str, Tensor]:
+        return values_of(self.module, rows)
+
+
+class _Mode(BaseEngineCtx):
+    """verl's context of a phase, with the module's mode."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        module: nn.Module = self.engine.module
+        module.train(self.mode == "train")
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        if self.mode == "train" and (self.zero_grad_on_exit or exc_type is not None):
+            self.engine.optimizer_zero_grad()
+        super().__exit__(exc_type, exc_value, traceback)
+
+
+def _require_no_hdfs(path: str | None) -> None:
+    if path is not None:
+        raise OptionError(f"hdfs_path={path!r}: checkpoints are written to a local path; copy them from there")

@@ -1,0 +1,141 @@
+"""Weights for verl's rollout: full tensors, adapters by themselves, shards, and what changed since the last time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sync import ModelShards
+from fsdp_runtime.sync.tensor_views import block_view
+from fsdp_runtime.trainers.verl.verl_api import BlockPlacement, ShardSpec, translate_flat_indices
+from fsdp_runtime.weights import stream_weights
+from fsdp_runtime.weights.adapters import adapter_tensors
+from fsdp_runtime.weights.stream import WeightExport
+
+_ADAPTER = "default"
+
+
+def full_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight in full, an adapter merged, by the names of the checkpoint.  Collective."""
+    return stream_weights(model, dtype=dtype)
+
+
+def adapter_config(model: Any) -> dict[str, Any]:
+    """Return the adapter's config as verl hands it to rollouts: peft's, with its types as enums."""
+    config: dict[str, Any] = model.peft_config[_ADAPTER].to_dict()
+    return config
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapter's factors in full, by the names that peft gives them on disk.  Collective."""
+    for name, tensor in adapter_tensors(model, state_entries(model), _ADAPTER).items():
+        full = tensor.detach()
+        yield name, full.full_tensor() if isinstance(full, DTensor) else full
+
+
+def base_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights under an adapter, by the names that a rollout with adapters has for them.  Collective.
+
+    A rollout with adapters wraps the layers that have one: vLLM's loader takes ``….base_layer.weight`` for these.
+    """
+    from verl.utils.fsdp_utils import replace_lora_wrapper
+
+    config = model.peft_config[_ADAPTER]
+    with model.disable_adapter():
+        for name, tensor in stream_weights(model, dtype=dtype):
+            yield replace_lora_wrapper(name, config), tensor
+
+
+class Shards:
+    """This rank's blocks of the checkpoint's tensors, and what changed of them since a snapshot.
+
+    Blocks that several ranks hold are sent by the first of these.  The gathering group of verl's checkpoint engine is
+    the world in every entry, so that all ranks pass the same entries in the same order.
+
+    Args:
+        model: the parallelized model.
+        dtype: the dtype of the rollout's weights.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        self._shards = ModelShards(model, export=WeightExport(dtype=dtype or torch.bfloat16))
+        self._rank = dist.get_rank()
+        self._sent: dict[tuple[str, int], Tensor] = {}
+
+    def blocks(self) -> Iterator[tuple[str, int, Tensor, BlockPlacement, bool]]:
+        """Yield name, number, values, place and whether this rank sends them, in one order on all ranks.
+
+        A tensor has as many entries as a rank has blocks of it; a rank with fewer yields empty ones.
+        """
+        self._shards.refresh()
+        layout, local = self._shards.layout, self._shards.local
+        for name, tensor in layout.tensors.items():
+            shape, dtype = tuple(tensor.shape), getattr(torch, tensor.dtype)
+            owner: dict[Any, int] = {}
+            own, counts = [], dict[int, int]()
+            for block in layout.blocks(name):
+                owner[block.box] = min(block.rank, owner.get(block.box, block.rank))
+                counts[block.rank] = counts.get(block.rank, 0) + 1
+                if block.rank == self._rank:
+                    own.append(block)
+            for number in range(max(counts.values())):
+                if number >= len(own):
+                    nothing = BlockPlacement((0,) * len(shape), (0,) * len(shape), shape)
+                    device = next(iter(local.values())).device
+                    yield name, number, torch.empty(0, dtype=dtype, device=device), nothing, False
+                    continue
+                block = own[number]
+                values = block_view(local, name, block, block.box).to(dtype).reshape(-1)
+                sizes = tuple(stop - start for start, stop in block.box)
+                place = BlockPlacement(sizes, tuple(start for start, _ in block.box), shape)
+                yield name, number, values, place, owner[block.box] == self._rank
+
+    def specs(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
+        """Yield ``(name, values, ShardSpec)``, the entries of ``get_per_tensor_param_shard``."""
+        for name, _, values, place, sends in self.blocks():
+            spec = ShardSpec(place.full_shape, place=place, gather_group=dist.group.WORLD, contributes=sends)
+            yield name, values, spec
+
+    def remember(self) -> None:
+        """Take the present values as those that the rollout has."""
+        for name, number, values, _, sends in self.blocks():
+            if sends:
+                self._keep(name, number, values)
+
+    def changes(self) -> Iterator[tuple[Any, ...]]:
+        """Yield ``(slots, dtype, counts, indices, values, group)``: what changed, in the flat tensors' coordinates.
+
+        Raises:
+            OptionError: nothing was remembered yet.
+        """
+        for name, number, values, place, sends in self.blocks():
+            index = torch.empty(0, dtype=torch.int64, device=values.device)
+            if sends:
+                before = self._sent.get((name, number))
+                if before is None:
+                    raise OptionError(f"{name}: no weights were sent in full: call prime_delta_snapshots() first")
+                index = _differing(values, before.to(values.device))
+                self._keep(name, number, values)
+            where = translate_flat_indices(index, place).to(torch.int32) if len(index) else index.to(torch.int32)
+            counts = torch.tensor([len(index)])
+            dtype = str(values.dtype).removeprefix("torch.")
+            yield [(name, place.full_shape)], dtype, counts, where, values[index], dist.group.WORLD
+
+    def _keep(self, name: str, number: int, values: Tensor) -> None:
+        kept = self._sent.get((name, number))
+        if kept is None:
+            kept = self._sent[name, number] = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        kept.copy_(values)
+
+
+def _differing(values: Tensor, before: Tensor) -> Tensor:
+    """Return the indices of elements whose bits differ, so that a changed sign of zero and NaN count."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return (values.view(bits) != before.view(bits)).nonzero().squeeze(-1)

@@ -1,0 +1,165 @@
+"""Build the model of verl's config on the mesh: module, adapter, steps, weights; optimizer and schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.parallelize import parallelize
+from fsdp_runtime.steps import ContextParallel, ExpertParallel, Step
+from fsdp_runtime.steps.fsdp.options import FSDPOptions
+from fsdp_runtime.trainers.verl.config import FsdpRuntimeEngineConfig
+from fsdp_runtime.trainers.verl.verl_api import (
+    build_optimizer,
+    convert_to_regular_types,
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_hf_auto_model_class,
+)
+from fsdp_runtime.weights import init_adapters, load_adapter, load_weights, meta_device
+
+#: Attributes under which vision-language models of transformers keep their vision tower.
+_VISION_TOWERS = ("visual", "vision_tower", "vision_model")
+
+
+def build_module(model_config: Any, config: FsdpRuntimeEngineConfig, *, value_head: bool) -> nn.Module:
+    """Return the module of a config on the meta device, with the adapter that it asks for.
+
+    Raises:
+        ModelError: the architecture has no class with a value head, or no vision tower to freeze.
+    """
+    hf_config = model_config.hf_config
+    code = {"trust_remote_code": True} if model_config.trust_remote_code else {}
+    with meta_device():
+        if value_head:
+            module = _value_model(hf_config, dtype=config.parameter_dtype, **code)
+        else:
+            auto = get_hf_auto_model_class(hf_config=hf_config)
+            module = auto.from_config(hf_config, dtype=config.parameter_dtype, **code)
+        if config.freeze_vision_tower:
+            _vision_tower(module).requires_grad_(False)
+        return _with_adapter(module, model_config)
+
+
+def _value_model(hf_config: Any, **options: Any) -> nn.Module:
+    """Return the architecture's token classifier with one label and no dropout, as verl's critic is."""
+    from transformers import AutoModelForTokenClassification
+
+    hf_config.num_labels = 1
+    hf_config.classifier_dropout, hf_config.hidden_dropout, hf_config.summary_dropout_prob = 0.0, "0", 0.0
+    try:
+        module: nn.Module = AutoModelForTokenClassification.from_config(hf_config, **options)
+    except ValueError as error:
+        raise ModelError(
+            f"transformers has no token classifier for {type(hf_config).__name__}, which a critic needs: choose a "
+            "critic.model.path of another architecture"
+        ) from error
+    return module
+
+
+def _vision_tower(module: nn.Module) -> nn.Module:
+    for owner in (module, getattr(module, "model", None)):
+        for name in _VISION_TOWERS:
+            if isinstance(tower := getattr(owner, name, None), nn.Module):
+                return tower
+    raise ModelError(f"freeze_vision_tower=True: {type(module).__name__} has none of {', '.join(_VISION_TOWERS)}")
+
+
+def _with_adapter(module: nn.Module, model_config: Any) -> nn.Module:
+    path = model_config.get("lora_adapter_path", None)
+    if model_config.lora_rank <= 0 and path is None:
+        return module
+    from peft import LoraConfig, PeftConfig, TaskType, get_peft_model
+
+    if path is not None:
+        found = PeftConfig.from_pretrained(path)
+        found.inference_mode = False
+        if isinstance(found.task_type, str):
+            found.task_type = TaskType(found.task_type)
+    else:
+        found = LoraConfig(
+            task_type=TaskType.CAUSAL_LM,
+            r=model_config.lora_rank,
+            lora_alpha=model_config.lora_alpha,
+            target_modules=convert_to_regular_types(model_config.target_modules),
+            target_parameters=convert_to_regular_types(model_config.get("target_parameters", None)),
+            exclude_modules=convert_to_regular_types(model_config.exclude_modules),
+            bias="none",
+        )
+    return get_peft_model(module, found)  # type: ignore[no-any-return]
+
+
+def parallelized(module: nn.Module, mesh: DeviceMesh, model_config: Any, config: FsdpRuntimeEngineConfig) -> nn.Module:
+    """Apply the steps of a config to a module on the meta device, and load its weights."""
+    recompute = config.activation_checkpointing
+    if recompute is None:
+        recompute = "block" if model_config.enable_gradient_checkpointing and not config.forward_only else "none"
+    steps: list[Step] = [ExpertParallel(exchange=config.exchange)] if config.axes.ep > 1 else []
+    computes = None if config.compute_dtype == config.parameter_dtype == torch.float32 else config.compute_dtype
+    reduces = None if config.gradient_dtype == (computes or torch.float32) else config.gradient_dtype
+    policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=reduces)
+    model = parallelize(
+        module,
+        mesh,
+        plan=config.plan,
+        sequence_parallel=config.sequence_parallel,
+        context_parallel=ContextParallel(config.context_method, load_balancer=config.load_balancer),  # type: ignore[arg-type]
+        packed_sequences=bool(model_config.use_remove_padding),
+        activation_checkpointing=recompute,  # type: ignore[arg-type]
+        compile=config.compile,
+        fsdp=FSDPOptions(
+            mp_policy=policy if computes is not None or reduces is not None else None,
+            offload_policy=CPUOffloadPolicy() if config.offload_policy else None,
+            reshard_after_forward=config.reshard_after_forward,
+            reshard_last_block=config.reshard_last_block,
+            prefetch_forward=config.prefetch_forward,
+            prefetch_backward=config.prefetch_backward,
+            frozen_params=config.frozen_params,  # type: ignore[arg-type]
+        ),
+        steps=steps,
+    )
+    if (path := model_config.get("lora_adapter_path", None)) is not None:
+        load_adapter(model, path)
+    elif model_config.lora_rank > 0:
+        init_adapters(model, seed=config.seed)
+    load_weights(model, model_config.local_path, training=not config.forward_only)
+    return model
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer steps."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def optimizer_of(model: nn.Module, optim: Any) -> torch.optim.Optimizer:
+    """Build the optimizer of verl's config, of any class that it names."""
+    optimizer: torch.optim.Optimizer = build_optimizer(trained_parameters(model), optim)
+    return optimizer
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer, optim: Any) -> Any:
+    """Build the schedule of verl's config.
+
+    Raises:
+        OptionError: the schedule is unknown.
+    """
+    steps, warmup = optim.total_training_steps, optim.lr_warmup_steps
+    if warmup is None or warmup <= 0:
+        warmup = int(optim.lr_warmup_steps_ratio * steps)
+    if optim.lr_scheduler_type == "constant":
+        return get_constant_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=warmup)
+    if optim.lr_scheduler_type == "cosine":
+        return get_cosine_schedule_with_warmup(
+            optimizer=optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=steps,
+            min_lr_ratio=optim.min_lr_ratio,
+            num_cycles=optim.num_cycles,
+            zero_indexed_step=optim.zero_indexed_step,
+        )
+    raise OptionError(f"optim.lr_scheduler_type={optim.lr_scheduler_type!r}: write constant or cosine")

@@ -1,0 +1,75 @@
+"""Router replay as verl's engines have it: R2 replays what the actor recorded, R3 what the rollout did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.routing.replay import record_routes, replay_routes
+from fsdp_runtime.trainers.verl.rows import Rows
+
+Way = Literal["none", "record", "replay"]
+
+
+def way_of(mode: str, *, forward_only: bool, has_loss: bool, asked: bool | None) -> Way:
+    """Return what a forward does with routes.
+
+    verl's worker says so in the batch for its own names of engines only; for others the call tells:
+    ``compute_log_prob`` runs forward without a loss.
+
+    Args:
+        mode: ``router_replay.mode``.
+        forward_only: the call has no backward.
+        has_loss: the call has a loss.
+        asked: what the batch says, ``None`` if nothing.
+    """
+    if mode == "disabled" or asked is False:
+        return "none"
+    if mode == "R2" and forward_only:
+        return "none" if has_loss else "record"
+    return "replay"
+
+
+@contextmanager
+def recorded_or_replayed(way: Way, model: nn.Module, rows: Rows, micro_batch: Any) -> Iterator[Any]:
+    """Run a forward with routes recorded or replayed; yields those that are recorded.
+
+    Raises:
+        OptionError: the batch has no routes to replay.
+    """
+    if way == "none":
+        with nullcontext():
+            yield None
+        return
+    if way == "record":
+        with record_routes(model) as routes:
+            yield routes
+        return
+    given = micro_batch.get("routed_experts", None) if micro_batch is not None else None
+    if given is None and micro_batch is not None:
+        raise OptionError(
+            "router_replay: the batch has no routed_experts: R2 needs compute_log_prob before the update, R3 a rollout "
+            "with enable_rollout_routing_replay=True"
+        )
+    with replay_routes(model, _routes(given, rows)) if given is not None else nullcontext():
+        yield None
+
+
+def _routes(given: Any, rows: Rows) -> Tensor:
+    """Return verl's ``[samples, length, layers, k]`` as ``[layers, rows * length, k]``, -1 where there is none."""
+    full = rows.flat(given, -1).to(torch.int32)
+    if full.shape[-1] > 1:  # verl fills tokens that were never run with zeros: no token has one expert twice
+        full = full.masked_fill((full == 0).all(-1, keepdim=True), -1)
+    return full.flatten(0, 1).transpose(0, 1).contiguous()
+
+
+def nested_routes(routes: Any, rows: Rows) -> Tensor:
+    """Return recorded routes in verl's form, nested ``[samples, length, layers, k]`` int16."""
+    stacked = routes.stacked().transpose(0, 1)
+    full = stacked.view(*rows.tokens.shape, *stacked.shape[1:]).to(torch.int16)
+    return torch.nested.nested_tensor_from_jagged(full[rows.tokens], rows.offsets)

@@ -1,0 +1,163 @@
+"""verl's nested micro-batches as a model's inputs, and values of tokens back in verl's form.
+
+``log_probs[t]`` of verl is the log-probability of token ``t + 1``.  The last value of a sample has no next token and is
+0 here; verl's own engine scores the first token of the next sample there, and no loss of verl reads it but that of an
+SFT sample whose first token has ``loss_mask`` 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.steps.context.sharding import sequence_layout
+from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
+from fsdp_runtime.trainers.verl.config import FsdpRuntimeEngineConfig
+from fsdp_runtime.trainers.verl.verl_api import extract_multi_modal_inputs, get_device_id, tensordict_utils
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One micro-batch as rows, packed or padded.
+
+    Args:
+        inputs: the model's inputs, ``[rows, length]``; under ``cp`` those of this rank.
+        targets: ``[rows, length]`` int64, the next token or -100; under ``cp`` those of this rank.
+        temperature: ``[rows, length]`` float32, as the targets.
+        tokens: ``[rows, length]`` bool, the tokens of samples in full rows.
+        offsets: ``[samples + 1]`` offsets of verl's nested tensors.
+        layout: how ``cp`` cuts rows, ``None`` without it.
+        mesh: the mesh.
+    """
+
+    inputs: Mapping[str, Any]
+    targets: Tensor
+    temperature: Tensor
+    tokens: Tensor
+    offsets: Tensor
+    layout: Any
+    mesh: DeviceMesh
+
+    def nested(self, values: Tensor) -> Tensor:
+        """Return values of this rank's tokens ``[rows, length, ...]`` nested by sample; under cp collective."""
+        if self.layout is not None:
+            values = rl_logprobs().gather_sequence(values, self.layout.permutation, self.mesh.get_group("cp"), dim=1)
+        return torch.nested.nested_tensor_from_jagged(values[self.tokens], self.offsets)
+
+    def flat(self, nested: Tensor, fill: float) -> Tensor:
+        """Return a nested tensor of samples ``[samples, length, ...]`` as full rows ``[rows, length, ...]``."""
+        values = nested.values()
+        rows = values.new_full((*self.tokens.shape, *values.shape[1:]), fill)
+        rows[self.tokens] = values
+        return rows
+
+    def shard(self, full: Tensor) -> Tensor:
+        """Return this rank's tokens of full rows."""
+        return full if self.layout is None else self.layout.shard(full)
+
+
+def rows_of(micro_batch: Any, mesh: DeviceMesh, config: FsdpRuntimeEngineConfig, *, packs: bool) -> Rows:
+    """Return a micro-batch as rows.
+
+    Args:
+        micro_batch: verl's batch on this rank's device.
+        mesh: the mesh.
+        config: the engine's config.
+        packs: whether the model keeps the documents of packed rows apart.
+
+    Raises:
+        OptionError: the batch is to be packed, and the model was not built so.
+    """
+    ids, positions = micro_batch["input_ids"], micro_batch["position_ids"]
+    temperature = tensordict_utils.get_non_tensor_data(micro_batch, "temperature", 1.0)  # a batch of SFT has none
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((len(ids),), float(temperature))
+    temperature = temperature.to(ids.device, torch.float32)
+    packed = tensordict_utils.get_non_tensor_data(micro_batch, "use_remove_padding", True)
+    if packed and not packs:
+        raise OptionError("the batch has use_remove_padding=True, but the model's is False: set both alike")
+    pad = tensordict_utils.get_non_tensor_data(micro_batch, "pad_token_id", 0) or 0
+    media = extract_multi_modal_inputs(micro_batch.get("multi_modal_inputs", []))
+    make = _packed if packed else _padded
+    inputs, targets, heat, tokens = make(ids, positions, temperature, pad, config)
+    return _of_rank(inputs, media, targets, heat, tokens, ids.offsets(), mesh, config)
+
+
+def idle_rows(mesh: DeviceMesh, config: FsdpRuntimeEngineConfig) -> Rows:
+    """Return a row of padding that no loss reads, for a rank that has fewer micro-batches than its peers."""
+    device = get_device_id()
+    length = 2 * config.axes.cp
+    ids = torch.zeros((1, length), dtype=torch.int64, device=device)
+    inputs = {"input_ids": ids, "position_ids": torch.arange(length, device=device)[None]}
+    targets = torch.full_like(ids, _IGNORED)
+    offsets = torch.tensor([0, length], device=device)
+    heat = torch.ones_like(ids, dtype=torch.float32)
+    return _of_rank(inputs, {}, targets, heat, torch.ones_like(ids, dtype=torch.bool), offsets, mesh, config)
+
+
+def _of_rank(
+    inputs: dict[str, Tensor],
+    media: Mapping[str, Any],
+    targets: Tensor,
+    heat: Tensor,
+    tokens: Tensor,
+    offsets: Tensor,
+    mesh: DeviceMesh,
+    config: FsdpRuntimeEngineConfig,
+) -> Rows:
+    layout = None
+    if config.axes.cp > 1:
+        layout = sequence_layout(mesh, targets.shape[1], load_balancer=config.load_balancer)  # type: ignore[arg-type]
+        inputs = layout.shard_batch(inputs)
+        targets, heat = layout.shard(targets), layout.shard(heat)
+    return Rows({**inputs, **media}, targets, heat, tokens, offsets, layout, mesh)
+
+
+def _multiple(config: FsdpRuntimeEngineConfig) -> int:
+    """The number that the length of a row must be a multiple of."""
+    cp = config.axes.cp
+    return 2 * cp if cp > 1 else 1
+
+
+def _packed(ids: Any, positions: Any, temperature: Tensor, pad: int, config: FsdpRuntimeEngineConfig) -> Any:
+    """One row of all samples; padding at its end is a document of its own."""
+    flat, offsets = ids.values(), ids.offsets()
+    multiple = _multiple(config)
+    if config.pad_to_length:
+        multiple *= -(-config.pad_to_length_bucket // multiple)
+    extra = -len(flat) % multiple
+    targets = rl_logprobs().next_token_targets(flat, cu_seqlens=offsets, ignore_index=_IGNORED)
+    where = positions.values()
+    where = torch.cat([where, torch.arange(extra, device=flat.device).expand(*where.shape[:-1], extra)], -1)
+    tokens = torch.arange(len(flat) + extra, device=flat.device) < len(flat)
+    heat = torch.nn.functional.pad(temperature.repeat_interleave(offsets.diff()), (0, extra), value=1.0)
+    inputs = {
+        "input_ids": torch.nn.functional.pad(flat, (0, extra), value=pad)[None],
+        "position_ids": where.unsqueeze(-2),
+    }
+    targets = torch.nn.functional.pad(targets, (0, extra), value=_IGNORED)
+    return inputs, targets[None], heat[None], tokens[None]
+
+
+def _padded(ids: Any, positions: Any, temperature: Tensor, pad: int, config: FsdpRuntimeEngineConfig) -> Any:
+    """One row for each sample, padded on the right."""
+    lengths = ids.offsets().diff()
+    rows, longest = len(lengths), int(lengths.max())
+    longest += -longest % _multiple(config)
+    padded = torch.nested.to_padded_tensor(ids, padding=pad, output_size=(rows, longest))
+    tokens = torch.arange(longest, device=lengths.device) < lengths[:, None]
+    size = (rows, *positions.shape[1:-1], longest)
+    where = torch.nested.to_padded_tensor(positions, padding=0, output_size=size)
+    if where.dim() == 3:  # axes of multimodal positions come first
+        where = where.transpose(0, 1)
+    targets = rl_logprobs().next_token_targets(padded, attention_mask=tokens.long(), ignore_index=_IGNORED)
+    inputs = {"input_ids": padded, "attention_mask": tokens.long(), "position_ids": where}
+    return inputs, targets, temperature[:, None].expand(rows, longest).contiguous(), tokens

@@ -1,0 +1,137 @@
+"""What verl reads of each token: log-probabilities, entropies and others, without logits where none is needed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.steps.outputs.lm_head import forward_with_lm_head
+from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
+from fsdp_runtime.trainers.verl.rows import Rows
+from fsdp_runtime.trainers.verl.verl_api import tensordict_utils
+
+logger = logging.getLogger(__name__)
+
+
+def values_of(model: nn.Module, rows: Rows) -> dict[str, Tensor]:
+    """Return a critic's ``values`` of each token of this rank."""
+    logits = model(**rows.inputs, use_cache=False).logits
+    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return {"values": logits.squeeze(-1)}
+
+
+class TokenScores:
+    """Scores tokens by a language model: without logits, unless its head is no linear map or a score needs them.
+
+    Args:
+        model: the parallelized language model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._without_logits = model, True
+
+    def __call__(self, rows: Rows, micro_batch: Any, loss_function: Any = None) -> dict[str, Tensor]:
+        """Return the scores that a micro-batch asks for, ``[rows, length]`` of this rank's tokens.
+
+        Raises:
+            OptionError: top-k distillation is asked for without verl's distillation loss.
+        """
+
+        def asked(name: str) -> bool:
+            return bool(tensordict_utils.get_non_tensor_data(micro_batch, name, False))
+
+        options = {"entropy": asked("calculate_entropy"), "squares": asked("calculate_sum_pi_squared")}
+        if asked("distillation_use_topk"):
+            logits = self._model(**rows.inputs, use_cache=False).logits
+            found = topk_divergence(logits, rows, micro_batch, loss_function)
+            if asked("distillation_only"):
+                return found
+            return found | _from_logits(logits, rows, **options)
+        return self._plain(rows, **options)
+
+    def _plain(self, rows: Rows, **options: bool) -> dict[str, Tensor]:
+        if self._without_logits:
+            try:
+                return self._from_hidden(rows, **options)
+            except ModelError as error:
+                logger.warning("log-probabilities are computed from logits: %s", error)
+                self._without_logits = False
+        return _from_logits(self._model(**rows.inputs, use_cache=False).logits, rows, **options)
+
+    def _from_hidden(self, rows: Rows, **options: bool) -> dict[str, Tensor]:
+        def at_head(hidden: Tensor, head: Any) -> dict[str, Tensor]:
+            def statistics(**given: Any) -> Any:
+                return rl_logprobs().linear_token_statistics(
+                    hidden,
+                    head.weight,
+                    rows.targets,
+                    bias=head.bias,
+                    logit_scale=head.logit_scale,
+                    softcap=head.softcap,
+                    **given,
+                )
+
+            return _scores(statistics, rows, **options)
+
+        found: dict[str, Tensor] = forward_with_lm_head(self._model, at_head, **rows.inputs, use_cache=False)
+        return found
+
+
+def _from_logits(logits: Tensor, rows: Rows, **options: bool) -> dict[str, Tensor]:
+    def statistics(**given: Any) -> Any:
+        return rl_logprobs().token_statistics(logits, rows.targets, **given)
+
+    return _scores(statistics, rows, **options)
+
+
+def _scores(statistics: Any, rows: Rows, *, entropy: bool, squares: bool) -> dict[str, Tensor]:
+    found = statistics(entropy=entropy, temperature=rows.temperature)
+    scores = {"log_probs": found.logprobs}
+    if entropy:
+        scores["entropy"] = found.entropy
+    if squares:  # the sum of exp(2 z) over the square of that of exp(z)
+        doubled = statistics(temperature=rows.temperature / 2)
+        scores["sum_pi_squared"] = (doubled.logsumexp - 2 * found.logsumexp).exp()
+    return scores
+
+
+def topk_divergence(logits: Tensor, rows: Rows, micro_batch: Any, loss_function: Any) -> dict[str, Tensor]:
+    """Return verl's per-token values of the forward divergence on a teacher's most probable tokens.
+
+    The formula is ``compute_forward_kl_topk`` of verl, on logits that may be sharded on the vocabulary.
+
+    Args:
+        logits: ``[rows, length, vocab]``.
+        rows: the micro-batch.
+        micro_batch: holds ``teacher_logprobs`` and ``teacher_ids``, nested ``[samples, length, k]``.
+        loss_function: verl's loss, whose keyword ``distillation_config`` bounds log-probabilities.
+
+    Raises:
+        OptionError: the loss has no such config.
+    """
+    config = getattr(loss_function, "keywords", {}).get("distillation_config")
+    if config is None:
+        raise OptionError("distillation_use_topk needs verl's distillation_ppo_loss with its distillation_config")
+    least = config.distillation_loss.log_prob_min_clamp
+    ids = rows.shard(rows.flat(micro_batch["teacher_ids"], 0)).long()
+    teacher = rows.shard(rows.flat(micro_batch["teacher_logprobs"], 0.0)).float()
+    student = rl_logprobs().logprobs_at(logits, ids, temperature=rows.temperature)
+    own = rl_logprobs().topk_logprobs(logits, ids.shape[-1], temperature=rows.temperature).ids
+    masses = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
+    if least is not None:
+        student, teacher = student.clamp_min(least), teacher.clamp_min(least)
+    terms = teacher.exp() * (teacher - student)
+    shared = (ids.unsqueeze(-1) == own.unsqueeze(-2)).any(-1)
+    count = shared.sum(-1)
+    advantage = (-terms * shared).sum(-1) / count.clamp_min(1)
+    return {
+        "distillation_losses": terms.sum(-1),
+        **masses,
+        "overlap_count": count,
+        "overlap_token_advantage": torch.where(count > 0, advantage, torch.zeros_like(advantage)),
+    }
