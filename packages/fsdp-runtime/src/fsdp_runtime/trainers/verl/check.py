@@ -127,9 +127,8 @@ def _device(device: str) -> Finding:
 
 def _interface() -> Iterator[Finding]:
     """What the engine uses of verl, and flags that this verl has and the engine does not know."""
-    from fsdp_runtime.trainers.verl.verl_api import SIGNATURES
-
     from fsdp_runtime.trainers.verl.flags import unknown_fields
+    from fsdp_runtime.trainers.verl.verl_api import SIGNATURES
 
     for path, parameters in SIGNATURES.items():
         if (now := _parameters(path)) != parameters:
