@@ -199,6 +199,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "transpose": lambda a, b: torch.cat([a.T, b.transpose(0, 1)]).contiguous(),
     "unbind": lambda a, b: torch.stack([a, b]).permute(2, 0, 1).unbind(1)[1],
     "squeeze": lambda a, b: torch.cat([a.unsqueeze(0), b[None]]).chunk(2)[1].squeeze(0),
+    "squeeze of all dims": lambda a, b: torch.stack([a, b])[:1].squeeze(),
     "narrow": lambda a, b: torch.cat([a, b]).narrow(0, 2, 5)[1:-1, 1:],
 }
 

@@ -127,6 +127,14 @@ def _squeeze(tensor: TracedTensor, dim: int) -> TracedTensor:
     return TracedTensor([*tensor.shape[:dim], *tensor.shape[dim + 1 :]], tensor.dtype, chunks)
 
 
+def _squeeze_all(tensor: TracedTensor) -> TracedTensor:
+    """As transformers before 5.11 splits stacked experts."""
+    found = _same(tensor)
+    for dim in reversed(range(tensor.ndim)):
+        found = _squeeze(found, dim)
+    return found
+
+
 def _slice(
     tensor: TracedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> TracedTensor:
@@ -180,6 +188,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.slice.Tensor: _slice,
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split_with_sizes,
+    _aten.squeeze.default: _squeeze_all,
     _aten.squeeze.dim: _squeeze,
     _aten.stack.default: _stack,
     _aten.t.default: lambda tensor: _permute(tensor, [1, 0]),

@@ -1,0 +1,119 @@
+"""Checkpoints, exports, adapters, replay and distillation of the engine; run by ``nox -s verl``, which has verl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.ranks import RankPool, RanksFailed
+
+pytest.importorskip("verl", reason="verl 0.9.1 and the transformers that it takes are installed by nox -s verl only")
+
+from with_verl import actions, checkpoints_on_disk, drive  # after the check
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    return {kind: checkpoints_on_disk.write(kind, folder) for kind in ("dense", "mixture", "value")}
+
+
+def close(one: Any, other: Any, bound: float = 1e-5) -> None:
+    assert [*other] == [pytest.approx(each, rel=bound, abs=bound) for each in one]
+
+
+def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(
+    two_ranks: RankPool, paths: dict[str, str], tmp_path: Path
+) -> None:
+    expected = two_ranks.run(actions.save_and_go_on, paths["dense"], str(tmp_path), tp=2)[0]
+    for mesh in ({"tp": 2}, {"cp": 2}, {}):
+        close(expected, two_ranks.run(actions.resume, paths["dense"], str(tmp_path), **mesh)[0])
+    with pytest.raises(RanksFailed, match="dp=1") as failed:  # verl's trainer would end without an error
+        two_ranks.run(actions.resume_with_data_of, str(tmp_path), paths["dense"])
+    assert len(failed.value.errors) == 2
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "global_step_1" / "actor" / "huggingface")
+    assert exported.config.hidden_size == 64
+
+
+def test_a_checkpoint_of_verls_engine_gives_its_weights_and_nothing_else(
+    two_ranks: RankPool, paths: dict[str, str], tmp_path: Path
+) -> None:
+    contents = ["model", "optimizer", "extra", "hf_model"]
+    expected = two_ranks.run(actions.save_by_verl, paths["dense"], str(tmp_path), contents=contents)[0]
+    with pytest.raises(RanksFailed, match=r"_world_size_2_rank_0\.pt.*load_contents=\[model\]"):
+        two_ranks.run(actions.load_verls, paths["dense"], str(tmp_path), contents=["model", "optimizer"], tp=2)
+    found = two_ranks.run(actions.load_verls, paths["dense"], str(tmp_path), contents=["model"], tp=2)[0]
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=1e-6)
+
+
+def test_adapters_are_sent_by_themselves_and_switched_off(two_ranks: RankPool, paths: dict[str, str]) -> None:
+    dp, tp = (two_ranks.run(actions.adapters, paths["dense"], **mesh)[0] for mesh in ({}, {"tp": 2}))
+    for found in (dp, tp):
+        assert found["moved"] > 1e-3
+        assert found["off"] == 0
+        assert found["config"]["peft_type"].value == "LORA"
+        assert found["config"]["task_type"].value == "CAUSAL_LM"
+        assert "model.layers.0.self_attn.q_proj.base_layer.weight" in found["base"]
+        assert not any("lora" in name for name in found["base"])
+    assert set(dp["factors"]) == set(tp["factors"])
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in dp["factors"]
+    for name, factor in dp["factors"].items():
+        torch.testing.assert_close(tp["factors"][name], factor, atol=2e-3, rtol=0)
+    for one, other in zip(dp["curve"], tp["curve"], strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize("kind", ["dense", "mixture"])
+def test_what_changed_gives_a_receiver_the_trainers_weights(
+    kind: str, two_ranks: RankPool, paths: dict[str, str]
+) -> None:
+    meshes: list[dict[str, Any]] = [{}, {"tp": 2}] if kind == "dense" else [{"ep": 2}, {"tp": 2}]
+    for mesh in meshes:
+        found = two_ranks.run(actions.deltas, paths[kind], lr=1e-4, **mesh)
+        assert 0 < found[0]["changed"] <= found[0]["total"]
+
+
+def test_routes_are_recorded_and_replayed(two_ranks: RankPool, paths: dict[str, str]) -> None:
+    runs = [({}, True), ({"tp": 2}, True), ({"cp": 2}, True), ({}, False), ({"ep": 2}, True)]
+    found = [
+        two_ranks.run(actions.replayed, paths["mixture"], packed=packed, **mesh)[0]
+        for mesh, packed in runs  # type: ignore[arg-type]
+    ]
+    for each in found:
+        assert each["missing"].startswith("OptionError: router_replay: the batch has no routed_experts")
+        assert each["loss"] == pytest.approx(found[0]["loss"], rel=1e-5)
+        assert each["norm"] == pytest.approx(found[0]["norm"], rel=1e-5)
+        for one, other in zip(found[0]["routes"], each["routes"], strict=True):
+            assert one.shape[1:] == (2, 2)
+            assert torch.equal(one, other)
+
+
+def test_distillation_and_squares_are_verls(two_ranks: RankPool, paths: dict[str, str]) -> None:
+    expected = two_ranks.run(actions.distilled, drive.VERLS, paths["dense"], timeout=500)[0]
+    for mesh in ({}, {"tp": 2}, {"cp": 2}):
+        found = two_ranks.run(actions.distilled, drive.OURS, paths["dense"], **mesh)[0]
+        assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+        for name, values in expected.items():
+            if name != "norm":
+                for one, other in zip(values, found[name], strict=True):
+                    torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_critic_has_the_values_of_one_process(two_ranks: RankPool, paths: dict[str, str]) -> None:
+    options: Mapping[str, Any] = {"loss": "value", "optim": {"override_optimizer_config": {"eps": 1e-3}}}
+    dp, tp, cp = (
+        two_ranks.run(drive.run, drive.OURS, paths["value"], **options, **mesh)[0]
+        for mesh in ({}, {"tp": 2}, {"cp": 2})
+    )
+    for found in (tp, cp):
+        close(dp["losses"], found["losses"])
+        close(dp["norms"], found["norms"])
+        for one, other in zip(dp["values"], found["values"], strict=True):
+            torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-5)
