@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,12 @@ from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "verl"
+from harness import pages
+
+pytest.importorskip("verl", reason="verl 0.9.1 and the transformers that it takes are installed by nox -s verl only")
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES, GUIDE = DOCS / "examples" / "verl", DOCS / "guides" / "verl.md"
 
 
 def _run(script: str, work: Path, *settings: str, engine: str = "fsdp_runtime", steps: int = 3) -> list[dict[str, Any]]:
@@ -31,6 +37,11 @@ def _run(script: str, work: Path, *settings: str, engine: str = "fsdp_runtime", 
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the scripts share."""
     return tmp_path_factory.mktemp("verl")
+
+
+def _verl_commands() -> list[list[str]]:
+    lines = [line for block in pages.blocks(GUIDE, "bash") for line in block.text.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line) for line in lines if "verl.trainer." in line]
 
 
 def _values(steps: list[dict[str, Any]], metric: str) -> list[float]:
@@ -91,3 +102,20 @@ def test_the_reward_of_grpo_rises(work: Path) -> None:
     rewards = _values(_run("grpo", work, steps=24), "critic/score/mean")
     assert len(rewards) == 24
     assert sum(rewards[-4:]) > 3 * sum(rewards[:4])
+
+
+@pytest.mark.parametrize("words", _verl_commands(), ids=lambda words: " ".join(words)[-60:])
+def test_commands_of_the_guide_are_configs_of_verl(words: list[str]) -> None:
+    """Hydra finds every setting, and the engine takes its own."""
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+    from verl.utils.config import omega_conf_to_dataclass
+
+    trains = "verl.trainer.sft_trainer" in words
+    settings = [word for word in words if "=" in word]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        found = compose("sft_trainer_engine" if trains else "ppo_trainer", overrides=settings)
+    engine = found.engine if trains else found.actor_rollout_ref.actor.fsdp_runtime
+    own = omega_conf_to_dataclass(OmegaConf.create(OmegaConf.to_container(engine, resolve=True)))
+    assert type(own).__name__ == "FsdpRuntimeEngineConfig"
+    assert max(own.axes.resolve(16 if own.ep > 1 else 8).sizes.values()) > 1
