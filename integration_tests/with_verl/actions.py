@@ -244,3 +244,13 @@ def refused(path: str, options: Mapping[str, Any], settings: Mapping[str, Any]) 
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def not_a_number(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
+    """An update with an advantage that is not a number, as a broken reward makes it, on one rank."""
+    engine = drive.build(drive.OURS, path)
+    before, every = weights(engine), drive.samples()
+    every[0]["advantages"][1] = float("nan")
+    with engine.train_mode():
+        output = engine.train_batch(drive.batch_of(engine, every), drive.loss_of("ppo", engine))
+    return before, weights(engine), output["metrics"]["grad_norm"]

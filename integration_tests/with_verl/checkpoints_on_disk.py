@@ -45,11 +45,30 @@ def _value() -> Any:
     return transformers.Qwen3ForTokenClassification(transformers.Qwen3Config(**SIZES, num_labels=1))
 
 
+def _vision() -> Any:
+    positions = {"type": "default", "rope_type": "default", "mrope_section": [2, 3, 3]}
+    language = {name: value for name, value in SIZES.items() if name != "head_dim"} | {"rope_scaling": positions}
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "out_hidden_size": 64,
+        "num_heads": 2,
+        "intermediate_size": 48,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }
+    ids = {"image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303}
+    config = transformers.Qwen2_5_VLConfig(text_config=language, vision_config=tower, **ids)
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
 _MODELS = {
     "dense": lambda: _qwen3("Qwen3"),
     "mixture": lambda: _qwen3("Qwen3Moe", **_EXPERTS, decoder_sparse_step=1, norm_topk_prob=True),
     "hybrid": _hybrid,
     "value": _value,
+    "vision": _vision,
 }
 
 

@@ -13,7 +13,7 @@ from harness.ranks import RankPool
 
 pytest.importorskip("verl", reason="verl 0.9.1 and the transformers that it takes are installed by nox -s verl only")
 
-from with_verl import checkpoints_on_disk, drive  # after the check
+from with_verl import checkpoints_on_disk, drive, vision_drive  # after the check
 
 #: AdamW divides gradients near zero by their own size; this epsilon keeps their rounding apart from the weights.
 OPTIM = {"optim": {"override_optimizer_config": {"eps": 1e-3}}}
@@ -32,7 +32,7 @@ PADDED = {"model": {"use_remove_padding": False}}
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder: Path = tmp_path_factory.mktemp("checkpoints")
-    return {kind: checkpoints_on_disk.write(kind, folder) for kind in ("dense", "mixture", "hybrid", "value")}
+    return {kind: checkpoints_on_disk.write(kind, folder) for kind in ("dense", "mixture", "hybrid", "vision")}
 
 
 def agree(one: Mapping[str, Any], other: Mapping[str, Any], *, scores: tuple[str, ...]) -> None:
@@ -99,3 +99,19 @@ def test_a_hybrid_with_packed_rows_is_trained_as_one_sample_at_a_time(
         _known[path] = two_ranks.run(drive.run, drive.VERLS, path, batch=alone, **PADDED, **OPTIM, timeout=500)[0]
     found = two_ranks.run(drive.run, drive.OURS, path, **mesh, **OPTIM)[0]
     agree(_known[path], found, scores=("log_probs", "entropy"))
+
+
+def test_a_vision_language_model_scores_samples_with_and_without_images(
+    two_ranks: RankPool, checkpoints: dict[str, str]
+) -> None:
+    """verl's own engine cannot run it on the CPU: its forward fails where a micro-batch has no image."""
+    path = checkpoints["vision"]
+    expected, norms = vision_drive.alone(path), []
+    for mesh, packed in (({}, True), ({"tp": 2}, True), ({}, False), ({"tp": 2, "sequence_parallel": True}, False)):
+        found = two_ranks.run(vision_drive.run, path, packed=packed, **mesh)[0]
+        norms.append(found["norm"])
+        for one, other in zip(expected, found["log_probs"], strict=True):
+            torch.testing.assert_close(other, one, atol=BOUND, rtol=BOUND)
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=BOUND)
+    frozen = two_ranks.run(vision_drive.run, path, packed=True, freeze_vision_tower=True)[0]
+    assert frozen["norm"] < norms[0]

@@ -106,11 +106,12 @@ def test_distillation_and_squares_are_verls(two_ranks: RankPool, paths: dict[str
                     torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_a_critic_has_the_values_of_one_process(two_ranks: RankPool, paths: dict[str, str]) -> None:
+@pytest.mark.parametrize("start", ["value", "dense"])
+def test_a_critic_is_the_same_on_any_mesh(start: str, two_ranks: RankPool, paths: dict[str, str]) -> None:
+    """A critic starts from a token classifier, or from a language model with a head that is drawn."""
     options: Mapping[str, Any] = {"loss": "value", "optim": {"override_optimizer_config": {"eps": 1e-3}}}
     dp, tp, cp = (
-        two_ranks.run(drive.run, drive.OURS, paths["value"], **options, **mesh)[0]
-        for mesh in ({}, {"tp": 2}, {"cp": 2})
+        two_ranks.run(drive.run, drive.OURS, paths[start], **options, **mesh)[0] for mesh in ({}, {"tp": 2}, {"cp": 2})
     )
     for found in (tp, cp):
         close(dp["losses"], found["losses"])

@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDPOptions, OptionError, WeightsError, parallelize, unsharded
+from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, WeightsError, parallelize, unsharded
 from fsdp_runtime.errors import CheckpointError, MismatchError
 from fsdp_runtime.model import state
-from fsdp_runtime.weights import load_weights
+from fsdp_runtime.weights import load_weights, meta_device, stream_weights
 from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_config, tiny_model
 from harness.pairwise import pairwise_first
@@ -412,3 +412,30 @@ def test_a_load_reads_the_models_tensors_once(tmp_path: Path, monkeypatch: pytes
     path = _checkpoint(tmp_path)
     load_weights(_on_meta("Qwen3ForCausalLM"), path)
     assert len(walks) == 1
+
+
+def test_a_new_head_is_drawn_the_same_on_every_mesh(two_ranks: RankPool, tmp_path: Path) -> None:
+    """A critic that starts from a language model; the checkpoint lacks its head and has another."""
+    transformers.Qwen3ForCausalLM(_small_qwen3()).save_pretrained(tmp_path)
+    expected = _critic_head(str(tmp_path), {})
+    assert expected["score.weight"].std() > 0.01
+    assert not expected["score.bias"].any()
+    for mesh in ({"tp": 2}, {"dp_shard": 2}):
+        for found in two_ranks.run(_critic_head, str(tmp_path), mesh):
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+    with pytest.raises(MismatchError, match=r"score\.weight: missing"):
+        load_weights(transformers.Qwen3ForTokenClassification(_small_qwen3()), tmp_path)
+
+
+def _small_qwen3() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.Qwen3Config(vocab_size=32, num_key_value_heads=2, head_dim=8, num_labels=1, **sizes)
+
+
+def _critic_head(path: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
+    with meta_device():
+        model = transformers.Qwen3ForTokenClassification(_small_qwen3())
+    if mesh:
+        parallelize(model, MeshSpec(**mesh).build(device_type="cpu"))
+    load_weights(model, path, new_modules={"score": 0.02})
+    return {name: value for name, value in stream_weights(model) if name.startswith("score")}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,7 @@ def load_weights(
     device: torch.device | str | None = None,
     strict: bool = False,
     training: bool | None = None,
+    new_modules: Mapping[str, float] | None = None,
 ) -> LoadReport:
     """Load a Hugging Face safetensors checkpoint into a model, in place.
 
@@ -66,6 +68,9 @@ def load_weights(
             :func:`materialize`.
         strict: raise if the checkpoint has tensors that the model lacks; otherwise they are listed in a warning.
         training: call ``model.train(training)`` after the load; ``None`` leaves the mode.
+        new_modules: modules that the checkpoint may lack, such as the head of a critic that starts from a language
+            model: by path the standard deviation with which their weights are drawn; vectors are zero.  The values
+            follow from the names, so that they are the same on any mesh.
 
     Returns:
         The number of tensors loaded, the bytes that this rank read, and the names that the model lacks.
@@ -99,7 +104,9 @@ def load_weights(
         with checkpoint:
             with raise_on_all(ranks) as step:
                 base_entries = base_state_entries(model, entries)
-                weights = _match(model, base_entries, checkpoint, strict=strict, warn=ranks.is_first)
+                weights = _match(
+                    model, base_entries, checkpoint, strict=strict, warn=ranks.is_first, new=new_modules or {}
+                )
                 converter = _Converter(checkpoint)
                 step.value = list(_differing_ties(base_entries, weights, checkpoint, converter))
             _require_equal_ties([tie for ties in step.values.values() for tie in ties])
@@ -108,8 +115,11 @@ def load_weights(
             reshard_all(model)
             with raise_on_all(ranks):
                 for entry in refresh_buffers(base_entries):
-                    name = next(name for name in entry.names if name in weights.by_model_name)
-                    chunks, read = _source(name, weights, checkpoint, converter)
+                    name = next((name for name in entry.names if name in weights.by_model_name), None)
+                    if name is None:
+                        chunks, read = _drawn(entry, new_modules or {})
+                    else:
+                        chunks, read = _source(name, weights, checkpoint, converter)
                     fill_local(entry.tensor, chunks, read)
     remember_rules(base_model(model), weights.rules)
     if training is not None:
@@ -118,13 +128,27 @@ def load_weights(
 
 
 def _match(
-    model: nn.Module, entries: Sequence[StateEntry], checkpoint: HubCheckpoint, *, strict: bool, warn: bool
+    model: nn.Module,
+    entries: Sequence[StateEntry],
+    checkpoint: HubCheckpoint,
+    *,
+    strict: bool,
+    warn: bool,
+    new: Mapping[str, float],
 ) -> WeightMap:
     """Return the origin of every tensor of the model, checked from headers alone."""
     require_materialized_adapters(model)
     require_unquantized(entries)
     weights = map_weights(base_model(model), entries, checkpoint.tensors)
-    problems = [problem for entry in entries if (problem := _problem(entry, weights, checkpoint)) is not None]
+    problems = [
+        problem
+        for entry in entries
+        if (problem := _problem(entry, weights, checkpoint)) is not None
+        and (weights.by_model_name.keys() & {*entry.names} or _deviation(entry, new) is None)
+    ]
+    drawn = [entry.names[0] for entry in entries if not weights.by_model_name.keys() & {*entry.names}]
+    if drawn and not problems and warn:
+        logger.warning("the checkpoint lacks %s: initial values are drawn", ", ".join(drawn))
     if problems:
         listed = "\n  ".join(problems)
         raise MismatchError(f"the checkpoint does not fit the model in {len(problems)} tensors:\n  {listed}")
@@ -158,6 +182,23 @@ def _problem(entry: StateEntry, weights: WeightMap, checkpoint: HubCheckpoint) -
             "dequantize the checkpoint first"
         )
     return None
+
+
+def _deviation(entry: StateEntry, new: Mapping[str, float]) -> float | None:
+    """Return the standard deviation of a tensor of a new module, ``None`` for one of any other."""
+    inside = (std for path, std in new.items() for name in entry.names if name.startswith(f"{path}."))
+    return next(inside, None)
+
+
+def _drawn(entry: StateEntry, new: Mapping[str, float]) -> tuple[Sequence[Chunk], ReadSlices]:
+    """Return a source of initial values that follow from the tensor's name."""
+    name, shape = entry.names[0], tuple(entry.tensor.shape)
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+    value = torch.zeros(shape)
+    if len(shape) > 1:
+        value.normal_(std=_deviation(entry, new) or 0.0, generator=generator)
+    return [identity_chunk(name, shape)], lambda _, slices: value[slices]
 
 
 def _is_quantized(stored: HubTensor) -> bool:

@@ -85,7 +85,7 @@ class Checkpoints:
             OptionError: verl's state of the data was saved with another number of ranks of ``dp``.
         """
         contents = contents_of(self._config, "load_contents")
-        if not (folder / _STATE).is_dir():
+        if not (folder / _STATE).is_dir() or "model" not in contents:
             self._load_foreign(folder, contents)
             return
         state = load_training_state(
@@ -108,7 +108,7 @@ class Checkpoints:
     def _load_foreign(self, folder: Path, contents: list[str]) -> None:
         weights = folder / _HUGGING_FACE
         theirs = sorted(each.name for each in folder.glob("*_world_size_*_rank_*.pt"))
-        found = f"{theirs[0]} and others of verl's FSDP engine" if theirs else "no training_state/"
+        found = f"{theirs[0]} and others of verl's FSDP engine" if theirs else f"no {_STATE}/ that is to be loaded"
         if not any(weights.glob("*.safetensors")):
             raise CheckpointError(
                 f"{folder} has {found}, and no weights in {_HUGGING_FACE}/: save it with "

@@ -110,7 +110,7 @@ class FsdpRuntimeEngine(BaseEngine):
     def initialize(self) -> None:
         """Build model, optimizer and schedule, and load the weights; a second call starts anew."""
         module = build_module(self.model_config, self.engine_config, value_head=self.value_head)
-        self.module = parallelized(module, self.mesh, self.model_config, self.engine_config)
+        self.module = parallelized(module, self.mesh, self.model_config, self.engine_config, value_head=self.value_head)
         self.optimizer = self.lr_scheduler = self._shards = None
         if not self.engine_config.forward_only:
             self.optimizer = optimizer_of(self.module, self.optimizer_config)

@@ -28,7 +28,7 @@ class CutBatch:
     """A rank's micro-batches of one batch.
 
     Args:
-        batches: the micro-batches, possibly none.
+        batches: the micro-batches.
         indices: of dynamic micro-batches the samples of each; ``None`` for equal ones.
         count: the largest number on any rank; the rest are idle.
     """
@@ -59,7 +59,7 @@ def cut(data: Any, group: Any, *, cp: int) -> CutBatch:
         data, sp_size=cp, dp_size=size, batch_num_tokens=sum(each["tokens"] for each in facts)
     )
     _check(data, facts, forced, cp if dynamic else 0)
-    batches, indices = prepare_micro_batches(data, same_micro_num_in_dp=False) if samples else ([], [])
+    batches, indices = prepare_micro_batches(data, same_micro_num_in_dp=False)
     count = max(each["batches"] for each in _gathered({"batches": len(batches)}, group, size))
     if dynamic:
         if len(batches) < (most := min(count, samples // forced)):
@@ -69,8 +69,6 @@ def cut(data: Any, group: Any, *, cp: int) -> CutBatch:
 
 
 def _facts(data: Any, samples: int, forced: int) -> dict[str, int]:
-    if not samples:
-        return dict.fromkeys(_FACTS, 0)
     lengths = data["input_ids"].offsets().diff()
     groups = lengths.view(-1, forced).sum(1) if samples % forced == 0 else lengths
     values = (data["loss_mask"].sum(), samples, lengths.max(), groups.max())

@@ -94,7 +94,9 @@ def _with_adapter(module: nn.Module, model_config: Any) -> nn.Module:
     return get_peft_model(module, found)  # type: ignore[no-any-return]
 
 
-def parallelized(module: nn.Module, mesh: DeviceMesh, model_config: Any, config: FsdpRuntimeEngineConfig) -> nn.Module:
+def parallelized(
+    module: nn.Module, mesh: DeviceMesh, model_config: Any, config: FsdpRuntimeEngineConfig, *, value_head: bool
+) -> nn.Module:
     """Apply the steps of a config to a module on the meta device, and load its weights."""
     recompute = config.activation_checkpointing
     if recompute is None:
@@ -127,7 +129,9 @@ def parallelized(module: nn.Module, mesh: DeviceMesh, model_config: Any, config:
         load_adapter(model, path)
     elif model_config.lora_rank > 0:
         init_adapters(model, seed=config.seed)
-    load_weights(model, model_config.local_path, training=not config.forward_only)
+    # A critic may start from a language model, whose checkpoint has no head of values.
+    new = {"score": getattr(model_config.hf_config, "initializer_range", 0.02)} if value_head else {}
+    load_weights(model, model_config.local_path, training=not config.forward_only, new_modules=new)
     return model
 
 

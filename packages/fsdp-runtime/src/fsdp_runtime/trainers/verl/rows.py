@@ -154,10 +154,9 @@ def _padded(ids: Any, positions: Any, temperature: Tensor, pad: int, config: Fsd
     longest += -longest % _multiple(config)
     padded = torch.nested.to_padded_tensor(ids, padding=pad, output_size=(rows, longest))
     tokens = torch.arange(longest, device=lengths.device) < lengths[:, None]
-    size = (rows, *positions.shape[1:-1], longest)
-    where = torch.nested.to_padded_tensor(positions, padding=0, output_size=size)
-    if where.dim() == 3:  # axes of multimodal positions come first
-        where = where.transpose(0, 1)
+    values = positions.values()  # axes of multimodal positions come first
+    where = values.new_zeros((*values.shape[:-1], rows, longest))
+    where[..., tokens] = values
     targets = rl_logprobs().next_token_targets(padded, attention_mask=tokens.long(), ignore_index=_IGNORED)
     inputs = {"input_ids": padded, "attention_mask": tokens.long(), "position_ids": where}
     return inputs, targets, temperature[:, None].expand(rows, longest).contiguous(), tokens

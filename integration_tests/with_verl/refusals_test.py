@@ -1,0 +1,97 @@
+"""Wrong input: an error on every rank with the way out, or the right numbers; run by ``nox -s verl``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.ranks import RankPool
+
+pytest.importorskip("verl", reason="verl 0.9.1 and the transformers that it takes are installed by nox -s verl only")
+
+from with_verl import actions, checkpoints_on_disk  # after the check
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return checkpoints_on_disk.write("dense", Path(tmp_path_factory.mktemp("checkpoints")))
+
+
+STATIC = {"use_dynamic_bsz": False}
+#: What is given to the engine, what the batch says, and what the error says.
+CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
+    "mesh": ({"tp": 3}, {}, "MeshError: .*does not fill the world of 2 ranks"),
+    "two meshes": ({"fsdp_size": 2, "dp_replicate": 2}, {}, "OptionError: fsdp_size=2"),
+    "ulysses and cp": (
+        {"ulysses_sequence_parallel_size": 2, "cp": 4},
+        {},
+        "OptionError: ulysses_sequence_parallel_size",
+    ),
+    "field of Megatron's": ({"tensor_model_parallel_size": 2}, {}, r"tensor_model_parallel_size \(here: tp\)"),
+    "unknown field": ({"fsdp_sise": 2}, {}, "has no field fsdp_sise"),
+    "dtype": ({"param_dtype": "fp16"}, {}, "OptionError: param_dtype='fp16'.*write bf16"),
+    "no dtype": ({"reduce_dtype": "fp8"}, {}, "OptionError: reduce_dtype='fp8' is no dtype"),
+    "compile of entropies": ({"use_torch_compile": True}, {}, "compile=True"),
+    "prefetch of FSDP1": ({"forward_prefetch": True}, {}, "prefetch_forward=1"),
+    "wrap policy": ({"wrap_policy": {"min_num_params": 5}}, {}, "wrap_policy"),
+    "QAT": ({"qat": {"enable": True}}, {}, "qat.enable=True"),
+    "liger": ({"model": {"use_liger": True}}, {}, "model.use_liger=True"),
+    "activation offload": ({"model": {"enable_activation_offload": True}}, {}, "enable_activation_offload=True"),
+    "tiled MLP": ({"model": {"tiled_mlp": {"enabled": True}}}, {}, "tiled_mlp"),
+    "kernels": (
+        {"model": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "triton"}}},
+        {},
+        "impl_backend='triton'",
+    ),
+    "LoRA of Megatron": ({"model": {"lora": {"rank": 8}}}, {}, "model.lora_rank"),
+    "vision tower": ({"freeze_vision_tower": True}, {}, "ModelError: freeze_vision_tower=True"),
+    "schedule": ({"checkpoint": {"async_save": True}}, {}, "async_save=True"),
+    "contents": ({"checkpoint": {"save_contents": ["weights"]}}, {}, "has 'weights'"),
+    "contents without a model": ({"checkpoint": {"save_contents": ["optimizer"]}}, {}, "without 'model'"),
+    "adapter alone": ({"checkpoint": {"save_lora_only": True}}, {}, "save_lora_only=True"),
+    "packing": ({"model": {"use_remove_padding": False}}, {}, "use_remove_padding=True, but the model's is False"),
+    "long sequence": ({}, {"max_token_len_per_gpu": 16}, "dp rank 1: the longest sequence has 17 tokens.*to 17"),
+    "long sequence over cp": ({"cp": 2}, {"max_token_len_per_gpu": 8}, "has 17 tokens.*times cp=2.*to 9"),
+    "no limit": ({}, {"max_token_len_per_gpu": None}, "set max_token_len_per_gpu"),
+    "no size": ({}, STATIC, "needs micro_batch_size_per_gpu"),
+    "samples that do not divide": (
+        {},
+        {**STATIC, "micro_batch_size_per_gpu": 3},
+        "dp rank 0 has 4 samples, which do not divide into micro-batches of 3",
+    ),
+    "samples of one rank": (
+        {},
+        {**STATIC, "micro_batch_size_per_gpu": 2, "own_of_rank": [[0, 1], [2, 3, 4]]},
+        "dp rank 1 has 3 samples",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_says_what_is_wrong(case: str, two_ranks: RankPool, path: str) -> None:
+    options, settings, message = CASES[case]
+    found = two_ranks.run(actions.refused, path, options, settings, timeout=200)
+    assert len(set(found)) == 1
+    assert re.search(message, found[0]), found[0]
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_ranks_with_fewer_samples_than_peers_have_micro_batches(dynamic: bool, two_ranks: RankPool, path: str) -> None:
+    even = two_ranks.run(actions.uneven, path, [[0, 2, 4, 6], [1, 3, 5, 7]], dynamic=True, timeout=400)[0]
+    shares = [[0, 1, 2, 3, 4, 5, 6], [7]]
+    found = two_ranks.run(actions.uneven, path, shares, dynamic=dynamic, timeout=400)
+    for loss, norm, weights in found:
+        assert loss == pytest.approx(even[0], rel=1e-5)
+        assert norm == pytest.approx(even[1], rel=1e-5)
+        assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+def test_a_step_with_rewards_that_are_not_numbers_changes_nothing(two_ranks: RankPool, path: str) -> None:
+    before, after, norm = two_ranks.run(actions.not_a_number, path)[0]
+    assert norm != norm
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
