@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_runtime.trainers.verl import check_run, flags
-from fsdp_runtime.trainers.verl.check import Finding, check
+from fsdp_runtime.trainers.verl.check import CheckLine, check
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "verl.md"
 
@@ -74,6 +74,6 @@ def test_a_trainer_that_fails_is_told_by_its_error(monkeypatch: pytest.MonkeyPat
     command = check_run._command
     monkeypatch.setattr(check_run, "_command", lambda folder: [*command(folder), "engine.no_such_field=1"])
     told = check_run.run_steps()
-    assert isinstance(told, Finding)
+    assert isinstance(told, CheckLine)
     assert told.level == "error"
     assert "no_such_field" in told.text

@@ -31,7 +31,7 @@ _NEEDED = {
 Level = Literal["ok", "warning", "error"]
 
 
-class Finding(NamedTuple):
+class CheckLine(NamedTuple):
     """One line of the report."""
 
     level: Level
@@ -41,20 +41,20 @@ class Finding(NamedTuple):
         return f"{self.level:<8}{self.text}"
 
 
-def check() -> Iterator[Finding]:
+def check() -> Iterator[CheckLine]:
     """Yield findings in the order in which they depend on each other; ends where the next cannot be asked."""
     try:
         found = Version(version("verl"))
     except PackageNotFoundError:
-        yield Finding("error", "verl is not installed: pip install 'fsdp-runtime[verl]'")
+        yield CheckLine("error", "verl is not installed: pip install 'fsdp-runtime[verl]'")
         return
     tested = Version(TESTED[0]) <= found < Version(TESTED[1])
     wanted = f"tested with {TESTED[0]} and later, below {TESTED[1]}"
-    yield Finding("ok" if tested else "warning", f"verl {found}, {wanted}")
+    yield CheckLine("ok" if tested else "warning", f"verl {found}, {wanted}")
     missing = list(_missing())
     yield from missing
     if error := _import_error("verl"):
-        yield Finding("error", f"import verl fails: {error}")
+        yield CheckLine("error", f"import verl fails: {error}")
         return
     yield from _plugins()
     if not missing and not (error := _import_error(PLUGIN)):
@@ -62,12 +62,12 @@ def check() -> Iterator[Finding]:
         yield from _interface()
 
 
-def _missing() -> Iterator[Finding]:
+def _missing() -> Iterator[CheckLine]:
     for name, fails in _NEEDED.items():
         try:
             version(name)
         except PackageNotFoundError:
-            yield Finding("error", f"{name} is not installed, and {fails} needs it: pip install {name}")
+            yield CheckLine("error", f"{name} is not installed, and {fails} needs it: pip install {name}")
 
 
 def _import_error(module: str) -> str:
@@ -78,63 +78,79 @@ def _import_error(module: str) -> str:
     return ""
 
 
-def _plugins() -> Iterator[Finding]:
+def _plugins() -> Iterator[CheckLine]:
     """Import every plug-in of verl again: one that failed does so again, and shows why."""
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     names = [name.strip() for name in policy.split(",")]
     found = list(entry_points(group=GROUP))
     if NAME not in {each.name for each in found}:
-        yield Finding("error", f"no entry point {NAME} in {GROUP}: install fsdp-runtime again")
+        yield CheckLine("error", f"no entry point {NAME} in {GROUP}: install fsdp-runtime again")
     for each in found:
         if policy == "none" or (policy != "auto" and each.name not in names):
             level: Level = "error" if each.name == NAME else "warning"
-            yield Finding(level, f"VERL_USE_EXTERNAL_PLUGINS={policy} leaves out {each.name}")
+            yield CheckLine(level, f"VERL_USE_EXTERNAL_PLUGINS={policy} leaves out {each.name}")
         elif error := _import_error(each.value.partition(":")[0]):
-            yield Finding("error", f"plug-in {each.name} ({each.value}) fails, which verl does not say: {error}")
+            yield CheckLine("error", f"plug-in {each.name} ({each.value}) fails, which verl does not say: {error}")
         else:
-            yield Finding("ok", f"plug-in {each.name} ({each.value})")
+            yield CheckLine("ok", f"plug-in {each.name} ({each.value})")
 
 
-def _registered() -> Iterator[Finding]:
+def _registered() -> Iterator[CheckLine]:
     """The engine of each kind of model on this machine's device, and the config groups."""
     from hydra.core.config_store import ConfigStore
     from verl.utils.device import get_device_name
-    from verl.workers.engine.base import EngineRegistry
 
     for kind in ("language_model", "value_model"):
-        devices = [str(device) for device in EngineRegistry._engines.get(kind, {}).get(NAME, {})]
+        devices = [device for device in ("cuda", "cpu") if _has_engine(kind, device)]
         level: Level = "ok" if devices else "error"
-        yield Finding(level, f"engine {NAME} of a {kind}: {', '.join(devices) or 'not registered'}")
+        yield CheckLine(level, f"engine {NAME} of a {kind}: {', '.join(devices) or 'not registered'}")
     store = ConfigStore.instance()
     for group in ("engine", "model_engine", "actor", "ref", "critic"):
         name = NAME if "engine" in group else f"{NAME}_{group}"
         if f"{name}.yaml" not in store.list(group):
-            yield Finding("error", f"config group {group} has no {name}")
+            yield CheckLine("error", f"config group {group} has no {name}")
     yield _device(get_device_name())
 
 
-def _device(device: str) -> Finding:
+def _has_engine(kind: str, device: str) -> bool:
+    from verl.workers.engine.base import EngineRegistry
+
+    variable = "VERL_ENGINE_DEVICE"  # what verl's registry looks up instead of this machine's device
+    before = os.environ.get(variable)
+    os.environ[variable] = device
+    try:
+        EngineRegistry.get_engine_cls(kind, NAME)
+    except (AssertionError, ValueError):
+        return False
+    finally:
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before
+    return True
+
+
+def _device(device: str) -> CheckLine:
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
-        return Finding(
+        return CheckLine(
             "warning",
             "verl takes this machine for one with cuda, and there is none: for the CPU set "
             "VERL_USE_EXTERNAL_MODULES=fsdp_runtime.trainers.verl.cpu_platform",
         )
-    return Finding("ok", f"verl runs on {device}")
+    return CheckLine("ok", f"verl runs on {device}")
 
 
-def _interface() -> Iterator[Finding]:
+def _interface() -> Iterator[CheckLine]:
     """What the engine uses of verl, and flags that this verl has and the engine does not know."""
     from fsdp_runtime.trainers.verl.flags import unknown_fields
     from fsdp_runtime.trainers.verl.verl_api import SIGNATURES
 
     for path, parameters in SIGNATURES.items():
         if (now := _parameters(path)) != parameters:
-            yield Finding("error", f"{path} takes ({', '.join(now)}), not ({', '.join(parameters)})")
+            yield CheckLine("error", f"{path} takes ({', '.join(now)}), not ({', '.join(parameters)})")
     for field in unknown_fields():
-        yield Finding("warning", f"{field} is not known here, so that nothing reads it: leave it at its default")
+        yield CheckLine("warning", f"{field} is not known here, so that nothing reads it: leave it at its default")
 
 
 def _parameters(path: str) -> tuple[str, ...]:

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fsdp_runtime.trainers.verl.check import Finding
+from fsdp_runtime.trainers.verl.check import CheckLine
 
 STEPS = 4
 _TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
 _WORDS = ["<pad>", "<eos>", "<user>", "<assistant>", "say", *map(str, range(10))]
 
 
-def run_steps(seconds: float = 600.0) -> Finding:
+def run_steps(seconds: float = 600.0) -> CheckLine:
     """Train a tiny model in a temporary folder; the finding has its losses or the trainer's last error.
 
     Args:
@@ -37,19 +37,19 @@ def run_steps(seconds: float = 600.0) -> Finding:
                 _command(folder), env=environment, cwd=folder, capture_output=True, text=True, timeout=seconds
             )
         except subprocess.TimeoutExpired:
-            return Finding("error", f"four steps of SFT did not end within {seconds:.0f} s")
+            return CheckLine("error", f"four steps of SFT did not end within {seconds:.0f} s")
         if job.returncode:
             lines = [line for line in job.stderr.splitlines() if "Error" in line and "UserWarning" not in line]
-            return Finding("error", f"SFT ended with code {job.returncode}: {lines[0].strip() if lines else ''}")
+            return CheckLine("error", f"SFT ended with code {job.returncode}: {lines[0].strip() if lines else ''}")
         return _judged(folder / "log.jsonl")
 
 
-def _judged(log: Path) -> Finding:
+def _judged(log: Path) -> CheckLine:
     steps = [json.loads(line)["data"] for line in log.read_text().splitlines()]
     losses = [step["train/loss"] for step in steps if "train/loss" in step]
     shown = ", ".join(f"{loss:.3f}" for loss in losses)
     fine = len(losses) == STEPS and losses[-1] < losses[0]
-    return Finding("ok" if fine else "error", f"SFT on two CPU processes, tp=2: losses {shown}")
+    return CheckLine("ok" if fine else "error", f"SFT on two CPU processes, tp=2: losses {shown}")
 
 
 def _command(folder: Path) -> list[str]:
