@@ -13,8 +13,6 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Literal, NamedTuple
 
-from packaging.version import Version
-
 GROUP, NAME, PLUGIN = "verl.plugins", "fsdp_runtime", "fsdp_runtime.trainers.verl.plugin"
 #: What this engine was tested with: from, and below.
 TESTED = ("0.9.1", "0.10")
@@ -44,10 +42,13 @@ class CheckLine(NamedTuple):
 def check() -> Iterator[CheckLine]:
     """Yield findings in the order in which they depend on each other; ends where the next cannot be asked."""
     try:
-        found = Version(version("verl"))
+        installed = version("verl")
     except PackageNotFoundError:
         yield CheckLine("error", "verl is not installed: pip install 'fsdp-runtime[verl]'")
         return
+    from packaging.version import Version  # which verl requires
+
+    found = Version(installed)
     tested = Version(TESTED[0]) <= found < Version(TESTED[1])
     wanted = f"tested with {TESTED[0]} and later, below {TESTED[1]}"
     yield CheckLine("ok" if tested else "warning", f"verl {found}, {wanted}")
@@ -165,5 +166,5 @@ def _parameters(path: str) -> tuple[str, ...]:
         break
     if found is None:
         return ("nothing: it is gone",)
-    stars = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
+    stars: dict[Any, str] = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
     return tuple(stars.get(each.kind, "") + name for name, each in inspect.signature(found).parameters.items())
