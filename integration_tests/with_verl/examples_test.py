@@ -5,6 +5,7 @@ Runs with Ray take up to 11 GB and one to three minutes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
@@ -36,7 +37,7 @@ def _run(script: str, work: Path, *settings: str, engine: str = "fsdp_runtime", 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the scripts share."""
-    return tmp_path_factory.mktemp("verl")
+    return tmp_path_factory.mktemp("toy")
 
 
 def _verl_commands() -> list[list[str]]:
@@ -87,6 +88,44 @@ def test_grpo_with_lora_sends_its_factors_and_is_its_own_reference(work: Path) -
     assert divergence[0] == pytest.approx(0, abs=1e-5)  # the factors start as zero
     assert divergence[-1] > 1e-4
     assert max(_values(steps, "training/rollout_probs_diff_max")) < 1e-6
+
+
+def test_the_rollout_takes_factors_and_scores_what_it_samples(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server by itself, without Ray."""
+    import torch
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import hf_rollout
+    import toy_task
+
+    toy_task.write(work)
+    path = str(work / "policy")
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    trained = get_peft_model(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), config)
+    base = {
+        name.removeprefix("base_model.model."): tensor
+        for name, tensor in trained.state_dict().items()
+        if ".lora_" not in name
+    }
+    server = hf_rollout.Server.__ray_metadata__.modified_class(path, 8)
+    server.load_weights(base, 1, None)
+    server.load_weights(get_peft_model_state_dict(trained), 2, trained.peft_config["default"].to_dict())
+
+    async def answers() -> Any:
+        prompts = ([2, 4, 12, 3], [2, 4, 12, 3], [4, 12, 3])
+        return await asyncio.gather(*(server.generate("", prompt, {"temperature": 0.7}) for prompt in prompts))
+
+    first, second, short = asyncio.run(answers())
+    assert first.token_ids != second.token_ids
+    for prompt, answer in (([2, 4, 12, 3], first), ([4, 12, 3], short)):
+        tokens = torch.tensor([prompt + answer.token_ids])
+        logits = trained(tokens).logits[0, len(prompt) - 1 : -1] / 0.7
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(answer.token_ids)[:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="other weights than the model has"):
+        server.load_weights(dict(list(base.items())[1:]), 3, None)
 
 
 def test_ppo_trains_its_critic(work: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from fsdp_runtime.trainers.verl.check import CheckLine
 
@@ -91,7 +92,8 @@ def _write(folder: Path) -> None:
         bos_token_id=None,
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    models_of_text: Any = AutoModelForCausalLM
+    models_of_text.from_config(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     digits = [str(row % 10) for row in range(40)]
     rows = [
