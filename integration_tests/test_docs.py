@@ -112,6 +112,8 @@ def _fault(words: list[str], page: str) -> str | None:
             return "it has no such options"
         case ["vllm.entrypoints.openai.api_server", *_]:  # not installed here
             return None
+        case [*_] if any(word.startswith("verl.trainer.") for word in words):  # composed beside verl: nox -s verl
+            return None
         case ["torchrun" | "sbatch" | "bash", *arguments]:
             script = next(word for word in arguments if word.endswith((".py", ".sh", ".sbatch")))
             return None if (ROOT / script).exists() or f"`{script}`" in page else f"there is no {script}"

@@ -26,7 +26,7 @@ def config_of(engine: str, **options: Any) -> Any:
         return engine_config(**{"param_dtype": "fp32", **options})
     from verl.workers.config import FSDPEngineConfig
 
-    precision = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
+    precision = {"param_dtype": options.pop("param_dtype", "fp32"), "reduce_dtype": "fp32"}
     return FSDPEngineConfig(strategy=engine, mixed_precision=precision, use_torch_compile=False, **options)
 
 
@@ -138,7 +138,9 @@ def loss_of(kind: str, engine: Any) -> Any:
         return partial(losses.value_loss, config=CriticConfig(**settings))
     from verl.workers.config import ActorConfig
 
-    settings = {"strategy": "any", "rollout_n": 1, "use_dynamic_bsz": True, "entropy_coeff": 0.01}
+    settings: dict[str, Any] = {"strategy": "any", "rollout_n": 1, "use_dynamic_bsz": True, "entropy_coeff": 0.01}
+    if kind == "unclipped":
+        settings |= dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), 1e6)
     return partial(losses.ppo_loss, config=ActorConfig(**settings))
 
 

@@ -256,3 +256,16 @@ print("torch" in sys.modules)
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines()[-1] == "False", found.stderr
     assert [said for said in calls if said not in found.stdout + found.stderr] == []
+
+
+def test_verl_check_without_verl_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fsdp_runtime.trainers.verl import check
+
+    def missing(name: str) -> str:
+        raise check.PackageNotFoundError(name)
+
+    monkeypatch.setattr(check, "version", missing)
+    assert cli.main(["verl-check", "--run"]) == 1
+    assert capsys.readouterr().out == "error   verl is not installed: pip install 'fsdp-runtime[verl]'\n"

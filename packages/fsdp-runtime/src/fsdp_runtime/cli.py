@@ -1,4 +1,4 @@
-"""The command ``fsdp-runtime estimate``: a dry run of a training step without a device or weights."""
+"""The command ``fsdp-runtime``: ``estimate``, a dry run of a step; ``verl-check``, whether verl finds the engine."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 if the estimate was made and fits ``--device-memory`` (if given); 1 if it does not fit (in a sweep: if no
-        candidate fits); 2 if the command failed.
+        candidate fits); 2 if the command failed.  Of ``verl-check``: 0, or 1 if there is an error.
     """
     options = parser().parse_args(arguments)
+    if options.command == "verl-check":
+        return _verl_check(run=options.run)
     progress = ProgressLine()
     try:
         return _sweep(options, progress) if options.sweep else _estimate(options, progress)
@@ -77,7 +79,27 @@ def parser() -> argparse.ArgumentParser:
     _add_machine(command)
     _add_sweep(command)
     _add_output(command)
+    check = commands.add_parser(
+        "verl-check",
+        help="whether verl finds the engine fsdp_runtime",
+        description="Report what verl finds, one line a finding. Exit code: 0, or 1 if there is an error.",
+    )
+    check.add_argument("--run", action="store_true", help="also train four steps with verl on two CPU processes")
     return program
+
+
+def _verl_check(*, run: bool) -> int:
+    from fsdp_runtime.trainers.verl.check import check
+    from fsdp_runtime.trainers.verl.check_run import run_steps
+
+    failed = False
+    for finding in check():
+        print(finding, flush=True)
+        failed |= finding.level == "error"
+    if run and not failed:
+        print(finding := run_steps(), flush=True)
+        failed = finding.level == "error"
+    return TOO_LARGE if failed else OK
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:

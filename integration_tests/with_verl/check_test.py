@@ -1,0 +1,79 @@
+"""``fsdp-runtime verl-check`` beside verl: all is fine, a plug-in is broken, a flag is not known."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from fsdp_runtime.trainers.verl import check_run, flags
+from fsdp_runtime.trainers.verl.check import CheckLine, check
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "verl.md"
+
+
+def _command(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "fsdp_runtime.cli", "verl-check", *options]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
+
+
+def test_all_is_found_and_four_steps_train() -> None:
+    job = _command("--run", VERL_USE_EXTERNAL_MODULES="fsdp_runtime.trainers.verl.cpu_platform")
+    assert job.returncode == 0, job.stdout + job.stderr
+    lines = job.stdout.splitlines()
+    assert {line.split()[0] for line in lines} == {"ok"}
+    assert lines[-1].count(",") == check_run.STEPS
+    assert "ok      verl runs on cpu" in lines
+
+
+def test_a_plugin_that_verl_swallowed_is_named_with_its_error(tmp_path: Path) -> None:
+    (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('the wheel is for another CUDA')\n")
+    info = tmp_path / "broken-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[verl.plugins]\nbroken = broken_plugin\n")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    job = _command(PYTHONPATH=paths)
+    assert job.returncode == 1
+    (line,) = [line for line in job.stdout.splitlines() if line.startswith("error")]
+    assert "plug-in broken (broken_plugin) fails" in line
+    assert "RuntimeError: the wheel is for another CUDA" in line
+
+
+def test_a_policy_that_leaves_the_engine_out_is_an_error() -> None:
+    job = _command(VERL_USE_EXTERNAL_PLUGINS="none")
+    assert job.returncode == 1
+    assert "VERL_USE_EXTERNAL_PLUGINS=none leaves out fsdp_runtime" in job.stdout
+
+
+def test_every_flag_of_verl_is_known() -> None:
+    assert flags.unknown_fields() == []
+
+
+def test_a_new_flag_of_verl_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.workers import config
+
+    @dataclass
+    class EngineConfig(config.EngineConfig):  # type: ignore[misc]
+        new_flag: bool = field(default=False)
+
+    monkeypatch.setattr(config, "EngineConfig", EngineConfig)
+    told = [finding for finding in check() if "new_flag" in finding.text]
+    assert [finding.level for finding in told] == ["warning"]
+
+
+def test_the_guide_has_the_table_of_flags() -> None:
+    assert "\n".join(flags.table()) in GUIDE.read_text()
+
+
+def test_a_trainer_that_fails_is_told_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = check_run._command
+    monkeypatch.setattr(check_run, "_command", lambda folder: [*command(folder), "engine.no_such_field=1"])
+    told = check_run.run_steps()
+    assert isinstance(told, CheckLine)
+    assert told.level == "error"
+    assert "no_such_field" in told.text

@@ -1,0 +1,170 @@
+"""``fsdp-runtime verl-check``: whether verl finds this engine, one line a finding.
+
+verl logs a plug-in that fails to import at DEBUG and goes on; its user then reads "Unknown backend: fsdp_runtime".  The
+check imports verl as a run does, asks its registries, and imports again what is missing, to show the error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any, Literal, NamedTuple
+
+GROUP, NAME, PLUGIN = "verl.plugins", "fsdp_runtime", "fsdp_runtime.trainers.verl.plugin"
+#: What this engine was tested with: from, and below.
+TESTED = ("0.9.1", "0.10")
+#: What verl 0.9.1 imports and does not require, by what fails without it.
+_NEEDED = {
+    "ray": "import verl",
+    "peft": "import verl.workers.engine",
+    "uvicorn": "verl.trainer.sft_trainer",
+    "fastapi": "verl.trainer.sft_trainer",
+    "TransferQueue": "verl.trainer.main_ppo",
+    "rl-logprobs": "the engine",
+}
+
+Level = Literal["ok", "warning", "error"]
+
+
+class CheckLine(NamedTuple):
+    """One line of the report."""
+
+    level: Level
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.level:<8}{self.text}"
+
+
+def check() -> Iterator[CheckLine]:
+    """Yield findings in the order in which they depend on each other; ends where the next cannot be asked."""
+    try:
+        installed = version("verl")
+    except PackageNotFoundError:
+        yield CheckLine("error", "verl is not installed: pip install 'fsdp-runtime[verl]'")
+        return
+    from packaging.version import Version  # which verl requires
+
+    found = Version(installed)
+    tested = Version(TESTED[0]) <= found < Version(TESTED[1])
+    wanted = f"tested with {TESTED[0]} and later, below {TESTED[1]}"
+    yield CheckLine("ok" if tested else "warning", f"verl {found}, {wanted}")
+    missing = list(_missing())
+    yield from missing
+    if error := _import_error("verl"):
+        yield CheckLine("error", f"import verl fails: {error}")
+        return
+    yield from _plugins()
+    if not missing and not (error := _import_error(PLUGIN)):
+        yield from _registered()
+        yield from _interface()
+
+
+def _missing() -> Iterator[CheckLine]:
+    for name, fails in _NEEDED.items():
+        try:
+            version(name)
+        except PackageNotFoundError:
+            yield CheckLine("error", f"{name} is not installed, and {fails} needs it: pip install {name}")
+
+
+def _import_error(module: str) -> str:
+    try:
+        import_module(module)
+    except Exception as error:  # noqa: BLE001  # a plug-in may fail in any way; its error is the finding
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return ""
+
+
+def _plugins() -> Iterator[CheckLine]:
+    """Import every plug-in of verl again: one that failed does so again, and shows why."""
+    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    names = [name.strip() for name in policy.split(",")]
+    found = list(entry_points(group=GROUP))
+    if NAME not in {each.name for each in found}:
+        yield CheckLine("error", f"no entry point {NAME} in {GROUP}: install fsdp-runtime again")
+    for each in found:
+        if policy == "none" or (policy != "auto" and each.name not in names):
+            level: Level = "error" if each.name == NAME else "warning"
+            yield CheckLine(level, f"VERL_USE_EXTERNAL_PLUGINS={policy} leaves out {each.name}")
+        elif error := _import_error(each.value.partition(":")[0]):
+            yield CheckLine("error", f"plug-in {each.name} ({each.value}) fails, which verl does not say: {error}")
+        else:
+            yield CheckLine("ok", f"plug-in {each.name} ({each.value})")
+
+
+def _registered() -> Iterator[CheckLine]:
+    """The engine of each kind of model on this machine's device, and the config groups."""
+    from hydra.core.config_store import ConfigStore
+    from verl.utils.device import get_device_name
+
+    for kind in ("language_model", "value_model"):
+        devices = [device for device in ("cuda", "cpu") if _has_engine(kind, device)]
+        level: Level = "ok" if devices else "error"
+        yield CheckLine(level, f"engine {NAME} of a {kind}: {', '.join(devices) or 'not registered'}")
+    store = ConfigStore.instance()
+    for group in ("engine", "model_engine", "actor", "ref", "critic"):
+        name = NAME if "engine" in group else f"{NAME}_{group}"
+        if f"{name}.yaml" not in store.list(group):
+            yield CheckLine("error", f"config group {group} has no {name}")
+    yield _device(get_device_name())
+
+
+def _has_engine(kind: str, device: str) -> bool:
+    from verl.workers.engine.base import EngineRegistry
+
+    variable = "VERL_ENGINE_DEVICE"  # what verl's registry looks up instead of this machine's device
+    before = os.environ.get(variable)
+    os.environ[variable] = device
+    try:
+        EngineRegistry.get_engine_cls(kind, NAME)
+    except (AssertionError, ValueError):
+        return False
+    finally:
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before
+    return True
+
+
+def _device(device: str) -> CheckLine:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        return CheckLine(
+            "warning",
+            "verl takes this machine for one with cuda, and there is none: for the CPU set "
+            "VERL_USE_EXTERNAL_MODULES=fsdp_runtime.trainers.verl.cpu_platform",
+        )
+    return CheckLine("ok", f"verl runs on {device}")
+
+
+def _interface() -> Iterator[CheckLine]:
+    """What the engine uses of verl, and flags that this verl has and the engine does not know."""
+    from fsdp_runtime.trainers.verl.flags import unknown_fields
+    from fsdp_runtime.trainers.verl.verl_api import SIGNATURES
+
+    for path, parameters in SIGNATURES.items():
+        if (now := _parameters(path)) != parameters:
+            yield CheckLine("error", f"{path} takes ({', '.join(now)}), not ({', '.join(parameters)})")
+    for field in unknown_fields():
+        yield CheckLine("warning", f"{field} is not known here, so that nothing reads it: leave it at its default")
+
+
+def _parameters(path: str) -> tuple[str, ...]:
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for name in parts[end:]:
+            found = getattr(found, name, None)
+        break
+    if found is None:
+        return ("nothing: it is gone",)
+    stars: dict[Any, str] = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
+    return tuple(stars.get(each.kind, "") + name for name, each in inspect.signature(found).parameters.items())

@@ -1,0 +1,123 @@
+"""The CPU as a platform of verl 0.9, for recipes on a laptop.
+
+``VERL_USE_EXTERNAL_MODULES=fsdp_runtime.trainers.verl.cpu_platform`` registers it, and nothing else does: verl takes a
+registered CPU platform on every machine without a GPU, also on the driver nodes of a GPU cluster.  verl imports this
+file while it is imported itself, so that nothing here imports more of verl than is used.
+"""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+
+class _Device(types.ModuleType):
+    """``torch.cpu`` with what verl asks of ``torch.cuda``: memory that is not counted, and the CPU's random numbers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    memory_allocated = memory_reserved = max_memory_allocated = max_memory_reserved = staticmethod(lambda *_: 0)
+    mem_get_info = staticmethod(lambda *_: (0, 0))
+    reset_peak_memory_stats = empty_cache = ipc_collect = set_device = staticmethod(lambda *_: None)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
+    get_device_name = staticmethod(lambda *_: "cpu")
+
+
+@PlatformRegistry.register(platform="cpu")
+class CPUPlatform(PlatformBase):
+    """One device, ``cpu``, gloo, and what Ray is told to call a GPU."""
+
+    device_name = vendor_name = "cpu"
+    device_module = _Device("cpu_device")
+
+    def is_available(self) -> bool:
+        """Every machine has one."""
+        return True
+
+    def current_device(self) -> Any:
+        """The name: verl passes it to ``Tensor.to``, where an integer is a GPU."""
+        return "cpu"
+
+    def device_count(self) -> int:
+        """One."""
+        return 1
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        """None."""
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        """gloo."""
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        """A name that nothing reads."""
+        return "CPU_VISIBLE_DEVICES"
+
+    def ray_resource_name(self) -> str:
+        """``GPU``, which verl counts: ``ray.init(num_gpus=...)`` declares as many as there are ranks."""
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        """None."""
+        return []
+
+    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
+        """As for GPUs."""
+        return {"num_gpus": num_gpus}
+
+    def is_ipc_supported(self) -> bool:
+        """Weights go through host memory."""
+        return False
+
+    def cudart(self) -> None:
+        """None."""
+        return
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the CPU."""
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        """No ranges."""
+        yield
+
+    def _nothing(self, *args: Any) -> None:
+        return None
+
+    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = _nothing
+
+
+def use_gloo_alone() -> None:
+    """Initialize process groups with ``gloo``: torch refuses verl's ``cpu:gloo,cpu:gloo``, one device named twice."""
+    from verl.utils import distributed
+
+    by_ray = distributed.initialize_global_process_group_ray
+
+    def from_torchrun(timeout_second: int = 36000) -> tuple[int, int, int]:
+        address, timeout = os.environ.get("DIST_INIT_METHOD"), timedelta(seconds=timeout_second)
+        torch.distributed.init_process_group("gloo", init_method=address, timeout=timeout)
+        return int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def from_ray(timeout_second: int | None = None, backend: str | None = None) -> None:
+        by_ray(timeout_second, backend or "gloo")
+
+    distributed.initialize_global_process_group = from_torchrun
+    distributed.initialize_global_process_group_ray = from_ray  # before verl.workers.engine_workers imports it
+
+
+use_gloo_alone()

@@ -1,0 +1,146 @@
+"""What each flag of verl does with this engine, as data: the guide's table, and what ``verl-check`` compares.
+
+A flag is in one of three states.  *same*: verl's trainer reads it, or the engine does what verl's own does.  *here*:
+the meaning is kept in another way, which the text says.  *refused*: an error at start with the way out.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+State = Literal["same", "here", "refused"]
+
+
+class Flag(NamedTuple):
+    """One flag: its state, and what there is to say."""
+
+    state: State
+    text: str = ""
+
+
+_FUSED = Flag("here", "log-probs and entropy never need logits, whatever it says")
+_SAME = Flag("same")
+_OWN_CONFIG = Flag(
+    "here", "`fsdp_runtime`: the engine's fields, with those of `MeshSpec` and of the steps by their own names"
+)
+
+
+def _same(names: str) -> dict[str, Flag]:
+    return dict.fromkeys(names.split(), _SAME)
+
+
+#: By the name of verl's dataclass; fields that it inherits are in the entry of the class that declares them.
+FLAGS: dict[str, dict[str, Flag]] = {
+    "EngineConfig": {
+        **_same(
+            "_target_ strategy forward_only use_dynamic_bsz max_token_len_per_gpu micro_batch_size_per_gpu "
+            "infer_max_token_len_per_gpu infer_micro_batch_size_per_gpu seed full_determinism"
+        ),
+        "param_offload": Flag("same", "parameters and gradients are on the host between phases"),
+        "optimizer_offload": Flag("same", "the optimizer's state is on the host between phases"),
+        "dtype": Flag("same", "what is computed in, unless `param_dtype` is set"),
+        "use_fused_kernels": _FUSED,
+        "use_remove_padding": Flag("same", "documents of packed rows are kept apart, recurrent layers included"),
+        "router_replay": Flag("same", "R2 and R3, on any mixture"),
+    },
+    "FSDPEngineConfig": {
+        "wrap_policy": Flag("refused", "FSDP2 wraps each block"),
+        "offload_policy": Flag("same", "FSDP2's `CPUOffloadPolicy`"),
+        "reshard_after_forward": _SAME,
+        "fsdp_size": Flag("here", "`dp_shard`, with the other ranks in `dp_replicate`"),
+        "forward_prefetch": Flag("refused", "FSDP1's; `prefetch_forward` is FSDP2's"),
+        "model_dtype": Flag("same", "float32 of what is trained"),
+        "use_orig_params": Flag("same", "FSDP2 has no other way"),
+        "mixed_precision": Flag("same", "`param_dtype` and `reduce_dtype` are fields too"),
+        "ulysses_sequence_parallel_size": Flag("here", "`cp` with `context_parallel=ulysses`"),
+        "entropy_from_logits_with_chunking": Flag("here", "always in tiles"),
+        "entropy_from_logits_chunk_size": Flag("here", "the tiles' size follows from the device"),
+        "use_torch_compile": Flag("refused", "compiles verl's entropy function; `compile` compiles the blocks"),
+        "entropy_checkpointing": Flag("here", "backward always computes the tiles again"),
+        "use_no_sync_for_gradient_accumulation": _SAME,
+        "pad_to_length": _SAME,
+        "pad_to_length_bucket": _SAME,
+        "qat": Flag("refused", "needs verl's own engine"),
+        "turbo_config": Flag("refused", "the config has no such field"),
+    },
+    "HFModelConfig": {
+        **_same(
+            "_target_ path local_path hf_config_path local_hf_config_path tokenizer_path local_tokenizer_path "
+            "model_type load_tokenizer hf_config generation_config tokenizer processor use_shm trust_remote_code "
+            "custom_chat_template external_lib override_config use_remove_padding architectures lora_rank lora_alpha "
+            "target_modules target_parameters exclude_modules lora_adapter_path"
+        ),
+        "enable_gradient_checkpointing": Flag("here", "`activation_checkpointing=block`, unless that is set"),
+        "enable_activation_offload": Flag("refused", "written for verl's own engine"),
+        "lora": Flag("refused", "Megatron's; `lora.merge=True` is verl's and stays"),
+        "use_liger": Flag("refused", "replaces modules; losses need no logits here"),
+        "use_fused_kernels": _FUSED,
+        "fused_kernel_options": Flag("refused", "other than `impl_backend=torch`"),
+        "tiled_mlp": Flag("refused", "replaces MLPs; `activation_checkpointing=mlp`"),
+        "mtp": Flag("refused", "`mtp.enable` is Megatron's"),
+    },
+    "ActorConfig": {
+        **_same(
+            "_target_ strategy ppo_mini_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu "
+            "ppo_infer_micro_batch_size_per_gpu use_dynamic_bsz ppo_max_token_len_per_gpu "
+            "ppo_infer_max_token_len_per_gpu clip_ratio clip_ratio_low clip_ratio_high policy_loss clip_ratio_c "
+            "loss_agg_mode loss_scale_factor entropy_coeff tau_pos tau_neg calculate_entropy use_kl_loss kl_loss_coef "
+            "kl_loss_type ppo_epochs shuffle data_loader_seed checkpoint optim profiler engine rollout_n model_config "
+            "global_batch_info"
+        ),
+        "freeze_vision_tower": _SAME,
+        "calculate_sum_pi_squared": Flag("same", "without logits"),
+        "use_prefix_grouper": Flag("refused", "replaces attention in verl's own engines"),
+        "use_torch_compile": Flag("here", "verl's own engine alone reads it; `compile` compiles the blocks"),
+        "use_fused_kernels": _FUSED,
+        "qat": Flag("refused", "needs verl's own engine"),
+    },
+    "FSDPActorConfig": {
+        **_same("grad_clip use_remove_padding use_rollout_log_probs pad_to_length"),
+        "ulysses_sequence_parallel_size": Flag("here", "`cp` with `context_parallel=ulysses`"),
+        "entropy_from_logits_with_chunking": Flag("here", "always in tiles"),
+        "entropy_from_logits_chunk_size": Flag("here", "the tiles' size follows from the device"),
+        "entropy_checkpointing": Flag("here", "backward always computes the tiles again"),
+        "fsdp_config": _OWN_CONFIG,
+    },
+    "CriticConfig": _same(
+        "_target_ strategy ppo_micro_batch_size_per_gpu enable rollout_n ppo_mini_batch_size use_dynamic_bsz "
+        "ppo_max_token_len_per_gpu forward_max_token_len_per_gpu ppo_infer_micro_batch_size_per_gpu "
+        "ppo_infer_max_token_len_per_gpu ppo_epochs data_loader_seed shuffle cliprange_value loss_agg_mode "
+        "loss_scale_factor ppo_micro_batch_size engine optim model checkpoint profiler"
+    ),
+    "FSDPCriticConfig": {
+        **_same("forward_micro_batch_size forward_micro_batch_size_per_gpu grad_clip"),
+        "ulysses_sequence_parallel_size": Flag("here", "`cp` with `context_parallel=ulysses`"),
+        "fsdp": _OWN_CONFIG,
+    },
+    "FSDPOptimizerConfig": {
+        **_same(
+            "_target_ lr lr_warmup_steps_ratio total_training_steps weight_decay lr_warmup_steps betas clip_grad "
+            "grad_clip optimizer optimizer_impl min_lr_ratio warmup_style lr_scheduler_type num_cycles "
+            "override_optimizer_config zero_indexed_step"
+        )
+    },
+}
+
+
+def unknown_fields() -> list[str]:
+    """Return the fields of the installed verl's configs that :data:`FLAGS` does not have, as ``Class.field``."""
+    from dataclasses import fields
+
+    from verl.workers import config as configs
+
+    found = []
+    for name, known in FLAGS.items():
+        above = {field for base in getattr(configs, name).__mro__[1:] for field in FLAGS.get(base.__name__, {})}
+        found += [f"{name}.{each.name}" for each in fields(getattr(configs, name)) if each.name not in {*known, *above}]
+    return found
+
+
+def table() -> list[str]:
+    """Return the guide's table in Markdown: the flags of which there is something to say, once each."""
+    rows: dict[str, Flag] = {}
+    for flags in FLAGS.values():
+        rows |= {name: flag for name, flag in flags.items() if flag.text and name not in rows}
+    body = [f"| `{name}` | {flag.state} | {flag.text} |" for name, flag in sorted(rows.items())]
+    return ["| flag of verl | state | what it does here |", "|---|---|---|", *body]
