@@ -27,9 +27,6 @@ from tp_plans import (
 )
 
 KINDS = {
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "allreduce_": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "all_reduce": "all_reduce",
     "all_to_all_single": "all_to_all",
