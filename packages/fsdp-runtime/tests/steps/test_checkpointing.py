@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_runtime import MeshSpec, ModelError, OptionError, SelectiveCheckpoint, parallelize
+from harness.collectives import RecordCollectives
 from harness.models import jitter, tiny_inputs, tiny_model
 
 
@@ -164,3 +166,23 @@ def test_inference_with_a_cache_still_works() -> None:
     inputs = tiny_inputs(model, batch=1, length=4)
     with torch.no_grad():
         assert model(**inputs, use_cache=True).past_key_values.get_seq_length() == 4
+
+
+def _collectives(mode: Any, sequence_parallel: bool) -> Counter[str]:
+    """The collectives of a forward and backward of one rank of ``tp``."""
+    mesh = MeshSpec(tp=2).build(device_type="cpu")
+    model = tiny_model("LlamaForCausalLM", num_hidden_layers=2)
+    inputs = tiny_inputs(model, batch=2, length=9)
+    model = parallelize(model, mesh, sequence_parallel=sequence_parallel, activation_checkpointing=mode)
+    with RecordCollectives() as communication:
+        model(**inputs, use_cache=False).logits.to_local().sum().backward()
+    return communication.counts()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_selective_checkpointing_repeats_no_collective(two_ranks: Any, sequence_parallel: bool) -> None:
+    plain, selective, whole = (
+        two_ranks.run(_collectives, mode, sequence_parallel) for mode in ("none", "selective", "block")
+    )
+    assert selective == plain
+    assert whole[0].total() > plain[0].total()

@@ -1,5 +1,6 @@
 """How often the ranks talk in one decoder block: as often as in Megatron-LM, and not once more."""
 
+import sys
 from collections import Counter
 
 import pytest
@@ -135,3 +136,39 @@ def inference_collectives(rules):
 )
 def test_nothing_is_sent_that_the_layouts_do_not_ask_for(two_ranks, rules, expected):
     assert two_ranks.run(inference_collectives, rules) == [expected, expected]
+
+
+def host_operations(sequence_parallel):
+    """What the host does in one forward and backward of the block, by the name of the Python function."""
+    model = parallelized(Model(), decoder_plan(NAMES, name="tiny", sequence_parallel=sequence_parallel))
+    for norm in (model.model.layers[0].input_norm, model.model.layers[0].mlp_norm):
+        norm.requires_grad_(True)
+    stream = model.model.embed_tokens(torch.arange(6).view(1, 6)).detach().requires_grad_()
+    files = {"from_local": "tensor/_api.py", "redistribute": "tensor/_api.py", "apply": "autograd/function.py"}
+    files["with_spec"] = "_dtensor_compat.py"
+    counts = Counter()
+
+    def profile(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_name in files and code.co_filename.endswith(files[code.co_name]):
+            counts[code.co_name] += 1
+
+    for _ in range(2):
+        counts.clear()
+        sys.setprofile(profile)
+        output = model.model.layers[0](stream)
+        output.backward(torch.ones_like(output))
+        sys.setprofile(None)
+    return dict(counts)
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "made", "functions"),
+    [
+        (False, 13, 15),  # a gradient for each of 9 parameters, and in and out of attention and MLP
+        (True, 21, 21),  # also in and out of each norm, and the summed gradients of its weight
+    ],
+)
+def test_a_block_makes_few_dtensors_and_autograd_functions(two_ranks, sequence_parallel, made, functions):
+    for counts in two_ranks.run(host_operations, sequence_parallel):
+        assert counts == {"with_spec": made, "apply": 2 * functions}  # forward and backward

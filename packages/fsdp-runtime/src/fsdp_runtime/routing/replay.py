@@ -23,6 +23,7 @@ from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
 from fsdp_runtime.wrap import hook_forward
+from tp_plans.runtime import ancestors
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ def _session(model: nn.Module, session: Session, tokens: _Tokens) -> Iterator[No
 def _routers_of(model: nn.Module) -> Routers:
     """Return the routers, after a check that their code runs as Python and that recomputations can be followed."""
     routers = find_routers(model)
+    around = {path for router in routers.by_path for path in ("", router, *ancestors(router))}
     for path, module in model.named_modules():
         name = type(module).__name__
         if name == "CheckpointWrapper":
@@ -140,8 +142,7 @@ def _routers_of(model: nn.Module) -> Routers:
                 f"{path} is wrapped by torch's CheckpointWrapper, whose recomputations would route anew: use "
                 "activation_checkpointing of parallelize, or gradient_checkpointing_enable of transformers"
             )
-        covers = path == "" or any(f"{router}.".startswith(f"{path}.") for router in routers.by_path)
-        if covers and (is_compiled(module) or name == "OptimizedModule"):
+        if path in around and (is_compiled(module) or name == "OptimizedModule"):
             raise ModelError(
                 f"{path or 'the model'} is compiled, and routes of compiled code can be neither recorded nor replayed: "
                 "parallelize it without compile"

@@ -9,7 +9,6 @@ therefore meet ordinary tensors only, and no operator needs a sharding strategy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, cast
 
@@ -32,15 +31,17 @@ Kwargs = dict[str, Any]
 Arguments = tuple[Args, Kwargs]
 
 
-@dataclass
 class ForwardContext:
     """One forward call of a module: its mesh, what to put back afterwards, what to remember until then."""
 
-    mesh: DeviceMesh
-    parameters: dict[str, DTensor] = field(default_factory=dict)
-    attributes: dict[str, Any] = field(default_factory=dict)
-    saved: dict[str, Any] = field(default_factory=dict)
-    swapped: list[tuple[nn.Module, str, DTensor]] = field(default_factory=list)
+    __slots__ = ("attributes", "mesh", "parameters", "saved", "swapped")
+
+    def __init__(self, mesh: DeviceMesh, parameters: dict[str, DTensor]) -> None:
+        self.mesh = mesh
+        self.parameters = parameters
+        self.attributes: dict[str, Any] = {}
+        self.saved: dict[str, Any] = {}
+        self.swapped: list[tuple[nn.Module, str, DTensor]] = []
 
     def swap_in(self, owner: nn.Module, name: str, parameter: DTensor, view: Tensor) -> None:
         """Put a plain view in the place of a parameter of another module, below the one that is called."""
@@ -166,11 +167,11 @@ class _TensorParallelMixin:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module, style = cast(nn.Module, self), self.tp_style
-        context = ForwardContext(self.tp_mesh)
         parameters = own_parameters(module)
-        context.parameters = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
+        context = ForwardContext(self.tp_mesh, {n: p for n, p in parameters.items() if isinstance(p, DTensor)})
         try:
-            parameters.update({n: style.view(n, p) for n, p in context.parameters.items()})
+            for name, parameter in context.parameters.items():
+                parameters[name] = style.view(name, parameter)
             args, kwargs = style.pre_forward(module, args, kwargs, context)
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:

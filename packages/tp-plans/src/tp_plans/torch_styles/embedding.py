@@ -8,8 +8,9 @@ from torch.distributed.tensor import DTensor
 from tp_plans import layouts
 from tp_plans.styles import ColwiseEmbedding, VocabParallelEmbedding
 from tp_plans.torch_styles.base import FirstTensorStyle, ForwardContext
+from tp_plans.torch_styles.collectives import own_bounds
 from tp_plans.torch_styles.gradients import contiguous_part
-from tp_plans.torch_styles.placement import as_dtensor, own_bounds, plain_full_tensor, redistribute, to_output, wrap
+from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, redistribute, to_output, wrap
 
 
 class VocabParallelEmbeddingImpl(FirstTensorStyle):

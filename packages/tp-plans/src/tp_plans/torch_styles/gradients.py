@@ -11,13 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tp_plans.styles import ParameterStyle
+from tp_plans.torch_styles.boundaries import local_part
+from tp_plans.torch_styles.collectives import all_reduce
 
 
 def local_view(parameter: DTensor) -> Tensor:
     """Return the plain local shard of a parameter; its gradient has the parameter's layout."""
-    if _is_uneven(parameter) and parameter.requires_grad and torch.is_grad_enabled():
+    if torch.compiler.is_compiling() and parameter.requires_grad and _is_uneven(parameter):
         return cast(Tensor, _UnevenView.apply(parameter))  # type: ignore[no-untyped-call]
-    return parameter.to_local()
+    return local_part(parameter)
 
 
 def full_view(parameter: DTensor, *, partial: bool = False) -> Tensor:
@@ -61,7 +63,7 @@ def _is_uneven(parameter: DTensor) -> bool:
 
 
 class _UnevenView(torch.autograd.Function):
-    """``to_local`` for parts of different size.
+    """``to_local`` for parts of different size, in compiled code.
 
     torch 2.10's own takes the gradient's strides from this rank's part, or from an expanded gradient (a sum's); they
     are not the parameter's then, and gradient accumulation answers with a replicated copy.
@@ -94,7 +96,7 @@ class _DenseGradient(torch.autograd.Function):
 
 def summed_gradient(full: DTensor) -> Tensor:
     """A replicated tensor's local view whose gradient is summed over the axis, so every rank gets the full one."""
-    return with_summed_gradient(full.to_local(), full.device_mesh)
+    return with_summed_gradient(local_part(full), full.device_mesh)
 
 
 def with_summed_gradient(local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -112,8 +114,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        partial = DTensor.from_local(gradient, ctx.mesh, [Partial()], run_check=False)
-        return partial.full_tensor(), None
+        return all_reduce(gradient, ctx.mesh), None
 
 
 def to_local_writable(tensor: DTensor) -> Tensor:

@@ -8,13 +8,14 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
 from tp_plans.module_attrs import resolve_int
 from tp_plans.row_ranges import compute_ranges
 from tp_plans.styles import ColwiseParallel, MLAKVProjection, ParameterStyle, RowwiseParallel, Style
 from tp_plans.torch_styles.base import FirstTensorStyle, ForwardContext
+from tp_plans.torch_styles.boundaries import entered, local_part
 from tp_plans.torch_styles.gradients import local_view, summed_gradient, to_local_writable, with_summed_gradient
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, reduce_output, to_output, wrap
 from tp_plans.torch_styles.row_all_to_all import RowExchange
@@ -49,29 +50,37 @@ class ColwiseParallelImpl(_LinearImpl):
     style: ColwiseParallel
     dim = 0
 
+    def __init__(self, style: Style, parameter_rules: Mapping[str, ParameterStyle] | None = None) -> None:
+        super().__init__(style, parameter_rules)
+        #: A plain input is replicated; and what the module computes is its output.
+        self._is_replicated = getattr(style, "input_layouts", layouts.Replicate()) == layouts.Replicate()
+        self._is_output = getattr(style, "use_local_output", False) and self.style.output_layouts == layouts.Shard(-1)
+
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         own = local_view(parameter)
         exchange = self._exchanges.get(parameter.shape[0])
         return own if exchange is None else exchange(own, parameter.device_mesh)
 
     def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
+        if self._is_replicated and not (isinstance(tensor, DTensor) or torch.compiler.is_compiling()):
+            return with_summed_gradient(tensor, context.mesh) if tensor.requires_grad else tensor
         arrived = self._read(tensor, context)
         gathered = redistribute(arrived, layouts.Replicate())
         # Each rank's features give a part of the input's gradient.  It is summed where the input came from,
         # except that torch 2.10 does not sum in backward towards partial sums.
         if any(p.is_partial() for p in arrived.placements):
             return summed_gradient(gathered)
-        return gathered.to_local(grad_placements=[Partial()])
+        return entered(gathered)
 
     def _read(self, tensor: Tensor, context: ForwardContext) -> DTensor:
-        if isinstance(tensor, DTensor) or self.style.input_layouts == layouts.Replicate():
+        if isinstance(tensor, DTensor) or self._is_replicated:
             return as_dtensor(tensor, context.mesh, layouts.Replicate())
         features = context.parameters["weight"].shape[1]
         return wrap(tensor, context.mesh, tensor.ndim - 1, size=features)
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         style = self.style
-        if style.use_local_output and style.output_layouts == layouts.Shard(-1):
+        if self._is_output:
             return output
         features = context.parameters["weight"].shape[0]
         sharded = wrap(output, context.mesh, output.ndim - 1, size=features)
@@ -90,13 +99,13 @@ class RowwiseParallelImpl(_LinearImpl):
             exchange = self._exchanges.get(parameter.shape[1])
             return own if exchange is None else exchange(own.mT, parameter.device_mesh).mT
         is_first = parameter.device_mesh.get_local_rank() == 0
-        return cast(Tensor, _OnFirstRank.apply(parameter.to_local(), is_first))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _OnFirstRank.apply(local_view(parameter), is_first))  # type: ignore[no-untyped-call]
 
     def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
         if not isinstance(tensor, DTensor) and isinstance(self.style.input_layouts, layouts.Shard):
             return tensor
         features = layouts.Shard(tensor.ndim - 1)
-        return redistribute(as_dtensor(tensor, context.mesh, self.style.input_layouts), features).to_local()
+        return local_part(redistribute(as_dtensor(tensor, context.mesh, self.style.input_layouts), features))
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         return reduce_output(
@@ -111,9 +120,6 @@ class MLAKVProjectionImpl(ColwiseParallelImpl):
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Its rows are used where they are stored."""
-
-    def _read(self, tensor: Tensor, context: ForwardContext) -> DTensor:
-        return as_dtensor(tensor, context.mesh, layouts.Replicate())
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         rotary = resolve_int(module, self.style.rope_dim, least=0)

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from tp_plans import layouts
 from tp_plans.errors import LayoutError
 from tp_plans.layouts import Layout
+from tp_plans.torch_styles.boundaries import from_part, moved, scattered, summed
+from tp_plans.torch_styles.collectives import own_bounds
 from tp_plans.torch_styles.gradients import to_local_writable
 
 
@@ -43,22 +45,14 @@ def as_dtensor(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
                 "plain tensor, or a DTensor on the mesh that the plan was applied to"
             )
         return tensor
-    return DTensor.from_local(tensor, mesh, [placement(layout)], run_check=False)
+    return from_part(tensor, mesh, placement(layout))
 
 
 def wrap(local: Tensor, mesh: DeviceMesh, dim: int, *, size: int) -> DTensor:
     """A DTensor of ``size`` on ``dim`` over this rank's part of it, where ranks may hold parts of different size."""
     shape = list(local.shape)
     shape[dim] = size
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def own_bounds(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Return where this rank's part of a sharded dim starts and ends; DTensor shards in ceiling-sized chunks."""
-    chunk = -(-size // mesh.size())
-    start = min(size, chunk * mesh.get_local_rank())
-    return start, min(size, start + chunk)
+    return from_part(local, mesh, Shard(dim), torch.Size(shape))
 
 
 def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
@@ -68,9 +62,11 @@ def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
         wanted = Shard(existing_dim(wanted.dim, tensor))
     if tensor.placements == (wanted,):
         return tensor
+    if not torch.compiler.is_compiling():
+        return moved(tensor, wanted)
     if isinstance(wanted, Shard) and tensor.placements == (Replicate(),):
         return cast(DTensor, _OwnPart.apply(tensor, wanted.dim))  # type: ignore[no-untyped-call]
-    if isinstance(wanted, Shard) and isinstance(tensor.placements[0], Partial) and torch.compiler.is_compiling():
+    if isinstance(wanted, Shard) and isinstance(tensor.placements[0], Partial):
         return cast(DTensor, _OwnSum.apply(tensor, wanted.dim))  # type: ignore[no-untyped-call]
     return tensor.redistribute(placements=[wanted])
 
@@ -128,8 +124,15 @@ def plain_full_tensor(value: Any, mesh: DeviceMesh) -> Any:
 
 def reduce_output(partial: Tensor, mesh: DeviceMesh, layout: Layout, *, use_local_output: bool) -> Tensor:
     """Return the sum over the ranks in ``layout``, as a plain tensor or a DTensor."""
-    summed = redistribute(as_dtensor(partial, mesh, layouts.Partial()), layout)
-    return to_output(summed, use_local_output=use_local_output)
+    if not (torch.compiler.is_compiling() or isinstance(partial, DTensor)):
+        wanted = placement(layout)
+        if isinstance(wanted, Replicate) and use_local_output:
+            return summed(partial, mesh)
+        if isinstance(wanted, Shard):
+            output = scattered(partial, mesh, existing_dim(wanted.dim, partial))
+            return to_output(output, use_local_output=use_local_output)
+    moved_to = redistribute(as_dtensor(partial, mesh, layouts.Partial()), layout)
+    return to_output(moved_to, use_local_output=use_local_output)
 
 
 def to_output(output: DTensor, *, use_local_output: bool) -> Tensor:

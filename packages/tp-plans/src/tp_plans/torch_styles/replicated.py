@@ -22,7 +22,8 @@ from tp_plans.torch_styles.base import (
     LocalTensorStyle,
     distribute_tied,
 )
-from tp_plans.torch_styles.gradients import full_view, summed_gradient
+from tp_plans.torch_styles.boundaries import local_part
+from tp_plans.torch_styles.gradients import full_view, local_view, summed_gradient
 from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, redistribute, wrap
 
 
@@ -32,14 +33,14 @@ class NoParallelImpl(FirstTensorStyle):
     style: NoParallel
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
-        return summed_gradient(parameter) if self.style.gradient == "partial" else parameter.to_local()
+        return summed_gradient(parameter) if self.style.gradient == "partial" else local_view(parameter)
 
     def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
         self._require_matching(module, as_dtensor(tensor, context.mesh, layouts.Replicate()))
         context.saved["arrived"] = tensor
-        return tensor.to_local()
+        return local_part(tensor)
 
     def post_forward(self, module: nn.Module, output: Any, context: ForwardContext) -> Any:
         arrived: DTensor | None = context.saved.get("arrived")
@@ -86,7 +87,7 @@ class SequenceParallelImpl(FirstTensorStyle):
         sequence = layouts.Shard(self.style.sequence_dim)
         stream = redistribute(as_dtensor(tensor, context.mesh, layouts.Replicate()), sequence)
         context.saved["length"] = stream.shape[sequence.dim]
-        return stream.to_local()
+        return local_part(stream)
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         stream = wrap(output, context.mesh, self.style.sequence_dim, size=context.saved["length"])

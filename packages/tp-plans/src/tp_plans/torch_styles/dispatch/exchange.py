@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tp_plans.errors import CapabilityError, PlanError
-from tp_plans.torch_styles.dispatch.rows import gather, sum_rows
+from tp_plans.torch_styles.collectives import gather
+from tp_plans.torch_styles.dispatch.rows import sum_rows
 from tp_plans.torch_styles.row_all_to_all import all_to_all, exchange_rows
 
 #: Rows from each rank, and to each.
@@ -172,7 +173,7 @@ def to_experts(exchange: TokenExchange, tokens: Tensor) -> tuple[Tensor, list[in
     mesh, (experts, number, hidden) = exchange.mesh, tokens.shape
     ranks = mesh.size()
     own = experts // ranks
-    sizes = exchange.read_sizes(gather(mesh, torch.tensor([number], device=tokens.device), ranks, 0), number)
+    sizes = exchange.read_sizes(gather(torch.tensor([number], device=tokens.device), mesh, 0, ranks), number)
     received = [own * size for size in sizes]
     arrived = exchange_rows(tokens.reshape(-1, hidden), mesh, received, [own * number] * ranks)
     return torch.cat(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tp_plans.row_ranges import shard_ranges
+from tp_plans.torch_styles.collectives import gather
 
 
 def sum_rows(values: Tensor, index: Tensor, size: int) -> Tensor:
@@ -48,7 +48,7 @@ class _SplitRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *(gather(ctx.mesh, gradient, ctx.size, ctx.dim) for gradient in gradients)
+        return None, None, *(gather(gradient, ctx.mesh, ctx.dim, ctx.size) for gradient in gradients)
 
 
 class _JoinRows(torch.autograd.Function):
@@ -57,20 +57,9 @@ class _JoinRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, part: Tensor, size: int, dim: int) -> Tensor:
         ctx.mesh, ctx.dim, ctx.size = mesh, dim, size
-        return gather(mesh, part, size, dim)
+        return gather(part, mesh, dim, size)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
         own = shard_ranges(ctx.size, ctx.mesh.size())[ctx.mesh.get_local_rank()]
         return None, gradient.narrow(ctx.dim, own.start, len(own)).contiguous(), None, None
-
-
-def gather(mesh: DeviceMesh, part: Tensor, size: int, dim: int) -> Tensor:
-    """Gather parts as ``torch.chunk`` makes them: only the last ones are shorter, so all padding is at the end."""
-    ranks = mesh.size()
-    each, rows = -(-size // ranks), part.movedim(dim, 0)
-    padded = rows if len(rows) == each else torch.cat([rows, rows.new_zeros(each - len(rows), *rows.shape[1:])])
-    full = rows.new_empty(ranks * each, *rows.shape[1:])
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    gather(full, padded.contiguous(), group=mesh.get_group())
-    return full if len(full) == size and dim == 0 else full[:size].movedim(0, dim).clone()

@@ -1,0 +1,284 @@
+"""Host time and operations that each layer adds: collectives of a fake process group return at once.
+
+    python packages/fsdp-runtime/benchmarks/bench_host.py [NAME ...] [--rounds 20] [--layers 24]
+
+One rank, one thread, small layers, so that what is timed is Python and the dispatcher.  Times are the least processor
+time over rounds of a forward and backward, less that of the plain model, for each layer.  Counts are exact: those of a
+model with three layers less those of one with two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_runtime import MeshSpec, parallelize, record_routes, replay_routes
+from fsdp_runtime.steps import ExpertParallel
+
+HIDDEN, TOKENS, VOCAB = 64, 32, 128
+
+
+def llama(layers: int) -> nn.Module:
+    """A narrow Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            intermediate_size=2 * HIDDEN,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        )
+    )
+
+
+def mixture(layers: int) -> nn.Module:
+    """A narrow mixture of eight experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            moe_intermediate_size=HIDDEN,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=16,
+            num_experts=8,
+            num_experts_per_tok=2,
+        )
+    )
+
+
+def with_lora(layers: int) -> nn.Module:
+    """The Llama with adapters on all linear layers of its blocks."""
+    import peft
+
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return peft.get_peft_model(llama(layers), peft.LoraConfig(r=4, target_modules=names))
+
+
+def by_hand(layers: int, *, tp: int = 1, dp: int = 1, sequence_parallel: bool = False) -> nn.Module:
+    """``parallelize_module`` and ``fully_shard``, as torch's tutorials write them."""
+    model: Any = llama(layers)
+    mesh = MeshSpec(dp_shard=dp, tp=tp).build(device_type="cpu")
+    stream: Any = Shard(1) if sequence_parallel else Replicate()
+    out = partial(RowwiseParallel, output_layouts=stream, use_local_output=not sequence_parallel)
+    plan: dict[str, Any] = {
+        "model.embed_tokens": out(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1)),
+    }
+    attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
+    plan |= {f"{attention}.{name}_proj": ColwiseParallel() for name in "qkv"}
+    plan |= {f"{mlp}.gate_proj": ColwiseParallel(), f"{mlp}.up_proj": ColwiseParallel()}
+    plan |= {f"{attention}.o_proj": out(), f"{mlp}.down_proj": out()}
+    if sequence_parallel:
+        norm = SequenceParallel(use_local_output=False)
+        plan |= {"model.norm": norm}
+        plan |= {f"model.layers.*.{name}_layernorm": norm for name in ("input", "post_attention")}
+        gathered = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
+        plan[attention] = PrepareModuleInput(input_kwarg_layouts=gathered[0], desired_input_kwarg_layouts=gathered[1])
+        plan[mlp] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    if tp > 1:
+        parallelize_module(model, mesh["tp"], plan)
+    if dp > 1:
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh["dp_shard"])
+        fully_shard(model, mesh=mesh["dp_shard"])
+    return model
+
+
+def by_transformers(layers: int) -> nn.Module:
+    """``from_pretrained`` with a ``DistributedConfig``."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        llama(layers).save_pretrained(folder)
+        return LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+
+
+def ours(build: Callable[[int], nn.Module], layers: int, axes: dict[str, int], **options: Any) -> nn.Module:
+    """This package."""
+    return parallelize(build(layers), MeshSpec(**axes).build(device_type="cpu"), **options)
+
+
+#: Contender: the plain model that its time is compared with, a model of so many layers, and the call around a step.
+Contender = tuple[str, Callable[[int], nn.Module], str]
+EXPERTS = {"steps": (ExpertParallel(),)}
+CONTENDERS: dict[str, Contender] = {
+    "plain": ("plain", llama, ""),
+    "mixture": ("mixture", mixture, ""),
+    "lora": ("lora", with_lora, ""),
+    "tp by hand": ("plain", partial(by_hand, tp=2), ""),
+    "tp by transformers": ("plain", by_transformers, ""),
+    "tp": ("plain", partial(ours, llama, axes={"tp": 2}), ""),
+    "tp, lora": ("lora", partial(ours, with_lora, axes={"tp": 2}), ""),
+    "sp by hand": ("plain", partial(by_hand, tp=2, sequence_parallel=True), ""),
+    "sp": ("plain", partial(ours, llama, axes={"tp": 2}, sequence_parallel=True), ""),
+    "sp, lora": ("lora", partial(ours, with_lora, axes={"tp": 2}, sequence_parallel=True), ""),
+    "fsdp2 by hand": ("plain", partial(by_hand, dp=2), ""),
+    "fsdp2": ("plain", partial(ours, llama, axes={"dp_shard": 2}), ""),
+    "fsdp2 x tp by hand": ("plain", partial(by_hand, tp=2, dp=2), ""),
+    "fsdp2 x tp": ("plain", partial(ours, llama, axes={"dp_shard": 2, "tp": 2}), ""),
+    "fsdp2 x sp": ("plain", partial(ours, llama, axes={"dp_shard": 2, "tp": 2}, sequence_parallel=True), ""),
+    "ep": ("mixture", partial(ours, mixture, axes={"dp_shard": 2, "ep": 2}), ""),
+    "mixture, tp": ("mixture", partial(ours, mixture, axes={"tp": 2}), ""),
+    "mixture, fsdp2": ("mixture", partial(ours, mixture, axes={"dp_shard": 2}), ""),
+    "packed": ("plain", partial(ours, llama, axes={"dp_shard": 1}, packed_sequences=True), "packed"),
+    "cp": ("plain", partial(ours, llama, axes={"cp": 2}), ""),
+    "recorded": ("mixture", mixture, "recorded"),
+    "replayed": ("mixture", mixture, "replayed"),
+    "recorded, tp": ("mixture, tp", partial(ours, mixture, axes={"tp": 2}), "recorded"),
+    "replayed, tp": ("mixture, tp", partial(ours, mixture, axes={"tp": 2}), "replayed"),
+}
+
+
+class Step:
+    """A forward and a backward of a model."""
+
+    def __init__(self, model: nn.Module, around: str) -> None:
+        self.model, self.around, self.parameters = model, around, list(model.parameters())
+        self.ids = torch.randint(0, VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+        self.inputs: dict[str, Any] = {"input_ids": self.ids, "use_cache": False}
+        if around == "packed":
+            self.inputs["position_ids"] = (torch.arange(TOKENS) % (TOKENS // 2))[None]
+        self.routes: Any = None
+        if around == "replayed":
+            with record_routes(model) as self.routes, torch.no_grad():
+                self.forward()
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What is around the forward."""
+        if self.around == "recorded":
+            return record_routes(self.model)
+        return replay_routes(self.model, self.routes) if self.around == "replayed" else nullcontext()
+
+    def forward(self) -> Tensor:
+        """This rank's logits."""
+        logits = self.model(**self.inputs).logits
+        return logits.to_local() if isinstance(logits, DTensor) else logits
+
+    def __call__(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        with self.context():
+            logits = self.forward()
+        logits.sum().backward()
+
+
+#: Python functions that are counted, by the end of their file and their name; the autograd functions in both passes.
+COUNTED = {
+    ("tensor/_api.py", "from_local"): "from_local",
+    ("tensor/_api.py", "to_local"): "to_local",
+    ("tensor/_api.py", "redistribute"): "redistribute",
+    ("tensor/_dtensor_spec.py", "__post_init__"): "specs",
+    ("autograd/function.py", "apply"): "functions",
+}
+NAMES = {name for _, name in COUNTED}
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count calls of Python functions, those of ``COUNTED`` by name too, and DTensors."""
+    counts: Counter[str] = Counter()
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "c_call" and getattr(argument, "__name__", "") in ("_dtensor__new__", "_make_wrapper_subclass"):
+            counts["DTensors"] += 1
+        elif event == "call":
+            counts["calls"] += 1
+            code = frame.f_code
+            file = "/".join(Path(code.co_filename).parts[-2:]) if code.co_name in NAMES else ""
+            counts[COUNTED.get((file, code.co_name), "others")] += 1
+
+    sys.setprofile(profile)
+    try:
+        yield counts
+    finally:
+        sys.setprofile(None)
+
+
+def counts_of_a_layer(name: str) -> Counter[str]:
+    """What one layer adds, counted exactly."""
+    found = []
+    for layers in (2, 3):
+        step = Step(CONTENDERS[name][1](layers), CONTENDERS[name][2])
+        for _ in range(3):
+            step()
+        with counted() as counts:
+            step()
+        found.append(counts)
+    return Counter({key: found[1][key] - found[0][key] for key in found[1]})
+
+
+def time_of_a_layer(name: str, layers: int, rounds: int) -> float:
+    """Return the least processor time of a forward and backward, in ms a layer."""
+    step = Step(CONTENDERS[name][1](layers), CONTENDERS[name][2])
+    step()
+    best = math.inf
+    for _ in range(rounds):
+        start = time.process_time()
+        step()
+        best = min(best, time.process_time() - start)
+    return best / layers * 1e3
+
+
+def fake_all_to_all(output: Tensor, input: Tensor, *_: Any, **__: Any) -> None:  # noqa: A002  # torch's word
+    """What a rank receives, as if all ranks sent the same."""
+    output.view(-1)[: input.numel()].copy_(input.reshape(-1)[: output.numel()])
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=24)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.all_to_all_single = fake_all_to_all
+    wanted = dict.fromkeys(options.names or CONTENDERS)
+    wanted = dict.fromkeys(CONTENDERS[name][0] for name in wanted) | wanted
+    times: dict[str, float] = {}
+    for name in wanted:
+        base, build, _ = CONTENDERS[name]
+        sizes = {"tp": 2} if build is by_transformers else getattr(build, "keywords", {})
+        sizes = sizes.get("axes", sizes)
+        world = math.prod(sizes.get(axis, 1) for axis in ("dp", "dp_shard", "cp", "tp"))
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        times[name] = time_of_a_layer(name, options.layers, options.rounds)
+        counts = counts_of_a_layer(name)
+        dist.destroy_process_group()
+        told = ", ".join(f"{counts[key]} {key}" for key in ("calls", "DTensors", *COUNTED.values()) if counts[key])
+        print(f"{name:20} {times[name]:6.2f} ms a layer, {times[name] - times[base]:6.2f} added: {told}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
