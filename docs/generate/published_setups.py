@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
@@ -28,7 +28,7 @@ from fsdp_runtime.dry_run.report.format import format_bytes, format_count
 from fsdp_runtime.dry_run.sweep_types import format_mesh
 from fsdp_runtime.steps.context.methods import Method
 
-PAGE = Path(__file__).parents[1] / "docs" / "published-setups.md"
+PAGE = Path(__file__).parents[1] / "published-setups.md"
 FOUND = PAGE.with_suffix(".json")
 GIB = 2**30
 Found = Mapping[str, dict[str, Any]]  # by a set-up's name
@@ -275,6 +275,7 @@ def full_cross_entropy(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor
     return cross_entropy(logits.flatten(0, 1).float(), inputs["input_ids"].flatten())
 
 
+@cache
 def _recomputing(block: type[nn.Module]) -> type[nn.Module]:
     """A block that keeps attention's results and every second matrix product: torchtitan's selective checkpointing."""
 

@@ -103,8 +103,20 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--master-dtype", help="dtype of parameters, gradients and optimizer state, if different, such as fp32"
     )
-    group.add_argument("--optimizer", default="adamw", help="adamw (default), adamw-fused, sgd, none")
-    group.add_argument("--logprobs", default="logits", help="the loss: logits (default), linear, or a dotted path")
+    group.add_argument("--optimizer", default="adamw", help="adamw (default), adamw-fused, adamw-single, sgd, none")
+    group.add_argument(
+        "--logprobs",
+        default="logits",
+        help="the loss: logits (default), linear; that of other code: transformers, torchtitan, chunked:8, "
+        "chunked-vocabulary:2048, fused-linear; or a dotted path",
+    )
+    group.add_argument(
+        "--micro-batches", type=int, default=1, help="forward and backward passes of a step (default: 1)"
+    )
+    group.add_argument("--compile", action="store_true", help="leave out results that compiled blocks fuse")
+    group.add_argument(
+        "--offload-activations", action="store_true", help="keep activations (with block: blocks' inputs) on the host"
+    )
     group.add_argument("--no-clip", dest="clip", action="store_false", help="do not clip the gradient norm")
     group.add_argument(
         "--assume-gradients",
@@ -125,6 +137,10 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         "--device-memory",
         metavar="SIZE",
         help="such as 80GiB: report whether the peak fits, and changes that would help",
+    )
+    group.add_argument("--attention-kernels", default="flash2", help="workspaces of: flash2 (default), flash3, none")
+    group.add_argument(
+        "--allocator", default="", metavar="OPTIONS", help="as PYTORCH_ALLOC_CONF, such as expandable_segments:True"
     )
     group.add_argument("--bandwidth", metavar="AXIS=RATE,...", help="per rank, such as tp=450GB/s,dp_shard=400Gb/s")
 
@@ -208,7 +224,8 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
             "with its unit, such as 80GB"
         )
     names = ("seq_len", "micro_batch", "dtype", "master_dtype", "logprobs", "clip", "offload")
-    others = ("assume_gradients", "routing", "exact", "rank", "device_memory")
+    others = ("assume_gradients", "routing", "exact", "rank", "device_memory", "micro_batches", "offload_activations")
+    others += ("attention_kernels", "allocator", "compile")
     return {
         **{name: getattr(options, name) for name in (*names, *others)},
         "optimizer": options.optimizer.replace("-", "_"),
