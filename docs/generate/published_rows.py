@@ -67,7 +67,7 @@ SOURCES: Mapping[str, Mapping[str, Any]] = {
 
 def rows() -> dict[str, dict[str, Any]]:
     """Return the rows by name."""
-    found: dict[str, dict[str, Any]] = json.loads(ROWS.read_text())
+    found: dict[str, dict[str, Any]] = json.loads(ROWS.read_text())["rows"]
     return found
 
 

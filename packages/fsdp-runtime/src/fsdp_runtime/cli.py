@@ -19,6 +19,7 @@ from fsdp_runtime.dry_run.report.html import html_report
 from fsdp_runtime.dry_run.report.progress import ProgressLine
 from fsdp_runtime.dry_run.report.sections import Section, estimate_sections, sweep_sections
 from fsdp_runtime.dry_run.report.text import text_lines
+from fsdp_runtime.dry_run.step_time import step_time
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
 from tp_plans import Plan, TpPlansError
 
@@ -142,6 +143,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allocator", default="", metavar="OPTIONS", help="as PYTORCH_ALLOC_CONF, such as expandable_segments:True"
     )
+    group.add_argument("--hardware", help="A100, H100, H200 or B200: its published rates give the time of a step")
     group.add_argument("--bandwidth", metavar="AXIS=RATE,...", help="per rank, such as tp=450GB/s,dp_shard=400Gb/s")
 
 
@@ -184,7 +186,7 @@ def _estimate(options: argparse.Namespace, progress: ProgressLine) -> int:
         **_common(options),
     )
     progress.close()
-    _write(found, estimate_sections(found), options)
+    _write(found, [*estimate_sections(found), *_time_sections(found, options.hardware)], options)
     return TOO_LARGE if found.fits is False else OK
 
 
@@ -204,6 +206,7 @@ def _sweep(options: argparse.Namespace, progress: ProgressLine) -> int:
         dp_replicate=options.dp_replicate,
         ep=options.ep,
         device_flops=options.device_flops,
+        hardware=options.hardware,
         workers=options.workers,
         progress=progress,
         **varied,
@@ -214,6 +217,20 @@ def _sweep(options: argparse.Namespace, progress: ProgressLine) -> int:
     if not found.estimated:
         return FAILED
     return TOO_LARGE if found.best is None else OK
+
+
+def _time_sections(found: Estimate, hardware: str | None) -> list[Section]:
+    """Return the time of a step on a hardware, if one is given."""
+    if hardware is None:
+        return []
+    time = step_time(found, hardware)
+    traffic = "".join(f", {axis} {seconds:.3g} s" for axis, seconds in time.traffic.items())
+    lines = [
+        f"matrix products {time.matmul:.3g} s, attention {time.attention:.3g} s, memory {time.memory:.3g} s{traffic}",
+        f"{time.tokens_per_second:,.0f} tokens a second and rank; see step_time for the assumptions",
+    ]
+    heading = f"Time on {hardware}: at least {time.lower_bound:.3g} s, expected {time.expected:.3g} s"
+    return [Section(heading=heading, lines=lines)]
 
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:

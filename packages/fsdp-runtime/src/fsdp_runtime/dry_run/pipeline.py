@@ -91,7 +91,9 @@ def run(
         settings=settings,
         memory=memory,
         traffic=traffic,
-        flops=summary.flops,
+        flops=sum(summary.flops.values()),
+        flops_by_kind=dict(summary.flops),
+        bytes_moved=summary.bytes_moved,
         replicated=tuple(
             ReplicatedParameters(pattern=pattern, count=count, nbytes=nbytes)
             for pattern, (count, nbytes) in sorted(summary.replicated.items(), key=lambda item: -item[1][1])

@@ -271,6 +271,8 @@ class Estimate:
         device_memory: bytes of a device, if given.
         advice: changes that lower the peak, largest savings first.
         seconds: duration of the dry run.
+        flops_by_kind: the operations of matrix products, grouped ones, and attention with its masked half.
+        bytes_moved: bytes that the other operators of forward and backward read and write, none of them fused.
     """
 
     settings: Settings
@@ -283,6 +285,8 @@ class Estimate:
     device_memory: int | None = None
     advice: tuple[Advice, ...] = ()
     seconds: float = 0.0
+    flops_by_kind: Mapping[str, int] = field(default_factory=dict)
+    bytes_moved: int = 0
 
     @property
     def fits(self) -> bool | None:

@@ -92,7 +92,8 @@ class Summary:
         before: live bytes before the step.
         ends: live bytes at the end of each phase.
         traffic: number of collectives, bytes of this rank's inputs, and bytes that it sends at least.
-        flops: floating-point operations.
+        flops: floating-point operations by kind.
+        bytes_moved: bytes that operators without any read and write in forward and backward.
         replicated: number and bytes of parameters that are replicated over all axes, by name pattern.
         assumptions: ``(operator, module, assumption)`` for results that depend on data, block indices as ``*``.
         untrained: number and bytes (this rank's shards) of trainable parameters that got no gradient, by name pattern.
@@ -104,7 +105,8 @@ class Summary:
     before: MemoryBreakdown
     ends: dict[Phase, MemoryBreakdown]
     traffic: Mapping[CallKey, tuple[int, ...]]
-    flops: int
+    flops: Mapping[str, int]
+    bytes_moved: int
     replicated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     assumptions: tuple[tuple[str, str, str], ...] = ()
     untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -141,6 +143,7 @@ def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int])
         ends=ends,
         traffic=traffic,
         flops=recording.flops,
+        bytes_moved=recording.bytes_moved,
         assumptions=tuple(dict.fromkeys(assumptions)),
         tape=Tape.of(recording, categories, regions),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from fsdp_runtime.dry_run.trace.data_dependent_ops import (
     grouped_mm,
     remember_origin,
 )
-from fsdp_runtime.dry_run.trace.flops import flops_of
+from fsdp_runtime.dry_run.trace.flops import bytes_moved, flops_of, kind_of
 from fsdp_runtime.dry_run.trace.fusion import FusedStorage, Fusion
 from fsdp_runtime.dry_run.trace.kernels import AttentionKernels, attention_workspace, storages_on_streams
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
@@ -97,7 +98,8 @@ class Recording:
         allocations: bytes allocated and freed.
         ends: number of allocations at the end of each phase.
         collectives: calls with their phases.
-        flops: floating-point operations.
+        flops: floating-point operations by kind.
+        bytes_moved: bytes that operators without any read and write in forward and backward.
         assumptions: ``(operator, module, assumption)`` for results that depend on data, without repetitions.
     """
 
@@ -106,7 +108,8 @@ class Recording:
     allocations: list[AllocationEvent] = field(default_factory=list)
     ends: dict[Phase, int] = field(default_factory=dict)
     collectives: list[tuple[Phase, CollectiveCall]] = field(default_factory=list)
-    flops: int = 0
+    flops: Counter[str] = field(default_factory=Counter)
+    bytes_moved: int = 0
     assumptions: dict[tuple[str, str, str], None] = field(default_factory=dict)
 
 
@@ -191,9 +194,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             result = self._run(func, args, kwargs)
             remember_origin(func, args, result)
-        self.recording.flops += self._multiplicity() * flops_of(func, args, kwargs, result)
+        self._count(func, args, kwargs, result)
         self._record_results(func, args, result)
         return result
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Count operations, and bytes of operators that have none."""
+        if flops := self._multiplicity() * flops_of(func, args, kwargs, result):
+            self.recording.flops[kind_of(func)] += flops
+        elif func.namespace == "aten" and self._phase not in ("clip", "optimizer"):
+            self.recording.bytes_moved += self._multiplicity() * bytes_moved(args, result)
 
     def _note_arguments(self, func: Any, args: Any) -> None:
         """Note the streams of communication buffers, and what reads a compiled module's storages."""
