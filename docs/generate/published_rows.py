@@ -1,15 +1,19 @@
 """The runs of docs/published-setups.md: what each row of docs/published-setups.json stands for, built and run.
 
-A row names its model, mesh, step and what was measured.  ``run`` takes what a row leaves out from the defaults of its
-source at that date, in ``SOURCES``.
+``python docs/generate/published_rows.py --all`` runs every row and rewrites the page's table; names as arguments run
+only those.  A row names its model, mesh, step and what was measured.  ``run`` takes what a row leaves out from the
+defaults of its source at that date, in ``SOURCES``.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run import Estimate, estimate
 
 ROWS = Path(__file__).parents[1] / "published-setups.json"
+PAGE = ROWS.with_suffix(".md")
 SIZES = Path(__file__).with_name("model_sizes.json")
 
 #: Defaults of each source, as keywords of ``estimate``; ``loss`` and ``adapters`` are explained at their functions.
@@ -173,3 +178,61 @@ def _every_second_matmul() -> Any:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def main() -> int:
+    """Run rows (all, or those named), keep what they gave, and rewrite the page's table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="names of rows; default: none, which only rewrites the page")
+    parser.add_argument("--all", action="store_true", help="run every row, some ten seconds each")
+    options = parser.parse_args()
+    found = rows()
+    for name in found if options.all else options.names:
+        estimated = run(found[name])
+        found[name]["found"] = kept(estimated)
+        print(name, found[name]["found"], f"{estimated.seconds:.0f} s", flush=True)
+        ROWS.write_text(json.dumps({**json.loads(ROWS.read_text()), "rows": found}, indent=1) + "\n")
+    rewrite(found)
+    return 0
+
+
+def kept(estimated: Estimate) -> dict[str, Any]:
+    """Return what the page needs of an estimate."""
+    memory = estimated.memory
+    return {"peak": memory.peak.total, "phase": memory.peak.phase, "reserved": memory.reserved}
+
+
+def ratio(row: Mapping[str, Any]) -> float | None:
+    """Return the estimate over what was measured, ``None`` if the row was not run or has no memory."""
+    if "found" not in row or row["published"] is None:
+        return None
+    estimated = row["found"]["peak" if row["measured"] == "allocated" else "reserved"] or row["found"]["peak"]
+    return float(estimated / 2**30 / row["published"])
+
+
+def rewrite(found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the table and the distribution of errors into the page."""
+    lines = ["| run | published | dry run | ratio |", "| --- | ---: | ---: | ---: |"]
+    ratios = []
+    for name, row in found.items():
+        if (share := ratio(row)) is None:
+            continue
+        ratios.append(share)
+        published = row["published"]
+        lines.append(f"| {name} | {published:.1f} GiB | {published * share:.1f} GiB | {share:.0%} |")
+    errors = sorted(abs(share - 1) for share in ratios)
+    within = [sum(error <= bound for error in errors) for bound in (0.05, 0.12, 0.25)]
+    waiting = sum(row["published"] is not None and "found" not in row for row in found.values())
+    summary = (
+        f"{len(errors)} runs: median error {median(errors):.1%}; {within[0]} within 5 %, {within[1]} within 12 %, "
+        f"{within[2]} within 25 %. {waiting} rows with memory have not been run yet."
+    )
+    text = PAGE.read_text()
+    before, _, rest = text.partition("<!-- rows -->\n")
+    _, _, after = rest.partition("<!-- end of rows -->")
+    body = "\n".join(["<!-- rows -->", "", summary, "", *lines, "", "<!-- end of rows -->"])
+    PAGE.write_text(before + body + after)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
