@@ -48,7 +48,7 @@ class AllocatorSettings:
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class MemoryBlock:
     """A part of a segment, in use, free, or (of an expandable segment) without memory."""
 
     address: int
@@ -57,8 +57,8 @@ class Block:
     used: bool = False
     mapped: bool = True
     age: int = 0
-    before: Block | None = None
-    after: Block | None = None
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
 
     @property
     def key(self) -> tuple[int, int]:
@@ -72,23 +72,23 @@ class _Pool:
 
     small: bool
     free: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[int, Block] = field(default_factory=dict)  # free blocks by address
+    blocks: dict[int, MemoryBlock] = field(default_factory=dict)  # free blocks by address
     unmapped: list[int] = field(default_factory=list)  # addresses of holes
-    holes: dict[int, Block] = field(default_factory=dict)
+    holes: dict[int, MemoryBlock] = field(default_factory=dict)
 
-    def add(self, block: Block) -> None:
+    def add(self, block: MemoryBlock) -> None:
         insort(self.free, block.key)
         self.blocks[block.address] = block
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         del self.free[bisect_left(self.free, block.key)]
         del self.blocks[block.address]
 
-    def add_hole(self, block: Block) -> None:
+    def add_hole(self, block: MemoryBlock) -> None:
         insort(self.unmapped, block.address)
         self.holes[block.address] = block
 
-    def remove_hole(self, block: Block) -> None:
+    def remove_hole(self, block: MemoryBlock) -> None:
         del self.unmapped[bisect_left(self.unmapped, block.address)]
         del self.holes[block.address]
 
@@ -113,7 +113,7 @@ class CachingAllocator:
         self._next_address = 0
         self._clock = 0
 
-    def allocate(self, nbytes: int, stream: int = 0) -> Block:
+    def allocate(self, nbytes: int, stream: int = 0) -> MemoryBlock:
         """Return a block for a tensor.
 
         Raises:
@@ -132,7 +132,7 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Take a block back; its memory stays reserved."""
         self._clock += 1
         self.allocated -= block.size
@@ -155,7 +155,7 @@ class CachingAllocator:
                 self._release(block)
         return before - self.reserved
 
-    def _best_fit(self, pool: _Pool, size: int) -> Block | None:
+    def _best_fit(self, pool: _Pool, size: int) -> MemoryBlock | None:
         index = bisect_left(pool.free, (size, 0))
         if index == len(pool.free):
             return None
@@ -175,7 +175,7 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _reserve(self, pool: _Pool, size: int) -> Block:
+    def _reserve(self, pool: _Pool, size: int) -> MemoryBlock:
         """Return a free block of new memory, which is not in the pool's list."""
         wanted = segment_size(size)
         for retry in (False, True):
@@ -187,18 +187,18 @@ class CachingAllocator:
                 return block
         raise OutOfDeviceMemoryError
 
-    def _new_segment(self, pool: _Pool, size: int) -> Block | None:
+    def _new_segment(self, pool: _Pool, size: int) -> MemoryBlock | None:
         if not self._take(size):
             return None
-        block = Block(self._next_address, size, pool)
+        block = MemoryBlock(self._next_address, size, pool)
         self._next_address += size + LARGE_SEGMENT
         return block
 
-    def _grow(self, pool: _Pool, size: int) -> Block | None:
+    def _grow(self, pool: _Pool, size: int) -> MemoryBlock | None:
         """Map memory of an expandable segment: into its first hole with enough room, from the free block before it."""
         block = next(self._with_room(pool, size), None)
         if block is None:
-            hole = Block(self._next_address, _ADDRESS_SPACE, pool, mapped=False)
+            hole = MemoryBlock(self._next_address, _ADDRESS_SPACE, pool, mapped=False)
             self._next_address += 2 * _ADDRESS_SPACE
             pool.add_hole(hole)
             block = hole
@@ -218,20 +218,20 @@ class CachingAllocator:
             block = self._merge(block, added)
         return block
 
-    def _with_room(self, pool: _Pool, size: int) -> Iterator[Block]:
+    def _with_room(self, pool: _Pool, size: int) -> Iterator[MemoryBlock]:
         for address in pool.unmapped:
             first = pool.holes[address]
             if first.before is not None and not first.before.used:
                 first = first.before
             room: int = 0
-            block: Block | None = first
+            block: MemoryBlock | None = first
             while room < size and block is not None and not block.used:
                 room += block.size
                 block = block.after
             if room >= size:
                 yield first
 
-    def _map(self, hole: Block, size: int) -> Block | None:
+    def _map(self, hole: MemoryBlock, size: int) -> MemoryBlock | None:
         """Give memory to the beginning of a hole, in whole pages; return it, merged with free memory after it."""
         page = SMALL_SEGMENT if hole.pool.small else LARGE_SEGMENT
         size = min(-(-size // page) * page, hole.size)
@@ -239,7 +239,7 @@ class CachingAllocator:
             return None
         hole.pool.remove_hole(hole)
         if hole.size > size:
-            rest = Block(hole.address + size, hole.size - size, hole.pool, mapped=False)
+            rest = MemoryBlock(hole.address + size, hole.size - size, hole.pool, mapped=False)
             _link(hole, rest)
             hole.size = size
             hole.pool.add_hole(rest)
@@ -275,14 +275,14 @@ class CachingAllocator:
                 return
             self._release(block)
 
-    def _release(self, block: Block) -> None:
+    def _release(self, block: MemoryBlock) -> None:
         if self.settings.expandable_segments:
             self._unmap(block)
         elif _is_whole(block):
             block.pool.remove(block)
             self.reserved -= block.size
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, block: MemoryBlock) -> None:
         """Take the whole pages of a free block away."""
         page = SMALL_SEGMENT if block.pool.small else LARGE_SEGMENT
         start = -(-block.address // page) * page
@@ -291,13 +291,13 @@ class CachingAllocator:
             return
         block.pool.remove(block)
         if start > block.address:
-            rest = Block(start, block.address + block.size - start, block.pool)
+            rest = MemoryBlock(start, block.address + block.size - start, block.pool)
             _link(block, rest)
             block.size = start - block.address
             block.pool.add(block)
             block = rest
         if block.address + block.size > end:
-            rest = Block(end, block.address + block.size - end, block.pool)
+            rest = MemoryBlock(end, block.address + block.size - end, block.pool)
             _link(block, rest)
             block.size = end - block.address
             block.pool.add(rest)
@@ -309,7 +309,7 @@ class CachingAllocator:
                 block = self._merge(block, neighbour)
         block.pool.add_hole(block)
 
-    def _split(self, block: Block, size: int) -> None:
+    def _split(self, block: MemoryBlock, size: int) -> None:
         remaining = block.size - size
         limit = self.settings.max_split_size
         if block.pool.small or self.settings.expandable_segments:
@@ -318,12 +318,12 @@ class CachingAllocator:
             splits = (limit is None or size < limit) and remaining > SMALL_SIZE
         if not splits:
             return
-        rest = Block(block.address + size, remaining, block.pool, age=block.age)
+        rest = MemoryBlock(block.address + size, remaining, block.pool, age=block.age)
         _link(block, rest)
         block.size = size
         block.pool.add(rest)
 
-    def _merge(self, one: Block, other: Block) -> Block:
+    def _merge(self, one: MemoryBlock, other: MemoryBlock) -> MemoryBlock:
         """Return two neighbours as one block."""
         first, last = (one, other) if one.address < other.address else (other, one)
         first.size += last.size
@@ -353,15 +353,15 @@ def segment_size(size: int) -> int:
     return -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
-def _expandable_size(block: Block) -> int:
+def _expandable_size(block: MemoryBlock) -> int:
     return block.size + (block.after.size if block.after is not None and not block.after.mapped else 0)
 
 
-def _is_whole(block: Block) -> bool:
+def _is_whole(block: MemoryBlock) -> bool:
     return block.before is None and block.after is None
 
 
-def _link(block: Block, rest: Block) -> None:
+def _link(block: MemoryBlock, rest: MemoryBlock) -> None:
     """Put a block after another one."""
     rest.before, rest.after = block, block.after
     if block.after is not None:

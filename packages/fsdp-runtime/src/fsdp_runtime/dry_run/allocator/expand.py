@@ -18,7 +18,7 @@ from fsdp_runtime.dry_run.scale.summary import StepRegion, Tape, TapeEntry
 Key = tuple[str, str, int, int]
 
 
-class Step(NamedTuple):
+class TapeStep(NamedTuple):
     """One allocation or free of the extended tape.
 
     Args:
@@ -40,7 +40,7 @@ class TapeMismatchError(Exception):
     """The groups of a trace do not allocate alike, so that one of them cannot stand for others."""
 
 
-def expand(tape: Tape, repeated: RepeatedBlocks | None) -> list[Step]:
+def expand(tape: Tape, repeated: RepeatedBlocks | None) -> list[TapeStep]:
     """Return the tape of the full model.
 
     Args:
@@ -55,9 +55,9 @@ def expand(tape: Tape, repeated: RepeatedBlocks | None) -> list[Step]:
     return _Expansion(tape, repeated).steps()
 
 
-def _step(tape: Tape, entry: TapeEntry, name: object) -> Step:
+def _step(tape: Tape, entry: TapeEntry, name: object) -> TapeStep:
     phase = "" if entry.region is None else entry.region.phase
-    return Step(name, entry.delta, phase, tape.streams[entry.storage], tape.categories[entry.storage])
+    return TapeStep(name, entry.delta, phase, tape.streams[entry.storage], tape.categories[entry.storage])
 
 
 class _Expansion:
@@ -81,8 +81,8 @@ class _Expansion:
             self._group[entry.storage], self._keys[entry.storage] = group, key
             self._storages[group, key] = entry.storage
 
-    def steps(self) -> list[Step]:
-        found: list[Step] = []
+    def steps(self) -> list[TapeStep]:
+        found: list[TapeStep] = []
         for group, entries in _runs(self._tape.entries, self._group_of):
             if group != 1:
                 found += self._outside(entries, group)
@@ -93,7 +93,7 @@ class _Expansion:
                 found += (_step(self._tape, entry, self._name(entry.storage, 1, copy)) for entry in entries)
         return found
 
-    def _outside(self, entries: Iterable[TapeEntry], group: int | None) -> Iterable[Step]:
+    def _outside(self, entries: Iterable[TapeEntry], group: int | None) -> Iterable[TapeStep]:
         for entry in entries:
             if group is None and self._group.get(entry.storage) == 1 and entry.delta < 0:
                 for copy in range(self._added + 1):

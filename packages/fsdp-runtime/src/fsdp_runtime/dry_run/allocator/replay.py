@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from fsdp_runtime.dry_run.allocator.caching import (
     AllocatorSettings,
-    Block,
     CachingAllocator,
+    MemoryBlock,
     OutOfDeviceMemoryError,
 )
-from fsdp_runtime.dry_run.allocator.expand import Step, TapeMismatchError, expand, sizes_by_category
+from fsdp_runtime.dry_run.allocator.expand import TapeMismatchError, TapeStep, expand, sizes_by_category
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks
 from fsdp_runtime.dry_run.scale.summary import Tape
 
@@ -68,7 +68,7 @@ def replay(
     except TapeMismatchError:
         return None
     groups = 0 if repeated is None else repeated.count - repeated.min_count - 1
-    return _Run(steps, _Added(tape, smaller, groups), CachingAllocator(settings), on_host).run(
+    return _Replay(steps, _Added(tape, smaller, groups), CachingAllocator(settings), on_host).run(
         micro_batches, workspaces
     )
 
@@ -108,17 +108,17 @@ def _sizes_by_phase(tape: Tape) -> dict[tuple[str, str], list[int]]:
     return found
 
 
-class _Run:
+class _Replay:
     """A run of several steps."""
 
     def __init__(
-        self, steps: Sequence[Step], added: _Added, allocator: CachingAllocator, on_host: Sequence[str]
+        self, steps: Sequence[TapeStep], added: _Added, allocator: CachingAllocator, on_host: Sequence[str]
     ) -> None:
         self._initial = [step for step in steps if not step.phase]
         self._steps = [step for step in steps if step.phase]
         self._added, self._allocator, self._on_host = added, allocator, on_host
-        self._live: dict[object, Block] = {}
-        self._kept: list[Block] = []
+        self._live: dict[object, MemoryBlock] = {}
+        self._kept: list[MemoryBlock] = []
 
     def run(self, micro_batches: int, workspaces: int) -> Reserved:
         allocator, fits = self._allocator, True
@@ -182,7 +182,7 @@ class _Run:
         for size in sizes:
             self._allocator.allocate(size)
 
-    def _apply(self, step: Step) -> None:
+    def _apply(self, step: TapeStep) -> None:
         block = self._live.pop(step.storage, None)
         if block is not None:
             self._allocator.free(block)
