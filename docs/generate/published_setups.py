@@ -17,10 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch import nn
 
 from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run import Estimate, estimate
@@ -28,7 +25,7 @@ from fsdp_runtime.dry_run.report.format import format_bytes, format_count
 from fsdp_runtime.dry_run.sweep_types import format_mesh
 from fsdp_runtime.steps.context.methods import Method
 
-PAGE = Path(__file__).parents[1] / "docs" / "published-setups.md"
+PAGE = Path(__file__).parents[1] / "published-setups.md"
 FOUND = PAGE.with_suffix(".json")
 GIB = 2**30
 Found = Mapping[str, dict[str, Any]]  # by a set-up's name
@@ -82,8 +79,8 @@ class Setup:
         mesh: ranks; a pipeline's stages are counted into ``dp_shard``.
         seq_len: tokens of a sequence.
         micro_batch: sequences of a data-parallel rank.
-        recomputes: the mode of checkpointing, or ``"every second matmul"``.
-        loss: ``"logits"``, ``"linear"``, or ``"cross-entropy"`` on full logits in float32.
+        recomputes: the mode of checkpointing.
+        loss: ``"logits"`` or ``"linear"``.
         published: GiB that the source measured, or ``None``.
         differs: what the source did otherwise.
         master_dtype: of parameters, gradients and AdamW's moments; ``None`` for that of computation.
@@ -96,67 +93,13 @@ class Setup:
     seq_len: int = 8192
     micro_batch: int = 1
     recomputes: str = "block"
-    loss: str = "cross-entropy"
+    loss: str = "linear"
     published: float | None = None
     differs: str = ""
     master_dtype: str | None = "fp32"
     context_parallel: Method = "allgather"
 
 
-#: torchtitan's benchmarks of December 2024 (and its paper, arXiv:2410.06511).
-TORCHTITAN = (
-    Setup(
-        name="8b-8",
-        size="8B",
-        mesh=MeshSpec(dp_shard=8),
-        micro_batch=2,
-        recomputes="every second matmul",
-        published=82.4,
-        differs="-",
-    ),
-    Setup(
-        name="8b-128",
-        size="8B",
-        mesh=MeshSpec(dp_shard=128),
-        micro_batch=2,
-        recomputes="every second matmul",
-        published=67.0,
-        differs="-",
-    ),
-    Setup(
-        name="8b-32k", size="8B", mesh=MeshSpec(dp_shard=8), seq_len=32768, published=83.9, differs="compiled, float8"
-    ),
-    Setup(
-        name="8b-256k",
-        size="8B",
-        mesh=MeshSpec(cp=8),
-        seq_len=262144,
-        published=84.5,
-        differs="compiled, float8, ring attention",
-    ),
-    Setup(
-        name="70b-256",
-        size="70B",
-        mesh=MeshSpec(dp_shard=32, tp=8),
-        micro_batch=16,
-        loss="logits",
-        published=71.9,
-        differs="compiled, float8",
-    ),
-)
-#: The same with a loss that never holds the logits.
-LINEAR = (
-    Setup(
-        name="8b-8-linear",
-        size="8B",
-        mesh=MeshSpec(dp_shard=8),
-        micro_batch=2,
-        recomputes="every second matmul",
-        loss="linear",
-    ),
-    Setup(name="8b-32k-linear", size="8B", mesh=MeshSpec(dp_shard=8), seq_len=32768, loss="linear"),
-    Setup(name="70b-256-linear", size="70B", mesh=MeshSpec(dp_shard=32, tp=8), micro_batch=16, loss="linear"),
-)
 #: Table 4 of The Llama 3 Herd of Models, arXiv:2407.21783, its 16 pipeline stages counted into dp_shard.
 LLAMA_3 = (
     Setup(
@@ -227,13 +170,12 @@ LONG = tuple(
     for tokens in (2**13, 2**17, 2**20)
     for way in get_args(Method)
 )
-SETUPS = (*TORCHTITAN, *LINEAR, *LLAMA_3, *EXPERTS, *LONG)
+SETUPS = (*LLAMA_3, *EXPERTS, *LONG)
 
 
 def run(setup: Setup) -> Estimate:
     """The dry run of a set-up: parameters, gradients and AdamW's moments in float32, computation in bfloat16."""
-    every_second = setup.recomputes == "every second matmul"
-    dense = partial(llama, setup.size, every_second_matmul=every_second)
+    dense = partial(llama, setup.size)
     return estimate(
         partial(mixture, setup.size) if setup.size in MIXTURES else dense,
         setup.mesh,
@@ -241,21 +183,18 @@ def run(setup: Setup) -> Estimate:
         micro_batch=setup.micro_batch,
         sequence_parallel=setup.mesh.tp > 1,
         context_parallel=setup.context_parallel,
-        activation_checkpointing="none" if every_second else setup.recomputes,  # type: ignore[arg-type]
+        activation_checkpointing=setup.recomputes,  # type: ignore[arg-type]
         dtype="bf16",
         master_dtype=setup.master_dtype,
-        logprobs=full_cross_entropy if setup.loss == "cross-entropy" else setup.loss,
+        logprobs=setup.loss,
     )
 
 
-def llama(size: str, *, every_second_matmul: bool) -> nn.Module:
+def llama(size: str) -> nn.Module:
     """Llama 3 of a size, from a config that is nothing but numbers."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     model: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**COMMON, **LLAMA[size]))
-    if every_second_matmul:
-        for block in model.model.layers:  # type: ignore[union-attr]
-            block.__class__ = _recomputing(type(block))
     return model
 
 
@@ -267,36 +206,6 @@ def mixture(name: str) -> nn.Module:
     config = getattr(transformers, config_class)(**fields, max_position_embeddings=262144)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return model
-
-
-def full_cross_entropy(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The loss as torchtitan had it: logits of all tokens in float32."""
-    logits = model(**inputs).logits
-    return cross_entropy(logits.flatten(0, 1).float(), inputs["input_ids"].flatten())
-
-
-def _recomputing(block: type[nn.Module]) -> type[nn.Module]:
-    """A block that keeps attention's results and every second matrix product: torchtitan's selective checkpointing."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run_block = partial(block.forward, self)
-        return checkpoint(run_block, *args, use_reentrant=False, context_fn=_every_second_matmul, **kwargs)
-
-    return type("EverySecondProduct", (block,), {"forward": forward})
-
-
-def _every_second_matmul() -> Any:
-    products = {"forward": 0, "recompute": 0}
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-    def policy(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        if operator is torch.ops.aten.mm.default:
-            products["recompute" if context.is_recompute else "forward"] += 1
-        odd = products["recompute" if context.is_recompute else "forward"] % 2 == 1
-        kept = operator is attention or (operator is torch.ops.aten.mm.default and odd)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 def main() -> int:
@@ -313,13 +222,13 @@ def main() -> int:
             peak = done.memory.peak
             print(f"{setup.name}: {format_bytes(peak.total)} in {peak.phase}, {done.seconds:.0f} s", flush=True)
             _keep(setup, done)
-    _rewrite(json.loads(FOUND.read_text()))
+    _rewrite(json.loads(FOUND.read_text())["setups"])
     return 0
 
 
 def _keep(setup: Setup, done: Estimate) -> None:
     """Put what the tables need of an estimate into the file of results."""
-    found = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+    found = json.loads(FOUND.read_text())["setups"]
     found[setup.name] = {
         "peak": done.memory.peak.total,
         "phase": done.memory.peak.phase,
@@ -329,14 +238,13 @@ def _keep(setup: Setup, done: Estimate) -> None:
         "sent": sum(item.bytes_sent for item in done.traffic),
         "flops_per_token": done.flops * done.settings.world_size / _tokens(setup),
     }
-    FOUND.write_text(json.dumps(found, indent=1) + "\n")
+    everything = {**json.loads(FOUND.read_text()), "setups": found}
+    FOUND.write_text(json.dumps(everything, indent=1) + "\n")
 
 
 def _rewrite(found: Found) -> None:
     text = PAGE.read_text()
     for name, lines in {
-        "torchtitan": _torchtitan(found),
-        "linear": _linear(found),
         "llama": _llama_3(found),
         "experts": _experts(found),
         "long": _long(found),
@@ -348,26 +256,6 @@ def _rewrite(found: Found) -> None:
         _, _, after = rest.partition(end)
         text = before + begin + "\n".join(["", *lines, "", end]) + after
     PAGE.write_text(text)
-
-
-def _torchtitan(found: Found) -> list[str]:
-    header = ["model", "mesh", "tokens per rank", "recomputed", "published", "dry run", "ratio", "differences"]
-    rows = []
-    for setup in _those(found, TORCHTITAN):
-        published = setup.published or 0.0
-        peak = found[setup.name]["peak"] / GIB
-        numbers = [f"{published:.1f} GiB", f"{peak:.1f} GiB", f"{peak / published:.0%}"]
-        rows.append([*_described(setup), *numbers, setup.differs])
-    return _markdown(header, rows)
-
-
-def _linear(found: Found) -> list[str]:
-    header = ["model", "mesh", "tokens per rank", "recomputed", "with logits", "`linear`", "saves"]
-    rows = []
-    for setup in _those(found, LINEAR):
-        peaks = [found[name]["peak"] for name in (setup.name.removesuffix("-linear"), setup.name)]
-        rows.append([*_described(setup), *map(format_bytes, peaks), format_bytes(peaks[0] - peaks[1])])
-    return _markdown(header, rows)
 
 
 def _llama_3(found: Found) -> list[str]:
@@ -414,7 +302,7 @@ def _long(found: Found) -> list[str]:
 
 def _those(found: Found, setups: Iterable[Setup]) -> list[Setup]:
     """Those that were run."""
-    return [setup for setup in setups if {setup.name, setup.name.removesuffix("-linear")} <= set(found)]
+    return [setup for setup in setups if setup.name in found]
 
 
 def _described(setup: Setup) -> list[str]:

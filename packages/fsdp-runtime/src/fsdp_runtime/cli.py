@@ -19,6 +19,7 @@ from fsdp_runtime.dry_run.report.html import html_report
 from fsdp_runtime.dry_run.report.progress import ProgressLine
 from fsdp_runtime.dry_run.report.sections import Section, estimate_sections, sweep_sections
 from fsdp_runtime.dry_run.report.text import text_lines
+from fsdp_runtime.dry_run.step_time import step_time
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
 from tp_plans import Plan, TpPlansError
 
@@ -125,8 +126,20 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--master-dtype", help="dtype of parameters, gradients and optimizer state, if different, such as fp32"
     )
-    group.add_argument("--optimizer", default="adamw", help="adamw (default), adamw-fused, sgd, none")
-    group.add_argument("--logprobs", default="logits", help="the loss: logits (default), linear, or a dotted path")
+    group.add_argument("--optimizer", default="adamw", help="adamw (default), adamw-fused, adamw-single, sgd, none")
+    group.add_argument(
+        "--logprobs",
+        default="logits",
+        help="the loss: logits (default), linear; that of other code: transformers, torchtitan, chunked:8, "
+        "chunked-vocabulary:2048, fused-linear; or a dotted path",
+    )
+    group.add_argument(
+        "--micro-batches", type=int, default=1, help="forward and backward passes of a step (default: 1)"
+    )
+    group.add_argument("--compile", action="store_true", help="leave out results that compiled blocks fuse")
+    group.add_argument(
+        "--offload-activations", action="store_true", help="keep activations (with block: blocks' inputs) on the host"
+    )
     group.add_argument("--no-clip", dest="clip", action="store_false", help="do not clip the gradient norm")
     group.add_argument(
         "--assume-gradients",
@@ -148,6 +161,11 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="such as 80GiB: report whether the peak fits, and changes that would help",
     )
+    group.add_argument("--attention-kernels", default="flash2", help="workspaces of: flash2 (default), flash3, none")
+    group.add_argument(
+        "--allocator", default="", metavar="OPTIONS", help="as PYTORCH_ALLOC_CONF, such as expandable_segments:True"
+    )
+    group.add_argument("--hardware", help="A100, H100, H200 or B200: its published rates give the time of a step")
     group.add_argument("--bandwidth", metavar="AXIS=RATE,...", help="per rank, such as tp=450GB/s,dp_shard=400Gb/s")
 
 
@@ -190,7 +208,7 @@ def _estimate(options: argparse.Namespace, progress: ProgressLine) -> int:
         **_common(options),
     )
     progress.close()
-    _write(found, estimate_sections(found), options)
+    _write(found, [*estimate_sections(found), *_time_sections(found, options.hardware)], options)
     return TOO_LARGE if found.fits is False else OK
 
 
@@ -210,6 +228,7 @@ def _sweep(options: argparse.Namespace, progress: ProgressLine) -> int:
         dp_replicate=options.dp_replicate,
         ep=options.ep,
         device_flops=options.device_flops,
+        hardware=options.hardware,
         workers=options.workers,
         progress=progress,
         **varied,
@@ -222,6 +241,20 @@ def _sweep(options: argparse.Namespace, progress: ProgressLine) -> int:
     return TOO_LARGE if found.best is None else OK
 
 
+def _time_sections(found: Estimate, hardware: str | None) -> list[Section]:
+    """Return the time of a step on a hardware, if one is given."""
+    if hardware is None:
+        return []
+    time = step_time(found, hardware)
+    traffic = "".join(f", {axis} {seconds:.3g} s" for axis, seconds in time.traffic.items())
+    lines = [
+        f"matrix products {time.matmul:.3g} s, attention {time.attention:.3g} s, memory {time.memory:.3g} s{traffic}",
+        f"{time.tokens_per_second:,.0f} tokens a second and rank; see step_time for the assumptions",
+    ]
+    heading = f"Time on {hardware}: at least {time.lower_bound:.3g} s, expected {time.expected:.3g} s"
+    return [Section(heading=heading, lines=lines)]
+
+
 def _common(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments that ``estimate`` and ``sweep`` share."""
     if options.device_memory is not None and re.fullmatch(r"[\d.]+", options.device_memory.strip()):
@@ -230,7 +263,8 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
             "with its unit, such as 80GB"
         )
     names = ("seq_len", "micro_batch", "dtype", "master_dtype", "logprobs", "clip", "offload")
-    others = ("assume_gradients", "routing", "exact", "rank", "device_memory")
+    others = ("assume_gradients", "routing", "exact", "rank", "device_memory", "micro_batches", "offload_activations")
+    others += ("attention_kernels", "allocator", "compile")
     return {
         **{name: getattr(options, name) for name in (*names, *others)},
         "optimizer": options.optimizer.replace("-", "_"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -31,6 +31,11 @@ def estimate(
     device_memory: int | str | None = None,
     bandwidth: Mapping[str, float | str] | float | str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    micro_batches: int = 1,
+    offload_activations: bool = False,
+    attention_kernels: Literal["flash2", "flash3", "none"] = "flash2",
+    allocator: str | None = "",
+    constants: Collection[str] = ("context", "nccl", "cublas"),
     **options: Unpack[Options],
 ) -> Estimate:
     """Run one training step of a model on fake tensors, as one rank of a simulated mesh.
@@ -51,10 +56,12 @@ def estimate(
         master_dtype: such as ``"fp32"``: dtype of parameters, gradients and optimizer state.  FSDP2 then gathers
             parameters in ``dtype`` and reduces gradients in ``master_dtype`` (the usual mixed precision).
         optimizer: ``"adamw"`` or ``"sgd"`` (with momentum), torch's with ``foreach`` as on an accelerator by default;
-            ``"adamw_fused"``, ``AdamW(fused=True)`` without the temporaries of ``foreach``; or ``"none"``.
+            ``"adamw_fused"`` and ``"adamw_single"``, without the temporaries of ``foreach``; or ``"none"``.
         logprobs: the loss, the mean of token log-probabilities: ``"logits"`` by ``rl_logprobs.token_logprobs``,
-            ``"linear"`` by ``rl_logprobs.linear_token_logprobs`` on hidden states, or a function (or its dotted path)
-            that is called as ``function(model, inputs)`` and returns the loss (all of it counts as forward).
+            ``"linear"`` by ``rl_logprobs.linear_token_logprobs`` on hidden states; the loss of other code,
+            ``"transformers"``, ``"torchtitan"`` (loss parallel), ``"chunked:8"`` (tokens in 8 parts),
+            ``"chunked-vocabulary:2048"`` (rows of the vocabulary) or ``"fused-linear"``; or a function (or its dotted
+            path) that is called as ``function(model, inputs)`` and returns the loss (all of it counts as forward).
         clip: clip the gradient norm by ``rl_logprobs.clip_grad_norm_``, if that package is installed.
         offload: FSDP2 keeps shards, gradients and optimizer state on the host.
         assume_gradients: count gradients and optimizer state of trainable parameters that the step does not reach,
@@ -68,8 +75,18 @@ def estimate(
         bandwidth: bytes per second that a rank can send over an axis, such as ``{"tp": "450GB/s", "dp_shard": 5e10}``;
             or one number for all axes.
         progress: called with a step's name, the number of finished steps and the number of all steps.
-        options: the keywords of ``parallelize``, such as ``plan`` and ``activation_checkpointing``, but for
-            ``compile``: compiled code cannot be traced.  ``fsdp`` takes the place of ``master_dtype`` and ``offload``.
+        micro_batches: forward and backward passes of a step, whose gradients add up.
+        offload_activations: move what forward keeps for backward to the host and back; with blocks that recompute,
+            their inputs.
+        attention_kernels: the kernels whose workspaces in backward are counted: FlashAttention 2 (also torch's own), 3,
+            or none.
+        allocator: options of the CUDA caching allocator as in ``PYTORCH_ALLOC_CONF``, such as
+            ``"expandable_segments:True"``; ``None`` models no allocator.
+        constants: costs of a process on a GPU that are counted besides tensors: ``"context"``, ``"nccl"``,
+            ``"cublas"``.
+        options: the keywords of ``parallelize``, such as ``plan`` and ``activation_checkpointing``.  Compiled code
+            cannot be traced: with ``compile``, results that a compiler fuses are left out of the memory of an eager
+            trace.  ``fsdp`` takes the place of ``master_dtype`` and ``offload``.
 
     Returns:
         Bytes, collectives and floating-point operations of that rank.
@@ -103,7 +120,13 @@ def estimate(
         >>> found.memory.resident.parameters  # bytes of this rank's shards: (32 * 16 + 2 * 16 * 17) / 4 in bf16
         528
     """
-    from fsdp_runtime.dry_run.parse_args import parse_bandwidths, parse_bytes, parse_dtype, parse_mesh_spec
+    from fsdp_runtime.dry_run.parse_args import (
+        parse_allocator,
+        parse_bandwidths,
+        parse_bytes,
+        parse_dtype,
+        parse_mesh_spec,
+    )
 
     spec, bandwidths = parse_mesh_spec(mesh), parse_bandwidths(bandwidth)
     memory = None if device_memory is None else parse_bytes(device_memory)
@@ -121,6 +144,11 @@ def estimate(
         offload=offload,
         assume_gradients=assume_gradients,
         routing=routing,
+        micro_batches=micro_batches,
+        offload_activations=offload_activations,
+        attention_kernels=attention_kernels,
+        allocator=None if allocator is None else parse_allocator(allocator, device_memory=memory),
+        constants=constants,
         options=options,
     )
     return run(

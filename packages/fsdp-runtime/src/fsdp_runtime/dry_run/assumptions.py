@@ -13,7 +13,7 @@ from fsdp_runtime.dry_run.step import StepConfig
 from fsdp_runtime.dry_run.types import Assumption
 
 #: Bytes of optimizer state per byte of a parameter.
-_STATE_PER_PARAMETER = {"adamw": 2, "adamw_fused": 2, "sgd": 1, "none": 0}
+_STATE_PER_PARAMETER = {"adamw": 2, "adamw_fused": 2, "adamw_single": 2, "sgd": 1, "none": 0}
 
 
 def untrained_assumptions(

@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp_runtime.dry_run.api import estimate
 from fsdp_runtime.dry_run.candidates import candidate_meshes, make_candidates, rank_candidates
+from fsdp_runtime.dry_run.hardware import HARDWARE
 from fsdp_runtime.dry_run.parse_args import parse_flops, require_model_source
 from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep
 from fsdp_runtime.dry_run.types import Estimate
@@ -35,6 +36,7 @@ def sweep(
     activation_checkpointing: Sequence[str] = ("none", "selective", "block"),
     context_parallel: Sequence[str] = ("allgather",),
     device_flops: float | str | None = None,
+    hardware: str | None = None,
     workers: int = 2,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
@@ -58,6 +60,7 @@ def sweep(
         activation_checkpointing: the modes to try.
         context_parallel: the ways of attention to try on meshes with ``cp``.
         device_flops: operations per second that a device achieves, such as ``"400TFLOP/s"``.
+        hardware: ``"A100"``, ``"H100"``, ``"H200"`` or ``"B200"``: order by the expected time on it (``step_time``).
         workers: number of processes; 0 runs all dry runs in this process.
         progress: called first with the expected time, then after each candidate with its label,
             the number of finished candidates and the number of all.
@@ -105,6 +108,8 @@ def sweep(
             f"{tuple(dp_replicate or ())} and ep in {tuple(ep)}: give sizes that divide {world_size}, and both "
             "values of sequence_parallel"
         )
+    if hardware is not None and hardware not in HARDWARE:
+        raise EstimateError(f"hardware={hardware!r}: write one of {', '.join(HARDWARE)}")
     speed = None if device_flops is None else parse_flops(device_flops)
     if progress is not None:
         shortest, longest = (len(waiting) * seconds / max(workers, 1) / 60 for seconds in _SECONDS_OF_A_DRY_RUN)
@@ -115,7 +120,7 @@ def sweep(
         if isinstance(outcome, str):
             found.append(replace(candidate, error=outcome))
         else:
-            found.append(candidate.with_estimate(outcome, device_flops=speed))
+            found.append(candidate.with_estimate(outcome, device_flops=speed, hardware=hardware))
         if progress is not None:
             progress(candidate.label, len(found), len(waiting))
     return rank_candidates(world_size, found)

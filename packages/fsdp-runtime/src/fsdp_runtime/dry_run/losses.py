@@ -8,7 +8,9 @@ from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from fsdp_runtime.dry_run.published_losses import ON_HIDDEN, ON_LOGITS, OnLogits, hidden_loss
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.steps.outputs.lm_head import (
     LMHeadParameters,
@@ -18,6 +20,8 @@ from fsdp_runtime.steps.outputs.lm_head import (
     logits_of,
 )
 
+#: Computes a loss from hidden states, the parameters of the head, and targets.
+HeadLoss = Callable[[Tensor, LMHeadParameters, Tensor], Tensor]
 #: Runs the model on its inputs, ``input_ids`` among them, and returns the loss; calls the function before computing it.
 Forward = Callable[[nn.Module, Mapping[str, Tensor], Callable[[], None]], Tensor]
 
@@ -32,12 +36,12 @@ def resolve_loss(loss: str | Callable[..., Any], lm_head: str | None) -> Forward
     Raises:
         EstimateError: the package or the function does not exist, or ``"linear"`` finds no LM head.
     """
-    if loss == "logits":
-        return _on_logits(_from_rl_logprobs("token_logprobs"))
-    if loss == "linear":
+    if isinstance(loss, str) and (on_logits := _logits_loss(loss)) is not None:
+        return _on_logits(on_logits)
+    if isinstance(loss, str) and (on_hidden := _hidden_loss(loss)) is not None:
         if lm_head is None:
-            raise EstimateError("logprobs='linear' needs an LM head, and none was found in the model: use 'logits'")
-        return _on_hidden(_from_rl_logprobs("linear_token_logprobs"))
+            raise EstimateError(f"logprobs={loss!r} needs an LM head, and none was found in the model: use 'logits'")
+        return _on_hidden(on_hidden)
     return _as_forward(loss if callable(loss) else _by_dotted_path(loss))
 
 
@@ -68,6 +72,35 @@ def rl_logprobs_on_accelerator() -> Iterator[Callable[[], int]]:
         yield tile_multiplicity
 
 
+def _logits_loss(name: str) -> OnLogits | None:
+    if name == "logits":
+        token_logprobs = _from_rl_logprobs("token_logprobs")
+        return lambda logits, targets: -token_logprobs(logits, targets).mean()
+    return ON_LOGITS.get(name)
+
+
+def _hidden_loss(name: str) -> HeadLoss | None:
+    if name == "linear":
+        linear_token_logprobs = _from_rl_logprobs("linear_token_logprobs")
+
+        def own(hidden: Tensor, head: LMHeadParameters, targets: Tensor) -> Tensor:
+            found: Tensor = -linear_token_logprobs(
+                hidden, head.weight, targets, bias=head.bias, logit_scale=head.logit_scale, softcap=head.softcap
+            ).mean()
+            return found
+
+        return own
+    if (published := hidden_loss(name)) is None:
+        return None
+
+    def local(hidden: Tensor, head: LMHeadParameters, targets: Tensor) -> Tensor:
+        if isinstance(hidden, DTensor) or isinstance(head.weight, DTensor):
+            raise EstimateError(f"logprobs={name!r} is a loss of code without tensor parallelism: use 'linear'")
+        return published(hidden.flatten(0, -2), head.weight, targets.flatten())
+
+    return local
+
+
 def _as_forward(function: Callable[..., Tensor]) -> Forward:
     """Wrap a function that runs the model and returns the loss; all of it counts as forward."""
 
@@ -79,7 +112,7 @@ def _as_forward(function: Callable[..., Tensor]) -> Forward:
     return forward
 
 
-def _on_logits(token_logprobs: Callable[..., Tensor]) -> Forward:
+def _on_logits(compute: OnLogits) -> Forward:
     def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
         logits = _logits(model(**inputs))
         targets = inputs["input_ids"]
@@ -89,24 +122,16 @@ def _on_logits(token_logprobs: Callable[..., Tensor]) -> Forward:
                 "logprobs=function(model, inputs) that returns the loss"
             )
         begin_loss()
-        return -token_logprobs(logits, targets).mean()
+        return compute(logits, targets)
 
     return forward
 
 
-def _on_hidden(linear_token_logprobs: Callable[..., Tensor]) -> Forward:
+def _on_hidden(compute: HeadLoss) -> Forward:
     def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
         def loss(hidden: Tensor, head: LMHeadParameters) -> Tensor:
             begin_loss()
-            found = linear_token_logprobs(
-                hidden,
-                head.weight,
-                inputs["input_ids"],
-                bias=head.bias,
-                logit_scale=head.logit_scale,
-                softcap=head.softcap,
-            )
-            return -found.mean()
+            return compute(hidden, head, inputs["input_ids"])
 
         config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -146,6 +171,7 @@ def _by_dotted_path(path: str) -> Callable[..., Any]:
     except (ImportError, AttributeError):
         function = None
     if not callable(function):
-        raise EstimateError(f"logprobs={path!r}: write 'logits', 'linear', or package.module.function")
+        known = ", ".join(map(repr, ("logits", "linear", *ON_LOGITS, *ON_HIDDEN)))
+        raise EstimateError(f"logprobs={path!r}: write one of {known}, or package.module.function")
     found: Callable[..., Any] = function
     return found

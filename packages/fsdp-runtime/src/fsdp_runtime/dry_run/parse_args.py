@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_runtime.dry_run.allocator.caching import AllocatorSettings
 from fsdp_runtime.errors import EstimateError, MeshError
 from fsdp_runtime.mesh.spec import FLATTENED, MeshSpec
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}
+_ALLOCATOR_OPTIONS = (
+    "expandable_segments:True, max_split_size_mb:512, garbage_collection_threshold:0.8, roundup_power2_divisions:4"
+)
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
 
 
@@ -143,6 +147,34 @@ def split_bandwidths(text: str) -> Mapping[str, str] | str:
         EstimateError: an axis has no value, or is named twice.
     """
     return dict(_pairs(text, EstimateError, "tp=450GB/s,dp_shard=50GB/s")) if "=" in text else text
+
+
+def parse_allocator(text: str, *, device_memory: int | None = None) -> AllocatorSettings:
+    """Return the settings of the caching allocator from text such as ``"expandable_segments:True"``.
+
+    Raises:
+        EstimateError: an option is unknown or its value is not valid.
+    """
+    found: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition(":")
+        try:
+            match name:
+                case "expandable_segments":
+                    found[name] = {"True": True, "False": False}[value]
+                case "max_split_size_mb":
+                    found["max_split_size"] = int(value) * 2**20
+                case "garbage_collection_threshold":
+                    found[name] = float(value)
+                case "roundup_power2_divisions":
+                    found[name] = int(value)
+                case _:
+                    raise EstimateError(f"allocator={text!r}: {name!r} is not modelled; known are {_ALLOCATOR_OPTIONS}")
+        except (KeyError, ValueError) as error:
+            raise EstimateError(f"allocator={text!r}: {part!r} has no valid value") from error
+    if found.get("garbage_collection_threshold"):
+        found["device_memory"] = device_memory
+    return AllocatorSettings(**found)
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:

@@ -14,12 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_runtime.dry_run.advice import advice_for
+from fsdp_runtime.dry_run.allocator.constants import WORKSPACES, constant_costs
+from fsdp_runtime.dry_run.allocator.replay import replay
 from fsdp_runtime.dry_run.assumptions import quantization_assumptions, untrained_assumptions
 from fsdp_runtime.dry_run.build_model import build_model
 from fsdp_runtime.dry_run.parse_args import dtype_name, plan_name
-from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel, find_repeated_blocks
+from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks, TracedModel, find_repeated_blocks
 from fsdp_runtime.dry_run.scale.scaling import peaks, scale_up
-from fsdp_runtime.dry_run.scale.summary import Summary, wildcard
+from fsdp_runtime.dry_run.scale.summary import Summary, Tape, wildcard
 from fsdp_runtime.dry_run.step import StepConfig, trace_step
 from fsdp_runtime.dry_run.trace.assumed_routes import assumed_exchange, routing_assumptions
 from fsdp_runtime.dry_run.trace.collectives import summarize_traffic
@@ -84,12 +86,14 @@ def run(
         traffic = summarize_traffic(summary.traffic, mesh, bandwidths)
     report("done", _STEPS, _STEPS)
     settings = _settings(model, spec, rank, step, trace, parallelism.setup)
-    memory = _memory(summary, offload=settings.offload)
+    memory = _memory(trace, step, math.prod(spec.sizes.values()), offload=settings.offload)
     return Estimate(
         settings=settings,
         memory=memory,
         traffic=traffic,
-        flops=summary.flops,
+        flops=sum(summary.flops.values()),
+        flops_by_kind=dict(summary.flops),
+        bytes_moved=summary.bytes_moved,
         replicated=tuple(
             ReplicatedParameters(pattern=pattern, count=count, nbytes=nbytes)
             for pattern, (count, nbytes) in sorted(summary.replicated.items(), key=lambda item: -item[1][1])
@@ -113,7 +117,8 @@ def run(
 def _options(step: StepConfig, exchange: type[TokenExchange]) -> Options:
     """Return the keywords of ``parallelize``, with the exchange that assumes where tokens go."""
     others = [each for each in step.options.get("steps", ()) if not isinstance(each, ExpertParallel)]
-    return {**step.options, "fsdp": step.fsdp, "steps": (*others, ExpertParallel(exchange))}
+    # Compiled code cannot be traced: the trace leaves out what a compiler fuses.
+    return {**step.options, "fsdp": step.fsdp, "compile": False, "steps": (*others, ExpertParallel(exchange))}
 
 
 def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, trace: _Trace, setup: Setup) -> Settings:
@@ -137,6 +142,10 @@ def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, tra
         logprobs=step.logprobs if isinstance(step.logprobs, str) else "custom",
         offload=isinstance(sharding.offload_policy, CPUOffloadPolicy),
         routing=step.routing,
+        micro_batches=step.micro_batches,
+        compiled=step.compiled,
+        offload_activations=step.offload_activations,
+        attention_kernels=step.attention_kernels,
         blocks=trace.blocks,
         traced=trace.traced,
         scaling=trace.scaling,
@@ -156,12 +165,14 @@ def _names_single_blocks(parallelism: Parallelism) -> bool:
 
 
 class _Trace(NamedTuple):
-    """The summary of the full model, its number of blocks, those of each trace, and how they were scaled, in words."""
+    """The summary of the full model, its number of blocks, those of each trace, how they were scaled, and the tapes."""
 
     summary: Summary
     blocks: int
     traced: tuple[int, ...]
     scaling: str
+    tapes: tuple[Tape, ...]
+    repeated: RepeatedBlocks | None = None
 
 
 def _trace(
@@ -183,7 +194,7 @@ def _trace(
         report("adding up", 3, _STEPS)
         reason = ", as requested" if exact else ", because the plan has rules for single blocks" if by_block else ""
         reason = reason or ": too few of them repeat to trace fewer"
-        return _Trace(summary, blocks, (summary.blocks,), f"all {blocks} blocks were traced{reason}")
+        return _Trace(summary, blocks, (summary.blocks,), f"all {blocks} blocks were traced{reason}", _tapes(summary))
     stack = full.structure.decoder[0].rpartition(".")[0]
     summaries: list[Summary] = []
     for done, count in enumerate((repeated.min_count, repeated.min_count + 1), start=2):
@@ -202,7 +213,12 @@ def _trace(
         f"each of the others, which are identical (blocks {repeated.start} to "
         f"{repeated.start + repeated.count * repeated.period - 1} repeat)"
     )
-    return _Trace(scale_up(small, large, repeated, shift_block), blocks, (small.blocks, large.blocks), scaling)
+    full_summary = scale_up(small, large, repeated, shift_block)
+    return _Trace(full_summary, blocks, (small.blocks, large.blocks), scaling, _tapes(small, large), repeated)
+
+
+def _tapes(*summaries: Summary) -> tuple[Tape, ...]:
+    return tuple(summary.tape for summary in summaries if summary.tape is not None)
 
 
 def _trace_traceable(
@@ -247,7 +263,9 @@ def _return_input(first: Any, *_args: Any, **_kwargs: Any) -> Any:
     return first
 
 
-def _memory(summary: Summary, *, offload: bool) -> Memory:
+def _memory(trace: _Trace, step: StepConfig, world_size: int, *, offload: bool) -> Memory:
+    summary = trace.summary
+
     def on_device(nbytes: MemoryBreakdown) -> MemoryBreakdown:
         return _without(nbytes, _OFFLOADED) if offload else nbytes
 
@@ -264,7 +282,29 @@ def _memory(summary: Summary, *, offload: bool) -> Memory:
         after_backward=on_device(ends["backward"]),
         phases=phases,
         host=host,
+        reserved=_reserved(trace, step, offload=offload),
+        constants=constant_costs(step.constants, world_size=world_size, axes=_used_axes(summary)),
     )
+
+
+def _reserved(trace: _Trace, step: StepConfig, *, offload: bool) -> int | None:
+    if step.allocator is None:
+        return None
+    found = replay(
+        trace.tapes[-1],
+        step.allocator,
+        smaller=trace.tapes[0] if trace.repeated is not None else None,
+        repeated=trace.repeated,
+        micro_batches=step.micro_batches,
+        workspaces=WORKSPACES if "cublas" in step.constants else 0,
+        on_host=_OFFLOADED if offload else (),
+    )
+    return None if found is None else found.reserved
+
+
+def _used_axes(summary: Summary) -> int:
+    """Return the number of groups of ranks that communicate, each over a communicator of its own."""
+    return len({ranks for _, _, ranks in summary.traffic if len(ranks) > 1})
 
 
 def _without(nbytes: MemoryBreakdown, categories: Collection[str]) -> MemoryBreakdown:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.debug.describe import describe_parallelism
+from fsdp_runtime.dry_run.allocator.caching import AllocatorSettings
+from fsdp_runtime.dry_run.allocator.constants import CONSTANTS
 from fsdp_runtime.dry_run.build_model import vocabulary_size
 from fsdp_runtime.dry_run.losses import clip_function, resolve_loss, rl_logprobs_on_accelerator
 from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
 from fsdp_runtime.dry_run.scale.summary import Summary, summarize, wildcard
 from fsdp_runtime.dry_run.trace.assumed_routes import Routing
 from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data
+from fsdp_runtime.dry_run.trace.host_activations import host_activations
+from fsdp_runtime.dry_run.trace.kernels import AttentionKernels
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.trace.recorder import Recorder
 from fsdp_runtime.errors import EstimateError
@@ -32,9 +37,11 @@ from fsdp_runtime.steps.context.sharding import sequence_layout
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 
+#: Optimizers by name; ``adamw_single`` is the one without ``foreach``, whose temporaries are of one parameter.
 OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer] | None] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True),
     "adamw_fused": lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True),
+    "adamw_single": lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=False),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9, foreach=True),
     "none": None,
 }
@@ -55,18 +62,30 @@ class StepConfig:
     options: Options
     assume_gradients: bool = False
     routing: Routing = "balanced"
+    micro_batches: int = 1
+    offload_activations: bool = False
+    attention_kernels: AttentionKernels = "flash2"
+    allocator: AllocatorSettings | None = None
+    constants: Collection[str] = CONSTANTS
 
     def __post_init__(self) -> None:
         """Raise :class:`EstimateError` for an unknown optimizer, a batch without tokens, or what cannot be traced."""
-        for name, size in {"seq_len": self.seq_len, "micro_batch": self.micro_batch}.items():
+        sizes = {"seq_len": self.seq_len, "micro_batch": self.micro_batch, "micro_batches": self.micro_batches}
+        for name, size in sizes.items():
             if size < 1:
                 raise EstimateError(f"{name}={size}: give a positive integer")
+        if self.attention_kernels not in get_args(AttentionKernels):
+            allowed = ", ".join(map(repr, get_args(AttentionKernels)))
+            raise EstimateError(f"attention_kernels={self.attention_kernels!r}: write one of {allowed}")
         if self.optimizer not in OPTIMIZERS:
             raise EstimateError(f"optimizer {self.optimizer!r}: write one of {', '.join(OPTIMIZERS)}")
-        if self.options.get("compile", False) is not False:
-            raise EstimateError("compiled code cannot be traced: leave compile out, and expect somewhat less memory")
         if self.options.get("fsdp") is not None and (self.master_dtype is not None or self.offload):
             raise EstimateError("master_dtype and offload are fields of the options that fsdp= gives: leave them out")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the run compiles its blocks; the trace runs them eagerly and leaves out what a compiler fuses."""
+        return self.options.get("compile", False) is not False
 
     @property
     def fsdp(self) -> FSDPOptions | FSDP2:
@@ -107,14 +126,22 @@ def trace_step(
         model.to_empty(device="cpu")
         inputs = _inputs(model, mesh, step)
         optimizer = _optimizer(model, step, without_grad)
-        recorder = Recorder(ModuleTracker(model), tile_multiplicity)
+        accumulated = _accumulated_gradients(model, without_grad) if step.micro_batches > 1 else []
+        recorder = Recorder(
+            ModuleTracker(model),
+            tile_multiplicity,
+            compiled=structure.decoder if step.compiled else (),
+            attention=step.attention_kernels,
+        )
         recorder.register(model.parameters(), "parameters")
         recorder.register(model.buffers(), "buffers")
         recorder.register(inputs.values(), "inputs")
         if optimizer is not None:
             recorder.register(optimizer.state_tensors(), "optimizer_state")
+        recorder.register(accumulated, "gradients")
+        del accumulated
         forward = resolve_loss(step.logprobs, structure.lm_head)
-        with recorder.phase("forward"):
+        with recorder.phase("forward"), host_activations() if step.offload_activations else nullcontext():
             loss = forward(model, inputs, lambda: recorder.begin("loss"))
         with recorder.phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
@@ -136,6 +163,14 @@ def trace_step(
         widths = {vocabulary, -(-vocabulary // axis_size(mesh, "tp"))}
         summary = summarize(recorder.recording, structure.decoder, widths)
     return replace(summary, replicated=replicated, untrained=untrained)
+
+
+def _accumulated_gradients(model: nn.Module, without_grad: frozenset[str]) -> list[Tensor]:
+    """Give parameters the gradients of earlier micro-batches, and return them."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and wildcard(name) not in without_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def _untrained(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdp_runtime.dry_run.step_time import step_time
 from fsdp_runtime.dry_run.traffic_totals import total_bytes_sent
 from fsdp_runtime.dry_run.types import FORMAT, Estimate
 from fsdp_runtime.mesh.spec import MeshSpec
@@ -26,7 +27,7 @@ class Candidate:
         error: why the dry run failed, else ``""``.
         tokens: tokens of a step, over all ranks.
         seconds: lower bound of the traffic's time at the given bandwidths plus the time of the operations at the given
-            speed of the device, per million tokens; ``None`` if neither was given.
+            speed of the device, per million tokens, or the expected time on a given hardware; ``None`` without both.
         bytes_sent: bytes that a rank sends per million tokens.
     """
 
@@ -58,17 +59,20 @@ class Candidate:
         way = [self.context_parallel] if self.context_parallel != "allgather" else []
         return ", ".join([format_mesh(self.axes), *sequence_parallel, *way, *mode])
 
-    def with_estimate(self, estimate: Estimate, *, device_flops: float | None) -> Candidate:
+    def with_estimate(
+        self, estimate: Estimate, *, device_flops: float | None, hardware: str | None = None
+    ) -> Candidate:
         """Return this candidate with its dry run and the numbers per million tokens."""
         settings = estimate.settings
         tokens = settings.seq_len * settings.micro_batch * self.mesh.dp_replicate * self.mesh.dp_shard
+        expected = step_time(estimate, hardware).expected / settings.micro_batches if hardware is not None else None
         compute_seconds = estimate.flops / device_flops if device_flops else None
         known = [part for part in (estimate.communication_seconds, compute_seconds) if part is not None]
         return replace(
             self,
             estimate=estimate,
             tokens=tokens,
-            seconds=sum(known) * 1e6 / tokens if known else None,
+            seconds=expected * 1e6 / tokens if expected is not None else sum(known) * 1e6 / tokens if known else None,
             bytes_sent=total_bytes_sent(estimate.traffic) * 1e6 / tokens,
         )
 

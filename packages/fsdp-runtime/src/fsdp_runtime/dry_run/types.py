@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
@@ -80,8 +80,8 @@ class Peak:
 class Memory:
     """Memory of one rank over a step, in bytes of tensors.
 
-    The numbers are sizes of storages.  Rounding and fragmentation of the allocator, library workspaces, NCCL buffers
-    and the CUDA context come on top (some GiB on a GPU).
+    The numbers are sizes of storages; ``reserved`` is what the CUDA caching allocator holds for them, and ``constants``
+    come on top of that.
 
     Args:
         resident: live between steps: parameters, optimizer state, buffers.
@@ -89,6 +89,9 @@ class Memory:
         after_backward: live before the optimizer: gradients included.
         phases: the peak of each phase, in the order of the step.
         host: bytes on the host instead of the device (``offload=True``): parameters, gradients, optimizer state.
+        reserved: bytes of the allocator's segments in the third step, its fragmentation and library workspaces
+            included; ``None`` if it was not modelled.
+        constants: bytes that a process on a GPU takes outside of the allocator, by name; rough.
     """
 
     resident: MemoryBreakdown
@@ -96,6 +99,18 @@ class Memory:
     after_backward: MemoryBreakdown
     phases: tuple[Peak, ...]
     host: MemoryBreakdown = MemoryBreakdown()
+    reserved: int | None = None
+    constants: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def fragmentation(self) -> int | None:
+        """Reserved bytes beyond the peak of live tensors; ``None`` without a model of the allocator."""
+        return None if self.reserved is None else self.reserved - self.peak.total
+
+    @property
+    def device(self) -> int:
+        """Bytes of the device that the process takes: reserved ones (or live ones) and constants."""
+        return (self.peak.total if self.reserved is None else self.reserved) + sum(self.constants.values())
 
     @property
     def peak(self) -> Peak:
@@ -196,7 +211,7 @@ class Settings:
         activation_checkpointing: the requested mode.
         dtype: dtype of computation, such as ``"bf16"``.
         master_dtype: dtype of parameters, gradients and optimizer state, if it differs.
-        optimizer: ``"adamw"``, ``"adamw_fused"``, ``"sgd"`` or ``"none"``.
+        optimizer: the optimizer.
         logprobs: the loss.
         offload: whether shards and optimizer state stay on the host.
         blocks: number of repeated blocks of the model.
@@ -204,6 +219,10 @@ class Settings:
         scaling: which blocks were traced and how the others were scaled, in words.
         routing: the routes that were assumed on a mesh with ``ep``.
         context_parallel: how attention spans the ranks of ``cp``.
+        micro_batches: forward and backward passes of a step.
+        compiled: whether blocks are compiled.
+        offload_activations: whether activations that forward keeps move to the host.
+        attention_kernels: the kernels whose workspaces are counted.
     """
 
     model: str
@@ -226,6 +245,10 @@ class Settings:
     scaling: str
     routing: str = "balanced"
     context_parallel: str = "allgather"
+    micro_batches: int = 1
+    compiled: bool = False
+    offload_activations: bool = False
+    attention_kernels: str = "flash2"
 
     @property
     def exact(self) -> bool:
@@ -248,6 +271,8 @@ class Estimate:
         device_memory: bytes of a device, if given.
         advice: changes that lower the peak, largest savings first.
         seconds: duration of the dry run.
+        flops_by_kind: the operations of matrix products, grouped ones, and attention with its masked half.
+        bytes_moved: bytes that the other operators of forward and backward read and write, none of them fused.
     """
 
     settings: Settings
@@ -260,11 +285,13 @@ class Estimate:
     device_memory: int | None = None
     advice: tuple[Advice, ...] = ()
     seconds: float = 0.0
+    flops_by_kind: Mapping[str, int] = field(default_factory=dict)
+    bytes_moved: int = 0
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within ``device_memory``; ``None`` without it."""
-        return None if self.device_memory is None else self.memory.peak.total <= self.device_memory
+        """Whether what the process takes is within ``device_memory``; ``None`` without it."""
+        return None if self.device_memory is None else self.memory.device <= self.device_memory
 
     @property
     def communication_seconds(self) -> float | None:
@@ -278,6 +305,7 @@ class Estimate:
         found["memory"]["peak"] = asdict(self.memory.peak)
         for peak in (*found["memory"]["phases"], found["memory"]["peak"]):
             peak["total"] = sum(peak["nbytes"].values())
+        found["memory"]["fragmentation"] = self.memory.fragmentation
         found["settings"]["exact"] = self.settings.exact
         return {
             "format": FORMAT,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fsdp_runtime.dry_run.report.format import format_bytes, format_count, format_seconds
 from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep, format_mesh
 from fsdp_runtime.dry_run.traffic_totals import axes_without_bandwidth, total_bytes_sent, totals_by_axis
-from fsdp_runtime.dry_run.types import Advice, Assumption, Estimate, Peak, Settings
+from fsdp_runtime.dry_run.types import Advice, Assumption, Estimate, Memory, Peak, Settings
 
 #: Labels of the categories of memory.
 CATEGORY_NAMES = {
@@ -107,10 +107,10 @@ def settings_section(settings: Settings) -> Section:
 
 def verdict_section(estimate: Estimate) -> Section:
     """Return the verdict on the device memory, and the changes that would lower the peak."""
-    peak, device = estimate.memory.peak.total, estimate.device_memory
+    peak, device = estimate.memory.device, estimate.device_memory
     advice = [advice_line(item) for item in estimate.advice]
     if device is None:
-        return Section(heading=f"Peak: {format_bytes(peak)}", lines=advice)
+        return Section(heading=f"Peak: {format_bytes(estimate.memory.peak.total)}", lines=advice)
     sizes = f"{format_bytes(peak)} of {format_bytes(device)}"
     if estimate.fits:
         return Section(heading=f"Fits: {sizes}, {format_bytes(device - peak)} to spare", lines=advice, status="good")
@@ -135,8 +135,18 @@ def memory_section(estimate: Estimate) -> Section:
             rows.append([name, *(format_bytes(size) if size else _NONE for size in sizes)])
     rows.append(["all", *(format_bytes(point.total) for point in points.values())])
     phases = ", ".join(f"{peak.phase} {format_bytes(peak.total)}" for peak in memory.phases)
-    lines = [f"peak: {peak_line(memory.peak)}", f"peak of each phase: {phases}"]
+    lines = [f"peak: {peak_line(memory.peak)}", f"peak of each phase: {phases}", *_device_lines(memory)]
     return Section(heading="Memory of this rank", rows=rows, lines=lines)
+
+
+def _device_lines(memory: Memory) -> list[str]:
+    """Return what the allocator reserves, and what the process takes besides, in lines."""
+    constants = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.constants.items())
+    besides = f"; besides about {constants}: {format_bytes(memory.device)} of the device" if constants else ""
+    if memory.reserved is None or memory.fragmentation is None:
+        return [f"reserved by the allocator: unknown{besides}"]
+    more = format_bytes(memory.fragmentation)
+    return [f"reserved by the allocator: {format_bytes(memory.reserved)}, {more} more than live tensors{besides}"]
 
 
 def traffic_section(estimate: Estimate) -> Section:

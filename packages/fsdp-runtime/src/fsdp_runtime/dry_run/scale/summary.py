@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fsdp_runtime.dry_run.trace.fused_allocations import with_fused_storages
 from fsdp_runtime.dry_run.trace.recorder import OpEvent, Recording, StorageInfo
 from fsdp_runtime.dry_run.types import MemoryBreakdown, Phase
 
@@ -38,6 +39,49 @@ class PeakSample(NamedTuple):
     event: OpEvent
 
 
+class TapeEntry(NamedTuple):
+    """One allocation (``delta > 0``) or free.
+
+    Args:
+        storage: a number of the storage.
+        delta: bytes.
+        region: where the operator ran; ``None`` before the step.
+        operator: its name.
+    """
+
+    storage: int
+    delta: int
+    region: StepRegion | None
+    operator: str
+
+
+@dataclass(frozen=True)
+class Tape:
+    """The allocations and frees of a trace in order.
+
+    Args:
+        entries: allocations and frees.
+        streams: stream of each storage.
+        categories: category of each storage.
+    """
+
+    entries: tuple[TapeEntry, ...]
+    streams: tuple[str, ...]
+    categories: tuple[str, ...]
+
+    @classmethod
+    def of(cls, recording: Recording, categories: Sequence[str], regions: Sequence[StepRegion]) -> Tape:
+        """Return the tape of a recording, with the region of every event."""
+
+        def entry(event: int, storage: int, delta: int) -> TapeEntry:
+            known = event >= 0
+            operator = recording.events[event].operator if known else ""
+            return TapeEntry(storage, delta, regions[event] if known else None, operator)
+
+        entries = tuple(entry(each.event, each.storage, each.delta) for each in recording.allocations if each.delta)
+        return cls(entries, tuple(info.stream for info in recording.storages), tuple(categories))
+
+
 @dataclass(frozen=True)
 class Summary:
     """Summary of one trace.
@@ -48,10 +92,12 @@ class Summary:
         before: live bytes before the step.
         ends: live bytes at the end of each phase.
         traffic: number of collectives, bytes of this rank's inputs, and bytes that it sends at least.
-        flops: floating-point operations.
+        flops: floating-point operations by kind.
+        bytes_moved: bytes that operators without any read and write in forward and backward.
         replicated: number and bytes of parameters that are replicated over all axes, by name pattern.
         assumptions: ``(operator, module, assumption)`` for results that depend on data, block indices as ``*``.
         untrained: number and bytes (this rank's shards) of trainable parameters that got no gradient, by name pattern.
+        tape: every allocation and free, to replay them on an allocator; ``None`` in a sum of traces.
     """
 
     blocks: int
@@ -59,10 +105,12 @@ class Summary:
     before: MemoryBreakdown
     ends: dict[Phase, MemoryBreakdown]
     traffic: Mapping[CallKey, tuple[int, ...]]
-    flops: int
+    flops: Mapping[str, int]
+    bytes_moved: int
     replicated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     assumptions: tuple[tuple[str, str, str], ...] = ()
     untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tape: Tape | None = None
 
     @property
     def params_without_grad(self) -> frozenset[str]:
@@ -78,8 +126,10 @@ def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int])
         blocks: paths of the decoder's blocks.
         vocabulary: full and local size of the vocabulary: tensors outside blocks with such a last dim are logits.
     """
+    recording = with_fused_storages(recording)
     categories = [_category(info, recording.events, blocks, vocabulary) for info in recording.storages]
-    regions, before, ends = _replay(recording, categories, _regions(recording.events, blocks))
+    regions = regions_of(recording.events, blocks)
+    peaks, before, ends = _replay(recording, categories, regions)
     traffic: dict[CallKey, tuple[int, ...]] = {}
     for phase, call in recording.collectives:
         key = (phase, call.kind, call.ranks)
@@ -88,12 +138,14 @@ def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int])
     assumptions = ((operator, wildcard(module), text) for operator, module, text in recording.assumptions)
     return Summary(
         blocks=len(blocks),
-        regions=regions,
+        regions=peaks,
         before=before,
         ends=ends,
         traffic=traffic,
         flops=recording.flops,
+        bytes_moved=recording.bytes_moved,
         assumptions=tuple(dict.fromkeys(assumptions)),
+        tape=Tape.of(recording, categories, regions),
     )
 
 
@@ -142,7 +194,7 @@ def _replay(
     return found, before, at_end
 
 
-def _regions(events: Sequence[OpEvent], blocks: Sequence[str]) -> list[StepRegion]:
+def regions_of(events: Sequence[OpEvent], blocks: Sequence[str]) -> list[StepRegion]:
     """Return the region of every event."""
     found: list[StepRegion] = []
     phase, last, step = None, -1, 0

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from fsdp_runtime._torch_compat import storage_key, tree_leaves
+
 
 def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the operations of one call, a multiply-add counted as two; 0 for operators that only copy or add.
@@ -24,6 +26,22 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
         return 2 * products * int(args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def kind_of(function: Any) -> str:
+    """Return the kind of an operator's operations: ``"attention"``, ``"grouped"`` or ``"matmul"``."""
+    name = str(function.overloadpacket)
+    return "attention" if "attention" in name else "grouped" if "grouped_mm" in name else "matmul"
+
+
+def bytes_moved(args: Any, result: Any) -> int:
+    """Return the bytes that an operator reads and writes at least, 0 for views."""
+    read = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    known = {storage_key(leaf) for leaf in read}
+    if all(storage_key(leaf) in known for leaf in written):
+        return 0
+    return sum(leaf.nbytes for leaf in (*read, *written))
 
 
 def _of_query_heads(query: Tensor, key: Tensor, value: Tensor) -> list[torch.Size]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ from fsdp_runtime.dry_run.trace.data_dependent_ops import (
     grouped_mm,
     remember_origin,
 )
-from fsdp_runtime.dry_run.trace.flops import flops_of
+from fsdp_runtime.dry_run.trace.flops import bytes_moved, flops_of, kind_of
+from fsdp_runtime.dry_run.trace.fusion import FusedStorage, Fusion
+from fsdp_runtime.dry_run.trace.kernels import AttentionKernels, attention_workspace, storages_on_streams
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.types import Phase
 from fsdp_runtime.errors import EstimateError
@@ -43,6 +46,9 @@ class UntraceableError(EstimateError):
             "remove it from the model for the estimate, or give the model as a function that replaces it"
         )
         self.operator, self.module = operator, module
+
+
+Stream = Literal["compute", "gather", "reduce"]
 
 
 class OpEvent(NamedTuple):
@@ -62,12 +68,16 @@ class StorageInfo:
         last_dim: last dim of the first tensor on it.
         category: its category, if registered; others follow from lifetimes.
         outlives_forward: whether it was alive when forward, or the loss, ended.
+        stream: the stream that allocates it: FSDP2 gathers and reduces on streams of its own.
+        fused: how a compiler treats it, ``None`` outside of compiled modules.
     """
 
     created_at: int
     last_dim: int = 0
     category: str | None = None
     outlives_forward: bool = False
+    stream: Stream = "compute"
+    fused: FusedStorage | None = None
 
 
 class AllocationEvent(NamedTuple):
@@ -88,7 +98,8 @@ class Recording:
         allocations: bytes allocated and freed.
         ends: number of allocations at the end of each phase.
         collectives: calls with their phases.
-        flops: floating-point operations.
+        flops: floating-point operations by kind.
+        bytes_moved: bytes that operators without any read and write in forward and backward.
         assumptions: ``(operator, module, assumption)`` for results that depend on data, without repetitions.
     """
 
@@ -97,7 +108,8 @@ class Recording:
     allocations: list[AllocationEvent] = field(default_factory=list)
     ends: dict[Phase, int] = field(default_factory=dict)
     collectives: list[tuple[Phase, CollectiveCall]] = field(default_factory=list)
-    flops: int = 0
+    flops: Counter[str] = field(default_factory=Counter)
+    bytes_moved: int = 0
     assumptions: dict[tuple[str, str, str], None] = field(default_factory=dict)
 
 
@@ -107,10 +119,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         modules: tracks the running module.
         multiplicity: returns the number of equal calls for which the running operator stands.
+        compiled: paths of the modules that are compiled in the run.
+        attention: the attention kernels whose workspaces are counted.
     """
 
-    def __init__(self, modules: ModuleTracker, multiplicity: Callable[[], int] = lambda: 1) -> None:
+    def __init__(
+        self,
+        modules: ModuleTracker,
+        multiplicity: Callable[[], int] = lambda: 1,
+        *,
+        compiled: Sequence[str] = (),
+        attention: AttentionKernels = "flash2",
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._fusion = Fusion(compiled) if compiled else None
+        self._attention = attention
         self.recording = Recording()
         self._multiplicity = multiplicity
         self._modules = modules
@@ -158,6 +181,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         assert self._phase is not None  # noqa: S101  # the mode is entered by phase()
         kwargs = kwargs or {}
+        self._note_arguments(func, args)
         if (call := collective_call(func, args, kwargs)) is not None:
             self.recording.collectives.append((self._phase, call))
         if func in DATA_DEPENDENT:
@@ -170,9 +194,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             result = self._run(func, args, kwargs)
             remember_origin(func, args, result)
-        self.recording.flops += self._multiplicity() * flops_of(func, args, kwargs, result)
-        self._record_results(func, result)
+        self._count(func, args, kwargs, result)
+        self._record_results(func, args, result)
         return result
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Count operations, and bytes of operators that have none."""
+        if flops := self._multiplicity() * flops_of(func, args, kwargs, result):
+            self.recording.flops[kind_of(func)] += flops
+        elif func.namespace == "aten" and self._phase not in ("clip", "optimizer"):
+            self.recording.bytes_moved += self._multiplicity() * bytes_moved(args, result)
+
+    def _note_arguments(self, func: Any, args: Any) -> None:
+        """Note the streams of communication buffers, and what reads a compiled module's storages."""
+        for tensor, stream in storages_on_streams(func, args):
+            if (live := self._live.get(storage_key(tensor))) is not None and live[1]:
+                info = self.recording.storages[live[0]]
+                if info.category is None:
+                    info.stream = stream
+        if self._fusion is not None:
+            read = (self._live.get(storage_key(leaf)) for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            infos = [self.recording.storages[live[0]] for live in read if live is not None]
+            fused, position = [info.fused for info in infos if info.fused], len(self.recording.allocations)
+            self._fusion.note(func, self._phase, self._modules.current_path(), fused, position)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -180,7 +224,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except data_dependent_errors() as error:
             raise UntraceableError(str(func), self._modules.current_path()) from error
 
-    def _record_results(self, func: Any, result: Any) -> None:
+    def _record_results(self, func: Any, args: Any, result: Any) -> None:
         event = None
         for leaf in tree_leaves(result):
             if not isinstance(leaf, Tensor) or leaf.device.type == "meta":
@@ -188,6 +232,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage_key(leaf) not in self._live:
                 event = self._event(str(func)) if event is None else event
                 self._allocated(leaf, event)
+        if event is not None and (workspace := attention_workspace(func, args, self._attention)):
+            self.recording.storages.append(StorageInfo(event))
+            index = len(self.recording.storages) - 1
+            self.recording.allocations.append(AllocationEvent(event, index, workspace))
+            self.recording.allocations.append(AllocationEvent(event, index, -workspace))
 
     def _event(self, operator: str) -> int:
         self.recording.events.append(OpEvent(self._phase, self._modules.current_path(), operator))
@@ -196,7 +245,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _allocated(self, tensor: Tensor, event: int) -> None:
         storage = tensor.untyped_storage()
         index, size = len(self.recording.storages), storage.nbytes()
-        self.recording.storages.append(StorageInfo(event, tensor.shape[-1] if tensor.ndim > 1 else 0))
+        fused = self._fusion.created(index) if self._fusion is not None and event >= 0 else None
+        info = StorageInfo(event, tensor.shape[-1] if tensor.ndim > 1 else 0, fused=fused)
+        self.recording.storages.append(info)
         self.recording.allocations.append(AllocationEvent(event, index, size))
         self._live[storage_key(storage)] = (index, size)
         weakref.finalize(storage, self._freed, storage_key(storage))

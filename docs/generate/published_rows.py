@@ -1,0 +1,238 @@
+"""The runs of docs/published-setups.md: what each row of docs/published-setups.json stands for, built and run.
+
+``python docs/generate/published_rows.py --all`` runs every row and rewrites the page's table; names as arguments run
+only those.  A row names its model, mesh, step and what was measured.  ``run`` takes what a row leaves out from the
+defaults of its source at that date, in ``SOURCES``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fsdp_runtime import MeshSpec
+from fsdp_runtime.dry_run import Estimate, estimate
+
+ROWS = Path(__file__).parents[1] / "published-setups.json"
+PAGE = ROWS.with_suffix(".md")
+SIZES = Path(__file__).with_name("model_sizes.json")
+
+#: Defaults of each source, as keywords of ``estimate``; ``loss`` and ``adapters`` are explained at their functions.
+SOURCES: Mapping[str, Mapping[str, Any]] = {
+    "torchtitan": {
+        "master_dtype": "fp32",
+        "logprobs": "torchtitan",
+        "allocator": "expandable_segments:True",
+        "compile": True,
+    },
+    "prime-rl rl": {
+        "master_dtype": "fp32",
+        "logprobs": "chunked-vocabulary:2048",
+        "activation_checkpointing": "block",
+        "compile": True,
+        "micro_batches": 2,
+        "allocator": "expandable_segments:True",
+    },
+    "prime-rl sft": {
+        "master_dtype": "fp32",
+        "logprobs": "held logits",
+        "activation_checkpointing": "block",
+        "compile": True,
+        "micro_batches": 2,
+        "allocator": "expandable_segments:True",
+    },
+    "trl": {
+        "logprobs": "chunked-tokens of 256",
+        "activation_checkpointing": "block",
+    },
+    "automodel": {
+        "master_dtype": None,
+        "logprobs": "transformers",
+        "activation_checkpointing": "block",
+    },
+    "megatron-fsdp": {
+        "master_dtype": "fp32",
+        "logprobs": "torchtitan",
+        "activation_checkpointing": "block",
+        "optimizer": "adamw_fused",
+    },
+}
+
+
+def rows() -> dict[str, dict[str, Any]]:
+    """Return the rows by name."""
+    found: dict[str, dict[str, Any]] = json.loads(ROWS.read_text())["rows"]
+    return found
+
+
+def run(row: Mapping[str, Any]) -> Estimate:
+    """Return the dry run of a row."""
+    keywords: dict[str, Any] = {**SOURCES[row["code"]], **row["step"]}
+    mesh = MeshSpec(**row["mesh"])
+    every_second = keywords.get("activation_checkpointing") == "every second matmul"
+    if every_second:
+        keywords["activation_checkpointing"] = "none"
+    build = partial(build_model, row["model"], every_second_matmul=every_second, adapters=keywords.pop("adapters", 0))
+    loss = keywords.get("logprobs")
+    tokens = keywords["seq_len"] * keywords.get("micro_batch", 1) // mesh.cp
+    if loss == "held logits":
+        keywords["logprobs"] = held_logits(keywords.get("micro_batches", 1))
+    elif isinstance(loss, str) and loss.startswith("chunked-tokens of "):
+        keywords["logprobs"] = f"chunked:{max(1, tokens // int(loss.rpartition(' ')[2]))}"
+    if mesh.tp > 1:
+        keywords.setdefault("sequence_parallel", True)
+    return estimate(build, mesh, **keywords)
+
+
+def build_model(name: str, *, every_second_matmul: bool = False, adapters: int = 0) -> nn.Module:
+    """A model of its published sizes, with low-rank adapters of its linear layers if asked for."""
+    import transformers
+
+    sizes = json.loads(SIZES.read_text())[name]
+    config = getattr(transformers, sizes["config"])(**sizes["fields"])
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    if adapters:
+        _add_adapters(model, rank=16, adapters=adapters)
+    if every_second_matmul:
+        for block in model.model.layers:  # type: ignore[union-attr]
+            block.__class__ = _recomputing(type(block))
+    return model
+
+
+def held_logits(micro_batches: int) -> Any:
+    """Return prime-rl's loss of supervised training: float32 logits that its loop holds until the next ones."""
+    held: list[Tensor] = []
+
+    def loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+        if micro_batches > 1 and not held:
+            rows = model.lm_head.out_features  # type: ignore[union-attr]
+            held.append(torch.empty(*inputs["input_ids"].shape, rows))
+        logits = model(**inputs).logits.float().contiguous()
+        held[:] = [logits]
+        found = cross_entropy(logits.flatten(0, 1), inputs["input_ids"].flatten(), reduction="none")
+        return found.mean()
+
+    return loss
+
+
+class _Adapted(nn.Module):
+    """A frozen linear layer and some adapters, of which each token uses one (prime-rl's multi-LoRA)."""
+
+    def __init__(self, base: nn.Linear, rank: int, adapters: int) -> None:
+        super().__init__()
+        self.base_layer = base
+        shape = {"device": base.weight.device, "dtype": base.weight.dtype}
+        self.lora_A = nn.ParameterList(
+            nn.Parameter(torch.empty(rank, base.in_features, **shape)) for _ in range(adapters)
+        )
+        self.lora_B = nn.ParameterList(
+            nn.Parameter(torch.empty(base.out_features, rank, **shape)) for _ in range(adapters)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        first, second = torch.stack(list(self.lora_A)), torch.stack(list(self.lora_B))
+        low = hidden @ first[0].t()
+        return self.base_layer(hidden) + (low @ second[0].t()) * 2.0  # type: ignore[no-any-return]
+
+
+def _add_adapters(model: nn.Module, rank: int, adapters: int) -> None:
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    model.requires_grad_(False)
+    for path, module in list(model.named_modules()):
+        owner, _, name = path.rpartition(".")
+        if isinstance(module, nn.Linear) and name in targets:
+            setattr(model.get_submodule(owner), name, _Adapted(module, rank, adapters))
+
+
+@cache
+def _recomputing(block: type[nn.Module]) -> type[nn.Module]:
+    """A block that keeps attention's results and every second matrix product: torchtitan's selective checkpointing."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run_block = partial(block.forward, self)
+        return checkpoint(run_block, *args, use_reentrant=False, context_fn=_every_second_matmul, **kwargs)
+
+    return type("EverySecondProduct", (block,), {"forward": forward})
+
+
+def _every_second_matmul() -> Any:
+    products = {"forward": 0, "recompute": 0}
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def policy(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if operator is torch.ops.aten.mm.default:
+            products["recompute" if context.is_recompute else "forward"] += 1
+        odd = products["recompute" if context.is_recompute else "forward"] % 2 == 1
+        kept = operator is attention or (operator is torch.ops.aten.mm.default and odd)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def main() -> int:
+    """Run rows (all, or those named), keep what they gave, and rewrite the page's table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="names of rows; default: none, which only rewrites the page")
+    parser.add_argument("--all", action="store_true", help="run every row, some ten seconds each")
+    options = parser.parse_args()
+    found = rows()
+    for name in found if options.all else options.names:
+        estimated = run(found[name])
+        found[name]["found"] = kept(estimated)
+        print(name, found[name]["found"], f"{estimated.seconds:.0f} s", flush=True)
+        ROWS.write_text(json.dumps({**json.loads(ROWS.read_text()), "rows": found}, indent=1) + "\n")
+    rewrite(found)
+    return 0
+
+
+def kept(estimated: Estimate) -> dict[str, Any]:
+    """Return what the page needs of an estimate."""
+    memory = estimated.memory
+    return {"peak": memory.peak.total, "phase": memory.peak.phase, "reserved": memory.reserved}
+
+
+def ratio(row: Mapping[str, Any]) -> float | None:
+    """Return the estimate over what was measured, ``None`` if the row was not run or has no memory."""
+    if "found" not in row or row["published"] is None:
+        return None
+    estimated = row["found"]["peak" if row["measured"] == "allocated" else "reserved"] or row["found"]["peak"]
+    return float(estimated / 2**30 / row["published"])
+
+
+def rewrite(found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the table and the distribution of errors into the page."""
+    lines = ["| run | published | dry run | ratio |", "| --- | ---: | ---: | ---: |"]
+    ratios = []
+    for name, row in found.items():
+        if (share := ratio(row)) is None:
+            continue
+        ratios.append(share)
+        published = row["published"]
+        lines.append(f"| {name} | {published:.1f} GiB | {published * share:.1f} GiB | {share:.0%} |")
+    errors = sorted(abs(share - 1) for share in ratios)
+    within = [sum(error <= bound for error in errors) for bound in (0.05, 0.12, 0.25)]
+    waiting = sum(row["published"] is not None and "found" not in row for row in found.values())
+    summary = (
+        f"{len(errors)} runs: median error {median(errors):.1%}; {within[0]} within 5 %, {within[1]} within 12 %, "
+        f"{within[2]} within 25 %. {waiting} rows with memory have not been run yet."
+    )
+    text = PAGE.read_text()
+    before, _, rest = text.partition("<!-- rows -->\n")
+    _, _, after = rest.partition("<!-- end of rows -->")
+    body = "\n".join(["<!-- rows -->", "", summary, "", *lines, "", "<!-- end of rows -->"])
+    PAGE.write_text(before + body + after)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

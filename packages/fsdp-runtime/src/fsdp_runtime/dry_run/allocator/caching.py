@@ -1,0 +1,369 @@
+"""A model of torch's CUDA caching allocator: which bytes it reserves for a sequence of allocations and frees.
+
+Source: ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` of torch 2.9.  Sizes are rounded up to
+512 bytes.  Sizes up to 1 MiB come from segments of 2 MiB, others from segments of 20 MiB or, from 10 MiB on, of their
+own size rounded up to 2 MiB.  A free block is chosen by best fit within its stream, split if enough remains, and merged
+with its free neighbours when it is freed.  With expandable segments a stream has one segment for each kind of size,
+which grows at its end and in its holes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+MIN_BLOCK = 512
+SMALL_SIZE = 2**20
+SMALL_SEGMENT = 2 * 2**20
+LARGE_SEGMENT = 20 * 2**20
+MIN_LARGE_ALLOCATION = 10 * 2**20
+ROUND_LARGE = 2 * 2**20
+_ADDRESS_SPACE = 2**20 * LARGE_SEGMENT  # of an expandable segment: more than any device, in whole pages
+
+
+class OutOfDeviceMemoryError(Exception):
+    """The device has no room for another segment, with every cached one released."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorSettings:
+    """The options of ``PYTORCH_ALLOC_CONF`` that change what is reserved.
+
+    Args:
+        expandable_segments: whether segments grow.
+        max_split_size: bytes from which a block is not split, ``None`` for any.
+        garbage_collection_threshold: part of ``device_memory`` above which unused segments are released before another
+            one is reserved; 0 for never.
+        roundup_power2_divisions: number of sizes between two powers of two to which sizes are rounded up; 0 for
+            multiples of 512 bytes.
+        device_memory: bytes that can be reserved, ``None`` for any number.
+    """
+
+    expandable_segments: bool = False
+    max_split_size: int | None = None
+    garbage_collection_threshold: float = 0.0
+    roundup_power2_divisions: int = 0
+    device_memory: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class MemoryBlock:
+    """A part of a segment, in use, free, or (of an expandable segment) without memory."""
+
+    address: int
+    size: int
+    pool: _Pool
+    used: bool = False
+    mapped: bool = True
+    age: int = 0
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The order of best fit."""
+        return self.size, self.address
+
+
+@dataclass(eq=False, slots=True)
+class _Pool:
+    """The free blocks of one stream and kind of size, by size and by address."""
+
+    small: bool
+    free: list[tuple[int, int]] = field(default_factory=list)
+    blocks: dict[int, MemoryBlock] = field(default_factory=dict)  # free blocks by address
+    unmapped: list[int] = field(default_factory=list)  # addresses of holes
+    holes: dict[int, MemoryBlock] = field(default_factory=dict)
+
+    def add(self, block: MemoryBlock) -> None:
+        insort(self.free, block.key)
+        self.blocks[block.address] = block
+
+    def remove(self, block: MemoryBlock) -> None:
+        del self.free[bisect_left(self.free, block.key)]
+        del self.blocks[block.address]
+
+    def add_hole(self, block: MemoryBlock) -> None:
+        insort(self.unmapped, block.address)
+        self.holes[block.address] = block
+
+    def remove_hole(self, block: MemoryBlock) -> None:
+        del self.unmapped[bisect_left(self.unmapped, block.address)]
+        del self.holes[block.address]
+
+
+class CachingAllocator:
+    """The allocator of one device.
+
+    Example:
+        >>> from fsdp_runtime.dry_run.allocator.caching import CachingAllocator
+        >>> allocator = CachingAllocator()
+        >>> block = allocator.allocate(3 * 2**20)
+        >>> allocator.allocated, allocator.reserved  # bytes; a segment of 20 MiB
+        (3145728, 20971520)
+    """
+
+    def __init__(self, settings: AllocatorSettings | None = None) -> None:
+        self.settings = settings or AllocatorSettings()
+        self.allocated = self.reserved = 0
+        self.peak_allocated = self.peak_reserved = 0
+        self.released = 0  # segments or parts of them that were given back to make room
+        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._next_address = 0
+        self._clock = 0
+
+    def allocate(self, nbytes: int, stream: int = 0) -> MemoryBlock:
+        """Return a block for a tensor.
+
+        Raises:
+            OutOfDeviceMemoryError: ``device_memory`` is full.
+        """
+        self._clock += 1
+        size = round_size(nbytes, self.settings.roundup_power2_divisions)
+        pool = self._pools.setdefault((stream, size <= SMALL_SIZE), _Pool(size <= SMALL_SIZE))
+        block = self._best_fit(pool, size)
+        if block is None:
+            self._collect_garbage(segment_size(size))
+            block = self._reserve(pool, size)
+        self._split(block, size)
+        block.used = True
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: MemoryBlock) -> None:
+        """Take a block back; its memory stays reserved."""
+        self._clock += 1
+        self.allocated -= block.size
+        block.used, block.age = False, self._clock
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and not neighbour.used and neighbour.mapped:
+                block.pool.remove(neighbour)
+                block = self._merge(block, neighbour)
+        block.pool.add(block)
+
+    def reset_peaks(self) -> None:
+        """Begin to measure peaks anew."""
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def release_cached(self) -> int:
+        """Give back all memory that no tensor uses, as ``torch.cuda.empty_cache``; return the bytes."""
+        before = self.reserved
+        for pool in self._pools.values():
+            for block in list(pool.blocks.values()):
+                self._release(block)
+        return before - self.reserved
+
+    def _best_fit(self, pool: _Pool, size: int) -> MemoryBlock | None:
+        index = bisect_left(pool.free, (size, 0))
+        if index == len(pool.free):
+            return None
+        block = pool.blocks[pool.free[index][1]]
+        if self.settings.expandable_segments:
+            # A block that can grow counts with the size that it can grow to.
+            while index + 1 < len(pool.free):
+                other = pool.blocks[pool.free[index + 1][1]]
+                if _expandable_size(other) >= _expandable_size(block):
+                    break
+                index, block = index + 1, other
+        limit = self.settings.max_split_size
+        if limit is not None and (
+            (size < limit <= block.size) or (size >= limit and block.size >= size + LARGE_SEGMENT)
+        ):
+            return None
+        pool.remove(block)
+        return block
+
+    def _reserve(self, pool: _Pool, size: int) -> MemoryBlock:
+        """Return a free block of new memory, which is not in the pool's list."""
+        wanted = segment_size(size)
+        for retry in (False, True):
+            if retry:
+                self.released += 1
+                self.release_cached()
+            block = self._grow(pool, wanted) if self.settings.expandable_segments else self._new_segment(pool, wanted)
+            if block is not None:
+                return block
+        raise OutOfDeviceMemoryError
+
+    def _new_segment(self, pool: _Pool, size: int) -> MemoryBlock | None:
+        if not self._take(size):
+            return None
+        block = MemoryBlock(self._next_address, size, pool)
+        self._next_address += size + LARGE_SEGMENT
+        return block
+
+    def _grow(self, pool: _Pool, size: int) -> MemoryBlock | None:
+        """Map memory of an expandable segment: into its first hole with enough room, from the free block before it."""
+        block = next(self._with_room(pool, size), None)
+        if block is None:
+            hole = MemoryBlock(self._next_address, _ADDRESS_SPACE, pool, mapped=False)
+            self._next_address += 2 * _ADDRESS_SPACE
+            pool.add_hole(hole)
+            block = hole
+        if block.mapped:
+            pool.remove(block)
+        else:
+            mapped = self._map(block, min(block.size, size))
+            if mapped is None:
+                return None
+            block = mapped
+        while block.size < size:
+            assert block.after is not None  # noqa: S101  # _with_room
+            added = self._map(block.after, min(size - block.size, block.after.size))
+            if added is None:
+                pool.add(block)
+                return None
+            block = self._merge(block, added)
+        return block
+
+    def _with_room(self, pool: _Pool, size: int) -> Iterator[MemoryBlock]:
+        for address in pool.unmapped:
+            first = pool.holes[address]
+            if first.before is not None and not first.before.used:
+                first = first.before
+            room: int = 0
+            block: MemoryBlock | None = first
+            while room < size and block is not None and not block.used:
+                room += block.size
+                block = block.after
+            if room >= size:
+                yield first
+
+    def _map(self, hole: MemoryBlock, size: int) -> MemoryBlock | None:
+        """Give memory to the beginning of a hole, in whole pages; return it, merged with free memory after it."""
+        page = SMALL_SEGMENT if hole.pool.small else LARGE_SEGMENT
+        size = min(-(-size // page) * page, hole.size)
+        if not self._take(size):
+            return None
+        hole.pool.remove_hole(hole)
+        if hole.size > size:
+            rest = MemoryBlock(hole.address + size, hole.size - size, hole.pool, mapped=False)
+            _link(hole, rest)
+            hole.size = size
+            hole.pool.add_hole(rest)
+        hole.mapped = True
+        block = hole
+        for neighbour in (hole.before, hole.after):
+            if (
+                neighbour is not None
+                and not neighbour.used
+                and neighbour.mapped
+                and neighbour.address in block.pool.blocks
+            ):
+                block.pool.remove(neighbour)
+                block = self._merge(block, neighbour)
+        return block
+
+    def _take(self, size: int) -> bool:
+        limit = self.settings.device_memory
+        if limit is not None and self.reserved + size > limit:
+            return False
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return True
+
+    def _collect_garbage(self, size: int) -> None:
+        """Release the segments that are unused for longest, until the threshold is kept."""
+        threshold, memory = self.settings.garbage_collection_threshold, self.settings.device_memory
+        if not threshold or memory is None or self.reserved + size <= threshold * memory:
+            return
+        unused = [b for pool in self._pools.values() if not pool.small for b in pool.blocks.values() if _is_whole(b)]
+        for block in sorted(unused, key=lambda each: each.age):
+            if self.reserved + size <= threshold * memory:
+                return
+            self._release(block)
+
+    def _release(self, block: MemoryBlock) -> None:
+        if self.settings.expandable_segments:
+            self._unmap(block)
+        elif _is_whole(block):
+            block.pool.remove(block)
+            self.reserved -= block.size
+
+    def _unmap(self, block: MemoryBlock) -> None:
+        """Take the whole pages of a free block away."""
+        page = SMALL_SEGMENT if block.pool.small else LARGE_SEGMENT
+        start = -(-block.address // page) * page
+        end = (block.address + block.size) // page * page
+        if end <= start:
+            return
+        block.pool.remove(block)
+        if start > block.address:
+            rest = MemoryBlock(start, block.address + block.size - start, block.pool)
+            _link(block, rest)
+            block.size = start - block.address
+            block.pool.add(block)
+            block = rest
+        if block.address + block.size > end:
+            rest = MemoryBlock(end, block.address + block.size - end, block.pool)
+            _link(block, rest)
+            block.size = end - block.address
+            block.pool.add(rest)
+        self.reserved -= block.size
+        block.mapped = False
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and not neighbour.mapped:
+                block.pool.remove_hole(neighbour)
+                block = self._merge(block, neighbour)
+        block.pool.add_hole(block)
+
+    def _split(self, block: MemoryBlock, size: int) -> None:
+        remaining = block.size - size
+        limit = self.settings.max_split_size
+        if block.pool.small or self.settings.expandable_segments:
+            splits = remaining >= MIN_BLOCK
+        else:
+            splits = (limit is None or size < limit) and remaining > SMALL_SIZE
+        if not splits:
+            return
+        rest = MemoryBlock(block.address + size, remaining, block.pool, age=block.age)
+        _link(block, rest)
+        block.size = size
+        block.pool.add(rest)
+
+    def _merge(self, one: MemoryBlock, other: MemoryBlock) -> MemoryBlock:
+        """Return two neighbours as one block."""
+        first, last = (one, other) if one.address < other.address else (other, one)
+        first.size += last.size
+        first.after = last.after
+        if last.after is not None:
+            last.after.before = first
+        first.age = max(first.age, last.age)
+        return first
+
+
+def round_size(nbytes: int, power2_divisions: int = 0) -> int:
+    """Return the bytes of the block for a tensor of ``nbytes``."""
+    if nbytes < MIN_BLOCK:
+        return MIN_BLOCK
+    if power2_divisions > 1 and nbytes > MIN_BLOCK * power2_divisions:
+        step = (1 << (nbytes.bit_length() - 1)) // power2_divisions
+        return -(-nbytes // step) * step
+    return -(-nbytes // MIN_BLOCK) * MIN_BLOCK
+
+
+def segment_size(size: int) -> int:
+    """Return the bytes of a new segment for a block of ``size`` bytes."""
+    if size <= SMALL_SIZE:
+        return SMALL_SEGMENT
+    if size < MIN_LARGE_ALLOCATION:
+        return LARGE_SEGMENT
+    return -(-size // ROUND_LARGE) * ROUND_LARGE
+
+
+def _expandable_size(block: MemoryBlock) -> int:
+    return block.size + (block.after.size if block.after is not None and not block.after.mapped else 0)
+
+
+def _is_whole(block: MemoryBlock) -> bool:
+    return block.before is None and block.after is None
+
+
+def _link(block: MemoryBlock, rest: MemoryBlock) -> None:
+    """Put a block after another one."""
+    rest.before, rest.after = block, block.after
+    if block.after is not None:
+        block.after.before = rest
+    block.after = rest

@@ -1,0 +1,165 @@
+"""Extend the tape of a trace of a few blocks to all blocks of the model, by copies of one group of repeated blocks.
+
+The parts of the tape that belong to one group in the middle, in forward and in backward, are repeated.  A storage of a
+group is known by its phase, operator, size and number among equals, which are the same in every group; a free in one
+group of a storage of a neighbour refers to the same neighbour of every copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks
+from fsdp_runtime.dry_run.scale.summary import StepRegion, Tape, TapeEntry
+
+#: What a storage of a group is known by: phase, operator, bytes and number among equals.
+Key = tuple[str, str, int, int]
+
+
+class TapeStep(NamedTuple):
+    """One allocation or free of the extended tape.
+
+    Args:
+        storage: a storage's name.
+        delta: bytes.
+        phase: the phase, ``""`` before the step.
+        stream: the stream that allocates.
+        category: the storage's category.
+    """
+
+    storage: object
+    delta: int
+    phase: str
+    stream: str
+    category: str
+
+
+class TapeMismatchError(Exception):
+    """The groups of a trace do not allocate alike, so that one of them cannot stand for others."""
+
+
+def expand(tape: Tape, repeated: RepeatedBlocks | None) -> list[TapeStep]:
+    """Return the tape of the full model.
+
+    Args:
+        tape: of the larger of two traces.
+        repeated: the repeated blocks of the full model, ``None`` if the trace ran all blocks.
+
+    Raises:
+        TapeMismatchError: the groups of the trace do not allocate alike.
+    """
+    if repeated is None:
+        return [_step(tape, entry, entry.storage) for entry in tape.entries]
+    return _Expansion(tape, repeated).steps()
+
+
+def _step(tape: Tape, entry: TapeEntry, name: object) -> TapeStep:
+    phase = "" if entry.region is None else entry.region.phase
+    return TapeStep(name, entry.delta, phase, tape.streams[entry.storage], tape.categories[entry.storage])
+
+
+class _Expansion:
+    """Copies of the second group of a trace."""
+
+    def __init__(self, tape: Tape, repeated: RepeatedBlocks) -> None:
+        self._tape = tape
+        self._repeated = repeated
+        self._added = repeated.count - repeated.min_count - 1
+        self._group: dict[int, int] = {}
+        self._keys: dict[int, Key] = {}
+        self._storages: dict[tuple[int, Key], int] = {}
+        seen: Counter[tuple[int, str, str, int]] = Counter()
+        for entry in tape.entries:
+            group = self._group_of(entry.region)
+            if entry.delta <= 0 or entry.storage in self._keys or group is None or entry.region is None:
+                continue
+            kind = (entry.region.phase, entry.operator, entry.delta)
+            key = (*kind, seen[group, *kind])
+            seen[group, *kind] += 1
+            self._group[entry.storage], self._keys[entry.storage] = group, key
+            self._storages[group, key] = entry.storage
+
+    def steps(self) -> list[TapeStep]:
+        found: list[TapeStep] = []
+        for group, entries in _runs(self._tape.entries, self._group_of):
+            if group != 1:
+                found += self._outside(entries, group)
+                continue
+            phase = entries[0].region.phase if entries[0].region is not None else ""
+            copies = range(self._added + 1)
+            for copy in copies if phase in ("forward", "loss") else reversed(copies):
+                found += (_step(self._tape, entry, self._name(entry.storage, 1, copy)) for entry in entries)
+        return found
+
+    def _outside(self, entries: Iterable[TapeEntry], group: int | None) -> Iterable[TapeStep]:
+        for entry in entries:
+            if group is None and self._group.get(entry.storage) == 1 and entry.delta < 0:
+                for copy in range(self._added + 1):
+                    yield _step(self._tape, entry, (entry.storage, copy))
+                continue
+            yield _step(self._tape, entry, self._name(entry.storage, group, 0))
+
+    def _name(self, storage: int, group: int | None, copy: int) -> object:
+        """Return the name of a storage that a copy of a group refers to."""
+        own = self._group.get(storage)
+        if own is None or group is None:
+            return (storage, 0) if own == 1 else storage
+        position = self._position(group, copy) + own - group
+        if position <= 0:
+            target = (position, 0)
+        elif position <= self._added + 1:
+            target = (1, position - 1)
+        else:
+            target = (position - self._added, 0)
+        named = storage if target[0] == own else self._storages.get((target[0], self._keys[storage]))
+        if named is None:
+            raise TapeMismatchError(f"{self._keys[storage]} of group {own} has no counterpart in group {target[0]}")
+        return (named, target[1]) if target[0] == 1 else named
+
+    def _position(self, group: int, copy: int) -> int:
+        return group + copy if group <= 1 else group + self._added
+
+    def _group_of(self, region: StepRegion | None) -> int | None:
+        """Return the number of the group of blocks that runs, ``None`` outside of them."""
+        if region is None or region.block < self._repeated.start:
+            return None
+        if region.phase not in ("forward", "loss", "backward"):
+            return None
+        group = (region.block - self._repeated.start) // self._repeated.period
+        last = self._repeated.min_count
+        if group > last or (not region.inside and _ends(region, group == last)):
+            return None
+        return group
+
+
+def _ends(region: StepRegion, is_last: bool) -> bool:
+    """Return whether code after a block belongs to no group: after the last one in forward."""
+    return region.phase == "loss" or (region.phase == "forward" and is_last)
+
+
+def _runs(entries: Sequence[TapeEntry], group_of: object) -> Iterable[tuple[int | None, list[TapeEntry]]]:
+    """Yield entries that follow one another in one phase and group."""
+    current: list[TapeEntry] = []
+    label: object = None
+    group: int | None = None
+    for entry in entries:
+        own = group_of(entry.region)  # type: ignore[operator]
+        found = (own, entry.region.phase if entry.region is not None else "")
+        if current and found != label:
+            yield group, current
+            current = []
+        current.append(entry)
+        label, group = found, own
+    if current:
+        yield group, current
+
+
+def sizes_by_category(tape: Tape) -> dict[str, list[int]]:
+    """Return the bytes of the storages that existed before the step, by category, in order."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for entry in tape.entries:
+        if entry.region is None and entry.delta > 0:
+            found[tape.categories[entry.storage]].append(entry.delta)
+    return found

@@ -1,0 +1,166 @@
+"""The usual losses of training code, as they allocate: for dry runs of that code beside this project's own losses.
+
+They are written from descriptions of the projects, operator by operator as far as memory goes; their values are unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+#: Computes a loss from logits and targets ``[batch, tokens]``.
+OnLogits = Callable[[Tensor, Tensor], Tensor]
+#: Computes a loss from hidden states ``[tokens, features]``, the head's weight ``[vocabulary, features]`` and targets.
+OnHidden = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+#: Parts of the tokens in which the chunked losses compute, where a name gives no number.
+_CHUNKS = 8
+#: Rows of the vocabulary of one part.
+_VOCABULARY_CHUNK = 2048
+
+
+def full_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of transformers' models: of float32 copies of all logits, gathered over ``tp``."""
+    full = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return cross_entropy(full.flatten(0, 1).float(), targets.flatten())
+
+
+def loss_parallel_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of torchtitan: float32 copies of logits that stay sharded over ``tp`` (torch's loss parallel)."""
+    if not isinstance(logits, DTensor):
+        return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return _LocalLossParallel.apply(logits.to_local().flatten(0, 1).float())  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _LocalLossParallel(torch.autograd.Function):
+    """The operators of torch's ``loss_parallel`` on the local part ``[tokens, vocabulary / tp]`` of the logits."""
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor) -> Tensor:
+        shifted = logits - torch.amax(logits, -1, keepdim=True)
+        log_softmax = shifted - torch.exp(shifted).sum(-1, keepdim=True).log()
+        context.save_for_backward(log_softmax)
+        return log_softmax[:, 0].mean()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        (log_softmax,) = context.saved_tensors
+        found = torch.zeros_like(log_softmax)
+        found = found + torch.exp(log_softmax)
+        return found * gradient
+
+
+def chunked_tokens(chunks: int) -> OnHidden:
+    """Return a cross-entropy of parts of the tokens, whose logits are computed again in backward (torchtitan, TRL)."""
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        parts = zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True)
+        found = [checkpoint(_nll_sum, part, weight, target, use_reentrant=False) for part, target in parts]
+        return torch.stack(found).sum() / len(targets)
+
+    return loss
+
+
+def _nll_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy((hidden @ weight.t()).float(), targets, reduction="sum")
+
+
+def fused_linear(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Liger Kernel's fused linear cross-entropy: gradients of all tokens in forward, a part of the tokens at a time."""
+    return _FusedLinear.apply(hidden, weight, targets)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _FusedLinear(torch.autograd.Function):
+    """Gradients of hidden states and weight in forward; logits of a part are replaced by their gradient in place."""
+
+    @staticmethod
+    def forward(context: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        tokens, features = hidden.shape
+        parts = 1 << max(0, (-(-weight.shape[0] // features) - 1)).bit_length()
+        rows = 1 << max(0, (-(-tokens // parts) - 1)).bit_length()
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
+        losses = torch.zeros(tokens, dtype=torch.float32)
+        for start in range(0, tokens, rows):
+            part = hidden[start : start + rows]
+            logits = part @ weight.t()
+            grad_hidden[start : start + rows] = logits @ weight
+            if grad_weight is not None:
+                grad_weight += logits.t() @ part
+        context.save_for_backward(grad_hidden, grad_weight)
+        return losses.sum()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = context.saved_tensors
+        return grad_hidden.mul_(gradient), grad_weight, None
+
+
+def chunked_vocabulary(rows: int) -> OnHidden:
+    """Return prime-rl's log-probabilities: float32 logits of all tokens for some rows of the vocabulary at a time."""
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return _ChunkedVocabulary.apply(hidden, weight, targets, rows)[0].mean()  # type: ignore[no-untyped-call,no-any-return]
+
+    return loss
+
+
+class _ChunkedVocabulary(torch.autograd.Function):
+    """Running maximum, sum and weighted sum in forward; the logits of each part again in backward."""
+
+    @staticmethod
+    def forward(context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        highest = torch.zeros(len(hidden), dtype=torch.float32)
+        total, weighted = torch.zeros_like(highest), torch.zeros_like(highest)
+        chosen = torch.zeros_like(highest)
+        for start in range(0, len(weight), rows):
+            part = hidden @ weight[start : start + rows].t()
+            logits = part.to(torch.float32).mul_(1.0)
+            highest = torch.maximum(highest, logits.amax(-1))
+            exponentials = torch.exp(logits - highest.unsqueeze(-1))
+            total = total + exponentials.sum(-1)
+            weighted = weighted + (exponentials * logits).sum(-1)
+        normalizer = highest + torch.log(total)
+        context.save_for_backward(hidden, weight, targets, normalizer)
+        context.rows = rows
+        return chosen - normalizer, normalizer - weighted / total
+
+    @staticmethod
+    def backward(context: Any, grad_logprobs: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, _, normalizer = context.saved_tensors
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for start in range(0, len(weight), context.rows):
+            rows = weight[start : start + context.rows]
+            part = hidden @ rows.t()
+            logits = part.to(torch.float32).mul_(1.0)
+            probabilities = torch.exp(logits - normalizer.unsqueeze(-1))
+            gradient = (-grad_logprobs).unsqueeze(-1) * probabilities
+            gradient.mul_(1.0)
+            grad_hidden.add_(gradient.to(hidden.dtype) @ rows)
+            grad_weight[start : start + context.rows].add_(gradient.to(weight.dtype).t() @ hidden)
+        return grad_hidden, grad_weight, None, None
+
+
+#: By name: losses on logits.
+ON_LOGITS: Mapping[str, OnLogits] = {"transformers": full_logits, "torchtitan": loss_parallel_logits}
+#: By name: losses on hidden states, with the number that a name may give after a colon.
+ON_HIDDEN: Mapping[str, tuple[Callable[[int], OnHidden], int]] = {
+    "chunked": (chunked_tokens, _CHUNKS),
+    "chunked-vocabulary": (chunked_vocabulary, _VOCABULARY_CHUNK),
+    "fused-linear": (lambda _: fused_linear, 0),
+}
+
+
+def hidden_loss(name: str) -> OnHidden | None:
+    """Return the loss on hidden states of a name such as ``"chunked"`` or ``"chunked:16"``; ``None`` for others."""
+    kind, _, number = name.partition(":")
+    if kind not in ON_HIDDEN or (number and not number.isdigit()) or number == "0":
+        return None
+    make, default = ON_HIDDEN[kind]
+    return make(int(number) if number else default)

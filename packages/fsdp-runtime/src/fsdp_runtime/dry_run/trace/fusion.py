@@ -1,0 +1,105 @@
+"""What a compiled module materializes: which results of a trace a compiler fuses into the kernels that read them.
+
+Kernels of their own are matrix products, attention, collectives and whatever sorts, scatters or counts.  Between two
+of them a compiler fuses all other operators: a result that only fused operators read, before the next kernel or all in
+one operator, is never written.  A fused result that backward needs is computed again there (torch's min-cut
+partitioner), so its sources live until then instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Parts of the names of operators that are kernels of their own.
+_KERNELS: tuple[str, ...] = ("mm", "attention", "conv", "sort", "topk", "nonzero", "scatter", "index_put", "index_add")
+_KERNELS += ("cumsum", "histc", "bincount", "unique", "empty", "zeros", "foreach", "embedding", "resize", "linear")
+_VIEWS = ("view", "transpose", "t", "permute", "expand", "detach", "alias", "slice", "select", "unsqueeze", "squeeze")
+
+
+@dataclass(eq=False)
+class FusedStorage:
+    """A storage that operators of a compiled module made.
+
+    Args:
+        index: its index in the recording.
+        part: phase and module in which it was made.
+        group: number of kernels that ran before it.
+        kernel: whether a kernel of its own made it.
+        sources: storages that the operator read.
+        read_by_kernel: whether a kernel of the same part read it.
+        read_after: readers after the next kernel of the part.
+        readers: fused operators of the same part that read it.
+        read_elsewhere: readers in other parts: the next module, or backward.
+        last_read: number of allocations when its own part read it last.
+    """
+
+    index: int
+    part: tuple[Any, str]
+    group: int
+    kernel: bool
+    sources: list[FusedStorage] = field(default_factory=list)
+    read_by_kernel: bool = False
+    read_after: int = 0
+    readers: int = 0
+    read_elsewhere: set[tuple[Any, str]] = field(default_factory=set)
+    last_read: int = 0
+
+    @property
+    def materialized(self) -> bool:
+        """Whether the part in which it was made writes it."""
+        if self.kernel or self.read_by_kernel or any(phase == self.part[0] for phase, _ in self.read_elsewhere):
+            return True
+        return self.read_after > 0 and self.readers > 1
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether backward computes it again instead of keeping it."""
+        return not self.kernel and all(phase != self.part[0] for phase, _ in self.read_elsewhere)
+
+
+class Fusion:
+    """Follows the operators of compiled modules.
+
+    Args:
+        compiled: paths of the compiled modules.
+    """
+
+    def __init__(self, compiled: Sequence[str]) -> None:
+        self._compiled = compiled
+        self._group = 0
+        self._kernel = True
+        self._part: tuple[Any, str] | None = None
+        self._sources: list[FusedStorage] = []
+
+    def note(self, function: Any, phase: Any, module: str, read: list[FusedStorage], position: int) -> None:
+        """Note an operator of a module, the storages that it reads, and the number of allocations so far."""
+        if function.namespace == "prim":  # questions about tensors
+            return
+        path = next((path for path in self._compiled if module == path or module.startswith(f"{path}.")), "")
+        part = (phase, path)
+        name = str(function.name()).split("::")[1].split(".")[0].strip("_")
+        self._kernel = not path or function.namespace != "aten" or any(word in name for word in _KERNELS)
+        self._part = part if path else None
+        self._sources = read
+        if name in _VIEWS:
+            return
+        if self._kernel:
+            self._group += 1
+        for storage in read:
+            if storage.part != part:
+                storage.read_elsewhere.add(part)
+                continue
+            storage.last_read = position
+            if self._kernel:
+                storage.read_by_kernel = True
+            else:
+                storage.readers += 1
+                storage.read_after += storage.group != self._group
+
+    def created(self, index: int) -> FusedStorage | None:
+        """Return what is known of a result of the operator that was noted last, ``None`` outside compiled modules."""
+        if self._part is None:
+            return None
+        return FusedStorage(index, self._part, self._group, self._kernel, list(self._sources))
