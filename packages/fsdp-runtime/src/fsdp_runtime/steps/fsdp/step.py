@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_runtime._torch_compat import has_forward
+from fsdp_runtime._transformers_compat.models import keep_recording
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.gathered_copies import keep_readers_on_shards, refuse_gradient_hooks
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
@@ -140,6 +141,7 @@ def _apply(model: nn.Module, setup: Setup, options: FSDPOptions, dtypes: FSDPDty
     shard("", model, mesh, policy=policy, reshard_after_forward=reshards_root)
     for parameter in reduced:
         reduce_gradients(parameter, mesh, options.gradient_divide_factor or mesh.size())
+    keep_recording(model)
     gather_outside_inference_mode(model)
     keep_readers_on_shards(model)
     runtime_state(model).is_fsdp_root = True
