@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from combinations.cases import Case, atoms, pairs, step_options
+from combinations.cases import CROWD, Case, atoms, crowded, pairs, step_options
 from combinations.mutants import MUTANTS, SEQUENCE_PARALLEL
 from combinations.run import outcome
 from combinations.scenario import FAILED, RIGHT
@@ -67,6 +67,11 @@ def test_every_step_shows_its_options() -> None:
     """A step without examples is in no pair."""
     shown = {type(step).__name__ for step in step_options().values()}
     assert shown >= {*all_steps.__all__} - {"Step", "ExpertParallel"}
+
+
+def test_a_crowded_case_has_ten_calls() -> None:
+    for case in islice(crowded(Random(3), 2), 20):
+        assert len(case.names("event")) == CROWD
 
 
 def test_a_case_is_repeated_from_its_line() -> None:

@@ -80,6 +80,11 @@ REPLICATED: dict[str, tuple[str, dict[str, Any], Any]] = {
         peft.IA3Config(target_modules=["k_proj", "down_proj", "lm_head"], feedforward_modules=["down_proj"]),
     ),
     "VeRA": ("Qwen3ForCausalLM", {}, peft.VeraConfig(r=4, target_modules=["o_proj"])),
+    "VB-LoRA": (
+        "Qwen3ForCausalLM",
+        {},
+        peft.VBLoRAConfig(r=2, target_modules=QV, vector_length=2, num_vectors=16, topk=2),
+    ),
     "LoHa": ("Qwen3ForCausalLM", {}, peft.LoHaConfig(r=4, target_modules=QV)),
 }
 
@@ -401,3 +406,16 @@ def test_learned_prompts_are_right_or_refused_over_tp(two_ranks: RankPool) -> No
         assert "learns keys and values of all heads (prefix tuning)" in prefix
         assert "puts learned embeddings in front of those of the tokens" in prompt
         assert logits == "right"
+
+
+def _added_later() -> str:
+    model = parallelize(tiny_model("LlamaForCausalLM"), mesh_for({"tp": 2}))
+    later: Any = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=QV))
+    with pytest.raises(OptionError) as error:
+        later(input_ids=IDS, use_cache=False)
+    return str(error.value)
+
+
+def test_a_peft_model_that_is_made_of_a_sharded_one_is_refused(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(_added_later):
+        assert message.startswith("the adapter 'default' was added after parallelize")

@@ -29,6 +29,8 @@ MESHES: Mapping[int, tuple[dict[str, int], ...]] = {
     ),
 }
 ACCUMULATE = "accumulation"
+#: Calls of a crowded case, which finds more in a second than one of two parts: the steps around the calls are shared.
+CROWD = 10
 _EAGER = ("change", "eager attention")
 
 
@@ -84,7 +86,10 @@ class Case:
         return {"steps": tuple(found)}
 
     def smaller(self) -> Iterator[Case]:
-        """Yield the case without one of its parts."""
+        """Yield the halves of a long case, then the case without one of its parts."""
+        if (half := len(self.parts) // 2) > 2:
+            yield Case(self.family, self.mesh, self.parts[:half])
+            yield Case(self.family, self.mesh, self.parts[half:])
         for place in range(len(self.parts)):
             yield Case(self.family, self.mesh, self.parts[:place] + self.parts[place + 1 :])
 
@@ -97,6 +102,22 @@ class Case:
         """Return the case of a line."""
         family, mesh, parts = json.loads(text)
         return cls(family, tuple(mesh.items()), tuple((kind, name) for kind, name in parts))
+
+
+def crowded(random: Random, ranks: int) -> Iterator[Case]:
+    """Yield cases of many calls, with one option, change or kind of rows, without end."""
+    events = [part for part in atoms() if part[0] == "event"]
+    others = [part for part in atoms() if part[0] != "event"]
+    while True:
+        chosen = [random.choice(others), *random.choices(events, k=CROWD)]
+        if (case := draw(random, ranks, chosen)) is not None:
+            yield case
+
+
+def mixed(random: Random, ranks: int) -> Iterator[Case]:
+    """Yield crowded cases and those of :func:`pairs` by turns."""
+    for both in zip(crowded(random, ranks), pairs(random, ranks), strict=False):
+        yield from both
 
 
 def pairs(random: Random, ranks: int) -> Iterator[Case]:

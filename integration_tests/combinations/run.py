@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
-from combinations.cases import Case, pairs
+from combinations.cases import Case, crowded, mixed
 from combinations.events import Wrong
 from combinations.mutants import run_planted
 from combinations.scenario import ALONE, FAILED, REFUSED, RIGHT, Result
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pool.run(quiet, timeout=600)
         given = [Case.from_json(text) for text in options.case]
         started = time.monotonic()
-        for case in given or pairs(random, options.ranks):
+        for case in given or (crowded if options.crowded else mixed)(random, options.ranks):
             if not given and time.monotonic() - started > 60 * options.minutes:
                 break
             result = outcome(pool, case, options.mutant)
@@ -84,6 +84,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4), help="size of the mesh (default: 2)")
     parser.add_argument("--case", action="append", default=[], help="run this case alone, as a failure printed it")
     parser.add_argument("--mutant", default="", help="plant a defect of combinations/mutants.py")
+    parser.add_argument("--crowded", action="store_true", help="draw cases of ten calls only")
     parser.add_argument("--verbose", action="store_true", help="print what is refused too")
     return parser.parse_args(arguments)
 

@@ -99,13 +99,6 @@ def _dropout() -> Any:
     return found
 
 
-def _maps_over_cp() -> None:
-    plain = _llama()
-    plain.set_attn_implementation("eager")
-    with parallelized(plain, {"cp": 2}) as model:
-        model(input_ids=ids(1, 4), output_attentions=True)
-
-
 def _pickled() -> None:
     with parallelized(_llama(), TP) as model:
         torch.save(model, io.BytesIO())
@@ -212,7 +205,6 @@ CASES: Provocations = {
         ),
         "has no linear language-model head": lambda: _loss(Tree(layers=nn.ModuleList([Tree(a=nn.Linear(2, 2))]))),
     },
-    "fsdp_runtime/steps/outputs/attention_maps.py": {"no rank computes the attention map": _maps_over_cp},
     "fsdp_runtime/steps/guards/methods.py": {"cannot be pickled": _pickled, "{name} of a parallelized": _saved},
     "fsdp_runtime/steps/guards/replaced_parameters.py": {"parallelize has replaced by shards": _stale},
     "fsdp_runtime/trainers/training_arguments.py": {

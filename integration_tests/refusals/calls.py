@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -44,6 +45,13 @@ def _wrapped() -> None:
         refuse_on(nn.parallel.DistributedDataParallel(tiny_model("LlamaForCausalLM")), mesh)
 
 
+def _with_gradients() -> None:
+    model = Own()
+    next(model.parameters()).grad = torch.ones(next(model.parameters()).shape)
+    with world(dp_shard=2) as mesh:
+        refuse_on(model, mesh, plan=None)
+
+
 def _sliced(axes: dict[str, int], **options: Any) -> None:
     with world(**axes) as mesh:
         refuse_on(Own(), mesh["tp"], plan=None, **options)
@@ -81,6 +89,7 @@ CASES: Provocations = {
     "fsdp_runtime/parallelism.py": {
         "not a torch.nn.Module": lambda: refuse(3),
         "are offloaded": _offloaded,
+        "parameters have gradients": _with_gradients,
         "by FSDP2 already": lambda: _again(fsdp=POLICY),
         "is wrapped by {wrapper}": _wrapped,
         "recomputes its activations already": lambda: _again(activation_checkpointing="block"),

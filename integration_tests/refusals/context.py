@@ -157,7 +157,7 @@ CASES: Provocations = {
         "labels are shifted inside": lambda: _given(labels=torch.zeros(2, 6)),
         "_refuse_unshardable: a key/value cache": lambda: _given(use_cache=True),
         "logits_to_keep counts positions": lambda: _given(logits_to_keep=3),
-        "returns no weights": lambda: _given(output_attentions=True),
+        "no rank computes the attention map": lambda: _given(output_attentions=True),
         "{name}: a key/value cache": lambda: _given(other=_cache()),
         "cannot be sharded along the tokens": lambda: _given(pixel_values=torch.ones(2, 3)),
     },

@@ -171,12 +171,13 @@ def _class_of(module: nn.Module) -> str:
 
 
 def _tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
-    """Yield dtype, shape, and whether a tensor is trained; for a tied one, the name that it was found by first."""
+    """Yield dtype, shape, whether a tensor is trained and has a gradient; for a tied one, the name that was first."""
     first: dict[int, str] = {}
     for name, tensor in named:
         tied = first.setdefault(id(tensor), name)
         text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        yield name, f"{text}{'' if tensor.requires_grad else ' frozen'}{'' if tied == name else f' tied to {tied}'}"
+        about = ("" if tensor.requires_grad else " frozen") + ("" if tensor.grad is None else " with a gradient")
+        yield name, f"{text}{about}{'' if tied == name else f' tied to {tied}'}"
 
 
 def _class_name(cls: Any) -> str:

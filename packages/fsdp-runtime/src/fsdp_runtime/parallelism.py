@@ -167,6 +167,8 @@ def resolve_steps(
     if runtime_state(model).offloaded is not None:
         raise ModelError("tensors of the model are offloaded to host memory: call onload(model) before parallelize")
     _require_not_wrapped(model)
+    if any(mesh is not None for mesh in (meshes.tp, meshes.ep, meshes.fsdp)):
+        _require_no_gradients(model)
     if not allow_dtensors or meshes.tp is not None:
         _require_plain_parameters(model)
     if not any(isinstance(step, PackedSequences) for step in given):
@@ -226,6 +228,16 @@ def _require_plain_parameters(model: nn.Module) -> None:
                 f"{path} is a DTensor over {axes} already: parallelize a fresh model; to add steps of your own, pass "
                 "parallelize(..., steps=(MyStep(),))"
             )
+
+
+def _require_no_gradients(model: nn.Module) -> None:
+    """Refuse gradients, which the parameters that take the place of others would not have."""
+    found = [path for path, parameter in model.named_parameters() if parameter.grad is not None]
+    if found:
+        raise ModelError(
+            f"{len(found)} parameters have gradients, first {found[0]}, which their shards would not have: call "
+            "model.zero_grad() before parallelize, or take the optimizer's step first"
+        )
 
 
 def _ranks_with_different_batches(mesh: DeviceMesh) -> int:

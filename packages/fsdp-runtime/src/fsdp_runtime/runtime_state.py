@@ -20,6 +20,7 @@ class RuntimeState:
         reshard_after_forward: the value that ``FSDP2`` gave the FSDP module; ``None`` where other code wrapped it.
         is_fsdp_root: ``FSDP2`` made the module the root of its FSDP modules.
         checkpoint_contexts: the ``context_fn`` of ``torch.utils.checkpoint`` for selective checkpointing, or ``None``.
+        compiled: of a block that runs in Python while its outputs are recorded, its compiled call.
         recomputes_in_python: the module recomputes outside of compiled graphs.
         carried: state of a forward that its recomputation takes from it.
         fsdp_module: the FSDP module that gathers the module's own parameters.
@@ -37,6 +38,7 @@ class RuntimeState:
     reshard_after_forward: bool | None = None
     is_fsdp_root: bool = False
     checkpoint_contexts: Callable[[], Any] | None = None
+    compiled: Any = None
     recomputes_in_python: bool = False
     carried: tuple[Any, ...] = ()
     fsdp_module: Any = None

@@ -320,13 +320,17 @@ def test_a_backward_that_raised_leaves_nothing_behind(two_ranks: RankPool, reduc
     assert two_ranks.run(_after_a_backward_that_raised, reduced) == [[], []]
 
 
-def _cleared_between_micro_batches() -> list[str]:
+def _cleared_between_micro_batches(by: str) -> list[str]:
     plain, model = tiny_model("Qwen3ForCausalLM", num_hidden_layers=4), _model()
     tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
     for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters())
         with fsdp_runtime.no_sync(each):
             _logprobs(each, tokens).mean().backward()
-        each.zero_grad()
+            if by == "an optimizer":
+                optimizer.zero_grad()
+        if by == "the model":
+            each.zero_grad()
         _logprobs(each, tokens).mean().backward()
     return [
         name
@@ -335,8 +339,26 @@ def _cleared_between_micro_batches() -> list[str]:
     ]
 
 
-def test_zero_grad_clears_what_is_not_reduced_yet(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_cleared_between_micro_batches) == [[], []]
+@pytest.mark.parametrize("by", ["the model", "an optimizer"])
+def test_zero_grad_clears_what_is_not_reduced_yet(two_ranks: RankPool, by: str) -> None:
+    assert two_ranks.run(_cleared_between_micro_batches, by) == [[], []]
+
+
+def _cleared_in_part() -> str:
+    model = parallelize(tiny_model("Qwen3ForCausalLM"), MeshSpec(dp_replicate=2).build(device_type="cpu"))
+    optimizer = torch.optim.SGD([model.get_parameter("lm_head.weight")])
+    with fsdp_runtime.no_sync(model, reduce_scatter=True):
+        _logprobs(model, tiny_inputs(model, batch=2, length=5)["input_ids"]).mean().backward()
+    try:
+        optimizer.zero_grad()
+    except fsdp_runtime.ModelError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_optimizer_of_some_parameters_cannot_clear_what_waits_for_an_all_reduce(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(_cleared_in_part):
+        assert message.startswith("zero_grad of this SGD clears some of the gradients")
 
 
 def _step_inside_unsharded() -> None:

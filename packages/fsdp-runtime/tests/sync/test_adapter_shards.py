@@ -64,6 +64,16 @@ def test_an_adapter_reaches_a_receiver_alone_and_bit_for_bit(four_ranks: RankPoo
     assert four_ranks.run(_received, tmp_path) == [[]] * 4
 
 
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"bias": "lora_only"}, {"modules_to_save": ["norm"]}], ids=str)
+def test_an_adapter_has_all_that_peft_saves_of_it(options: dict[str, Any]) -> None:
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], **options)
+    model: Any = peft.get_peft_model(tiny_model("Qwen2ForCausalLM", dtype=torch.float32), config)
+    wanted = peft.get_peft_model_state_dict(model)
+    found = ModelShards(model, adapter="default").local
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
 def _merged(formats: tuple[str | None, ...]) -> list[str]:
     """Weights that differ from what one process merges from full weights, in formats or, of None, in two dtypes."""
     wrong = []

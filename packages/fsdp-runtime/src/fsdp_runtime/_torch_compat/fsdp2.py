@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -124,15 +124,30 @@ def reset_after_error(root: FSDPModule) -> None:
                 _drop_unreduced(group)
 
 
-def drop_unreduced_gradients(unit: FSDPModule) -> None:
-    """Drop gradients of an FSDP module that were accumulated without a reduction (private in torch 2.10 to 2.15)."""
+def drop_unreduced_gradients(unit: FSDPModule, shards: Container[nn.Parameter] | None = None) -> bool:
+    """Drop gradients of an FSDP module that were accumulated without a reduction (private in torch 2.10 to 2.15).
+
+    Args:
+        unit: the FSDP module.
+        shards: those of these sharded parameters only.
+
+    Returns:
+        False where others share a buffer with them, as gradients do that wait for the all-reduce between replicas.
+    """
+    dropped = True
     for group in _parameter_groups(unit):
-        _drop_unreduced(group)
+        chosen = [each for each in group.fsdp_params if shards is None or each.sharded_param in shards]
+        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+        if chosen and group._partial_reduce_output is not None and not set(trained) <= set(chosen):
+            dropped = False
+        elif chosen:
+            _drop_unreduced(group, chosen)
+    return dropped
 
 
-def _drop_unreduced(group: Any) -> None:
+def _drop_unreduced(group: Any, parameters: Iterable[Any] | None = None) -> None:
     group._partial_reduce_output = None
-    for parameter in group.fsdp_params:
+    for parameter in group.fsdp_params if parameters is None else parameters:
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None

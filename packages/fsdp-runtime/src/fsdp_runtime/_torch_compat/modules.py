@@ -41,6 +41,15 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def set_compiled_call(module: nn.Module, call: Any) -> Any:
+    """Give a module another compiled call, ``None`` to run it as it is; return the one that it had.
+
+    ``torch.compiler.set_stance`` is for everything in the process (torch 2.10 to 2.15).
+    """
+    before, module._compiled_call_impl = module._compiled_call_impl, call
+    return before
+
+
 def has_forward(module: nn.Module) -> bool:
     """Return True if a module's class has a forward; torch 2.10 to 2.15 give ``nn.Module`` one that raises."""
     return type(module).forward is not nn.Module.forward

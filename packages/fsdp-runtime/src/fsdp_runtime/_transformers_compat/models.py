@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,12 +75,33 @@ def _is_pooler(path: str, module: nn.Module) -> bool:
     return path.rpartition(".")[2] == "pooler" or type(module).__name__.endswith("Pooler")
 
 
-def records_router_logits(module: nn.Module) -> bool:
-    """Return True for a transformers model that returns the logits of its routers where it is asked to.
+def recorded_outputs(module: nn.Module) -> frozenset[str]:
+    """Return what a transformers model collects from modules inside where it is asked to, such as ``"router_logits"``.
 
     ``_can_record_outputs`` names what ``capture_outputs`` collects (5.6 to 5.23).
     """
-    return is_transformers_model(module) and "router_logits" in (getattr(module, "_can_record_outputs", None) or ())
+    return (
+        frozenset(getattr(module, "_can_record_outputs", None) or ()) if is_transformers_model(module) else frozenset()
+    )
+
+
+def keep_recording(model: nn.Module) -> None:
+    """Let the transformers models in a model collect outputs under the names that ``fully_shard`` gives their classes.
+
+    ``capture_outputs`` finds what a class can collect by the class's name, which the model's constructor has registered
+    (``_CAN_RECORD_REGISTRY``, 5.6 to 5.23); of another name it collects nothing, and the output is ``None``.
+    """
+    for module in model.modules():
+        if recorded_outputs(module):
+            capturing = sys.modules["transformers.utils.output_capturing"]
+            dict.__setitem__(capturing._CAN_RECORD_REGISTRY, str(type(module)), module._can_record_outputs)
+
+
+def asks_for(model: Any, kwargs: Mapping[str, Any], output: str) -> bool:
+    """Return True if a forward is asked for an output, such as ``"attentions"``, by keyword or by the config."""
+    name = f"output_{output}"
+    asked = kwargs.get(name)
+    return bool(getattr(getattr(model, "config", None), name, False) if asked is None else asked)
 
 
 def is_stateful(model: Any) -> bool:

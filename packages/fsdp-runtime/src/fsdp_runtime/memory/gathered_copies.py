@@ -7,6 +7,7 @@ forward after an optimizer's step would compute with the old values.  So:
 - after a forward without gradients nothing stays gathered;
 - ``named_parameters``, ``parameters`` and ``zero_grad`` give or clear the shards (``steps.guards``), which changes no
   communication, even on one rank alone;
+- ``zero_grad`` of an optimizer drops what ``no_sync`` has accumulated of its parameters, and no shard has yet;
 - the step of an optimizer frees the copies of what it has changed, and a step of one that holds copies raises;
 - a forward gathers again what was written since, and starts afresh after a pass that raised.
 """
@@ -34,6 +35,7 @@ from fsdp_runtime._torch_compat import (
     parameter_owners,
     reset_after_error,
     sharded_parameters,
+    watch_zero_grad,
 )
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.memory.unshard import is_held
@@ -147,6 +149,7 @@ def _watch_optimizers() -> None:
     """Check every optimizer at its steps, once per process."""
     register_optimizer_step_pre_hook(_refuse_copies)
     register_optimizer_step_post_hook(_free_copies)
+    watch_zero_grad(_drop_unreduced_of)
 
 
 def _parameters(optimizer: Optimizer) -> set[nn.Parameter]:
@@ -163,6 +166,19 @@ def _refuse_copies(optimizer: Optimizer, *_: Any) -> None:
                 f"shape {tuple(copies[0].shape)}), which modules hold between a forward and its backward, so its step "
                 "would change nothing: build the optimizer from model.parameters()"
             )
+
+
+def _drop_unreduced_of(optimizer: Optimizer) -> None:
+    """Drop what ``no_sync`` has accumulated of an optimizer's parameters, which has no place in their ``grad`` yet."""
+    if in_backward():
+        return
+    held = _parameters(optimizer)
+    dropped = [drop_unreduced_gradients(unit, held) for root in _roots for unit in _units(root)]
+    if not all(dropped):
+        raise ModelError(
+            f"zero_grad of this {type(optimizer).__name__} clears some of the gradients that no_sync(reduce_scatter="
+            "True) keeps together: call model.zero_grad()"
+        )
 
 
 def _free_copies(optimizer: Optimizer, *_: Any) -> None:

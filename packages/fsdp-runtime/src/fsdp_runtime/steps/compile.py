@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_runtime._transformers_compat.models import disable_cache
+from fsdp_runtime._torch_compat import is_compiled, set_compiled_call
+from fsdp_runtime._transformers_compat.models import asks_for, disable_cache, recorded_outputs
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.async_tp import async_compile_options, enable_async_tp
 from fsdp_runtime.steps.checkpointing import recomputes
 from fsdp_runtime.steps.tensor.step import TensorParallel
+from fsdp_runtime.wrap import hook_forward
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,9 @@ class Compile(Step):
     ``use_cache`` of the model's configs is set to ``False``: a key/value cache has an entry for each layer, so every
     block would get a graph of its own until the compiler gives up.  ``model(..., use_cache=True)`` and ``generate``
     have a cache nevertheless.  From torch 2.13 on, ``recompile_limit`` is 64 unless the options have one.
+
+    A forward that is asked for router logits, hidden states or attention maps runs its blocks without the compiler,
+    whose code would leave out what transformers records.
 
     Args:
         options: keywords of ``torch.compile``.
@@ -100,8 +105,30 @@ class Compile(Step):
                 for module in filter(recomputes, block.modules()):
                     runtime_state(module).recomputes_in_python = True
             block.compile(**found)
+        for module in filter(recorded_outputs, model.modules()):
+            effect = "runs blocks in Python where their outputs are recorded"
+            hook_forward(module, effect, before=_leave_to_python, after=_compile_again, always=True)
         disable_cache(model)
         logger.info("torch.compile: %d blocks", len(setup.structure.blocks))
+
+
+def _leave_to_python(model: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Run the blocks as they are in a forward that is asked for outputs of modules inside.
+
+    transformers registers hooks on them at the first such forward.  Compiled code does not look for new hooks
+    (``torch._dynamo.config.skip_nnmodule_hook_guards``), so that what they record would be missing.
+    """
+    if any(asks_for(model, kwargs, output) for output in recorded_outputs(model)):
+        for block in filter(is_compiled, model.modules()):
+            runtime_state(block).compiled = set_compiled_call(block, None)
+
+
+def _compile_again(model: nn.Module, _args: Any, _output: Any) -> None:
+    for block in model.modules():
+        state = block.__dict__.get(RUNTIME_STATE)
+        if state is not None and state.compiled is not None:
+            set_compiled_call(block, state.compiled)
+            state.compiled = None
 
 
 def _recomputes_in_graph(backend: Any) -> bool:

@@ -15,7 +15,7 @@ from fsdp_runtime.sharded.chunks import identity_chunk
 from fsdp_runtime.sharded.collectives import mesh_ranks, model_mesh
 from fsdp_runtime.sharded.rank_boxes import rank_boxes, stored_part
 from fsdp_runtime.sync.quantized_shards import QuantizedShards
-from fsdp_runtime.weights.adapters import adapter_tensors
+from fsdp_runtime.weights.adapters import saved_tensors
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
 from fsdp_runtime.weights.merged_shards import MergedShards
 from fsdp_runtime.weights.stream import WeightExport
@@ -36,7 +36,7 @@ class ModelShards:
         model: plain, sharded over ``tp`` or ``ep``, sharded by FSDP2, or several of these.
         export: names, dtype and precision of the weights; with ``quantize``, the bits of the full weights, cut.
             ``bucket_bytes`` has no effect, as nothing is gathered.
-        adapter: send this adapter of a ``PeftModel`` alone: its LoRA factors, under the names that peft gives them in
+        adapter: send this adapter of a ``PeftModel`` alone: all that peft saves of it, under the names in
             ``adapter_model.safetensors``; ``names`` then has no effect.  Without it, active adapters are merged.
 
     Raises:
@@ -64,7 +64,7 @@ class ModelShards:
         if adapter is None:
             groups = export.prepare(model, entries).groups
         else:
-            groups = _adapter_groups(adapter_tensors(model, entries, adapter), dtype)
+            groups = _adapter_groups(saved_tensors(model, entries, adapter, embeddings=False), dtype)
         mesh = model_mesh(entries)
         own = dist.get_rank() if dist.is_initialized() else 0
         everyone = [own] if mesh is None else mesh.mesh.flatten().tolist()
@@ -137,7 +137,7 @@ def present_tensors(side: Mapping[str, Tensor] | ModelShards | None) -> Mapping[
 
 
 def _adapter_groups(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[ExportGroup]:
-    """Each factor of an adapter as an export of its own, under its own name."""
+    """Each tensor of an adapter as an export of its own, under its own name."""
     groups = []
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)

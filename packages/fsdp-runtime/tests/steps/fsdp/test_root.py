@@ -111,3 +111,14 @@ def test_a_call_below_the_root_outside_unsharded_is_refused_by_name(model: nn.Mo
             model.model(tokens, use_cache=False)
         with torch.no_grad(), unsharded(model):
             model(tokens, use_cache=False)
+
+
+def test_a_trunk_that_is_the_root_returns_its_hidden_states() -> None:
+    """Transformers knows what a class can collect by its name, which ``fully_shard`` changes."""
+    model: Any = tiny_model("Qwen3ForCausalLM", dtype=torch.float32).model
+    inputs = tiny_inputs(model, batch=1, length=7)
+    wanted = model(**inputs, output_hidden_states=True).hidden_states
+    options = FSDPOptions(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    parallelize(model, MeshSpec(dp_shard=1).build(device_type="cpu"), fsdp=options)
+    for found, expected in zip(model(**inputs, output_hidden_states=True).hidden_states, wanted, strict=True):
+        torch.testing.assert_close(found, expected)

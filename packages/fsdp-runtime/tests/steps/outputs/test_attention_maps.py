@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from fsdp_runtime import MeshSpec, ModelError, parallelize, sequence_layout
+from fsdp_runtime import LayoutError, MeshSpec, parallelize, sequence_layout
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
 from harness.models import jitter, tiny_model
 from harness.parity import gradient_errors, mesh_for
@@ -105,7 +105,7 @@ def _over_cp() -> str:
     found = model(**batch, use_cache=False, output_hidden_states=True).hidden_states
     for ours, theirs in zip(found, alone, strict=True):
         torch.testing.assert_close(ours, layout.shard(theirs), rtol=0, atol=1e-6)
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(LayoutError) as error:
         model(**batch, use_cache=False, output_attentions=True)
     return str(error.value)
 

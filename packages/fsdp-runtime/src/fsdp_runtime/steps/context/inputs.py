@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._transformers_compat.models import is_cache, original_class
+from fsdp_runtime._transformers_compat.models import asks_for, is_cache, original_class
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
@@ -33,7 +33,6 @@ _OF_FULL_ROWS = {
     "SequenceLayout.shard, and compute the loss from the logits (as rl_logprobs does)",
     **dict.fromkeys(("past_key_values", "use_cache", "cache_params", "cache", "state", "mems", "use_mems"), _CACHE),
     **dict.fromkeys(("logits_to_keep", "num_logits_to_keep"), _POSITIONS),
-    "output_attentions": "attention over cp returns no weights: pass output_attentions=False",
 }
 
 
@@ -75,7 +74,7 @@ class Inputs:
         if tokens is None:
             raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs one for the length")
         given, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if self.cuts_padding and given is not None and _is_asked(module, kwargs, "output_router_logits"):
+        if self.cuts_padding and given is not None and asks_for(module, kwargs, "router_logits"):
             raise LayoutError("output_router_logits beside an attention_mask: leave the mask out, or use cp=1")
         self._require_parts(tokens, given, positions, subtree_end)
         layout = self.attention.layout(tokens.shape[1])
@@ -173,9 +172,19 @@ class Inputs:
                 raise LayoutError(_other_order(attention.layout(length)))
 
 
+def refuse_attention_maps(module: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a forward of a transformers model, which may be inside another, that is asked for attention maps."""
+    if asks_for(module, kwargs, "attentions"):
+        raise LayoutError(
+            "output_attentions=True: under cp no rank computes the attention map of a full row: leave it out, or use a "
+            "mesh without cp"
+        )
+
+
 def _refuse_unshardable(module: nn.Module, kwargs: dict[str, Any]) -> None:
     for name, reason in _OF_FULL_ROWS.items():
-        if _is_asked(module, kwargs, name):
+        value = kwargs.get(name)
+        if value is not None if isinstance(value, Tensor) or is_cache(value) else bool(value):
             raise LayoutError(reason)
     for name, value in kwargs.items():
         if name in _OF_TOKENS or (name in _EMBEDDED and _embeds(module, _EMBEDDED[name])):
@@ -188,14 +197,6 @@ def _refuse_unshardable(module: nn.Module, kwargs: dict[str, Any]) -> None:
                     f"{name} {tuple(leaf.shape)} cannot be sharded along the tokens: compute the embeddings of the "
                     "full sequence first, and pass this rank's part as inputs_embeds"
                 )
-
-
-def _is_asked(module: nn.Module, kwargs: Mapping[str, Any], name: str) -> bool:
-    """Return True if a call asks for something by a keyword or, as to outputs, by the model's config."""
-    value = kwargs.get(name)
-    if value is None and name.startswith("output_"):
-        value = getattr(getattr(module, "config", None), name, None)
-    return value is not None if isinstance(value, Tensor) or is_cache(value) else bool(value)
 
 
 def _embeds(module: nn.Module, table: str) -> bool:

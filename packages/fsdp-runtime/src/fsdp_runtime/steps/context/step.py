@@ -19,9 +19,10 @@ from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import use_attention
 from fsdp_runtime._transformers_compat.models import (
     is_encoder_decoder,
+    is_transformers_model,
     picks_one_token,
     pooler,
-    records_router_logits,
+    recorded_outputs,
     rope_types,
 )
 from fsdp_runtime.errors import ModelError
@@ -36,7 +37,7 @@ from fsdp_runtime.steps.context.full_sequence import (
     gathered_mixers,
     replaced_attention,
 )
-from fsdp_runtime.steps.context.inputs import Inputs
+from fsdp_runtime.steps.context.inputs import Inputs, refuse_attention_maps
 from fsdp_runtime.steps.context.methods import Method, check_attention, check_heads, require_context_parallel
 from fsdp_runtime.steps.context.sharding import LoadBalancer, require_load_balancer
 from fsdp_runtime.steps.context.verify import verify_context_parallelism
@@ -207,8 +208,10 @@ def replace_attention(
     use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask, keep=keep)
     inputs = Inputs(attention, shared_prefixes, derived, cuts_padding)
     hook_model(model, "completes a rank's part of rows", inputs)
-    for module in filter(records_router_logits, model.modules()):
-        hook_forward(module, "gathers router logits", after=inputs.gather_router_logits)
+    for module in filter(is_transformers_model, model.modules()):
+        hook_forward(module, "refuses attention maps", before=refuse_attention_maps)
+        if "router_logits" in recorded_outputs(module):
+            hook_forward(module, "gathers router logits", after=inputs.gather_router_logits)
 
 
 def gather_mixers(model: Any, step: ContextParallel, setup: Setup, cp_mesh: DeviceMesh) -> None:

@@ -6,7 +6,7 @@ Source of the method: PyTorch FSDP2 (``torch.distributed.fsdp.fully_shard``); Zh
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_runtime._torch_compat import has_forward
+from fsdp_runtime._transformers_compat.models import keep_recording
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.gathered_copies import keep_readers_on_shards, refuse_gradient_hooks
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
@@ -116,7 +117,7 @@ def _apply(model: nn.Module, setup: Setup, options: FSDPOptions, dtypes: FSDPDty
             mp_policy=policy,
             offload_policy=offload_policy,
             reshard_after_forward=reshard_after_forward,
-            ignored_params=replicated,
+            ignored_params=replicated | outer if path in blocks else replicated,
             shard_placement_fn=lambda parameter: _shard_placement(parameter, shards),
         )
         runtime_state(module).reshard_after_forward = reshard_after_forward
@@ -127,7 +128,7 @@ def _apply(model: nn.Module, setup: Setup, options: FSDPOptions, dtypes: FSDPDty
         is_last = f"{path}.".startswith(f"{structure.decoder[-1]}.")
         return options.reshard_after_forward and (options.reshard_last_block or not is_last)
 
-    blocks = _blocks_to_wrap(model, structure, options)
+    blocks, outer = _blocks_to_wrap(model, structure, options), _outer_parameters(model, structure)
     for path, module in experts.items():
         if expert_mesh is not None and not replicated.issuperset(module.parameters()):
             shard(path, module, expert_mesh, policy=expert_policy, reshard_after_forward=frees(path))
@@ -140,6 +141,7 @@ def _apply(model: nn.Module, setup: Setup, options: FSDPOptions, dtypes: FSDPDty
     shard("", model, mesh, policy=policy, reshard_after_forward=reshards_root)
     for parameter in reduced:
         reduce_gradients(parameter, mesh, options.gradient_divide_factor or mesh.size())
+    keep_recording(model)
     gather_outside_inference_mode(model)
     keep_readers_on_shards(model)
     runtime_state(model).is_fsdp_root = True
@@ -219,7 +221,7 @@ def fsdp_dtypes(
 
 def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, options: FSDPOptions) -> dict[str, nn.Module]:
     """Return the blocks that become FSDP modules, by path."""
-    shared = _shared_parameters(model)
+    shared = _shared_parameters(model, structure)
     found: dict[str, nn.Module] = {}
     for path in structure.blocks:
         block = model.get_submodule(path)
@@ -234,13 +236,28 @@ def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, options: FSDPOp
     return found
 
 
-def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that more than one module holds."""
+def _shared_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Parameter]:
+    """Return the parameters that several modules hold, or a module that is in several blocks and nowhere else."""
     owners: dict[nn.Parameter, int] = defaultdict(int)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners[parameter] += 1
-    return {parameter for parameter, count in owners.items() if count > 1}
+    several = {parameter for parameter, count in owners.items() if count > 1}
+    held = Counter(each for path in structure.blocks for each in set(model.get_submodule(path).parameters()))
+    in_blocks = {parameter for parameter, count in held.items() if count > 1}
+    return several | in_blocks - _outer_parameters(model, structure)
+
+
+def _outer_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Parameter]:
+    """Return the parameters of modules outside of blocks, which may be in blocks too, as the vectors of VB-LoRA are."""
+    blocks = {model.get_submodule(path) for path in structure.blocks}
+    found: set[nn.Parameter] = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        found.update(module.parameters(recurse=False))
+        waiting += [child for child in module.children() if child not in blocks]
+    return found
 
 
 def _set_prefetching(blocks: Sequence[nn.Module], experts: Iterable[nn.Module], options: FSDPOptions) -> None:

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_runtime._peft_compat import unwrapped
-from fsdp_runtime._transformers_compat.models import is_transformers_model
-from fsdp_runtime.errors import ModelError
+from fsdp_runtime._transformers_compat.models import asks_for, is_transformers_model
 from fsdp_runtime.wrap import hook_forward
 from tp_plans import ColwiseParallel, GatherSequence
 from tp_plans import Shard as ShardedFeatures
@@ -53,28 +52,8 @@ def return_full_attention_maps(model: nn.Module) -> None:
             hook_forward(module, "gathers attention maps", before=_begin, after=_end, always=True)
 
 
-def refuse_attention_maps(model: nn.Module) -> None:
-    """Let every transformers model in a model under context parallelism refuse to return attention maps."""
-    for module in model.modules():
-        if is_transformers_model(module):
-            hook_forward(module, "refuses attention maps", before=_refuse)
-
-
-def _refuse(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-    if _asks_for_maps(model, kwargs):
-        raise ModelError(
-            "output_attentions=True: under cp no rank computes the attention map of a full row: leave it out, or use a "
-            "mesh without cp"
-        )
-
-
-def _asks_for_maps(model: Any, kwargs: Mapping[str, Any]) -> bool:
-    asked = kwargs.get("output_attentions")
-    return bool(getattr(model.config, "output_attentions", False) if asked is None else asked)
-
-
 def _begin(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-    if _noted.get() is not None or not _asks_for_maps(model, kwargs):
+    if _noted.get() is not None or not asks_for(model, kwargs, "attentions"):
         return
     noted = _Noted(model)
     for layer, mesh in _layers_with_sharded_heads(model):

@@ -1,25 +1,37 @@
-"""Refuse adapters that are added to a ``PeftModel`` after it was sharded.
+"""Refuse adapters that are added to a model after it was sharded.
 
 peft would draw other values for them on every rank, and nothing would shard them or sum their gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from fsdp_runtime._peft_compat import is_peft_model
+from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.wrap import hook_model
+from fsdp_runtime.wrap import hook_forward, hook_model
 
 
 def refuse_later_adapters(model: Any) -> None:
-    """Let the forward of a ``PeftModel`` refuse new adapters; any other model stays as it is."""
+    """Let a model's forward refuse adapters that it does not have yet.
+
+    A ``PeftModel`` that is made later runs the model's forward without its hooks, but with those of the models inside.
+    """
+    require = _RequireKnown(model, frozenset(_adapters(model)))
     if is_peft_model(model):
-        hook_model(model, "refuses new adapters", _RequireKnown(model, frozenset(model.peft_config)))
+        hook_model(model, "refuses new adapters", require)
+        return
+    for module in {model, *filter(is_transformers_model, model.modules())}:
+        hook_forward(module, "refuses new adapters", before=require)
+
+
+def _adapters(model: Any) -> Iterable[str]:
+    return getattr(model, "peft_config", None) or ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +42,7 @@ class _RequireKnown:
     names: Set[str]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if added := sorted(set(self.model.peft_config) - self.names):
+        if added := sorted({*_adapters(self.model), *_adapters(module)} - self.names):
             raise OptionError(
                 f"the adapter {added[0]!r} was added after parallelize, and is not sharded: add all adapters before, "
                 f"and choose with set_adapter; model.delete_adapter({added[0]!r}) removes it"

@@ -14,7 +14,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.experts.adapters import adapt_experts
-from fsdp_runtime.steps.outputs.attention_maps import refuse_attention_maps, return_full_attention_maps
+from fsdp_runtime.steps.outputs.attention_maps import return_full_attention_maps
 from fsdp_runtime.steps.outputs.generation import gather_logits_in_generate
 from fsdp_runtime.steps.outputs.hidden_states import return_full_hidden_states
 from fsdp_runtime.steps.outputs.labels import gather_logits_for_labels
@@ -169,8 +169,6 @@ class TensorParallel(Step):
         meshes = setup.meshes
         if any(mesh is not None for mesh in (meshes.tp, meshes.cp, meshes.ep, meshes.fsdp)):
             refuse_later_adapters(model)
-        if meshes.cp is not None and setup.facts.of_transformers and setup.facts.attention == "eager":
-            refuse_attention_maps(model)
         if setup.plan is None or meshes.tp is None:
             return
         plan = setup.plan.on_axis("tp") if isinstance(setup.plan, Plan) else setup.plan
