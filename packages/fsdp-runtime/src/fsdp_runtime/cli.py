@@ -263,8 +263,8 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
             "with its unit, such as 80GB"
         )
     names = ("seq_len", "micro_batch", "dtype", "master_dtype", "logprobs", "clip", "offload")
-    others = ("assume_gradients", "routing", "exact", "rank", "device_memory", "micro_batches", "offload_activations")
-    others += ("attention_kernels", "allocator", "compile")
+    step = ("micro_batches", "offload_activations", "attention_kernels", "allocator", "compile")
+    others = ("assume_gradients", "routing", "exact", "rank", "device_memory", *step)
     return {
         **{name: getattr(options, name) for name in (*names, *others)},
         "optimizer": options.optimizer.replace("-", "_"),

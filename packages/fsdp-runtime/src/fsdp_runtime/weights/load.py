@@ -137,7 +137,8 @@ def load_weights(
                 materialize_entries(model, entries, device)
             reshard_all(model)
             near = _readers(places, readers)
-            stored, drawn = [], []
+            stored: list[StateEntry] = []
+            drawn: list[StateEntry] = []
             for entry in refresh_buffers(base_entries):
                 (stored if weights.by_model_name.keys() & {*entry.names} else drawn).append(entry)
             sent, received = _fill(stored, weights, checkpoint, near, ranks, bucket_bytes)

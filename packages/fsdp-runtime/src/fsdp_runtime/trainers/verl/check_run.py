@@ -77,7 +77,7 @@ def _write(folder: Path) -> None:
 
     plain = Tokenizer(models.WordLevel({word: index for index, word in enumerate(_WORDS)}, unk_token="<pad>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", chat_template=_TEMPLATE
     )
     config = LlamaConfig(

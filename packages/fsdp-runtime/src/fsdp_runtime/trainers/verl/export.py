@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.rank_boxes import block_view
 from fsdp_runtime.sync import ModelShards
-from fsdp_runtime.sync.tensor_views import block_view
 from fsdp_runtime.trainers.verl.verl_api import (
     BlockPlacement,
     ShardSpec,
