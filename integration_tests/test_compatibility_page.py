@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from docs.generate.compatibility import Run, merged, page, read_report
+from docs.generate.compatibility import DOCS, Run, merged, page, read_report
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
@@ -57,3 +58,8 @@ def test_every_run_is_a_row() -> None:
     rows = page([RUN, replace(RUN, tests="subset", failed=2)]).splitlines()
     assert "| 2.9.1 | 3.11.7 | 5.0.0 | all | 3 | 0 | 0 | 2026-01-02 | abc |" in rows
     assert "| 2.9.1 | 3.11.7 | 5.0.0 | subset | 3 | 2 | 0 | 2026-01-02 | abc |" in rows
+
+
+def test_the_page_is_written_from_the_kept_runs() -> None:
+    kept = [Run(**each) for each in json.loads((DOCS / "compatibility.json").read_text())]
+    assert (DOCS / "compatibility.md").read_text() == page(kept)

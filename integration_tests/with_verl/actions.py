@@ -140,12 +140,9 @@ def deltas(path: str, **options: Any) -> dict[str, int]:
 
 def replayed(path: str, *, packed: bool = True, **options: Any) -> dict[str, Any]:
     """R2: routes are recorded by compute_log_prob and replayed in the update, against a changed router."""
-    from verl.utils import tensordict_utils as tu
-
-    mode = {"_target_": "", "mode": "R2"}
     from verl.workers.config.engine import EngineRouterReplayConfig
 
-    options["router_replay"] = EngineRouterReplayConfig(mode=mode["mode"])
+    options["router_replay"] = EngineRouterReplayConfig(mode="R2")
     engine = drive.build(drive.OURS, path, model={"use_remove_padding": packed}, **options)
     every = drive.samples()
     data = drive.batch_of(engine, every, use_remove_padding=packed)
@@ -170,14 +167,12 @@ def replayed(path: str, *, packed: bool = True, **options: Any) -> dict[str, Any
     loss = torch.tensor(sum(output["loss"]))
     dist.all_reduce(loss, group=engine.get_data_parallel_group())
     norm = output["metrics"].get("grad_norm")
-    del tu
     return {"routes": gathered, "loss": float(loss) / engine.get_data_parallel_size(), "norm": norm, "missing": missing}
 
 
 def distilled(engine_name: str, path: str, **options: Any) -> dict[str, Any]:
     """Top-k distillation of verl, and the squares of probabilities."""
     from verl.trainer.distillation.losses import distillation_ppo_loss
-    from verl.utils import tensordict_utils as tu
     from verl.workers.config import ActorConfig, DistillationConfig
 
     engine = drive.build(engine_name, path, **options)
@@ -209,7 +204,6 @@ def distilled(engine_name: str, path: str, **options: Any) -> dict[str, Any]:
         output = engine.train_batch(batch(distillation_use_topk=True, return_model_output=True), loss)
     names = ("distillation_losses", "student_mass", "teacher_mass", "overlap_count", "overlap_token_advantage")
     found = {name: drive.gathered(engine, output["model_output"][name], len(every)) for name in names}
-    del tu
     return {
         **found,
         "sum_pi_squared": drive.gathered(engine, squares, len(every)),
@@ -254,3 +248,31 @@ def not_a_number(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
     with engine.train_mode():
         output = engine.train_batch(drive.batch_of(engine, every), drive.loss_of("ppo", engine))
     return before, weights(engine), output["metrics"]["grad_norm"]
+
+
+def rollout_routes(path: str, **options: Any) -> tuple[float, str]:
+    """R3: the routes of a rollout, without those of each sample's last token, give its log-probabilities again."""
+    from verl.workers.config.engine import EngineRouterReplayConfig
+
+    every = drive.samples()
+
+    def scored(mode: str, routes: Any) -> tuple[Any, Any]:
+        engine = drive.build(drive.OURS, path, router_replay=EngineRouterReplayConfig(mode=mode), **options)
+        data = drive.batch_of(engine, every)
+        if routes is not None:
+            data["routed_experts"] = routes
+        with engine.eval_mode():
+            return engine, engine.infer_batch(data)["model_output"]
+
+    engine, before = scored("R2", None)
+    rows = [row.clone() for row in before["routed_experts"].unbind()]
+    for row in rows:
+        row[-1] = 0  # as verl's agent loop fills what was never run
+    _, after = scored("R3", torch.nested.as_nested_tensor(rows, layout=torch.jagged))
+    try:
+        scored("R3", None)
+        missing = "nothing was raised"
+    except Exception as error:
+        missing = str(error)
+    both = (drive.gathered(engine, each["log_probs"], len(every)) for each in (before, after))
+    return max(float((one - other).abs().max()) for one, other in zip(*both, strict=True)), missing

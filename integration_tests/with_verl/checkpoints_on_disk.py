@@ -72,6 +72,24 @@ _MODELS = {
 }
 
 
+def write_adapter(path: str, folder: Path) -> str:
+    """Write a trained-looking adapter of a checkpoint and return its path."""
+    import peft
+
+    torch.manual_seed(1)
+    base = transformers.AutoModelForCausalLM.from_pretrained(path)
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]
+    )
+    model = peft.get_peft_model(base, settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    model.save_pretrained(folder / "adapter")
+    return str(folder / "adapter")
+
+
 def write(kind: str, folder: Path) -> str:
     """Write the checkpoint of one class and return its path."""
     torch.manual_seed(0)

@@ -7,8 +7,7 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-_module = types.ModuleType("verl_trial.cpu_device")
-_missing: list[str] = []
+_module = types.ModuleType("with_verl.cpu_device")
 
 
 def _getattr(name):

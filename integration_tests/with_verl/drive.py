@@ -163,6 +163,7 @@ def run(
     batch: Mapping[str, Any] = {},
     model: Mapping[str, Any] = {},
     count: int = len(LENGTHS),
+    exports: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
     """Score a batch, update on it, and return what an engine of verl is asked for."""
@@ -182,6 +183,6 @@ def run(
         torch.distributed.all_reduce(total, group=built.get_data_parallel_group())
         losses.append(float(total) / built.get_data_parallel_size())
         built.lr_scheduler_step()
-    weights, _ = built.get_per_tensor_param()
+    weights = built.get_per_tensor_param()[0] if exports else ()
     found["weights"] = {name: tensor.detach().float().clone() for name, tensor in weights}
     return {**found, "losses": losses, "norms": norms}

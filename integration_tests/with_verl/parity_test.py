@@ -115,3 +115,16 @@ def test_a_vision_language_model_scores_samples_with_and_without_images(
     assert norms == pytest.approx([norms[0]] * len(norms), rel=BOUND)
     frozen = two_ranks.run(vision_drive.run, path, packed=True, freeze_vision_tower=True)[0]
     assert frozen["norm"] < norms[0]
+
+
+def test_an_adapter_is_trained_as_by_verls_engine(
+    two_ranks: RankPool, checkpoints: dict[str, str], tmp_path: Path
+) -> None:
+    path = checkpoints["dense"]
+    adapter = {"lora_rank": 4, "lora_alpha": 8, "lora_adapter_path": checkpoints_on_disk.write_adapter(path, tmp_path)}
+    options: dict[str, Any] = {"model": adapter, "exports": False, **OPTIM}
+    expected = two_ranks.run(drive.run, drive.VERLS, path, **options, timeout=500)[0]
+    for mesh in ({}, {"tp": 2}, {"cp": 2}):
+        agree(
+            expected, two_ranks.run(drive.run, drive.OURS, path, **options, **mesh)[0], scores=("log_probs", "entropy")
+        )

@@ -118,3 +118,23 @@ def test_a_critic_is_the_same_on_any_mesh(start: str, two_ranks: RankPool, paths
         close(dp["norms"], found["norms"])
         for one, other in zip(dp["values"], found["values"], strict=True):
             torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"cp": 2}], ids=str)
+def test_routes_of_a_rollout_lack_each_last_token(
+    mesh: dict[str, int], two_ranks: RankPool, paths: dict[str, str]
+) -> None:
+    difference, missing = two_ranks.run(actions.rollout_routes, paths["mixture"], **mesh)[0]
+    assert difference == pytest.approx(0, abs=1e-6)
+    assert "R3 a rollout with enable_rollout_routing_replay=True" in missing
+
+
+def test_which_forwards_record_and_which_replay() -> None:
+    from fsdp_runtime.trainers.verl.replay import way_of
+
+    old, update = {"forward_only": True, "has_loss": False}, {"forward_only": False, "has_loss": True}
+    assert [way_of("R2", **each, asked=None) for each in (old, update)] == ["record", "replay"]
+    assert [way_of("R3", **each, asked=True) for each in (old, update)] == ["replay", "replay"]
+    assert [way_of("R2", **each, asked=False) for each in (old, update)] == ["none", "none"]
+    assert way_of("R2", forward_only=True, has_loss=True, asked=None) == "none"
+    assert way_of("disabled", **update, asked=True) == "none"

@@ -14,7 +14,12 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sync import ModelShards
 from fsdp_runtime.sync.tensor_views import block_view
-from fsdp_runtime.trainers.verl.verl_api import BlockPlacement, ShardSpec, translate_flat_indices
+from fsdp_runtime.trainers.verl.verl_api import (
+    BlockPlacement,
+    ShardSpec,
+    replace_lora_wrapper,
+    translate_flat_indices,
+)
 from fsdp_runtime.weights import stream_weights
 from fsdp_runtime.weights.adapters import adapter_tensors
 from fsdp_runtime.weights.stream import WeightExport
@@ -45,8 +50,6 @@ def base_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, T
 
     A rollout with adapters wraps the layers that have one: vLLM's loader takes ``….base_layer.weight`` for these.
     """
-    from verl.utils.fsdp_utils import replace_lora_wrapper
-
     config = model.peft_config[_ADAPTER]
     with model.disable_adapter():
         for name, tensor in stream_weights(model, dtype=dtype):

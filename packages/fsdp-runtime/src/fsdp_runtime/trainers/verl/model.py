@@ -52,8 +52,9 @@ def _value_model(hf_config: Any, **options: Any) -> nn.Module:
 
     hf_config.num_labels = 1
     hf_config.classifier_dropout, hf_config.hidden_dropout, hf_config.summary_dropout_prob = 0.0, "0", 0.0
+    auto: Any = AutoModelForTokenClassification
     try:
-        module: nn.Module = AutoModelForTokenClassification.from_config(hf_config, **options)
+        module: nn.Module = auto.from_config(hf_config, **options)
     except ValueError as error:
         raise ModelError(
             f"transformers has no token classifier for {type(hf_config).__name__}, which a critic needs: choose a "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from verl.utils import tensordict_utils
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.device import get_device_id, get_device_name
+from verl.utils.fsdp_utils import replace_lora_wrapper
 from verl.utils.model import extract_multi_modal_inputs, get_hf_auto_model_class
 from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
@@ -48,6 +49,7 @@ __all__ = [
     "get_hf_auto_model_class",
     "postprocess_batch_func",
     "prepare_micro_batches",
+    "replace_lora_wrapper",
     "tensordict_utils",
     "translate_flat_indices",
 ]
@@ -127,6 +129,7 @@ SIGNATURES = {
         "init_lr_ratio",
         "zero_indexed_step",
     ),
+    "verl.utils.fsdp_utils.replace_lora_wrapper": ("k", "peft_config"),
     "verl.utils.model.extract_multi_modal_inputs": ("batch_data", "indices"),
     "verl.utils.model.get_hf_auto_model_class": ("hf_config",),
     "verl.utils.py_functional.convert_to_regular_types": ("obj",),
