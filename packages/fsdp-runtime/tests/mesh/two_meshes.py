@@ -56,7 +56,7 @@ def main(axes: str, second: str, folder: str) -> None:
         if mesh.get_coordinate() is not None:
             train(mesh, Path(folder) / str(index))
     dist.barrier()
-    print(f"rank {rank} done", flush=True)
+    (Path(folder) / f"rank {rank}").touch()
     dist.destroy_process_group()
 
 

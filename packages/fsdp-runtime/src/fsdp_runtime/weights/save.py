@@ -84,7 +84,7 @@ def save_weights(
     if max_shard_bytes < 1 or bucket_bytes < 1:
         raise OptionError(f"max_shard_bytes={max_shard_bytes}, bucket_bytes={bucket_bytes}: give positive numbers")
     entries = state_entries(model)
-    ranks = mesh_or_world_ranks(entries)
+    ranks = mesh_or_world_ranks(model, entries)
     with raise_on_all(ranks) as step:
         target = require_path("directory", directory)
         step.value = os.path.normpath(target)
