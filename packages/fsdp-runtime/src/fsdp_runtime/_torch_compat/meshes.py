@@ -23,7 +23,8 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
         return sliced._flatten(name)
     group = _group_of_axes(sliced)
     make_groups = DeviceMesh._init_process_groups
-    DeviceMesh._init_process_groups = staticmethod(lambda *_: [group.group_name])  # type: ignore[method-assign]
+    given = staticmethod(lambda *_: [group.group_name])
+    DeviceMesh._init_process_groups = given  # type: ignore[method-assign, assignment]
     try:
         return sliced._flatten(name)
     finally:
@@ -51,16 +52,17 @@ def local_group(ranks: list[int], connecting: Iterable[dist.ProcessGroup] = ()) 
         connecting: groups that together connect them, in the same order on every rank; none for a single rank.
     """
     most = _group_count()
-    for group in connecting:
-        counts = [0] * dist.get_world_size(group)
-        dist.all_gather_object(counts, most, group=group)
+    for each in connecting:
+        counts = [0] * dist.get_world_size(each)
+        dist.all_gather_object(counts, most, group=each)
         most = max(counts)
     world = distributed_c10d._get_default_group()
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         while _group_count() < most:
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        return dist.new_group(ranks, use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+        return group
     finally:
         world.bound_device_id = bound
 
