@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.agreement import require_same_setup
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options, steps_of
@@ -103,6 +104,7 @@ class Parallelism:
                 step.prepare(model, self.setup, found)
             for step, found in self.steps:
                 step.apply(model, self.setup, found)
+        runtime_state(model).one_rank = self.setup.meshes.one_rank
         step_meshes_apart()
         guard_methods(model)
 
@@ -201,6 +203,7 @@ def _meshes(mesh: DeviceMesh, options: FSDPOptions) -> Meshes:
         fsdp=shards,
         expert_fsdp=expert_fsdp_mesh(mesh) if ep > 1 and shards is not None else None,
         batches=_ranks_with_different_batches(mesh) if cp > 1 or ep > 1 else None,
+        one_rank=root_mesh(mesh).size() == 1,
     )
 
 

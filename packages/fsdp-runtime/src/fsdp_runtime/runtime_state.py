@@ -33,6 +33,7 @@ class RuntimeState:
         watches: of a router, how many sessions and recomputations read its selection at present.
         hook_effects: what the hooks around its forward do.
         gathered: of a model under context parallelism, its attention and the modules that run on full sequences.
+        one_rank: ``parallelize`` was given a mesh of this rank alone, so that no other rank has part of the model.
     """
 
     reshard_after_forward: bool | None = None
@@ -49,6 +50,7 @@ class RuntimeState:
     watches: int = 0
     hook_effects: list[str] = field(default_factory=list)
     gathered: Any = None
+    one_rank: bool = False
 
 
 def runtime_state(module: nn.Module) -> RuntimeState:

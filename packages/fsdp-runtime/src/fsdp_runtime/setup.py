@@ -143,6 +143,7 @@ class Meshes:
         fsdp: the axis, or the two axes (replicas, shards), of FSDP2.
         expert_fsdp: those of FSDP2 for experts.
         batches: ranks with different batches, the divisor of summed gradients; ``None`` where FSDP2's mean is right.
+        one_rank: the whole mesh is this rank.
     """
 
     tp: DeviceMesh | None = None
@@ -152,6 +153,7 @@ class Meshes:
     fsdp: DeviceMesh | None = None
     expert_fsdp: DeviceMesh | None = None
     batches: int | None = None
+    one_rank: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

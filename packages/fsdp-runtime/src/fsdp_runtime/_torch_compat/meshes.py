@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -10,11 +14,61 @@ from torch.distributed.tensor import DTensor, Placement
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
     """Flatten several axes of a mesh into one, registered under ``name``; a repeated call returns the same mesh.
 
-    ``DeviceMesh._flatten`` has no public equivalent in torch 2.10 to 2.15; torch's own tutorials and torchtitan
-    use it (pytorch/pytorch#133838, and #159013 on a public form).
+    Only ranks of the mesh take part.  ``DeviceMesh._flatten`` has no public equivalent in torch 2.10 to 2.15; torch's
+    own tutorials and torchtitan use it (pytorch/pytorch#133838, and #159013 on a public form).  It makes groups that
+    every rank of the world must make, so that a mesh over a part of the world is given the group instead.
     """
-    sliced = mesh[axes] if len(axes) > 1 else mesh[axes[0]]
-    return sliced._flatten(name)
+    root, sliced = root_mesh(mesh), mesh[axes] if len(axes) > 1 else mesh[axes[0]]
+    if name in root._flatten_mapping or root.size() == dist.get_world_size():
+        return sliced._flatten(name)
+    group = _group_of_axes(sliced)
+    make_groups = DeviceMesh._init_process_groups
+    given = staticmethod(lambda *_: [group.group_name])
+    DeviceMesh._init_process_groups = given  # type: ignore[method-assign, assignment]
+    try:
+        return sliced._flatten(name)
+    finally:
+        DeviceMesh._init_process_groups = staticmethod(make_groups)  # type: ignore[method-assign]
+
+
+def _group_of_axes(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of all ranks of a mesh: that of its only axis larger than 1, else a new one."""
+    groups = [group for group in mesh.get_all_groups() if dist.get_world_size(group) > 1]
+    if len(groups) < 2:
+        return groups[0] if groups else mesh.get_group(0)
+    return local_group(mesh.mesh.flatten().tolist(), groups)
+
+
+def local_group(ranks: list[int], connecting: Iterable[dist.ProcessGroup] = ()) -> dist.ProcessGroup:
+    """Make a process group in which only its own ranks take part.
+
+    They meet under a name that contains the number of groups that each belongs to, which torch 2.10 to 2.15 keep
+    private: ranks in fewer groups than others first make groups of themselves.  In a world that is bound to a device
+    (``device_id`` of ``init_process_group``) torch splits the world's communicator for a new group, in which every rank
+    must take part; the group is made as in a world that is not bound.
+
+    Args:
+        ranks: global ranks, this one among them.
+        connecting: groups that together connect them, in the same order on every rank; none for a single rank.
+    """
+    most = _group_count()
+    for each in connecting:
+        counts = [0] * dist.get_world_size(each)
+        dist.all_gather_object(counts, most, group=each)
+        most = max(counts)
+    world = distributed_c10d._get_default_group()
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        while _group_count() < most:
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+        return group
+    finally:
+        world.bound_device_id = bound
+
+
+def _group_count() -> int:
+    return len(distributed_c10d._world.pg_names)
 
 
 def join_axes(*meshes: DeviceMesh) -> DeviceMesh:

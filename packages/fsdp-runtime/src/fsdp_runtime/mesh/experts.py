@@ -72,9 +72,11 @@ def renamed_mesh(mesh: DeviceMesh, names: dict[str, str]) -> DeviceMesh:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fsdp_runtime._torch_compat import local_group
+
     found = mesh.mesh_dim_names or ()
     sizes = [mesh.size(found.index(name)) if name in found else 1 for name in names.values()]
-    single = dist.new_group([dist.get_rank()], use_local_synchronization=True) if 1 in sizes else None
+    single = local_group([dist.get_rank()]) if 1 in sizes else None
     groups: list[Any] = [mesh.get_group(name) if name in found else single for name in names.values()]
     ranks = mesh.mesh.view(sizes)
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import OptionError, OtherRankError
 from fsdp_runtime.model.state import StateEntry
+from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def mesh_ranks(entries: Sequence[StateEntry]) -> ModelRanks:
     """Return all ranks of the model's mesh, replicas included; this rank alone for a model of plain tensors."""
     mesh = model_mesh(entries)
     if mesh is None:
-        return ModelRanks()
+        return ModelRanks(global_first=dist.get_rank() if dist.is_initialized() else 0)
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     index = 0
     for size, coordinate in zip(mesh.shape, mesh.get_coordinate() or (0,) * mesh.ndim, strict=True):
@@ -67,10 +68,16 @@ def world_ranks() -> ModelRanks:
     return ModelRanks(() if world is None else (world,), dist.get_rank(), dist.get_world_size())
 
 
-def mesh_or_world_ranks(entries: Sequence[StateEntry]) -> ModelRanks:
-    """Return the ranks that write a model's checkpoint: those of its mesh, for plain tensors the world."""
-    ranks = mesh_ranks(entries)
-    return ranks if ranks.groups else world_ranks()
+def _on_one_rank(model: nn.Module) -> bool:
+    """Return whether the model, or a part of it, was parallelized on a mesh of one rank."""
+    return any(RUNTIME_STATE in module.__dict__ and runtime_state(module).one_rank for module in model.modules())
+
+
+def mesh_or_world_ranks(model: nn.Module, entries: Sequence[StateEntry]) -> ModelRanks:
+    """Return the ranks that write a model's checkpoint: those of its mesh, the world for a model without one."""
+    if model_mesh(entries) is not None or _on_one_rank(model):
+        return mesh_ranks(entries)
+    return world_ranks()
 
 
 @dataclass

@@ -105,7 +105,7 @@ def load_training_state(
         (7, {'tokens': 4096}, True)
     """
     entries = state_entries(model)
-    ranks = mesh_or_world_ranks(entries)
+    ranks = mesh_or_world_ranks(model, entries)
     optimizers = as_list(optimizer)
     with raise_on_all(ranks) as newest:
         root = require_path("directory", directory)

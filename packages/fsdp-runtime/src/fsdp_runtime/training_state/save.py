@@ -98,7 +98,7 @@ def save_training_state(
     if step < 0 or (keep is not None and keep < 0):
         raise OptionError(f"step={step}, keep={keep}: give numbers of at least 0")
     entries = state_entries(model)
-    ranks = mesh_or_world_ranks(entries)
+    ranks = mesh_or_world_ranks(model, entries)
     optimizers = as_list(optimizer)
     with raise_on_all(ranks) as agreed:
         folder = require_path("directory", directory)

@@ -138,7 +138,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         ...     load_adapter(model, directory)
     """
     entries = state_entries(model)
-    ranks = mesh_or_world_ranks(entries)
+    ranks = mesh_or_world_ranks(model, entries)
     folder = Path(directory)
     with raise_on_all(ranks):
         _require_unmerged_adapters(model)

@@ -116,7 +116,7 @@ def save_weights(
     if writers not in (None, "all", "one"):
         raise OptionError(f"writers={writers!r}: write 'all', 'one' or None")
     entries = state_entries(model)
-    ranks = mesh_or_world_ranks(entries)
+    ranks = mesh_or_world_ranks(model, entries)
     with raise_on_all(ranks) as step:
         target = require_path("directory", directory)
         step.value = os.path.normpath(target), file_place(target)

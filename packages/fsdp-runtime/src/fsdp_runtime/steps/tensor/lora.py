@@ -152,7 +152,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         ['adapter_config.json', 'adapter_model.safetensors']
     """
     entries = state_entries(model)
-    ranks = mesh_or_world_ranks(entries)
+    ranks = mesh_or_world_ranks(model, entries)
     target = require_path("directory", directory)
     with raise_on_all(ranks) as step:
         tensors = saved_tensors(model, entries, adapter, embeddings=True)
