@@ -20,6 +20,7 @@ import rl_logprobs
 import tp_plans
 from fsdp_runtime import cli as fsdp_runtime_cli
 from fsdp_runtime import nemo as fsdp_runtime_nemo
+from fsdp_runtime.gpu_check import __main__ as gpu_check
 from harness import pages
 from harness.models import tiny_model
 from rl_logprobs import nemo as rl_logprobs_nemo
@@ -108,6 +109,11 @@ def _fault(words: list[str], page: str) -> str | None:
         case ["fsdp-runtime", *arguments]:
             with contextlib.suppress(SystemExit):
                 fsdp_runtime_cli.parser().parse_args(arguments)
+                return None
+            return "it has no such options"
+        case ["fsdp_runtime.gpu_check", *arguments]:
+            with contextlib.suppress(SystemExit):
+                gpu_check.parser().parse_args(arguments)
                 return None
             return "it has no such options"
         case ["vllm.entrypoints.openai.api_server", *_]:  # not installed here

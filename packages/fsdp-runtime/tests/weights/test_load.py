@@ -22,7 +22,7 @@ from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, WeightsError, paral
 from fsdp_runtime.errors import CheckpointError, MismatchError
 from fsdp_runtime.model import state
 from fsdp_runtime.sharded.file_systems import FilePlace
-from fsdp_runtime.weights import load, load_weights, meta_device, stream_weights
+from fsdp_runtime.weights import load, load_weights, meta_device, save_weights, stream_weights
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_config, tiny_model
@@ -491,3 +491,11 @@ def _critic_head(path: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
         parallelize(model, MeshSpec(**mesh).build(device_type="cpu"))
     load_weights(model, path, new_modules={"score": 0.02})
     return {name: value for name, value in stream_weights(model) if name.startswith("score")}
+
+
+def test_storages_can_be_freed_after_saving_and_loading(tmp_path: Path) -> None:
+    """FSDP2 and ``offload`` resize them; ``Tensor.numpy`` would have fixed their size."""
+    model = nn.Linear(2, 3)
+    save_weights(model, tmp_path)
+    load_weights(model, tmp_path)
+    assert all(parameter.untyped_storage().resizable() for parameter in model.parameters())

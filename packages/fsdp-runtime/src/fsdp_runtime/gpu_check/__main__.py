@@ -29,14 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 if nothing failed, also without an accelerator; 1 if a check failed; 2 for wrong arguments.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m fsdp_runtime.gpu_check",
-        description="Run parity on every axis, kernels, memory, speed and weight sync on this machine's GPUs.",
-    )
-    parser.add_argument("--device", help="cuda (ROCm too) or another accelerator; cpu runs all that needs none")
-    parser.add_argument("--max-ranks", type=int, default=8, metavar="N", help="the most ranks (default: 8)")
-    parser.add_argument("--output", type=Path, default=Path("gpu-check.md"), help="the report (default: gpu-check.md)")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     device = options.device or accelerator()
     if device is None:
         print("No CUDA or ROCm device was found: nothing was checked. --device cpu runs what needs none.")
@@ -54,6 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.output.write_text(page, encoding="utf-8")
     print(f"{page}\nReport: {options.output}")
     return 1 if any(finding.state == "failed" for finding in findings) else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
+    command = argparse.ArgumentParser(
+        prog="python -m fsdp_runtime.gpu_check",
+        description="Run parity on every axis, kernels, memory, speed and weight sync on this machine's GPUs.",
+    )
+    command.add_argument("--device", help="cuda (ROCm too) or another accelerator; cpu runs all that needs none")
+    command.add_argument("--max-ranks", type=int, default=8, metavar="N", help="the most ranks (default: 8)")
+    command.add_argument("--output", type=Path, default=Path("gpu-check.md"), help="the report (default: gpu-check.md)")
+    return command
 
 
 def _run(world: World, checks: list[Check]) -> list[CheckResult]:

@@ -7,6 +7,7 @@ file in memory at once; :class:`SafetensorsWriter` needs one.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -131,13 +132,11 @@ class SafetensorsWriter:
             start: the run's first element.
         """
         flat = tensor.detach().contiguous().cpu().reshape(-1)
-        flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride
-        content: Any = flat.view(torch.uint8).numpy() if flat.nbytes else b""
         with self._naming_errors():
             if self._descriptor < 0:
                 self._descriptor = _open(self._path)
             offset = self._layout.offset(name) + start * flat.itemsize
-            _write_all(self._descriptor, memoryview(content), offset)
+            _write_all(self._descriptor, _bytes_of(flat), offset)
         return flat.nbytes
 
     def fsync(self) -> None:
@@ -222,8 +221,7 @@ class SafetensorsReader:
     def read_into(self, file: Path, start: int, values: Tensor) -> None:
         """Fill a contiguous tensor on the CPU with the bytes of a file from ``start`` on, in large reads."""
         flat = values.reshape(-1)
-        content: Any = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy() if flat.nbytes else b""
-        view = memoryview(content)
+        view = _bytes_of(flat)
         try:
             while view:
                 if not (count := os.preadv(self._descriptors[file], [view[:_MOVED_AT_ONCE]], start)):
@@ -277,6 +275,13 @@ class SafetensorsReader:
         return CheckpointError(
             f"{file} is missing: {self._advice}; if another job has replaced the checkpoint, load it again"
         )
+
+
+def _bytes_of(flat: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU; ``Tensor.numpy`` would fix the size of its storage."""
+    if not flat.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")
 
 
 def _describe(file: Path) -> str:
