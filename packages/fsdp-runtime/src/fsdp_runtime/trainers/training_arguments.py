@@ -91,8 +91,14 @@ def adapted(args: Any, options: Options, *, sharded: bool) -> Any:
         sharded: the model is sharded already.
 
     Raises:
-        OptionError: ``torch_compile`` for a model that is sharded already.
+        OptionError: ``torch_compile`` for a model that is sharded already, or activation checkpointing in both.
     """
+    mode = options.get("activation_checkpointing", "none")
+    if getattr(args, "activation_checkpointing", False) and getattr(mode, "mode", mode) != "none":
+        raise OptionError(
+            f"parallelize_kwargs has activation_checkpointing={mode!r}, and the training arguments recompute too: set "
+            "gradient_checkpointing=False in the training arguments"
+        )
     args = copy.copy(args)
     if getattr(args, "use_liger_kernel", False):
         logger.warning(

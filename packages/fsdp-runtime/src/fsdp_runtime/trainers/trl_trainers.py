@@ -175,10 +175,10 @@ def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     for name in ("tools", "environment_factory"):
         if tp > 1 and kwargs.get(name):
             raise OptionError(f"{name} would act once on every rank of tp={tp}: use a mesh with tp=1")
-    if axis_size(mesh, "cp") > 1 and not (kwargs.get("rollout_func") or getattr(args, "use_vllm", False)):
+    if (cp := axis_size(mesh, "cp")) > 1:
         raise OptionError(
-            f"generation on cp={axis_size(mesh, 'cp')}: a rank's cache holds the keys of its own tokens; generate in "
-            "an engine (rollout_func, use_vllm), or use cp=1"
+            f"trainers that sample completions are not covered on cp={cp}, with an engine or without: a rank's cache "
+            "holds the keys of its own tokens; use cp=1, and more of tp or dp_shard"
         )
 
 
