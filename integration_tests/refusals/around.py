@@ -133,6 +133,15 @@ NOTHING: dict[str, Any] = {
 }
 
 
+class _Tokenizer(dict[str, int]):
+    """More tokens than any model has."""
+
+    get_vocab = dict.copy
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+
 def _arguments(**given: Any) -> None:
     trainers.check_arguments(SimpleNamespace(**{**NOTHING, **given}))
 
@@ -148,6 +157,11 @@ def _other_mesh() -> None:
     with world(dp_shard=2, tp=2) as mesh:
         model = parallelize(_llama(), mesh)
         trainers.check_model(model, mesh["dp_shard"], recompute=False)
+
+
+def _samples(number: int) -> None:
+    with world(dp_shard=4) as mesh:
+        trainers.check_samples([0] * number, 1, mesh, drop_last=False)
 
 
 def _adapted(options: Any, *, sharded: bool = False, **given: Any) -> None:
@@ -218,6 +232,8 @@ CASES: Provocations = {
         "and the training arguments recompute": lambda: _adapted(
             {"activation_checkpointing": "block"}, activation_checkpointing=True
         ),
+        "for dp={ranks} ranks": lambda: _samples(3),
+        "before parallelize": lambda: trainers.check_tokens(_llama(), _Tokenizer()),
         "torch_compile cannot": lambda: _adapted({}, sharded=True, torch_compile=True),
         "is on the meta device": lambda: _of_a_trainer({}, _llama().to("meta")),
         "recomputes its activations by parallelize": lambda: _of_a_trainer(

@@ -24,6 +24,7 @@ from fsdp_runtime.trainers._trl_compat import adds_reference_adapter, pairs_with
 from fsdp_runtime.trainers.fused_head import add_fused_lm_head
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin, data_parallel_rank
 from fsdp_runtime.trainers.model_source import is_sharded, keep_reference_adapter, with_reference_adapter
+from fsdp_runtime.trainers.training_arguments import check_tokens
 from fsdp_runtime.trainers.vllm_server import server_generation
 
 #: Arguments with a second model, which is sharded like the first.
@@ -132,6 +133,9 @@ class GeneratingMixin(TrlMixin):
             self.rollout_func = lambda prompts, trainer: self._from_first([rollout(prompts, trainer)])[0]
         # TRL seeds every process of the world differently; the ranks of tp must draw the same numbers.
         transformers.set_seed(self.args.seed + data_parallel_rank(mesh))
+
+    def _check_data(self) -> None:
+        check_tokens(base_model(self.model), self.processing_class)  # a prompt's completions are dealt, not prompts
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with FSDP2's parameters gathered and plain logits, the same tokens on all ranks of ``tp``."""
