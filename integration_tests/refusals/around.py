@@ -126,6 +126,15 @@ NOTHING: dict[str, Any] = {
 }
 
 
+class _Tokenizer(dict[str, int]):
+    """More tokens than any model has."""
+
+    get_vocab = dict.copy
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+
 def _arguments(**given: Any) -> None:
     trainers.check_arguments(SimpleNamespace(**{**NOTHING, **given}))
 
@@ -143,9 +152,13 @@ def _other_mesh() -> None:
         trainers.check_model(model, mesh["dp_shard"], recompute=False)
 
 
-def _over_cp() -> None:
-    with world(cp=2) as mesh:
-        trainers.check_mesh(mesh)
+def _samples(number: int) -> None:
+    with world(dp_shard=4) as mesh:
+        trainers.check_samples([0] * number, 1, mesh, drop_last=False)
+
+
+def _adapted(options: Any, *, sharded: bool = False, **given: Any) -> None:
+    trainers.adapted(SimpleNamespace(**{**NOTHING, **given}), options, sharded=sharded)
 
 
 #: For each option of the table, arguments that set it.
@@ -155,8 +168,6 @@ SET: dict[str, dict[str, Any]] = {
     "parallelism_config cannot": {"parallelism_config": 1},
     "fp16 cannot": {"fp16": True},
     "bf16_full_eval cannot": {"bf16_full_eval": True},
-    "torch_compile cannot": {"torch_compile": True},
-    "use_liger_kernel cannot": {"use_liger_kernel": True},
     "auto_find_batch_size cannot": {"auto_find_batch_size": True},
     "neftune_noise_alpha cannot": {"neftune_noise_alpha": 5.0},
     "enable_jit_checkpoint cannot": {"enable_jit_checkpoint": True},
@@ -210,10 +221,14 @@ CASES: Provocations = {
     "fsdp_runtime/trainers/training_arguments.py": {
         **{piece: lambda given=given: _arguments(**given) for piece, given in SET.items()},  # type: ignore[misc]
         "is not known to be right on shards": lambda: trainers.check_optimizer(SimpleNamespace(optim="adafactor")),
-        "do not shard batches over": _over_cp,
-        "does not load it by name": lambda: _of_a_trainer({}, "Qwen/Qwen3-8B"),
+        "and the training arguments recompute": lambda: _adapted(
+            {"activation_checkpointing": "block"}, activation_checkpointing=True
+        ),
+        "for dp={ranks} ranks": lambda: _samples(3),
+        "before parallelize": lambda: trainers.check_tokens(_llama(), _Tokenizer()),
+        "torch_compile cannot": lambda: _adapted({}, sharded=True, torch_compile=True),
         "is on the meta device": lambda: _of_a_trainer({}, _llama().to("meta")),
-        "set gradient_checkpointing=False": lambda: _of_a_trainer(
+        "recomputes its activations by parallelize": lambda: _of_a_trainer(
             {}, _llama(), recompute=True, activation_checkpointing="block"
         ),
         "and tp > 1": lambda: _of_a_trainer(TP, _llama()),

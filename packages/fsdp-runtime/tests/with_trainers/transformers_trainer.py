@@ -15,14 +15,16 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
-from fsdp_runtime import BackendError, MeshError, ModelError, OptionError
-from fsdp_runtime.trainers import Trainer
+from fsdp_runtime import BackendError, MeshError, ModelError, OptionError, stream_weights
+from fsdp_runtime.trainers import Trainer, training_arguments
 from harness.ranks import RankPool
 from harness.trainers import (
     BATCH,
     COMMON,
+    Outcome,
     compare,
     differences,
+    dp_size,
     forget_accelerate,
     model_on,
     token_rows,
@@ -228,6 +230,9 @@ def _refusals(folder: Path, output: Path) -> list[str]:
     recomputing, _ = model_on(folder, {"tp": 2}, activation_checkpointing="block")
     again = TrainingArguments(output_dir=str(output), use_cpu=True, report_to=[], activation_checkpointing=True)
     expect(OptionError, "gradient_checkpointing=False", model=recomputing, args=again)
+    more = tokenizer()
+    more.add_tokens(["new"])
+    expect(ModelError, "resize_token_embeddings(len(tokenizer)) before parallelize", processing_class=more)
     smoothing = {**COMMON, "label_smoothing_factor": 0.1, "max_steps": 1, "output_dir": str(output)}
     trainer = Trainer(model=model, mesh=mesh, args=TrainingArguments(**smoothing), train_dataset=token_rows())
     try:
@@ -242,6 +247,47 @@ def _refusals(folder: Path, output: Path) -> list[str]:
 
 def test_what_cannot_be_right_is_refused_with_the_fix(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     assert two_ranks.run(_refusals, folder, tmp_path) == [[], []]
+
+
+def _short(folder: Path, output: Path) -> list[str]:
+    """What is said of one sample, and of six in batches of two."""
+    forget_accelerate()
+    model, mesh = model_on(folder, {"dp_shard": 2})
+    args = TrainingArguments(**{**COMMON, "output_dir": str(output), "per_device_train_batch_size": 2})
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_arguments.logger, "warning", lambda text, *values: said.append(text % values))
+        for number in (1, 6, 8):
+            try:
+                Trainer(model=model, mesh=mesh, args=args, train_dataset=token_rows(number))
+            except OptionError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_training_set_shorter_than_the_ranks_is_refused(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    for refused, warned in two_ranks.run(_short, folder, tmp_path):
+        assert "1 samples for dp=2" in refused
+        assert "6 samples are no multiple of 4" in warned
+
+
+def _evaluated_first(folder: Path, output: Path, axes: dict[str, int] | None) -> Outcome:
+    """A trainer that evaluates before it trains."""
+    forget_accelerate()
+    model, mesh = model_on(folder, axes)
+    trainer = build(model, mesh, dp_size(axes), output=str(output), metrics=True)
+    evaluation = trainer.evaluate()
+    trainer.train()
+    weights = {name: tensor.detach().clone() for name, tensor in stream_weights(trainer.model)}
+    return Outcome(trainer.state.log_history, weights, "", evaluation)
+
+
+def test_evaluation_before_training_changes_nothing(four_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    found = four_ranks.run(_evaluated_first, folder, tmp_path / "mesh", {"dp_shard": 2, "tp": 2}, timeout=400)[0]
+    expected = _evaluated_first(folder, tmp_path / "alone", None)
+    assert differences(found, expected) == {}
+    for key in ("eval_loss", "eval_accuracy"):
+        assert found.evaluation[key] == pytest.approx(expected.evaluation[key], rel=1e-5)
 
 
 def _worker_ranks(folder: Path, output: Path) -> int:

@@ -222,6 +222,22 @@ def _refusals(folder: Path, output: Path) -> list[str]:
                 failures.append(f"{words}: {error}")
         else:
             failures.append(f"{words}: accepted")
+    forget_accelerate()
+    over_cp, mesh = model_on(folder, {"cp": 2})
+    try:
+        GRPOTrainer(
+            model=over_cp,
+            mesh=mesh,
+            args=trl.GRPOConfig(**base),
+            reward_funcs=reward,
+            train_dataset=rows(),
+            rollout_func=made_up,
+        )
+    except OptionError as error:
+        if "not covered on cp=2" not in str(error):
+            failures.append(str(error))
+    else:
+        failures.append("cp: accepted")
     return failures
 
 

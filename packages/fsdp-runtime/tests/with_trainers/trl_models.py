@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -151,15 +152,18 @@ def _refused(folder: Path, output: Path) -> list[str]:
     sharded, mesh = model_on(folder, {"tp": 2})
     forget_accelerate()
     args = trl.DPOConfig(output_dir=str(output), **COMMON)
+    recomputing = trl.DPOConfig(output_dir=str(output), **COMMON, gradient_checkpointing=True)
     data = trainers()["DPO"][2]()
     said = []
     for given in (
         {"model": sharded, "peft_config": _lora()},
         {"model": sharded, "parallelize_kwargs": {"logits": "full"}},
         {"model": 3},
+        {"model": sharded, "args": recomputing},
+        {"model": _plain(folder), "args": recomputing, "parallelize_kwargs": {"activation_checkpointing": "block"}},
     ):
         try:
-            on_mesh(trl.DPOTrainer)(mesh=mesh, args=args, train_dataset=data, **given)
+            on_mesh(trl.DPOTrainer)(**{"mesh": mesh, "args": args, "train_dataset": data, **given})
         except (OptionError, ModelError) as error:
             said.append(f"{type(error).__name__}: {error}")
         else:
@@ -168,12 +172,37 @@ def _refused(folder: Path, output: Path) -> list[str]:
 
 
 def test_what_comes_too_late_is_refused_with_the_fix(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
-    for adapter, options, number in two_ranks.run(_refused, folder, tmp_path):
+    for adapter, options, number, once, twice in two_ranks.run(_refused, folder, tmp_path):
         assert all(said.startswith("OptionError") for said in (adapter, options))
         assert all("before parallelize" in said for said in (adapter, options))
         assert "pass a model or its path" in number
+        assert once == "accepted"
+        assert "set gradient_checkpointing=False" in twice
 
 
 def test_what_is_no_trainer_is_refused() -> None:
     with pytest.raises(OptionError, match="does not derive from"):
         on_mesh(dict)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "method"),
+    [
+        ("async_grpo", "AsyncGRPOTrainer", "get_train_dataloader"),
+        ("gkd", "GKDTrainer", "compute_loss"),
+        ("gold", "GOLDTrainer", "compute_loss"),
+        ("sdpo", "SDPOTrainer", "compute_loss"),
+        ("online_dpo", "OnlineDPOTrainer", "training_step"),
+        ("server_distillation", "ServerDistillationTrainer", "compute_loss"),
+    ],
+)
+def test_trainers_with_a_loss_or_batches_of_their_own_are_refused(file: str, name: str, method: str) -> None:
+    trainer = getattr(importlib.import_module(f"trl.experimental.{file}"), name)
+    for refused in (trainer, type("Derived", (trainer,), {})):
+        with pytest.raises(OptionError, match=rf"{name}\.{method}.* use a trainer of trl itself"):
+            on_mesh(refused)
+
+
+def test_trainers_that_leave_those_methods_are_taken() -> None:
+    trainer = importlib.import_module("trl.experimental.gmpo").GMPOTrainer
+    assert issubclass(on_mesh(trainer), trainer)

@@ -1,4 +1,4 @@
-"""Every use of what TRL keeps to itself, with its reason; tested on TRL 1.13 to 1.16.
+"""Every use of what TRL keeps to itself, with its reason; tested on TRL 1.16.
 
 TRL's trainers build models, wrap them in adapters and gather over the world by functions of other modules, found under
 global names of the trainer's own.  Inside of :func:`replaced` those names stand for functions of a mesh.
@@ -43,9 +43,27 @@ def replaced(trainer_class: type, functions: Mapping[str, Any]) -> Iterator[None
             namespace[name] = before
 
 
-def scores_by_fused_head(trainer_class: type) -> bool:
-    """Return True if a trainer calls ``model(..., fused_lm_head=True)`` (TRL 1.15; some in 1.14), not for logits."""
-    return any("add_fused_lm_head" in vars(module) for module in modules_of(trainer_class))
+#: Methods of TRL's trainers that the mixins work through: batches over the ranks, hidden states, logits and the loss.
+_WORKED_THROUGH = (
+    "compute_loss",
+    "training_step",
+    "prediction_step",
+    "get_train_dataloader",
+    "_inner_training_loop",
+    "_generate_single_turn",
+    "_generate_and_score_completions",
+    "_get_per_token_logps_and_entropies",
+    "_get_last_hidden_state",
+)
+
+
+def own_methods(trainer_class: type) -> list[str]:
+    """Return the methods that TRL's experimental classes have in the place of those that the mixins work through.
+
+    They read the model's logits or weights, or count the world's ranks, by code of their own.
+    """
+    experimental = [cls for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.experimental.")]
+    return [f"{cls.__name__}.{name}" for cls in experimental for name in _WORKED_THROUGH if name in vars(cls)]
 
 
 def generates(trainer_class: type) -> bool:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.trainers._trl_compat import DIVERGENCE, global_of, replaced
+from fsdp_runtime.errors import ModelError
+from fsdp_runtime.trainers._trl_compat import DIVERGENCE, replaced
+from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.trl_trainers import GeneratingMixin
 from tp_plans.runtime import plain_full_tensor
-
-_WEIGHTS = tuple(f"{model}_lm_head_{part}" for model in ("student", "teacher") for part in ("weight", "bias"))
 
 
 class DistillationMixin(GeneratingMixin):
     """Let TRL's distillation trainer train on a mesh; see :class:`GeneratingMixin`.
 
-    Every rank of ``tp`` computes the divergence of the full vocabulary, from gathered heads; each keeps its own rows of
-    the gradient.
+    The divergence is that of the full vocabulary, from hidden states and both heads as they are sharded.
     """
 
     def _get_last_hidden_state(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -28,31 +28,84 @@ class DistillationMixin(GeneratingMixin):
         return full
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        divergence = global_of(type(self), DIVERGENCE)
-
-        def of_full_weights(student: Tensor, teacher: Tensor, *heads: Any, **options: Any) -> Any:
-            weights = (full_weight(head) for head in heads[:2])
-            options = {name: full_weight(value) if name in _WEIGHTS else value for name, value in options.items()}
-            return divergence(student, teacher, *weights, *heads[2:], **options)
-
-        with replaced(type(self), {DIVERGENCE: of_full_weights}):
+        with replaced(type(self), {DIVERGENCE: divergence_loss}):
             return super()._compute_loss(*args, **kwargs)
 
 
-def full_weight(weight: Any) -> Any:
-    """Gather a weight that is sharded over ``tp``; other values as they are."""
-    return _FullWeight.apply(weight) if isinstance(weight, DTensor) else weight  # type: ignore[no-untyped-call]
+def divergence_loss(
+    student_hidden_states: Tensor,
+    teacher_hidden_states: Tensor,
+    student_lm_head_weight: Tensor,
+    teacher_lm_head_weight: Tensor,
+    completion_mask: Tensor,
+    beta: float,
+    num_items_in_batch: Any = None,
+    *,
+    temperature: float = 1.0,
+    **heads: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what ``_chunked_divergence_loss`` of TRL does, from heads that may be sharded on the vocabulary.
+
+    Args:
+        student_hidden_states: ``[batch, tokens, features]``, the same on every rank of ``tp``.
+        teacher_hidden_states: ``[batch, tokens, features of the teacher]``, likewise.
+        student_lm_head_weight: ``[vocab, features]``, plain or sharded.
+        teacher_lm_head_weight: ``[vocab, features of the teacher]``, plain or sharded.
+        completion_mask: ``[batch, tokens]``, 0 where a token does not count.
+        beta: 0 for forward KL, 1 for reverse KL, between them Jensen-Shannon.
+        num_items_in_batch: what the sum is divided by; by default the tokens that count.
+        temperature: of both.
+        heads: bias, scale and soft cap of both heads, by TRL's names.
+
+    Returns:
+        The loss, the sum of the student's entropy without gradient, and the number of tokens that count.
+    """
+    student = _logits("student", student_hidden_states, student_lm_head_weight, heads)
+    teacher = _logits("teacher", teacher_hidden_states, teacher_lm_head_weight, heads)
+    valid = completion_mask != 0
+    divergence = rl_logprobs().token_divergence(student, teacher, beta=beta, temperature=temperature, mask=valid)
+    with torch.no_grad():
+        statistics = rl_logprobs().linear_token_statistics(
+            student.hidden,
+            student.weight,
+            torch.where(valid, 0, -100),
+            entropy=True,
+            bias=student.bias,
+            logit_scale=student.logit_scale,
+            softcap=student.softcap,
+            temperature=temperature,
+        )
+    number = valid.sum()
+    total = number.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return divergence.sum() / total, statistics.entropy.masked_fill(~valid, 0).sum(), number
 
 
-class _FullWeight(torch.autograd.Function):
-    """All ranks compute the same of the full weight, so that each takes its own rows of the gradient."""
+def _logits(model: str, hidden: Tensor, weight: Tensor, heads: Mapping[str, Any]) -> Any:
+    weight, bias = (_over_tp(model, part) for part in (weight, heads.get(f"{model}_lm_head_bias")))
+    return rl_logprobs().LinearLogits(
+        hidden,
+        weight if weight.dtype == hidden.dtype else weight.to(hidden.dtype),
+        bias,
+        heads.get(f"{model}_logit_scale", 1.0),
+        heads.get(f"{model}_final_logit_softcapping"),
+    )
 
-    @staticmethod
-    def forward(ctx: Any, weight: DTensor) -> Tensor:
-        ctx.mesh, ctx.placements = weight.device_mesh, weight.placements
-        return weight.full_tensor()
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> DTensor:
-        full = DTensor.from_local(gradients[0].contiguous(), ctx.mesh, [Replicate()] * ctx.mesh.ndim, run_check=False)
-        return full.redistribute(placements=ctx.placements)
+def _over_tp(model: str, weight: Any) -> Any:
+    """Gather a weight that FSDP2 has sharded, as a teacher's is after its forward; others as they are.
+
+    Raises:
+        ModelError: it is trained, so that its gradient would not be reduced.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    names = weight.device_mesh.mesh_dim_names or ()
+    axes = [name for name, own in zip(names, weight.placements, strict=True) if not own.is_replicate()]
+    if axes in ([], ["tp"]):
+        return weight
+    if model == "student" and weight.requires_grad:
+        raise ModelError(
+            f"the student's head is sharded over {', '.join(axes)} within its forward: let FSDP2 gather it with the "
+            "model around it, not as a module of its own"
+        )
+    return weight.detach().full_tensor()

@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.trainers._trl_compat import generates, is_trl, reads_head_weights
+from fsdp_runtime.trainers._trl_compat import generates, is_trl, own_methods, reads_head_weights
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin
 
 _DOC = """``{module}.{name}`` on a mesh.
@@ -33,7 +33,8 @@ def on_mesh(trainer_class: type) -> Any:
         trainer_class: a class that derives from ``transformers.Trainer``.
 
     Raises:
-        OptionError: it does not.
+        OptionError: it does not, or it is one of TRL's experimental trainers that computes its loss or deals its
+            batches by code of its own.
 
     Example:
         Under ``torchrun --nproc-per-node=4``::
@@ -48,6 +49,12 @@ def on_mesh(trainer_class: type) -> Any:
         raise OptionError(f"{trainer_class!r} does not derive from transformers.Trainer")
     if issubclass(trainer_class, MeshTrainerMixin):
         return trainer_class
+    if own := own_methods(trainer_class):
+        raise OptionError(
+            f"{trainer_class.__name__} cannot train on a mesh: {', '.join(own)} would take sharded logits or weights "
+            "for full ones, or count every rank of tp as a data-parallel one; use a trainer of trl itself, such as "
+            "trl.GRPOTrainer, or a subclass that leaves these methods as they are there"
+        )
     mixin: type = MeshTrainerMixin
     if is_trl(trainer_class):
         from fsdp_runtime.trainers.distillation import DistillationMixin

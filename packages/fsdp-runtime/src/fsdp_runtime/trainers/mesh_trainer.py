@@ -27,6 +27,8 @@ from fsdp_runtime.trainers.training_arguments import (
     check_mesh,
     check_model,
     check_optimizer,
+    check_samples,
+    check_tokens,
 )
 from fsdp_runtime.training_state import load_training_state, save_training_state
 from fsdp_runtime.weights import load_weights, save_weights
@@ -64,8 +66,8 @@ class MeshTrainerMixin(_AnyTrainer):
     Raises:
         BackendError: rl-logprobs is not installed.
         MeshError: the mesh has other axes.
-        ModelError: the model is parallelized on another mesh, or has no weights yet.
-        OptionError: an option that cannot be right on a sharded model.
+        ModelError: the model is parallelized on another mesh, has no weights yet, or fewer tokens than the tokenizer.
+        OptionError: an option that cannot be right on a sharded model, or fewer samples than ranks of ``dp``.
     """
 
     accelerator: MeshAccelerator
@@ -98,6 +100,7 @@ class MeshTrainerMixin(_AnyTrainer):
         model, kwargs = self._shard_models(model, kwargs)
         super().__init__(model=model, args=args, **kwargs)
         self._adopt(self.model)
+        self._check_data()
         attributes: dict[str, Any] = self.__dict__
         if (label_smoother := attributes["label_smoother"]) is not None:
             attributes["label_smoother"] = label_smoother_for(label_smoother, base_model(self.model))
@@ -117,6 +120,11 @@ class MeshTrainerMixin(_AnyTrainer):
             check_model(model, self.mesh, recompute=bool(getattr(args, "activation_checkpointing", False)))
         elif on_meta := next((name for name, tensor in model.named_parameters() if tensor.is_meta), None):
             raise ModelError(f"{on_meta} is on the meta device: call parallelize and load_weights before the trainer")
+
+    def _check_data(self) -> None:
+        check_tokens(base_model(self.model), self.processing_class)
+        batch, drop_last = self._train_batch_size, self.args.dataloader_drop_last
+        check_samples(self.train_dataset, batch, self.mesh, drop_last=drop_last)
 
     def _adopt(self, model: nn.Module) -> None:
         """Let a sharded model compute its loss from sharded logits, and from full rows under context parallelism."""

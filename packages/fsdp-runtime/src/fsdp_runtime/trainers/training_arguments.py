@@ -91,8 +91,14 @@ def adapted(args: Any, options: Options, *, sharded: bool) -> Any:
         sharded: the model is sharded already.
 
     Raises:
-        OptionError: ``torch_compile`` for a model that is sharded already.
+        OptionError: ``torch_compile`` for a model that is sharded already, or activation checkpointing in both.
     """
+    mode = options.get("activation_checkpointing", "none")
+    if getattr(args, "activation_checkpointing", False) and getattr(mode, "mode", mode) != "none":
+        raise OptionError(
+            f"parallelize_kwargs has activation_checkpointing={mode!r}, and the training arguments recompute too: set "
+            "gradient_checkpointing=False in the training arguments"
+        )
     args = copy.copy(args)
     if getattr(args, "use_liger_kernel", False):
         logger.warning(
@@ -145,3 +151,42 @@ def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:
     ranks = set(mesh.mesh.flatten().tolist())
     if stray := [own for own in sharded if not set(own.mesh.flatten().tolist()) <= ranks]:
         raise ModelError(f"the model is sharded over {stray[0]}, which is not part of the trainer's mesh {mesh}")
+
+
+def check_tokens(model: Any, processing_class: Any) -> None:
+    """Raise :class:`ModelError` if a tokenizer has more tokens than the model's embedding has rows."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    config = getattr(model, "config", None)
+    rows = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
+    if rows is not None and hasattr(tokenizer, "get_vocab") and len(tokenizer) > rows:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model's vocabulary {rows}: call "
+            "model.resize_token_embeddings(len(tokenizer)) before parallelize"
+        )
+
+
+def check_samples(dataset: Any, batch: int, mesh: DeviceMesh, *, drop_last: bool) -> None:
+    """Raise :class:`OptionError` if ranks of ``dp`` are left without a sample; warn where the last batch is filled up.
+
+    Args:
+        dataset: the training set; one without a length is not looked at.
+        batch: samples of a rank's batch.
+        mesh: the trainer's mesh.
+        drop_last: what does not fill a batch is left out.
+    """
+    if not hasattr(dataset, "__len__"):
+        return
+    ranks = axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard")
+    if 0 < len(dataset) < ranks:
+        raise OptionError(
+            f"the training set has {len(dataset)} samples for dp={ranks} ranks, which take one each or more: use a "
+            "smaller dp_replicate or dp_shard, or give more samples"
+        )
+    if ranks > 1 and len(dataset) % (batch * ranks) and not drop_last:
+        logger.warning(
+            "the training set's %d samples are no multiple of %d, a batch of each of the dp=%d ranks: the last batch "
+            "repeats samples, which one process would not; dataloader_drop_last=True leaves it out",
+            len(dataset),
+            batch * ranks,
+            ranks,
+        )

@@ -24,6 +24,7 @@ from fsdp_runtime.trainers._trl_compat import adds_reference_adapter, pairs_with
 from fsdp_runtime.trainers.fused_head import add_fused_lm_head
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin, data_parallel_rank
 from fsdp_runtime.trainers.model_source import is_sharded, keep_reference_adapter, with_reference_adapter
+from fsdp_runtime.trainers.training_arguments import check_tokens
 from fsdp_runtime.trainers.vllm_server import server_generation
 
 #: Arguments with a second model, which is sharded like the first.
@@ -133,6 +134,9 @@ class GeneratingMixin(TrlMixin):
         # TRL seeds every process of the world differently; the ranks of tp must draw the same numbers.
         transformers.set_seed(self.args.seed + data_parallel_rank(mesh))
 
+    def _check_data(self) -> None:
+        check_tokens(base_model(self.model), self.processing_class)  # a prompt's completions are dealt, not prompts
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with FSDP2's parameters gathered and plain logits, the same tokens on all ranks of ``tp``."""
         if getattr(self, "use_vllm", False):
@@ -175,10 +179,10 @@ def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     for name in ("tools", "environment_factory"):
         if tp > 1 and kwargs.get(name):
             raise OptionError(f"{name} would act once on every rank of tp={tp}: use a mesh with tp=1")
-    if axis_size(mesh, "cp") > 1 and not (kwargs.get("rollout_func") or getattr(args, "use_vllm", False)):
+    if (cp := axis_size(mesh, "cp")) > 1:
         raise OptionError(
-            f"generation on cp={axis_size(mesh, 'cp')}: a rank's cache holds the keys of its own tokens; generate in "
-            "an engine (rollout_func, use_vllm), or use cp=1"
+            f"trainers that sample completions are not covered on cp={cp}, with an engine or without: a rank's cache "
+            "holds the keys of its own tokens; use cp=1, and more of tp or dp_shard"
         )
 
 
