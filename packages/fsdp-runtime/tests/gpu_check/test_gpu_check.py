@@ -7,7 +7,7 @@ import torch
 
 from fsdp_runtime.gpu_check import parity
 from fsdp_runtime.gpu_check.__main__ import main
-from fsdp_runtime.gpu_check.finding import Finding, within
+from fsdp_runtime.gpu_check.check_result import CheckResult, within
 from fsdp_runtime.gpu_check.machine import World, accelerator
 from fsdp_runtime.gpu_check.memory import compare
 from fsdp_runtime.gpu_check.report import markdown
@@ -67,7 +67,7 @@ def test_bounds_decide():
 
 def test_a_peak_far_from_the_dry_run_fails(monkeypatch):
     monkeypatch.setattr("fsdp_runtime.gpu_check.memory.expected_peak", lambda: 2**30)
-    near, far = (Finding("Memory", "measured peak of a step", str(int(2**30 * f))) for f in (1.01, 1.2))
+    near, far = (CheckResult("Memory", "measured peak of a step", str(int(2**30 * f))) for f in (1.01, 1.2))
     assert [f.state for f in compare([near, far])] == ["passed", "failed"]
 
 
@@ -78,4 +78,4 @@ def test_worlds_name_their_backend():
 
 
 def test_cells_of_the_page_hold_their_text():
-    assert "| a \\| b | two lines |" in markdown([Finding("S", "a | b", "two\nlines")])
+    assert "| a \\| b | two lines |" in markdown([CheckResult("S", "a | b", "two\nlines")])

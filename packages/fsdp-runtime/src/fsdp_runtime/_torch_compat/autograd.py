@@ -54,3 +54,11 @@ def running_backward_of() -> int | None:
 def in_backward() -> bool:
     """Return True while a backward runs in this thread, its hooks and callbacks included (private in 2.10 to 2.15)."""
     return int(torch._C._current_graph_task_id()) != -1
+
+
+def viewed_tensor(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that a view shares memory with, ``None`` for a tensor of its own.
+
+    ``Tensor._base`` of torch 2.10 to 2.15; a public name does not exist.
+    """
+    return getattr(tensor, "_base", None)

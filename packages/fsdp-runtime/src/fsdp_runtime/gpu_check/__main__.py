@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.gpu_check.finding import Finding
+from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.kernels import check_kernels
 from fsdp_runtime.gpu_check.machine import World, accelerator, machine, worlds
 from fsdp_runtime.gpu_check.memory import check_memory, compare
@@ -56,13 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(finding.state == "failed" for finding in findings) else 0
 
 
-def _run(world: World, checks: list[Check]) -> list[Finding]:
+def _run(world: World, checks: list[Check]) -> list[CheckResult]:
     found = run_checks(world, checks, lambda line: print(line, file=sys.stderr, flush=True))
     if world.backend == "gloo" and world.device_type != "cpu":  # gloo has few collectives of tensors on a device
         reasons = [f"{f.figure} (gloo on a device)" if f.state == "failed" else f.figure for f in found]
         states = ["not run" if f.state == "failed" else f.state for f in found]
         found = [
-            Finding(f.section, f.what, reason, f.bound, state)
+            CheckResult(f.section, f.what, reason, f.bound, state)
             for f, reason, state in zip(found, reasons, states, strict=True)
         ]
     lines = [f"  {verdict(found)}", *(f"  failed: {f.what}: {f.figure}" for f in found if f.state == "failed")]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fsdp_runtime.gpu_check.finding import Finding, within
+from fsdp_runtime.gpu_check.check_result import CheckResult, within
 from fsdp_runtime.gpu_check.machine import World, optional
 
 #: The rounding of a dtype's results.
@@ -14,14 +14,14 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 WIDTHS = (130, 32_000, 151_936)
 
 
-def check_kernels(world: World, device: torch.device) -> Iterator[Finding]:
+def check_kernels(world: World, device: torch.device) -> Iterator[CheckResult]:
     """Yield the largest difference of each dtype and width, relative to the largest element."""
     rl_logprobs, triton = optional("rl_logprobs"), optional("triton")
     if rl_logprobs is None or triton is None:
-        yield Finding("Kernels", "Triton beside torch", "rl-logprobs or triton is not installed", state="not run")
+        yield CheckResult("Kernels", "Triton beside torch", "rl-logprobs or triton is not installed", state="not run")
         return
     if device.type == "cpu":
-        yield Finding("Kernels", "Triton beside torch", "Triton needs an accelerator", state="not run")
+        yield CheckResult("Kernels", "Triton beside torch", "Triton needs an accelerator", state="not run")
         return
     for dtype, bound in BOUNDS.items():
         for width in WIDTHS:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.gpu_check.finding import Finding
+from fsdp_runtime.gpu_check.check_result import CheckResult
 
 PACKAGES = ("tp-plans", "fsdp-runtime", "rl-logprobs", "torch", "transformers", "triton")
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
@@ -81,21 +81,21 @@ def worlds(device_type: str, largest: int = 8) -> list[World]:
     return [World(device_type, size, devices) for size in sizes]
 
 
-def machine(device_type: str) -> list[Finding]:
+def machine(device_type: str) -> list[CheckResult]:
     """Return the devices and versions."""
-    found = [Finding("Machine", "system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")]
+    found = [CheckResult("Machine", "system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")]
     if device_type != "cpu":
         for index in range(torch.accelerator.device_count()):
-            found.append(Finding("Machine", f"device {index}", _describe(device_type, index)))
+            found.append(CheckResult("Machine", f"device {index}", _describe(device_type, index)))
     for package in PACKAGES:
         try:
-            found.append(Finding("Machine", package, version(package)))
+            found.append(CheckResult("Machine", package, version(package)))
         except PackageNotFoundError:
-            found.append(Finding("Machine", package, "not installed"))
+            found.append(CheckResult("Machine", package, "not installed"))
     if device_type == "cuda":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         built = torch.version.hip or torch.version.cuda
-        found.append(Finding("Machine", "CUDA or ROCm of torch, NCCL", f"{built}, {nccl}"))
+        found.append(CheckResult("Machine", "CUDA or ROCm of torch, NCCL", f"{built}, {nccl}"))
     return found
 
 

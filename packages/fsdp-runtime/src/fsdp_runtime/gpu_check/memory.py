@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsdp_runtime import MeshSpec, parallelize
-from fsdp_runtime.gpu_check.finding import Finding
+from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import World, optional
 
 LENGTH, BATCH = 2048, 2
@@ -16,17 +16,17 @@ LENGTH, BATCH = 2048, 2
 TOLERANCE = 0.05
 
 
-def check_memory(world: World, device: torch.device) -> Iterator[Finding]:
+def check_memory(world: World, device: torch.device) -> Iterator[CheckResult]:
     """Yield the allocated peak of forward, loss, backward and AdamW on one rank; the dry run runs elsewhere."""
     if device.type == "cpu":
-        yield Finding("Memory", "a step beside the dry run", "a CPU has no allocator that counts", state="not run")
+        yield CheckResult("Memory", "a step beside the dry run", "a CPU has no allocator that counts", state="not run")
         return
     rl_logprobs = optional("rl_logprobs")
     if rl_logprobs is None:
-        yield Finding("Memory", "a step beside the dry run", "rl-logprobs is not installed", state="not run")
+        yield CheckResult("Memory", "a step beside the dry run", "rl-logprobs is not installed", state="not run")
         return
     measured = _peak(device, rl_logprobs.token_logprobs)
-    yield Finding("Memory", f"measured peak of a step ({world.name})", str(measured))
+    yield CheckResult("Memory", f"measured peak of a step ({world.name})", str(measured))
 
 
 def config() -> Any:
@@ -52,7 +52,7 @@ def expected_peak() -> int:
     return found.memory.peak.total
 
 
-def compare(findings: list[Finding]) -> list[Finding]:
+def compare(findings: list[CheckResult]) -> list[CheckResult]:
     """Return the findings with the measured peak beside the dry run's."""
     result = []
     for finding in findings:
@@ -61,7 +61,7 @@ def compare(findings: list[Finding]) -> list[Finding]:
             ratio = expected / measured
             figure = f"{measured / 2**30:.3f} GiB; the dry run says {expected / 2**30:.3f} GiB, {ratio:.3f} of it"
             state: Any = "passed" if abs(ratio - 1) <= TOLERANCE else "failed"
-            finding = Finding("Memory", finding.what, figure, f"within {TOLERANCE:.0%}", state)
+            finding = CheckResult("Memory", finding.what, figure, f"within {TOLERANCE:.0%}", state)
         result.append(finding)
     return result
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import MeshSpec, parallelize, sequence_layout, submesh
-from fsdp_runtime.gpu_check.finding import Finding, within
+from fsdp_runtime.gpu_check.check_result import CheckResult, within
 from fsdp_runtime.gpu_check.machine import World
 
 ROWS, LENGTH, VOCABULARY = 8, 64, 512
@@ -59,7 +59,7 @@ def settings(size: int) -> list[Setting]:
     return found
 
 
-def check_parity(world: World, device: torch.device) -> Iterator[Finding]:
+def check_parity(world: World, device: torch.device) -> Iterator[CheckResult]:
     """Yield one finding for each setting and dtype; every rank's worst difference counts."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     for setting in settings(world.size):
@@ -69,7 +69,7 @@ def check_parity(world: World, device: torch.device) -> Iterator[Finding]:
             try:
                 value = torch.tensor(largest_difference(model, setting, device), device=device)
             except Exception as error:  # noqa: BLE001  # every rank of a small model raises alike; the next goes on
-                yield Finding("Parity", what, f"{type(error).__name__}: {str(error)[:200]}", "no error", "failed")
+                yield CheckResult("Parity", what, f"{type(error).__name__}: {str(error)[:200]}", "no error", "failed")
                 continue
             dist.all_reduce(value, dist.ReduceOp.MAX)
             yield within("Parity", what, float(value), bound)

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from fsdp_runtime.gpu_check.finding import Finding
+from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import World
 
 #: A check: findings of one rank, of which those of rank 0 are reported.  All ranks run it.
-Check = Callable[[World, torch.device], Iterator[Finding]]
+Check = Callable[[World, torch.device], Iterator[CheckResult]]
 #: A rank that waits longer for another one raises.
 TIMEOUT = timedelta(seconds=120)
 
 
-def run_checks(world: World, checks: list[Check], show: Callable[[str], None]) -> list[Finding]:
+def run_checks(world: World, checks: list[Check], show: Callable[[str], None]) -> list[CheckResult]:
     """Return what the checks found on rank 0 of a world; an error of a rank is a finding.
 
     Args:
@@ -41,9 +41,9 @@ def run_checks(world: World, checks: list[Check], show: Callable[[str], None]) -
         except Exception as error:  # noqa: BLE001  # whatever ended a rank belongs into the report
             failure = str(error).strip().splitlines()[-1]
         lines = Path(folder, "findings").read_text().splitlines() if Path(folder, "findings").exists() else []
-    found = [Finding(**json.loads(line)) for line in lines]
+    found = [CheckResult(**json.loads(line)) for line in lines]
     if failure:
-        found.append(Finding("Errors", f"{world.name}: {names}", failure, "no error", "failed"))
+        found.append(CheckResult("Errors", f"{world.name}: {names}", failure, "no error", "failed"))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_runtime.gpu_check.finding import Finding
+from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import World, optional
 
 REPEATS = 10
@@ -17,11 +17,11 @@ REPEATS = 10
 GRADIENT, ROWS, COLUMNS = 2**28, 2048, 151_936
 
 
-def check_speed(world: World, device: torch.device) -> Iterator[Finding]:
+def check_speed(world: World, device: torch.device) -> Iterator[CheckResult]:
     """Yield GiB/s of a copy, of the norm of gradients in bfloat16, and of log-probabilities of logits in bfloat16."""
     rl_logprobs = optional("rl_logprobs")
     if rl_logprobs is None:
-        yield Finding("Speed", "norm and log-probabilities", "rl-logprobs is not installed", state="not run")
+        yield CheckResult("Speed", "norm and log-probabilities", "rl-logprobs is not installed", state="not run")
         return
     share = 64 if device.type == "cpu" else 1
     copied = yield from _copy_and_norm(rl_logprobs.grad_norm, GRADIENT // share, world, device)
@@ -29,7 +29,7 @@ def check_speed(world: World, device: torch.device) -> Iterator[Finding]:
     targets = torch.zeros(len(logits), dtype=torch.long, device=device)
     for backend in ("torch", "triton"):
         if backend == "triton" and device.type == "cpu":
-            yield Finding("Speed", "log-probabilities, triton", "Triton needs an accelerator", state="not run")
+            yield CheckResult("Speed", "log-probabilities, triton", "Triton needs an accelerator", state="not run")
             continue
 
         def score(backend: Any = backend) -> Any:
@@ -41,12 +41,12 @@ def check_speed(world: World, device: torch.device) -> Iterator[Finding]:
 
 def _copy_and_norm(
     grad_norm: Callable[..., Any], elements: int, world: World, device: torch.device
-) -> Generator[Finding, None, float]:
+) -> Generator[CheckResult, None, float]:
     """Yield the speed of a copy and of a norm; return the copy's, in bytes read and written a second."""
     source = torch.ones(elements, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / seconds(lambda: target.copy_(source), device)
-    yield Finding("Speed", f"copy of bfloat16 ({world.name})", f"{copied / 2**30:.1f} GiB/s")
+    yield CheckResult("Speed", f"copy of bfloat16 ({world.name})", f"{copied / 2**30:.1f} GiB/s")
     parameters = [nn.Parameter(part) for part in source.chunk(64)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -74,5 +74,5 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _beside(what: str, rate: float, copied: float, world: World) -> Finding:
-    return Finding("Speed", f"{what} ({world.name})", f"{rate / 2**30:.1f} GiB/s, {rate / copied:.2f} of a copy")
+def _beside(what: str, rate: float, copied: float, world: World) -> CheckResult:
+    return CheckResult("Speed", f"{what} ({world.name})", f"{rate / 2**30:.1f} GiB/s, {rate / copied:.2f} of a copy")

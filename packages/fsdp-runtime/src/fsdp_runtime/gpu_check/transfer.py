@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 import tp_plans
 from fsdp_runtime import MeshSpec, parallelize
-from fsdp_runtime.gpu_check.finding import Finding
+from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import World
 from fsdp_runtime.gpu_check.parity import build
 from fsdp_runtime.gpu_check.speed import synchronize
 from fsdp_runtime.sync import ModelShards, execute_transfer, verify_transfer
 
 
-def check_transfer(world: World, device: torch.device) -> Iterator[Finding]:
+def check_transfer(world: World, device: torch.device) -> Iterator[CheckResult]:
     """Yield whether weights of ``dp_shard`` arrive on ``tp``, and the seconds that they took."""
     if world.size == 1:
         return
@@ -37,4 +37,4 @@ def check_transfer(world: World, device: torch.device) -> Iterator[Finding]:
     verify_transfer(plan, source=source, destination=target.local)
     total = sum(plan.bytes_sent(rank) for rank in range(dist.get_world_size()))
     figure = f"every block arrived; {total / 2**20:.1f} MiB sent in {seconds:.3f} s"
-    yield Finding("Weight sync", f"dp_shard to tp ({world.name})", figure, "hashes of all blocks equal", "passed")
+    yield CheckResult("Weight sync", f"dp_shard to tp ({world.name})", figure, "hashes of all blocks equal", "passed")

@@ -28,7 +28,7 @@ from fsdp_runtime.wrap import effects_of, hook_model
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class FullRows:
     """The rows of one forward.
 
     Args:
@@ -59,10 +59,10 @@ class Rows:
 
 
 _EFFECT = "takes full rows"
-_rows: ContextVar[Rows | None] = ContextVar("rows", default=None)
+_rows: ContextVar[FullRows | None] = ContextVar("rows", default=None)
 
 
-def rows_in_force() -> Rows | None:
+def rows_in_force() -> FullRows | None:
     """Return the rows that a forward is computing parts of, ``None`` without context parallelism."""
     return _rows.get()
 
@@ -82,7 +82,9 @@ def _before(attention: Any, module: nn.Module, args: tuple[Any, ...], kwargs: di
     multiple = attention.layout(1 if attention.load_balancer is None else 2).multiple
     layout = attention.layout(-(-length // multiple) * multiple // ranks)
     taken = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
-    rows = Rows(layout, length, attention.group, {name: kwargs[name] for name in taken if kwargs.get(name) is not None})
+    rows = FullRows(
+        layout, length, attention.group, {name: kwargs[name] for name in taken if kwargs.get(name) is not None}
+    )
     kwargs = {name: value for name, value in kwargs.items() if name not in taken}
     if layout.length > length and kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.trainers.full_rows import Rows, rows_in_force
+from fsdp_runtime.trainers.full_rows import FullRows, rows_in_force
 from fsdp_runtime.trainers.rl_logprobs_backend import token_statistics
 
 
@@ -114,7 +114,7 @@ def scored_positions(labels: Tensor) -> int:
 
 
 def per_token(
-    logits: Tensor, labels: Tensor, *, temperature: float, fields: tuple[str, ...], rows: Rows | None = None
+    logits: Tensor, labels: Tensor, *, temperature: float, fields: tuple[str, ...], rows: FullRows | None = None
 ) -> dict[str, Any]:
     """Return log-probabilities and what else is asked, all ``[batch, seq - 1]``, zero where there is no label.
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fsdp_runtime._torch_compat import viewed_tensor
+
 #: Smaller tensors stay on the device (torchtune's and TRL's ``OffloadActivations``).
 _MIN_BYTES = 1024
 
@@ -25,7 +27,7 @@ def host_activations() -> Iterator[None]:
 
 
 def _to_host(tensor: Tensor) -> Any:
-    kept = isinstance(tensor, nn.Parameter) or isinstance(getattr(tensor, "_base", None), nn.Parameter)
+    kept = isinstance(tensor, nn.Parameter) or isinstance(viewed_tensor(tensor), nn.Parameter)
     if kept or not tensor.is_floating_point() or tensor.nbytes < _MIN_BYTES:
         return tensor
     return tensor.shape, tensor.stride(), tensor.dtype

@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What one check found.
 
     Args:
@@ -25,7 +25,7 @@ class Finding:
     state: Literal["passed", "failed", "measured", "not run"] = "measured"
 
 
-def within(section: str, what: str, value: float, bound: float, unit: str = "") -> Finding:
+def within(section: str, what: str, value: float, bound: float, unit: str = "") -> CheckResult:
     """Return a finding that passes if ``value`` is at most ``bound``."""
     state: Literal["passed", "failed"] = "passed" if value <= bound else "failed"  # NaN fails
-    return Finding(section, what, f"{value:.2g}{unit}", f"at most {bound:.2g}{unit}", state)
+    return CheckResult(section, what, f"{value:.2g}{unit}", f"at most {bound:.2g}{unit}", state)
