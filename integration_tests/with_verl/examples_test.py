@@ -29,7 +29,7 @@ def _run(script: str, work: Path, *settings: str, engine: str = "fsdp_runtime", 
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | {"PATH": path, "WORK": str(work), "ENGINE": engine, "STEPS": str(steps)}
     command = ["bash", str(EXAMPLES / f"{script}.sh"), *settings]
-    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    job = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, timeout=900)
     assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-6000:]
     return [json.loads(line)["data"] for line in (work / f"{script}-{engine}.jsonl").read_text().splitlines()]
 

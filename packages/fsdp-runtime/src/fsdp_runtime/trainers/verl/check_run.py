@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +41,15 @@ def run_steps(seconds: float = 600.0) -> CheckLine:
         except subprocess.TimeoutExpired:
             return CheckLine("error", f"four steps of SFT did not end within {seconds:.0f} s")
         if job.returncode:
-            lines = [line for line in job.stderr.splitlines() if "Error" in line and "UserWarning" not in line]
-            return CheckLine("error", f"SFT ended with code {job.returncode}: {lines[0].strip() if lines else ''}")
+            return CheckLine("error", f"SFT ended with code {job.returncode}: {_error_in(job.stderr)}")
         return _judged(folder / "log.jsonl")
+
+
+def _error_in(stderr: str) -> str:
+    """The first error of a rank, or what Hydra says of a setting; torchrun's own comes after them."""
+    shown = re.compile(r"^(?:\[rank\d+\]: ?)?((?:[\w.]*(?:Error|Exception): |Could not override ).*)", re.MULTILINE)
+    found = shown.search(stderr)
+    return found[1] if found else "\n".join(stderr.splitlines()[-20:])
 
 
 def _judged(log: Path) -> CheckLine:

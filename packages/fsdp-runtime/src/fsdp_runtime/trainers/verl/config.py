@@ -9,6 +9,7 @@ import torch
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import MeshSpec
+from fsdp_runtime.trainers.verl.flags import refuse
 from fsdp_runtime.trainers.verl.verl_api import ActorConfig, CriticConfig, EngineConfig, PrecisionType
 
 STRATEGY = "fsdp_runtime"
@@ -170,6 +171,7 @@ class FsdpRuntimeActorConfig(ActorConfig):
     strategy: str = STRATEGY
     fsdp_runtime: FsdpRuntimeEngineConfig = field(default_factory=FsdpRuntimeEngineConfig)
     use_remove_padding: bool = False
+    use_rollout_log_probs: bool = False
     grad_clip: float | None = None
     ulysses_sequence_parallel_size: int = 1
     entropy_from_logits_with_chunking: bool = False
@@ -179,11 +181,7 @@ class FsdpRuntimeActorConfig(ActorConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.use_prefix_grouper:
-            raise OptionError(
-                "actor.use_prefix_grouper=True replaces attention in verl's own engines: leave it out with fsdp_runtime"
-            )
-        _require_no_qat("actor.qat", self.qat)
+        refuse("actor.", "ActorConfig", self)
         self.fsdp_runtime.freeze_vision_tower |= self.freeze_vision_tower
         self.fsdp_runtime.pad_to_length |= self.pad_to_length
         _join(self)
@@ -244,24 +242,13 @@ def to_dtype(name: str, value: Any) -> torch.dtype:
     return dtype
 
 
-def _require_no_qat(name: str, qat: Any) -> None:
-    if qat is not None and qat.get("enable", False):
-        raise OptionError(f"{name}.enable=True: quantization-aware training needs verl's own engine; set it to False")
-
-
 def check_flags(config: FsdpRuntimeEngineConfig) -> None:
     """Refuse the flags of verl's FSDP engine that have no counterpart.
 
     Raises:
         OptionError: one is set; the message has the way out.
     """
-    _require_no_qat("qat", config.qat)
-    if config.use_torch_compile:
-        raise OptionError("use_torch_compile=True compiles verl's entropy function: set compile=True for the blocks")
-    if config.forward_prefetch:
-        raise OptionError("forward_prefetch=True is FSDP1's: set prefetch_forward=1")
-    if any(config.wrap_policy.values()):
-        raise OptionError(f"wrap_policy={dict(config.wrap_policy)}: FSDP2 wraps each block here; leave it out")
+    refuse("", "FSDPEngineConfig", config)
     buffer_dtype = (config.mixed_precision or {}).get("buffer_dtype")
     if buffer_dtype is not None and to_dtype("mixed_precision.buffer_dtype", buffer_dtype) != torch.float32:
         raise OptionError(f"mixed_precision.buffer_dtype={buffer_dtype!r}: buffers keep their dtype; leave it out")

@@ -18,6 +18,7 @@ from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_, grad_norm
 from fsdp_runtime.trainers.verl import export
 from fsdp_runtime.trainers.verl.checkpoints import Checkpoints
 from fsdp_runtime.trainers.verl.config import check_flags, to_dtype
+from fsdp_runtime.trainers.verl.flags import refuse
 from fsdp_runtime.trainers.verl.micro_batches import cut
 from fsdp_runtime.trainers.verl.model import (
     build_module,
@@ -26,7 +27,7 @@ from fsdp_runtime.trainers.verl.model import (
     scheduler_of,
     trained_parameters,
 )
-from fsdp_runtime.trainers.verl.model_flags import check_checkpoint_flags, check_model_flags, require_own_config
+from fsdp_runtime.trainers.verl.model_flags import check_checkpoint_flags, require_own_config
 from fsdp_runtime.trainers.verl.replay import nested_routes, recorded_or_replayed, way_of
 from fsdp_runtime.trainers.verl.residency import Residency, parts_of
 from fsdp_runtime.trainers.verl.rows import Rows, idle_rows, rows_of
@@ -65,7 +66,7 @@ class FsdpRuntimeEngine(BaseEngine):
         super().__init__()
         require_own_config(engine_config)
         check_flags(engine_config)
-        check_model_flags(model_config)
+        refuse("model.", "HFModelConfig", model_config)
         check_checkpoint_flags(checkpoint_config)
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config

@@ -1,4 +1,4 @@
-"""What each flag of verl does with this engine, as data: the guide's table, and what ``verl-check`` compares.
+"""What each flag of verl does with this engine, as data: the guide's table, what is refused, what ``verl-check`` knows.
 
 A flag is in one of three states.  *same*: verl's trainer reads it, or the engine does what verl's own does.  *here*:
 the meaning is kept in another way, which the text says.  *refused*: an error at start with the way out.
@@ -6,16 +6,34 @@ the meaning is kept in another way, which the text says.  *refused*: an error at
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from fsdp_runtime.errors import OptionError
 
 State = Literal["same", "here", "refused"]
 
 
 class Flag(NamedTuple):
-    """One flag: its state, and what there is to say."""
+    """One flag: its state, and what there is to say; of a refused one, the entry that sets it and the flag it needs."""
 
     state: State
     text: str = ""
+    entry: str = ""
+    only_with: str = ""
+
+    def value_in(self, config: Any, name: str) -> Any:
+        """Return what a config sets, false for nothing."""
+        value = getattr(config, name, None)
+        if self.only_with and not getattr(config, self.only_with, None):
+            return None
+        if self.entry:
+            return (value or {}).get(self.entry, None)
+        return value if not isinstance(value, Mapping) or any(value.values()) else None
+
+    def path(self, name: str) -> str:
+        """Return the name with the entry."""
+        return f"{name}.{self.entry}" if self.entry else name
 
 
 _FUSED = Flag("here", "log-probs and entropy never need logits, whatever it says")
@@ -48,19 +66,19 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "offload_policy": Flag("same", "FSDP2's `CPUOffloadPolicy`"),
         "reshard_after_forward": _SAME,
         "fsdp_size": Flag("here", "`dp_shard`, with the other ranks in `dp_replicate`"),
-        "forward_prefetch": Flag("refused", "FSDP1's; `prefetch_forward` is FSDP2's"),
+        "forward_prefetch": Flag("refused", "FSDP1's; FSDP2 has `prefetch_forward=1`"),
         "model_dtype": Flag("same", "float32 of what is trained"),
         "use_orig_params": Flag("same", "FSDP2 has no other way"),
         "mixed_precision": Flag("same", "`param_dtype` and `reduce_dtype` are fields too"),
         "ulysses_sequence_parallel_size": Flag("here", "`cp` with `context_parallel=ulysses`"),
         "entropy_from_logits_with_chunking": Flag("here", "always in tiles"),
         "entropy_from_logits_chunk_size": Flag("here", "the tiles' size follows from the device"),
-        "use_torch_compile": Flag("refused", "compiles verl's entropy function; `compile` compiles the blocks"),
+        "use_torch_compile": Flag("refused", "compiles verl's entropy function; `compile=True` compiles the blocks"),
         "entropy_checkpointing": Flag("here", "backward always computes the tiles again"),
         "use_no_sync_for_gradient_accumulation": _SAME,
         "pad_to_length": _SAME,
         "pad_to_length_bucket": _SAME,
-        "qat": Flag("refused", "needs verl's own engine"),
+        "qat": Flag("refused", "needs verl's own engine", "enable"),
         "turbo_config": Flag("refused", "the config has no such field"),
     },
     "HFModelConfig": {
@@ -71,13 +89,20 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "target_modules target_parameters exclude_modules lora_adapter_path"
         ),
         "enable_gradient_checkpointing": Flag("here", "`activation_checkpointing=block`, unless that is set"),
-        "enable_activation_offload": Flag("refused", "written for verl's own engine"),
-        "lora": Flag("refused", "Megatron's; `lora.merge=True` is verl's and stays"),
+        "enable_activation_offload": Flag(
+            "refused", "written for verl's own engine; `enable_gradient_checkpointing=True`"
+        ),
+        "lora": Flag("refused", "Megatron's; set `model.lora_rank`, and `lora.merge` stays", "rank"),
         "use_liger": Flag("refused", "replaces modules; losses need no logits here"),
         "use_fused_kernels": _FUSED,
-        "fused_kernel_options": Flag("refused", "other than `impl_backend=torch`"),
-        "tiled_mlp": Flag("refused", "replaces MLPs; `activation_checkpointing=mlp`"),
-        "mtp": Flag("refused", "`mtp.enable` is Megatron's"),
+        "fused_kernel_options": Flag(
+            "refused",
+            "other than `torch`: losses come from hidden states in tiles",
+            "impl_backend",
+            "use_fused_kernels",
+        ),
+        "tiled_mlp": Flag("refused", "replaces MLPs; `activation_checkpointing=mlp`", "enabled"),
+        "mtp": Flag("refused", "Megatron's; layers of MTP are not trained", "enable"),
     },
     "ActorConfig": {
         **_same(
@@ -93,7 +118,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "use_prefix_grouper": Flag("refused", "replaces attention in verl's own engines"),
         "use_torch_compile": Flag("here", "verl's own engine alone reads it; `compile` compiles the blocks"),
         "use_fused_kernels": _FUSED,
-        "qat": Flag("refused", "needs verl's own engine"),
+        "qat": Flag("refused", "needs verl's own engine", "enable"),
     },
     "FSDPActorConfig": {
         **_same("grad_clip use_remove_padding use_rollout_log_probs pad_to_length"),
@@ -124,6 +149,24 @@ FLAGS: dict[str, dict[str, Flag]] = {
 }
 
 
+def refuse(where: str, kind: str, config: Any) -> None:
+    """Refuse what a config sets of the flags that have no counterpart.
+
+    Args:
+        where: what the names of the error begin with.
+        kind: the class of :data:`FLAGS`.
+        config: an object with its fields, or some of them.
+
+    Raises:
+        OptionError: one is set; the message has the way out.
+    """
+    for name, flag in FLAGS[kind].items():
+        value = flag.value_in(config, name) if flag.state == "refused" else None
+        if value and value != "torch":
+            text = flag.text.replace("`", "")
+            raise OptionError(f"{where}{flag.path(name)}={value!r} is refused by fsdp_runtime: {text}; leave it out")
+
+
 def unknown_fields() -> list[str]:
     """Return the fields of the installed verl's configs that :data:`FLAGS` does not have, as ``Class.field``."""
     from dataclasses import fields
@@ -140,7 +183,10 @@ def unknown_fields() -> list[str]:
 def table() -> list[str]:
     """Return the guide's table in Markdown: the flags of which there is something to say, once each."""
     rows: dict[str, Flag] = {}
-    for flags in FLAGS.values():
-        rows |= {name: flag for name, flag in flags.items() if flag.text and name not in rows}
+    for kind, flags in FLAGS.items():
+        for name, flag in flags.items():
+            other = flag.text and rows.setdefault(flag.path(name), flag).state != flag.state
+            if other:
+                rows[f"{kind.removesuffix('Config').lower()}.{name}"] = flag
     body = [f"| `{name}` | {flag.state} | {flag.text} |" for name, flag in sorted(rows.items())]
     return ["| flag of verl | state | what it does here |", "|---|---|---|", *body]

@@ -1,4 +1,4 @@
-"""Checks of verl's model config and checkpoint config, at start."""
+"""Checks of the kind of config and of verl's checkpoint config, at start."""
 
 from __future__ import annotations
 
@@ -22,35 +22,6 @@ def require_own_config(config: object) -> None:
             f"the engine's config is a {type(config).__name__}: choose engine=fsdp_runtime (SFT) or "
             f"model_engine=fsdp_runtime (PPO), whose fields have other names: {names}"
         )
-
-
-def check_model_flags(model_config: Any) -> None:
-    """Refuse the flags of verl's model config that have no counterpart.
-
-    Raises:
-        OptionError: one is set; the message has the way out.
-    """
-    get = model_config.get
-    refused = {
-        "use_liger": "replaces modules by Liger's kernels: set it to False; losses need no logits here",
-        "enable_activation_offload": "is written for verl's own FSDP engine: set it to False, and "
-        "enable_gradient_checkpointing=True",
-    }
-    for name, way in refused.items():
-        if get(name, False):
-            raise OptionError(f"model.{name}=True {way}")
-    if (get("tiled_mlp", None) or {}).get("enabled", False):
-        raise OptionError("model.tiled_mlp.enabled=True replaces MLPs: set it to False, and activation_checkpointing")
-    if getattr(get("mtp", None), "enable", False):
-        raise OptionError("model.mtp.enable=True is Megatron's: set it to False; layers of MTP are not trained here")
-    backend = (get("fused_kernel_options", None) or {}).get("impl_backend", "torch")
-    if get("use_fused_kernels", False) and backend != "torch":
-        raise OptionError(
-            f"model.fused_kernel_options.impl_backend={backend!r}: losses come from hidden states by this package's "
-            "tiles; write torch"
-        )
-    if (get("lora", None) or {}).get("rank", 0):
-        raise OptionError("model.lora.rank is Megatron's: set model.lora_rank, lora_alpha and target_modules")
 
 
 def check_checkpoint_flags(config: Any) -> None:

@@ -1,0 +1,84 @@
+"""The table of verl's flags is what the engine does: it refuses each refused one, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="verl 0.9.1 and the transformers that it takes are installed by nox -s verl only")
+
+from verl.workers.config import HFModelConfig  # after the check
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.trainers.verl import engine, flags
+from fsdp_runtime.trainers.verl.config import FsdpRuntimeActorConfig, FsdpRuntimeEngineConfig, engine_config
+
+REFUSED = [(kind, name) for kind, known in flags.FLAGS.items() for name in known if known[name].state == "refused"]
+#: The classes whose flags reach the engine or the actor, by the class that has them here.
+CLASSES = {
+    "EngineConfig": FsdpRuntimeEngineConfig,
+    "FSDPEngineConfig": FsdpRuntimeEngineConfig,
+    "HFModelConfig": HFModelConfig,
+    "ActorConfig": FsdpRuntimeActorConfig,
+    "FSDPActorConfig": FsdpRuntimeActorConfig,
+}
+#: Flags that are not set alone, and what is to have one value.
+LEFT = {"_target_", "strategy", "fsdp_config", "wrap_policy"}
+TAKEN = [
+    (kind, name)
+    for kind in CLASSES
+    for name, flag in flags.FLAGS[kind].items()
+    if flag.state != "refused" and name not in LEFT
+]
+
+
+class Passed(Exception):
+    """The checks were passed."""
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """The defaults that are written as values."""
+    return {each.name: each.default for each in fields(kind) if not callable(each.default_factory)}
+
+
+def start(kind: str, settings: Mapping[str, Any]) -> None:
+    """Start an engine, or make the actor's config, with flags set."""
+    if CLASSES[kind] is FsdpRuntimeActorConfig:
+        FsdpRuntimeActorConfig(**{"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1, **settings})
+        raise Passed
+    of_model = settings if kind == "HFModelConfig" else {}
+    config = engine_config(**({} if of_model else settings))
+    engine.FsdpRuntimeEngine(SimpleNamespace(**defaults(HFModelConfig) | {**of_model}), config, None, None)
+
+
+@pytest.fixture(autouse=True)
+def _ends_at_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reached(config: object) -> None:
+        raise Passed
+
+    monkeypatch.setattr(FsdpRuntimeEngineConfig, "axes", property(reached))
+    monkeypatch.setattr(engine, "enable_full_determinism", lambda seed: None)
+
+
+@pytest.mark.parametrize(("kind", "name"), REFUSED)
+def test_each_refused_flag_is_refused_by_name(kind: str, name: str) -> None:
+    flag = flags.FLAGS[kind][name]
+    value: Any = {flag.entry: "set"} if flag.entry else {"min_num_params": 1} if name == "wrap_policy" else True
+    with pytest.raises(OptionError, match=flag.path(name)):
+        start(kind, {name: value} | ({flag.only_with: True} if flag.only_with else {}))
+
+
+@pytest.mark.parametrize(("kind", "name"), TAKEN)
+def test_no_other_flag_is_refused(kind: str, name: str) -> None:
+    default = defaults(CLASSES[kind]).get(name)
+    assert name in {each.name for each in fields(CLASSES[kind])}
+    if is_dataclass(default) or not isinstance(default, bool | int):
+        given: dict[str, Any] = {}  # a value of any other kind means something to verl
+    else:
+        given = {name: not default if isinstance(default, bool) else default + 1}
+    with pytest.raises(Passed):
+        start(kind, given)
